@@ -1,12 +1,13 @@
-"""The suite: measures Lanekeeper's cost and speed, beside the shortest possible worker and other frameworks.
+"""The suite: measures Lanekeeper's cost and speed, and for comparison those of the shortest possible worker and of
+other frameworks.
 
     ./dev bench [--quick] [--only WORD] [--write]     everything; under twenty minutes, with --quick under four
     ./dev bench --report [FILE]                       prints the tables of earlier results (default: the newest)
 
-The contestants take turns in one run. Every contestant's handler makes the same SDK call to the same provider.
-Everything is measured once, then again, as long as there is time. A run that lost or repeated a message yields no
-figure. The raw figures are written to benchmarks/results/. --write also puts the tables into README.md and
-docs/performance.md, and draws the plots.
+The contestants take turns in one run. Every contestant's handler makes the same SDK call to the same provider. The plan
+is run in rounds, as many as fit into the time. A run that lost or repeated a message yields no figure. The raw figures
+are written to benchmarks/results/. --write also puts the tables into README.md and docs/performance.md, and draws the
+plots.
 """
 
 import argparse
@@ -37,7 +38,8 @@ THEIRS = ("celery", "dramatiq", "faststream", "taskiq", "taskiq-aio-pika")
 
 
 async def measure(plan: Sequence[Scenario], found: Results, *, within_s: float = math.inf) -> None:
-    """Run all of `plan` once, and the further rounds that have room in `within_s`; `found` takes what came out."""
+    """Run each scenario of `plan` once, then repeat it up to its number of rounds while `within_s` lasts. Appends the
+    results to `found`, with what had to be left out."""
     end_s, took_s = time.monotonic() + within_s, dict[str, float]()
     async with stage() as on:
         found.versions["RabbitMQ"] = on.version
@@ -55,11 +57,12 @@ async def measure(plan: Sequence[Scenario], found: Results, *, within_s: float =
                 for who in scenario.contestants:
                     if who.name not in left_out:
                         found.runs.append(await _run(on, scenario, who, number))
-                        _say(found.runs[-1])
+                        _report(found.runs[-1])
                 took_s[scenario.name] = time.monotonic() - began_s
 
 
 def _can_run(who: Contestant, on: Stage) -> bool:
+    """Whether a framework is installed, and has the Redis that it needs."""
     return PEERS_PYTHON.exists() and (on.redis_url is not None or not who.in_redis)
 
 
@@ -75,13 +78,13 @@ async def _run(on: Stage, scenario: Scenario, who: Contestant, number: int) -> R
     return Run(scenario=scenario.name, contestant=who.name, round=number, figures=figures, error=error)
 
 
-def _say(run: Run) -> None:
-    told = run.error or "  ".join(f"{name} {value:.4g}" for name, value in run.figures.items())
-    print(f"{run.scenario:<16} {run.contestant:<15} {told}", file=sys.stderr, flush=True)
+def _report(run: Run) -> None:
+    result = run.error or "  ".join(f"{name} {value:.4g}" for name, value in run.figures.items())
+    print(f"{run.scenario:<16} {run.contestant:<15} {result}", file=sys.stderr, flush=True)
 
 
-def fresh(*, quick: bool = False) -> Results:
-    """Empty results, with the machine and the versions."""
+def no_runs_yet(*, quick: bool = False) -> Results:
+    """Results without runs, with the machine, the versions, and what cannot be measured here."""
     found = Results(
         at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         machine=results.machine(),
@@ -89,9 +92,9 @@ def fresh(*, quick: bool = False) -> Results:
         quick=quick,
     )
     if PEERS_PYTHON.exists():
-        ask = "import sys, importlib.metadata as m; print(*(m.version(name) for name in sys.argv[1:]))"
-        told = subprocess.run([PEERS_PYTHON, "-c", ask, *THEIRS], capture_output=True, text=True, check=False)
-        found.versions |= dict(zip(THEIRS, told.stdout.split(), strict=False))
+        code = "import sys, importlib.metadata as m; print(*(m.version(name) for name in sys.argv[1:]))"
+        printed = subprocess.run([PEERS_PYTHON, "-c", code, *THEIRS], capture_output=True, text=True, check=False)
+        found.versions |= dict(zip(THEIRS, printed.stdout.split(), strict=False))
     else:
         found.left_out.append("Celery, Dramatiq, FastStream and taskiq: their environment could not be set up")
     if shutil.which("docker") is None:
@@ -100,7 +103,8 @@ def fresh(*, quick: bool = False) -> Results:
 
 
 def floor_and_ours(about: str | None) -> None:
-    """`./dev bench floor`: the scenario `drain` in turns, with each round's ratio to the floor."""
+    """`./dev bench floor`: runs the scenario `drain` for the floor, Lanekeeper and the checkouts of `--against` in
+    turns, and prints their ratios to the floor. `about`: the help text of the command."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=3000)
@@ -114,7 +118,7 @@ def floor_and_ours(about: str | None) -> None:
     async def run(on: Stage, who: Contestant) -> Figures:
         return await drain(on, who, requests=options.requests)
 
-    found = fresh()
+    found = no_runs_yet()
     plan = [Scenario(name="drain", run=run, contestants=contestants, rounds=options.rounds)]
     uvloop.run(measure(plan, found))
     print(report.against_floor(found))
@@ -131,7 +135,7 @@ def main() -> None:
     parser.add_argument("--report", nargs="?", const="", metavar="FILE", help="measure nothing: show these results")
     options = parser.parse_args()
     if options.report is None:
-        found = fresh(quick=options.quick)
+        found = no_runs_yet(quick=options.quick)
         plan = planned.plan(quick=options.quick)
         if options.only:
             plan = [each for each in plan if any(word in each.name for word in options.only)]

@@ -4,9 +4,10 @@
 
 All contestants get the same load in the same run. Each has its own simulated provider, which enforces 60 requests and
 40,000 input tokens a minute. 500 batch jobs wait, and a critical request comes every two seconds. A wait is the time
-until the answer, without the provider's own time; for a request without an answer, its wait so far. The used part of
-the budget is a part of all that could be used: what the provider's buckets held at the beginning, and what came in.
-`--speed 10` scales all rates and intervals, so that ten minutes take one; CPU and network then weigh ten times as much.
+until the answer, without the provider's own time; for a request without an answer, the time that it has waited at the
+end. "Used" is a percentage of what could be used: what the provider's buckets held at the beginning, plus the refill.
+`--speed 10` scales all rates and intervals, so that ten minutes take one; delays by CPU and network then weigh ten
+times as much.
 """
 
 import argparse
@@ -26,8 +27,8 @@ from contest.scenarios import SCENARIOS
 from contest.score import Row, table
 
 RIVALS: dict[str, tuple[str, Contestant]] = {
-    "nogate": ("No gate, again on 429", rivals.no_gate),
-    "semaphore": (f"Semaphore of {rivals.AT_ONCE}, again on 429", rivals.semaphore),
+    "nogate": ("No gate, retries on 429", rivals.no_gate),
+    "semaphore": (f"Semaphore of {rivals.AT_ONCE}, retries on 429", rivals.semaphore),
 }
 NAMES = ("lanekeeper", "gate", *RIVALS, "litellm")
 
@@ -83,7 +84,7 @@ async def _scenario(name: str, load: Load, *, broker_url: str) -> None:
             workers.lanekeeper, broker_url=broker_url, workers=scenario.workers, redis_url=store, events=events
         )
         row = await run("Lanekeeper", contestant, load, options=scenario.options, trouble=scenario.trouble)
-    print(f"\n{name}: {scenario.holds(row) or 'as it must be'}; {_described(load)}\n{table([row])}")
+    print(f"\n{name}: {scenario.fault_in(row) or 'as it must be'}; {_described(load)}\n{table([row])}")
     print(
         "Logged by the workers: "
         + (", ".join(f"{each} {count}" for each, count in sorted(events.items())) or "nothing")

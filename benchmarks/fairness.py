@@ -41,7 +41,7 @@ LANE = "normal"
 INTAKE = Names().intake(LANE)
 LATENCY_MS = 500
 USER = "lanekeeper"
-"""The private broker's user; it may speak for the tenants."""
+"""The private broker's user. It is listed in LANEKEEPER_SPEAKERS, so it may name the tenants of its requests."""
 COUNTED_S = 10.0
 ASKS_EVERY_S = 0.25
 PUBLISHING_AT_ONCE = 200
@@ -51,7 +51,7 @@ SINGLE = "single"
 
 @asynccontextmanager
 async def process(url: str, base_url: str, folder: str, slots: int) -> AsyncIterator[None]:
-    """A worker in its own process."""
+    """Runs `lanekeeper serve` in its own process."""
     environ = {
         **os.environ,
         "LANEKEEPER_AMQP_URL": url,
@@ -77,7 +77,7 @@ async def process(url: str, base_url: str, folder: str, slots: int) -> AsyncIter
 
 
 class Load:
-    """The tenants' requests."""
+    """Sends the tenants' requests, and records the waits of single requests."""
 
     def __init__(self, client: Client, publisher: Publisher) -> None:
         self._client = client
@@ -108,16 +108,20 @@ class Load:
         await asyncio.gather(*(publish() for _ in range(PUBLISHING_AT_ONCE)))
 
     async def ask(self, tenant: str) -> int:
+        """Send one request and await its answer. Returns its wait in ms."""
         final = await self._client.request(
             {"prompt": f"{tenant} asks"}, key=f"{LANE}.benchmark.fairness", tenant=tenant
         )
         return final.wait_ms
 
     async def always(self, tenant: str) -> None:
+        """Send requests of a tenant one after the other, until cancelled."""
         while True:
             await self.ask(tenant)
 
     async def now_and_then(self) -> None:
+        """Send a single request every `ASKS_EVERY_S`, until cancelled."""
+
         async def once() -> None:
             asked_s = time.monotonic()
             wait_ms = await self.ask(SINGLE)
@@ -131,6 +135,7 @@ class Load:
 
 
 async def intake(connection: Connection) -> Depth:
+    """The lane's intake: how many messages and consumers it has."""
     return (await depths(connection, [INTAKE]))[INTAKE]
 
 

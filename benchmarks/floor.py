@@ -1,6 +1,6 @@
 """The floor: the shortest possible worker. With aio-pika on uvloop it takes a request, makes the SDK call, publishes a
-persistent reply, waits for the confirm, and acknowledges. It has no store, no budget gate and no retries, and does not
-answer errors.
+persistent reply, waits for the confirm, and acknowledges. It has no store, no budget gate and no retries, and sends no
+reply if a request fails.
 
 Other workers' cost of a request is given as a ratio to the floor's. This command measures both, in turns, in one run:
 
@@ -42,7 +42,7 @@ async def work() -> None:
             await reply(request, await call(request.body))
         await request.ack()
 
-    # one queue, or one for each lane with its own slots: "critical=1,batch=7"
+    # The number of slots of each queue. One queue for all lanes, or one for each: "bench.floor.critical=1,…batch=7"
     for queue in os.environ.get("BENCH_QUEUES", f"bench.floor={os.environ['BENCH_SLOTS']}").split(","):
         name, _, slots = queue.partition("=")
         await channel.set_qos(prefetch_count=int(slots))  # applies to consumers that are started after it

@@ -1,9 +1,9 @@
-"""Measures the CPU that one grant of the budget gate costs, with no waiters and with 10,000.
+"""Measures the CPU that one grant of the budget gate costs, with no waiting requests and with 10,000.
 
 There is no provider and no broker: each request reserves, is granted and settles, as in `consumers/gates/budget.py`.
-"at once": there is room. "woken": the request waits in line until enough has come in, or another has given enough back.
-Time is virtual, so that the limit does not slow the measurement. CPU is that of the whole process, including the event
-loop.
+"at once": the budget suffices. "woken": the request waits until the budget is refilled enough, or another request has
+given enough back. Time is virtual, so that the limit does not slow the measurement. CPU is that of the whole process,
+including the event loop.
 
     .venv/bin/python benchmarks/gate.py [--grants 20000] [--waiting 10000] [--rounds 5] [--redis redis://…]
 
@@ -31,7 +31,7 @@ RESERVED, USED = Amounts(1, 800, 300), Amounts(1, 790, 120)
 
 
 class Instant(selectors.SelectSelector):
-    """Does not wait: each wait is added to `passed_s` and returns at once."""
+    """A selector that does not wait: it adds each timeout to `passed_s` and returns at once."""
 
     passed_s = 0.0
 
@@ -57,7 +57,7 @@ def budgets(per_minute: float) -> Accounts[OwnTurns]:
 
 
 async def with_room(grants: int) -> float:
-    """The CPU of one grant in µs, if there is room."""
+    """The CPU of one grant in µs, if the budget always suffices."""
     some = budgets(1e9)
     began = time.process_time()
     for number in range(grants):
@@ -67,8 +67,8 @@ async def with_room(grants: int) -> float:
 
 
 async def woken(grants: int, waiting: int, *, until_s: float | None) -> tuple[float, float]:
-    """The CPU of one grant in µs with `waiting` requests in line at any time, and how often a timer fired for each
-    grant."""
+    """The CPU of one grant in µs while `waiting` requests wait at any time, and the number of timers that fired for
+    each grant. `until_s`: each request's deadline, in seconds from its arrival."""
     some = budgets(60)
     loop = asyncio.get_running_loop()
     left = iter(range(grants))
@@ -86,7 +86,7 @@ async def woken(grants: int, waiting: int, *, until_s: float | None) -> tuple[fl
 
 
 async def shared(url: str, grants: int, at_once: int) -> str:
-    """The cost of a grant through Redis, if there is room."""
+    """A line of text with the cost of a grant through Redis, if the budget always suffices."""
     client = RedisClient(url)
     caps = AccountCaps(requests=1e9, input_tokens=1e12, output_tokens=1e12)
     some = shared_accounts(client, namespace=f"benchmark-{secrets.token_hex(4)}", spec=BudgetSpec(accounts={"a": caps}))

@@ -1,11 +1,13 @@
-"""What `POST /v1/messages` costs by the gateway, beside calling the same simulated API directly and beside LiteLLM's
-proxy, in turns in one run.
+"""Measures `POST /v1/messages` through the gateway, directly at the same simulated API, and through LiteLLM's proxy.
+The three take turns in one run.
 
-`lanekeeper serve` (lanes, gateway, SQLite), LiteLLM and the simulated API, which answers at once, are processes of
-their own. Every answer is compared with its question: a run that lost a call, or got another's answer, has no figure.
-The raw figures go to benchmarks/results/gateway/. LiteLLM's Rust proxy is left out: no package registry has it.
+`lanekeeper serve` (lanes, gateway, SQLite), LiteLLM and the simulated API, which answers at once, each run in their own
+process. Every answer is compared with its question: a run that lost a call, or mixed up two answers, yields no figure.
+The raw figures are written to benchmarks/results/gateway/; --write also puts the tables into README.md and
+docs/performance.md. LiteLLM's Rust proxy is left out, because no package registry has it.
 
-    .venv/bin/python benchmarks/gateway.py [--quick] [--rounds 5] [--calls 200] [--at-once 50] [--litellm PROGRAM]
+    ./dev bench gateway [--quick] [--rounds 5] [--calls 200] [--at-once 50] [--litellm PROGRAM] [--write]
+    ./dev bench gateway --report FILE [--write]         measures nothing: the tables of earlier results
 """
 
 import argparse
@@ -27,10 +29,10 @@ import ground
 import uvloop
 from contest import litellm
 from peers import with_litellm
-from suite.gateway_table import text
+from suite.gateway_table import text, write
 from suite.medians import quantile
 from suite.processes import clean_environ, cpu_s, resident_mib
-from suite.results import Results, Run, machine
+from suite.results import Results, Run, load, machine
 
 from lanekeeper.amqp.connection import Connection
 
@@ -44,7 +46,7 @@ _NUMBERS = count(1)
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """Where `/v1/messages` is called."""
+    """A server whose `/v1/messages` is called: its URL, process id, and the headers that a call needs."""
 
     name: str
     url: str
@@ -54,7 +56,7 @@ class Contestant:
 
 @asynccontextmanager
 async def provider() -> AsyncIterator[Contestant]:
-    """The simulated API."""
+    """Runs the simulated API."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "service.cli.main", "simulate", "--port", "0", stdout=asyncio.subprocess.PIPE
     )
@@ -70,7 +72,7 @@ async def provider() -> AsyncIterator[Contestant]:
 
 @asynccontextmanager
 async def serve(url: str, base_url: str, *, slots: int) -> AsyncIterator[Contestant]:
-    """`lanekeeper serve`."""
+    """Runs `lanekeeper serve`, with `slots` slots in the lane critical."""
     with tempfile.TemporaryDirectory(prefix="lanekeeper-bench-") as folder:
         environ = clean_environ(
             LANEKEEPER_AMQP_URL=url,
@@ -92,7 +94,7 @@ async def serve(url: str, base_url: str, *, slots: int) -> AsyncIterator[Contest
                 line = await process.stderr.readline()
                 assert line, "lanekeeper serve has ended"
                 address = json.loads(line).get("health") if b'"service.ready"' in line else None
-            reading = asyncio.create_task(_passed_over(process.stderr))
+            reading = asyncio.create_task(discard(process.stderr))
             yield Contestant(name="lanekeeper", url=str(address), pid=process.pid)
             reading.cancel()
         finally:
@@ -102,53 +104,57 @@ async def serve(url: str, base_url: str, *, slots: int) -> AsyncIterator[Contest
 
 @asynccontextmanager
 async def peer(base_url: str, program: Path) -> AsyncIterator[Contestant]:
+    """Runs LiteLLM's proxy."""
     async with with_litellm.served(base_url, model=MODEL, program=program) as (url, key, pid):
         yield Contestant(name="litellm", url=url, pid=pid, headers={"authorization": f"Bearer {key}"})
 
 
-async def _passed_over(log: asyncio.StreamReader) -> None:
+async def discard(log: asyncio.StreamReader) -> None:
+    """Read a process's log to its end, so that the process never waits for a reader."""
     while await log.readline():
         pass
 
 
 class Calling:
-    """Calls to one contestant. Each has a number of its own, which the simulated API's echo brings back."""
+    """Calls one contestant. Each call has its own number in the prompt, which the simulated API echoes in its
+    answer."""
 
     def __init__(self, session: aiohttp.ClientSession, to: Contestant) -> None:
         self._session = session
         self.to = to
 
     async def whole(self) -> float:
-        """Seconds until the answer is there."""
+        """Make a call that is not streamed. Returns the seconds until the answer is complete."""
         mark, began = f"call {next(_NUMBERS)}.", time.perf_counter()
-        async with self._post(mark, stream=False) as got:
-            answer = await got.read()
+        async with self._post(mark, stream=False) as response:
+            answer = await response.read()
         took = time.perf_counter() - began
-        if got.status != 200 or mark not in json.loads(answer)["content"][0]["text"]:
-            raise RuntimeError(f"{self.to.name}: lost a call: {got.status} {answer[:300]!r}")
+        if response.status != 200 or mark not in json.loads(answer)["content"][0]["text"]:
+            raise RuntimeError(f"{self.to.name}: lost a call: {response.status} {answer[:300]!r}")
         return took
 
     async def first_token(self, *, extra: str = "") -> float:
-        """Seconds until the first piece of the answer is there; the rest is read as well."""
-        mark, began, first, said = f"call {next(_NUMBERS)}.", time.perf_counter(), None, ""
-        async with self._post(mark + extra, stream=True) as got:
-            async for line in got.content:
+        """Make a streamed call, with `extra` in its prompt, and read it to its end. Returns the seconds until the first
+        piece of the answer."""
+        mark, began, first, answer = f"call {next(_NUMBERS)}.", time.perf_counter(), None, ""
+        async with self._post(mark + extra, stream=True) as response:
+            async for line in response.content:
                 if line.startswith(b"data:") and b"content_block_delta" in line:
                     first = first or time.perf_counter() - began
-                    said += json.loads(line[5:])["delta"].get("text", "")
-        if first is None or mark not in said:
-            raise RuntimeError(f"{self.to.name}: lost a stream: {got.status} {said[:300]!r}")
+                    answer += json.loads(line[5:])["delta"].get("text", "")
+        if first is None or mark not in answer:
+            raise RuntimeError(f"{self.to.name}: lost a stream: {response.status} {answer[:300]!r}")
         return first
 
     def _post(self, mark: str, *, stream: bool) -> "aiohttp.client._RequestContextManager":
-        said = [{"role": "user", "content": f"{mark} {PROMPT}"}]
-        body = {"model": MODEL, "max_tokens": 1000, "messages": said, "stream": stream}
+        messages = [{"role": "user", "content": f"{mark} {PROMPT}"}]
+        body = {"model": MODEL, "max_tokens": 1000, "messages": messages, "stream": stream}
         headers = {"x-api-key": "benchmark", "anthropic-version": "2023-06-01", **self.to.headers}
         return self._session.post(f"{self.to.url}/v1/messages", json=body, headers=headers)
 
 
 async def together(one: Callable[[], Awaitable[object]], *, calls: int, at_once: int) -> float:
-    """Seconds for all of them."""
+    """Make `calls` calls, `at_once` at a time. Returns the seconds that all of them took."""
     left = iter(range(calls))
 
     async def caller() -> None:
@@ -163,18 +169,20 @@ async def together(one: Callable[[], Awaitable[object]], *, calls: int, at_once:
 
 
 async def latency(one: Callable[[], Awaitable[float]], calls: int) -> dict[str, float]:
+    """Quantiles of the times that `one` returns, for calls one after the other."""
     values = [1000 * await one() for _ in range(calls)]
     return {"p50_ms": quantile(values, 0.5), "p99_ms": quantile(values, 0.99)}
 
 
 async def rate(calling: Calling, *, calls: int, at_once: int) -> dict[str, float]:
+    """Calls a second, with `at_once` at a time, and the server's CPU for each."""
     before = cpu_s(calling.to.pid)
     took = await together(calling.whole, calls=calls, at_once=at_once)
     return {"per_s": calls / took, "cpu_ms": 1000 * (cpu_s(calling.to.pid) - before) / calls}
 
 
 async def streams(calling: Calling, at_once: int) -> dict[str, float]:
-    """Memory while all streams are open, each for some ten seconds."""
+    """The server's peak of resident memory while `at_once` streams are open, each for some ten seconds."""
     most = resident_mib(calling.to.pid)
 
     async def look() -> None:
@@ -194,6 +202,7 @@ async def streams(calling: Calling, at_once: int) -> dict[str, float]:
 
 
 async def measured(found: Results, scenario: str, name: str, number: int, figures: Awaitable[dict[str, float]]) -> None:
+    """Await the figures of a run and append them to `found`, or the error if the run failed."""
     try:
         run = Run(scenario=scenario, contestant=name, round=number, figures=await figures)
     except (RuntimeError, OSError, aiohttp.ClientError, ExceptionGroup, KeyError, ValueError) as error:
@@ -201,7 +210,8 @@ async def measured(found: Results, scenario: str, name: str, number: int, figure
     found.runs.append(run)
 
 
-async def main(options: argparse.Namespace) -> None:
+async def measure(options: argparse.Namespace) -> Results:
+    """Run all scenarios with all contestants in turns, and save the results."""
     rounds, calls, at_once = options.rounds, options.calls, options.at_once
     versions = {name: version(name) for name in ("aiohttp", "anthropic", "uvloop")}
     now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
@@ -242,8 +252,8 @@ async def main(options: argparse.Namespace) -> None:
     ) as session, serve(url, direct.url, slots=STREAMS) as ours:  # fmt: skip
         await measured(found, "streams", ours.name, 0, streams(Calling(session, ours), STREAMS))
     found.took_s = time.monotonic() - began
-    print(text(found))
-    print(f"\n{found.save(RESULTS)}")
+    print(f"written to {found.save(RESULTS)}", file=sys.stderr)
+    return found
 
 
 if __name__ == "__main__":
@@ -253,7 +263,12 @@ if __name__ == "__main__":
     parser.add_argument("--calls", type=int)
     parser.add_argument("--at-once", type=int, default=50)
     parser.add_argument("--litellm", type=Path, default=litellm.PROGRAM)
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md and docs/performance.md")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="measure nothing: show these results")
     given = parser.parse_args()
     given.rounds = given.rounds or (2 if given.quick else 5)
     given.calls = given.calls or (100 if given.quick else 200)
-    uvloop.run(main(given))
+    results = load(given.report) if given.report else uvloop.run(measure(given))
+    print(text(results))
+    if given.write:
+        write(results)

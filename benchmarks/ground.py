@@ -1,4 +1,4 @@
-"""What benchmarks need: a broker, a Redis, settings."""
+"""Starts a broker and a Redis for benchmarks, and makes settings for a worker on them."""
 
 import asyncio
 import atexit
@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from service.config.copies import answered_by
+from service.config.copies import with_provider
 from service.config.loading import load_settings
 from service.config.settings import Settings
 from service.private_broker.broker import private_broker
@@ -25,7 +25,7 @@ structlog.configure(
 
 @asynccontextmanager
 async def broker() -> AsyncIterator[str]:
-    """The broker's AMQP URL: LANEKEEPER_AMQP_URL if it is set, else that of a private one."""
+    """Yields an AMQP URL: LANEKEEPER_AMQP_URL if it is set, else that of a private broker, which it starts."""
     if url := os.environ.get("LANEKEEPER_AMQP_URL"):
         yield url
         return
@@ -35,7 +35,8 @@ async def broker() -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def redis() -> AsyncIterator[str | None]:
-    """The URL of a Redis with an append-only file that is synced every second; None if none is installed."""
+    """Starts a Redis whose append-only file is synced every second; yields its URL, or None if redis-server is not
+    installed."""
     if shutil.which("redis-server") is None:
         yield None
         return
@@ -56,8 +57,9 @@ async def redis() -> AsyncIterator[str | None]:
 
 
 def settings(url: str, base_url: str, **options: Any) -> Settings:
-    """Settings for a worker on that broker and provider, with a new store. The environment is ignored."""
+    """Settings for a worker on the broker `url` and the provider `base_url`, with a new SQLite store. The environment
+    is ignored."""
     folder = tempfile.mkdtemp(prefix="lanekeeper-bench-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     made = load_settings(environ={"LANEKEEPER_AMQP_URL": url}, store_url=f"sqlite:///{folder}/store.sqlite", **options)
-    return answered_by(made, base_url, key="benchmark")
+    return with_provider(made, base_url, key="benchmark")

@@ -1,4 +1,5 @@
-"""Replays recorded traffic against the budget gate, in virtual time: half an hour of chat and of code completion.
+"""Replays recorded traffic against the budget gate, in virtual time. The recording is half an hour of chat and of code
+completion.
 
     ./dev bench replay [--quick] [--scenario full-104,1s-104] [--json FILE] [--plot FILE.svg [--before FILE]]
     ./dev bench replay --real [--minutes 4] [--processes 1]

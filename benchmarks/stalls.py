@@ -38,12 +38,13 @@ WITHIN_S = 120.0
 
 
 def forget_peak() -> None:
-    """Reset the peak of resident memory (Linux)."""
+    """Reset this process's peak of resident memory, which the kernel records (Linux)."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_bytes() -> int:
+    """This process's peak of resident memory since `forget_peak`."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
@@ -68,6 +69,7 @@ class Table:
 
 
 def outcome(reply: Got) -> str:
+    """`ok`, or the code of the error."""
     return "ok" if reply.status == "ok" else reply.code
 
 
@@ -75,11 +77,11 @@ async def requests(table: Table, app: Requester, only: str) -> None:
     for name, nasty in REQUESTS.items():
         if only not in name:
             continue
-        how = {"key": "batch.bench.stalls", "content_encoding": nasty.content_encoding, "within_s": WITHIN_S}
+        options = {"key": "batch.bench.stalls", "content_encoding": nasty.content_encoding, "within_s": WITHIN_S}
         body = nasty.body
 
-        async def one(body: bytes = body, how: dict[str, object] = how) -> str:
-            return outcome(await app.ask(body, **how))  # type: ignore[arg-type]
+        async def one(body: bytes = body, options: dict[str, object] = options) -> str:
+            return outcome(await app.ask(body, **options))  # type: ignore[arg-type]
 
         async def many(one: Callable[[], Awaitable[str]] = one) -> str:
             return ", ".join(sorted(set(await asyncio.gather(*(one() for _ in range(AT_ONCE))))))
@@ -125,7 +127,7 @@ async def main(only: str, limit_ms: float) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="what has this word in its name")
+    parser.add_argument("--only", default="", help="only requests and answers with this word in their name")
     parser.add_argument("--limit-ms", type=float, default=100.0)
     options = parser.parse_args()
     uvloop.run(main(options.only, options.limit_ms))

@@ -1,7 +1,7 @@
-"""Measures the store alone: a claim and a completion, for each engine, with 1, 16 and 64 requests at a time.
+"""Measures a claim and a completion in the store alone, in SQLite and in Redis, with 1, 16 and 64 requests at a time.
 
-CPU is that of this process: it includes SQLite's, and not Redis's own. `./dev bench` shows the store's part of a whole
-request.
+CPU is that of this process. It includes SQLite, which runs in this process, but not the Redis server. `./dev bench`
+shows the store's part of a whole request.
 
     ./dev bench store [--steps 4000]
 """
@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 import ground
 import uvloop
 
-from consumers.state.base import Completion, Copy, Granted, Identity, Store
+from consumers.state.base import Completion, Fingerprint, Granted, Identity, Store
 from consumers.state.opening import open_store
 from consumers.state.spec import DEFAULT
 
@@ -44,8 +44,8 @@ async def _together(store: Store, steps: int, at_once: int) -> None:
 
 async def _claim_and_complete(store: Store) -> None:
     me = Identity("benchmark", uuid.uuid4().hex)
-    copy = Copy(body_hash=b"h" * 16, mark=b"m" * 16, redelivered=False)
-    claim = await store.claim(me, copy)
+    fingerprint = Fingerprint(body_hash=b"h" * 16, mark=b"m" * 16, redelivered=False)
+    claim = await store.claim(me, fingerprint)
     assert isinstance(claim, Granted)
     headers: dict[str, str | int] = {
         "x-lane-name": "critical",
@@ -54,7 +54,7 @@ async def _claim_and_complete(store: Store) -> None:
         "x-lane-wait-ms": 3,
     }
     completion = Completion(status="ok", body=ANSWER, headers=headers, ended_ms=1)
-    assert await store.complete(me, copy, completion, token=claim.token) == completion
+    assert await store.complete(me, fingerprint, completion, token=claim.token) == completion
 
 
 async def main(steps: int) -> None:

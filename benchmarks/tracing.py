@@ -2,8 +2,9 @@
 
     python -m benchmarks.tracing [--messages 20000]
 
-Each row is the fastest of several interleaved rounds, minus the same loop without tracing. CPU is that of the whole
-process, including the exporter's thread; "exported" sends to a collector in another process, over loopback.
+Each row is the CPU time of the fastest of several interleaved rounds, minus that of the same loop without tracing. CPU
+is that of the whole process, including the exporter's thread; "exported" sends the spans to a collector in another
+process, over loopback.
 """
 
 import argparse

@@ -1,14 +1,15 @@
 """An attempt: one provider is called and, if that call fails, another one within the same attempt.
 
-An attempt makes at most two calls: retries (`retry.py`) come on top, and two layers of repetition multiply. The second
-provider must not be known to fail (`providers/breakers.py`) and must have budget at once: an attempt waits in line only
-once. The table in `failures.py` says what each failure means for this.
+An attempt makes at most two calls, because each retry (`retry.py`) is a further attempt: more calls here would multiply
+with the retries. A second provider is called only if its breaker allows it (`providers/breakers.py`) and its account
+has budget at once: an attempt waits in the budget's line only once. The table in `failures.py` says after which
+failures another provider may be called.
 """
 
 import asyncio
 import random
 from dataclasses import replace
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from consumers import retry
 from consumers.capacity.pausing import Pausing
@@ -17,34 +18,45 @@ from consumers.failures import TIMEOUT, BreakerOpen, Failover, ProviderError, Re
 from consumers.gates.budget import BudgetGate
 from consumers.gates.deadline import exceeded
 from consumers.gates.route import RouteGate
-from consumers.job import ATTEMPT_WITHIN_S, Asked, Attempted, Job, NowMs
+from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Job, NowMs
 from consumers.lifecycle import Lifecycle
 from consumers.limits.amounts import Amounts
 from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended_by, stopped_by
 from consumers.providers.base import Answer
-from consumers.providers.breakers import Breakers, Change, Pass
+from consumers.providers.breakers import Breakers, Change, Permit
 from consumers.providers.counting import counted, spent
 from consumers.providers.registry import Registry
-from consumers.replies.reply import Parts, Replies
+from consumers.replies.parts import Parts
+from consumers.replies.reply import Replies
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
 from topology.codec.request import Request
 
 SLACK_S = 1.0
-"""A call's timeout ends this much after the request's deadline, so that the deadline ends the call and not the timeout:
-a timeout would count as a failure of the provider."""
-LONG_S = 5.0
-"""After a 429 with a longer `retry-after`, a fallback model may be asked as well."""
+"""A call's timeout is at most the time left until the request's deadline plus this. So the deadline ends the call
+before its timeout, which would count as a failure of the provider."""
+LONG_RETRY_AFTER_S = 5.0
+"""After a 429 whose `retry-after` is longer than this, another model may be called as well."""
 LEAST_LEFT_S = 1.0
-"""With less time left until the deadline, no second provider is asked."""
-DEADLINE_ABOUT_S = 0.1
-LATE = TransientError("no answer before the request's deadline", type=TIMEOUT)
-"""Reported to the breaker if the deadline ended the call: the provider may hang although the call did not time out."""
+"""If less time than this is left until the deadline, no second provider is called."""
+DEADLINE_TOLERANCE_S = 0.1
+"""A call that is cancelled at most this long before the deadline counts as ended by the deadline."""
+DEADLINE_PASSED = TransientError("no answer before the request's deadline", type=TIMEOUT)
+"""The error that is reported to the breaker if the deadline ended the call: the provider may hang, although the call
+did not reach its timeout."""
 log = logs.logger()
 
 
+class _FailedCall(NamedTuple):
+    """The first call of an attempt, which failed."""
+
+    route: Route
+    error: ProviderError
+
+
 class Attempts:
-    """Makes one attempt at a job that has passed the gates. It does not settle the job (`settle.py` does)."""
+    """Makes one attempt to get an answer for a job that has passed the gates: calls a provider, and another one if that
+    call fails. The job's delivery is settled later, by `settle.py`."""
 
     def __init__(
         self,
@@ -71,181 +83,194 @@ class Attempts:
         self._now_ms = now_ms
         self._rng = rng
 
-    async def make(self, job: Job, asked: Asked) -> Outcome:
-        """Call the providers within the time left until the deadline, and return the outcome."""
-        left_s = (asked.request.deadline_ms - self._now_ms()) / 1000
+    async def make(self, job: Job, decoded: Decoded) -> Outcome:
+        """Call the providers within the time left until the deadline, and return the outcome. When this returns, each
+        part of a stream is confirmed or known to be lost."""
+        parts = Parts(self._replies, job) if decoded.request.stream else None
+        outcome = await self._attempt(job, decoded, parts)
+        if parts is not None:
+            await parts.confirmed()
+        return outcome
+
+    async def _attempt(self, job: Job, decoded: Decoded, parts: Parts | None) -> Outcome:
+        left_s = (decoded.request.deadline_ms - self._now_ms()) / 1000
         if left_s <= 0:  # waiting for the store took too long
-            return Refused(exceeded(job, asked))
+            return Refused(exceeded(job, decoded))
         clock = asyncio.get_running_loop().time
         began_s = clock()
-        parts = self._replies.parts(job) if asked.request.stream else None
         try:
             async with job.interruptible(min(left_s, ATTEMPT_WITHIN_S)):
                 await self._pausing.opened()  # make no call whose answer could not be sent
                 began_s = clock()
-                answer = await self._ask(job, asked, parts)
-                _ran(job, clock() - began_s, usage=counted(answer.usage), cost_usd=answer.cost_usd)
+                answer = await self._call_routes(job, decoded, parts)
+                _record_run(job, clock() - began_s, usage=counted(answer.usage), cost_usd=answer.cost_usd)
                 return Answered(body=answer.body, model=answer.model, provider=answer.provider)
-        except RequestProblem as forbidden:  # found while streaming: a part may not be sent
-            _ran(job, clock() - began_s)
+        except RequestProblem as forbidden:  # raised while streaming, for a part that may not be sent
+            _record_run(job, clock() - began_s)
             return ended_by(forbidden)
-        except BreakerOpen as closed:
-            return self._route_gate.later(job, asked, closed.retry_in_s)
+        except BreakerOpen as breaker:
+            return self._route_gate.later(job, decoded, breaker.retry_in_s)
         except ProviderError as error:
             has_sent = parts is not None and parts.has_sent
-            wait_s = self._breakers.least_wait_s(asked.chain.routes) if error.is_outage and not has_sent else 0.0
-            _ran(job, clock() - began_s, usage=self._spent(job, error), counts=wait_s <= 0)
-            # an open breaker means that the provider is down: the attempt does not count
-            return self._route_gate.later(job, asked, wait_s) if wait_s > 0 else self._decide(error, job, asked)
-        _ran(job, clock() - began_s)
-        return self._ended_early(job, asked, is_over=left_s <= ATTEMPT_WITHIN_S)
+            wait_s = self._breakers.least_wait_s(decoded.chain.routes) if error.is_outage and not has_sent else 0.0
+            # while all breakers are open, the provider is down: the attempt does not count
+            _record_run(job, clock() - began_s, usage=self._spent(job, error), counts=wait_s <= 0)
+            return self._route_gate.later(job, decoded, wait_s) if wait_s > 0 else self._decide(error, job, decoded)
+        _record_run(job, clock() - began_s)
+        return self._ended_early(job, decoded, is_past_deadline=left_s <= ATTEMPT_WITHIN_S)
 
-    async def _ask(self, job: Job, asked: Asked, parts: Parts | None) -> Answer:
-        """Call the reserved route; if that call fails, call one of the routes after it.
+    async def _call_routes(self, job: Job, decoded: Decoded, parts: Parts | None) -> Answer:
+        """Call the route for which budget is reserved; if that call fails, call one of the routes after it.
 
         Raises the ProviderError that decides the outcome; BreakerOpen if no call was made.
         """
-        request, chain, clock = asked.request, asked.chain, asyncio.get_running_loop().time
+        request, chain, clock = decoded.request, decoded.chain, asyncio.get_running_loop().time
         left_s = (request.deadline_ms - self._now_ms()) / 1000
-        until_s, timeout_s = clock() + left_s, min(asked.lane.call_timeout_s, left_s + SLACK_S)
-        failed: tuple[Route, ProviderError] | None = None
-        for route in chain.routes if job.reserved is None else chain.since(job.reserved.route):
-            if failed is not None and not _may_help(failed[1], failed[0], route):
+        until_s, timeout_s = clock() + left_s, min(decoded.lane.call_timeout_s, left_s + SLACK_S)
+        failed: _FailedCall | None = None
+        for route in chain.routes if job.reserved is None else chain.starting_at(job.reserved.route):
+            if failed is not None and not _may_help(failed, route):
                 continue
-            entered = await self._enter(job, asked, route, None if failed is None else failed[1])
-            if entered is None:
+            permit = await self._enter(job, decoded, route, None if failed is None else failed.error)
+            if permit is None:
                 continue
             if failed is None:
                 job.attempted = Attempted(started_ms=self._now_ms())
-                self._lifecycle.tell(job, "started", wait_ms=job.wait_ms)
+                self._lifecycle.publish(job, "started", wait_ms=job.wait_ms)
                 if job.trail is not None:
                     job.trail.tell("started", attempt=job.attempts, wait_ms=job.wait_ms)
             else:
                 _restart(failed, route, parts)
             try:
-                return await self._call(job, entered, request, timeout_s=timeout_s, parts=parts, until_s=until_s)
+                return await self._call(job, permit, request, timeout_s=timeout_s, parts=parts, until_s=until_s)
             except ProviderError as error:
                 if failed is not None:
-                    if error.means.retry is Retry.REJECTED and failed[1].means.retry is not Retry.REJECTED:
-                        raise failed[1] from error  # the second refuses it, but the first may still answer it
+                    if error.means.retry is Retry.REJECTED and failed.error.means.retry is not Retry.REJECTED:
+                        raise failed.error from error  # the second provider rejects it; the first may answer a retry
                     raise
                 left_s = until_s - clock()
                 if left_s < LEAST_LEFT_S:
                     raise
-                failed, timeout_s = (route, error), min(timeout_s, left_s)
-        if failed is None:  # a route whose breaker is closed was left out for lack of budget
+                failed, timeout_s = _FailedCall(route, error), min(timeout_s, left_s)
+        if failed is None:  # no call was made; a route with a wait of 0 had no budget: its breaker is not the reason
             waits_s = (self._breakers.wait_s(route, clock()) for route in chain.routes)
             raise BreakerOpen(min((wait_s for wait_s in waits_s if wait_s > 0), default=0.0))
-        raise failed[1]
+        raise failed.error
 
-    async def _enter(self, job: Job, asked: Asked, route: Route, error: ProviderError | None) -> Pass | None:
-        """Ask the breaker for permission and reserve budget of the route's account; None if either is refused now."""
+    async def _enter(self, job: Job, decoded: Decoded, route: Route, error: ProviderError | None) -> Permit | None:
+        """Ask the circuit breaker of the route for a permit to call it, and reserve budget of its account; None if
+        either is refused. `error`: how the attempt's first call failed; None before that call."""
         clock = asyncio.get_running_loop().time
-        entered = await self._breakers.enter(route, clock(), request=job.id)
-        if entered is None:
+        permit = await self._breakers.enter(route, clock(), request=job.id)
+        if permit is None:
             return None
-        self._tell(job, entered.change)
+        self._publish_change(job, permit.change)
         if job.reserved is None or route == job.reserved.route:
-            return entered
+            return permit
         before, used, is_reserved = job.reserved.route, self._spent(job, error), False
         try:
-            is_reserved = await self._budget_gate.move(job, asked, route, used)
+            is_reserved = await self._budget_gate.move(job, decoded, route, used)
         finally:
             if not is_reserved:
-                await self._breakers.unknown(entered, clock())
+                await self._breakers.unknown(permit, clock())
         if is_reserved and used is not None and used.output_tokens > 0 and job.attempted is not None:
             job.attempted = replace(job.attempted, lost=(*job.attempted.lost, (before.model, used)))
-        return entered if is_reserved else None
+        return permit if is_reserved else None
 
     async def _call(
-        self, job: Job, entered: Pass, request: Request, *, timeout_s: float, parts: Parts | None, until_s: float
+        self, job: Job, permit: Permit, request: Request, *, timeout_s: float, parts: Parts | None, until_s: float
     ) -> Answer:
-        """Make one call, and report its result to the breaker."""
+        """Make one call to the provider of `permit.route`, and report its result to the circuit breaker."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:
-            answer = await self._registry.call(entered.route, request, timeout_s=timeout_s, parts=parts)
+            answer = await self._registry.call(permit.route, request, timeout_s=timeout_s, parts=parts)
         except ProviderError as error:
-            self._tell(job, await self._breakers.failed(entered, error, clock(), timeout_s=timeout_s))
+            self._publish_change(job, await self._breakers.failed(permit, error, clock(), timeout_s=timeout_s))
             raise
         except BaseException:  # cancelled, or an internal error
-            if parts is None and clock() >= until_s - DEADLINE_ABOUT_S:
-                self._tell(job, await self._breakers.failed(entered, LATE, clock(), timeout_s=clock() - began_s))
+            if parts is None and clock() >= until_s - DEADLINE_TOLERANCE_S:
+                change = await self._breakers.failed(permit, DEADLINE_PASSED, clock(), timeout_s=clock() - began_s)
+                self._publish_change(job, change)
             else:
-                await self._breakers.unknown(entered, clock())
+                await self._breakers.unknown(permit, clock())
             raise
-        self._tell(job, await self._breakers.answered(entered, clock()))
+        self._publish_change(job, await self._breakers.answered(permit, clock()))
         return answer
 
-    def _tell(self, job: Job, change: Change | None) -> None:
+    def _publish_change(self, job: Job, change: Change | None) -> None:
+        """Publish the event `breaker` if a breaker has changed its state."""
         if change is not None:
-            self._lifecycle.tell(job, "breaker", **change.figures())
+            self._lifecycle.publish(job, "breaker", **change.figures())
 
     @staticmethod
     def _spent(job: Job, error: ProviderError | None) -> Amounts | None:
-        """How much of its reservation a failed call used; None: nothing was reserved, or no call was made."""
+        """How much of its reservation a failed call used; None if nothing was reserved, or no call was made."""
         return None if job.reserved is None or error is None else spent(error, job.reserved.reservation.amounts)
 
-    def _ended_early(self, job: Job, asked: Asked, *, is_over: bool) -> Outcome:
-        """The outcome if the job was stopped, its deadline passed, or its delivery may not be held any longer."""
+    def _ended_early(self, job: Job, decoded: Decoded, *, is_past_deadline: bool) -> Outcome:
+        """The outcome of an attempt that ended without answer or error: the job was stopped, its deadline passed, or
+        the attempt ran for `ATTEMPT_WITHIN_S`, the longest that its delivery may be held."""
         if job.stopped is not None:
             return stopped_by(job.stopped, doing="ran", due_ms=job.hop.due_ms)
-        if is_over:
-            return Refused(exceeded(job, asked))
+        if is_past_deadline:
+            return Refused(exceeded(job, decoded))
         if job.attempted is None:
             return Deferred(delay_ms=LATER_MS, reason="paused", due_ms=job.hop.due_ms)
         late = TransientError(f"the answer was not whole after {ATTEMPT_WITHIN_S:g} s", type=TIMEOUT)
-        return self._decide(late, job, asked)
+        return self._decide(late, job, decoded)
 
-    def _decide(self, error: ProviderError, job: Job, asked: Asked) -> Outcome:
-        others, here = self._breakers.callable(asked.chain.routes), job.reserved
-        has_other = here is not None and any(each.account != here.route.account for each in others)
+    def _decide(self, error: ProviderError, job: Job, decoded: Decoded) -> Outcome:
+        """The outcome of an attempt that failed with `error`: a retry, or a final error."""
+        usable, reserved = self._breakers.usable(decoded.chain.routes), job.reserved
+        has_other = reserved is not None and any(route.account != reserved.route.account for route in usable)
         return retry.decide(
             error,
             attempts=job.attempts,
-            max_attempts=asked.lane.max_attempts,
-            left_ms=asked.request.deadline_ms - self._now_ms(),
+            max_attempts=decoded.lane.max_attempts,
+            left_ms=decoded.request.deadline_ms - self._now_ms(),
             policy=self._policy,
             rng=self._rng,
             has_other=has_other,
         )
 
 
-def _restart(failed: tuple[Route, ProviderError], route: Route, parts: Parts | None) -> None:
-    """Log the failover, and tell the requester to forget what it received from the failed call."""
-    before, error = failed
+def _restart(failed: _FailedCall, route: Route, parts: Parts | None) -> None:
+    """Log the failover to `route`, and tell the requester to forget the parts of a stream from the failed call."""
     log.info(
         signals.FAILED_OVER,
-        provider=before.provider,
-        model=before.model,
+        provider=failed.route.provider,
+        model=failed.route.model,
         to_provider=route.provider,
         to_model=route.model,
-        error=error.brief,
+        error=failed.error.brief,
     )
     if parts is not None and parts.restart():
-        log.info(signals.STREAM_RESTARTED, error=error.brief)
+        log.info(signals.STREAM_RESTARTED, error=failed.error.brief)
 
 
-def _may_help(error: ProviderError, failed: Route, other: Route) -> bool:
-    """Whether another route may answer after this failure of the first."""
-    is_elsewhere, is_paid_by_another = other.provider != failed.provider, other.account != failed.account
-    is_same = other.model == failed.model
-    match error.means.failover:
+def _may_help(failed: _FailedCall, other: Route) -> bool:
+    """Whether a call of the route `other` may succeed after the failed call."""
+    has_other_provider = other.provider != failed.route.provider
+    has_other_account = other.account != failed.route.account
+    has_same_model = other.model == failed.route.model
+    match failed.error.means.failover:
         case Failover.NOBODY:
             return False
         case Failover.PROVIDER:
-            return is_elsewhere
+            return has_other_provider
         case Failover.SAME_MODEL:
-            return is_elsewhere and is_same
+            return has_other_provider and has_same_model
         case Failover.ACCOUNT:
-            return is_paid_by_another
+            return has_other_account
         case Failover.SAME_MODEL_FIRST:
-            return is_paid_by_another and (is_same or (error.retry_after_s or 0) > LONG_S)
+            return has_other_account and (has_same_model or (failed.error.retry_after_s or 0) > LONG_RETRY_AFTER_S)
         case never:
             assert_never(never)
 
 
-def _ran(job: Job, seconds: float, **came_to: Any) -> None:
-    """Record the result of the attempt, if a call was made."""
+def _record_run(job: Job, seconds: float, **result: Any) -> None:
+    """If a call was made, record in `job.attempted` how long the attempt ran, and its result (fields of
+    `Attempted`)."""
     if job.attempted is not None:
-        job.attempted = replace(job.attempted, run_ms=round(1000 * seconds), **came_to)
+        job.attempted = replace(job.attempted, run_ms=round(1000 * seconds), **result)

@@ -1,4 +1,6 @@
-"""Tasks that continue when their waiter is cancelled, because what they store was paid for; and periodic loops."""
+"""Tasks that continue when the caller that awaits them is cancelled, and a periodic loop.
+
+Example: an answer is stored although its delivery was lost, because the provider's call was paid for."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -9,7 +11,7 @@ T = TypeVar("T")
 
 
 async def every(seconds: float, *, until: asyncio.Event) -> AsyncIterator[None]:
-    """Yield at once and then after every pause of so many seconds, until the event is set."""
+    """Yield at once, and then every time after a pause of `seconds`, until the event is set."""
     while not until.is_set():
         yield
         with suppress(TimeoutError):
@@ -18,14 +20,16 @@ async def every(seconds: float, *, until: asyncio.Event) -> AsyncIterator[None]:
 
 
 class Background:
-    """Holds such tasks until they have ended."""
+    """Runs tasks that continue if the caller that awaits them is cancelled. It holds a reference to each until it has
+    ended, so that it is not garbage-collected."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def begin(self, doing: Coroutine[Any, Any, T], *, name: str) -> "asyncio.Task[T]":
-        """Start a task. Wait for it under `asyncio.shield`."""
-        task = asyncio.create_task(doing, name=name)
+    def begin(self, coroutine: Coroutine[Any, Any, T], *, name: str) -> "asyncio.Task[T]":
+        """Start a task in the background. A caller that needs its result awaits it under `asyncio.shield`, so that the
+        caller's cancellation does not end the task."""
+        task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
@@ -33,10 +37,10 @@ class Background:
     def _done(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # so that asyncio does not log it: the waiter of the task gets it
+            task.exception()  # marks it as retrieved, so that asyncio does not log it: the awaiting caller gets it
 
     async def finish(self, *, within_s: float) -> None:
-        """Wait for the remaining tasks; cancel those that do not end in time."""
+        """Wait until the background tasks have ended; cancel those that have not ended after `within_s`."""
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=within_s)
             for task in late:

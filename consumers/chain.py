@@ -5,25 +5,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One provider that may be called."""
+    """One provider that may be called for a request, and the model to ask it for."""
 
     provider: str
     model: str
-    """Anthropic's name for it, which is also used in the table of prices."""
+    """Anthropic's name for the model, which the table of prices uses too."""
     name: str
     """The provider's name for the model."""
     account: str
-    """The account whose budget it uses: a provider has one account for each class of models."""
+    """The account whose budget the call uses: a provider has one account for each class of models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The routes of one request, at least one unless its model is forbidden."""
+    """The providers that may be called for one request, in order; at least one unless its model is forbidden."""
 
     routes: tuple[Route, ...] = ()
     forbidden: str = ""
-    """Why the model may not be used here: the detail of the problem `forbidden_model`."""
+    """Why the lane or tenant may not use the model: the detail of the problem `forbidden_model`; "" if they may."""
 
-    def since(self, route: Route) -> tuple[Route, ...]:
+    def starting_at(self, route: Route) -> tuple[Route, ...]:
         """The given route and the routes after it in the chain."""
         return self.routes[self.routes.index(route) :]

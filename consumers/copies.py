@@ -1,7 +1,7 @@
-"""Builds the message of a request that is published again: to a delay, to a side queue, or to the dead letters. Pure.
+"""Builds the message of a request that a worker publishes again: to a delay, a side queue, or `lane.dead`. Pure.
 
-The message stays as it was published, but `user_id` and `expiration` move into headers (the broker closes a channel
-that publishes with another user's `user_id`)."""
+Body and properties stay as the requester published them, but `user_id` and `expiration` move into headers: the broker
+closes a channel that publishes with another user's `user_id`, and would apply `expiration` again in each queue."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,23 +16,26 @@ from topology.codec.headers import ERRORS_KEPT, HopHeaders, carried, hop_headers
 from topology.delays import Hop
 
 
-def delayed(job: Job, way: Hop, past: HopHeaders, *, now_ms: int, names: Names) -> Message:
-    """The message for a delay, from which it comes to its due queue. `past`: further headers for the next worker."""
-    told = replace(past, hop_ms=now_ms, back_ms=now_ms + way.delay_ms)
-    return _copy(job, {**_hop_headers(job, told), **way.headers}, names=names)
+def delayed(job: Job, first_hop: Hop, past: HopHeaders, *, now_ms: int, names: Names) -> Message:
+    """The copy of a request that is published to the delay exchanges, which bring it to its lane's due queue.
+    `first_hop`: the exchange at which it enters, and the headers that choose the length of the delay. `past`: what the
+    next worker must know (attempts, errors, due time)."""
+    hop = replace(past, hop_ms=now_ms, back_ms=now_ms + first_hop.delay_ms)
+    return _copy(job, {**_hop_headers(job, hop), **first_hop.headers}, names=names)
 
 
 def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
-    """The message for a side queue. Its history is unchanged; if it is fresh, it keeps the rest of its `expiration`."""
+    """The copy of a request that is published to a side queue of its lane. Attempts, errors and due time are unchanged.
+    A fresh request (one that was in no delay) keeps what is left of its `expiration`."""
     since_ms = job.published.ms
-    told = replace(
+    hop = replace(
         job.hop,
         redelivered=job.redelivered,
         hop_ms=job.hop.hop_ms or since_ms,
         back_ms=job.hop.back_ms or since_ms,
         is_fresh=job.is_fresh,
     )
-    copy = _copy(job, _hop_headers(job, told), names=names)
+    copy = _copy(job, _hop_headers(job, hop), names=names)
     copy.priority = rank(job.message.priority, is_fresh=job.is_fresh)
     expiration = _expiration(job)
     if job.is_fresh and expiration is not None and expiration.isdecimal():
@@ -41,7 +44,8 @@ def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
 
 
 def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names) -> Message:
-    """The message for `lane.dead`, with the reason."""
+    """The copy of a failed request that is published to `lane.dead`. Headers give the error's code and detail, and when
+    the request ended."""
     headers: dict[str, Any] = {
         n.DEAD_CODE: code,
         n.DEAD_DETAIL: detail,
@@ -58,26 +62,29 @@ def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names
 
 
 def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
-    """The headers for the next worker: those of `hop`, and those that are always sent."""
-    told = replace(
+    """The headers with which a worker publishes a request again, for the worker that gets it next: those of `hop`, when
+    the request was first seen, and its user and tenant."""
+    hop = replace(
         hop,
         first_seen_ms=job.hop.first_seen_ms or job.published.ms or job.taken_ms,
         user_id=job.user_id,
         expiration=_expiration(job),
         dead_at=job.dead_at,
     )
-    headers = hop_headers(told)
+    headers = hop_headers(hop)
     if job.identity.tenant != (job.user_id or ""):
-        headers[n.TENANT] = job.identity.tenant  # a republished dead letter had it in `USER_ID`, now its sender's
+        # the tenant of a republished dead letter: the header USER_ID now names who republished it
+        headers[n.TENANT] = job.identity.tenant
     return headers
 
 
 def _expiration(job: Job) -> str | None:
+    """The `expiration` with which the requester published the message. A worker moves it into a header."""
     return job.hop.expiration if job.trusted else job.message.expiration
 
 
 def _copy(job: Job, headers: Mapping[str, Any], *, names: Names) -> Message:
-    """A copy that is persistent, and without `user_id` and `expiration`."""
+    """A persistent copy of the job's message with these headers, without `user_id` and `expiration`."""
     return replace(
         job.message,
         exchange="",

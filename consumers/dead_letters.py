@@ -1,6 +1,7 @@
-"""Keeps `lane.dead` within its bounds: removes the oldest letters, which are written to a file if a folder is set.
+"""Keeps `lane.dead` within its limits of number, size and age: removes the oldest dead letters.
 
-One process at a time does this; it holds a lease of the store. A letter is written before it is removed.
+If a folder is set, each letter is written to a file there before it is removed. One process at a time does this: the
+one that holds a lease in the store.
 """
 
 import asyncio
@@ -16,17 +17,18 @@ from consumers.job import NowMs, dead_at_ms
 from consumers.lifecycle import Lifecycle
 from consumers.state.base import Store, StoreUnavailable
 from consumers.state.spec import DAY_S
+from lanekeeper.bodies import sync_folder
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
-from topology.broker.admin.deadletters import Letter, Oldest
+from topology.broker.admin.deadletters import FetchedMessage, OldestMessages
 from topology.lanes import GIB
 
 LOOK_EVERY_S = 60.0
 SAMPLE = 8
-"""The size of all letters is estimated from this many of the oldest: AMQP reports the number of messages, not their
-bytes."""
-STEP = 1000
+"""The average size of a letter is estimated from this many of the oldest, because AMQP reports how many messages a
+queue has, but not their bytes."""
+MAX_REMOVED = 1000
 """The most letters that one `look` removes."""
 LEASE = "dead letters"
 log = logs.logger()
@@ -34,20 +36,22 @@ log = logs.logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadSpec:
-    """How much is kept in `lane.dead`."""
+    """The limits of `lane.dead`, the queue of dead letters: how many letters, how many bytes, and how long each is
+    kept."""
 
     max_count: int = 100_000
     max_bytes: int = GIB
     keep_s: float = 30 * DAY_S
     folder: Path | None = None
-    """Where removed letters are written, one file of JSON lines a day; None: they are dropped."""
+    """The folder to which removed letters are written, as one file of JSON lines a day; None: they are not written."""
 
 
 @dataclass(slots=True)
 class DeadLetters:
-    """Removes the letters beyond the bounds."""
+    """Keeps `lane.dead`, the queue of dead letters, within its limits: removes the oldest ones. `exported`, `dropped`:
+    how many it removed with and without writing them to a file."""
 
-    oldest: Callable[[], Oldest]
+    oldest: Callable[[], OldestMessages]
     store: Store
     spec: DeadSpec
     lifecycle: Lifecycle
@@ -56,8 +60,8 @@ class DeadLetters:
     dropped: int = 0
 
     async def run(self, *, owner: str, every_s: float = LOOK_EVERY_S) -> None:
-        """Remove letters beyond the bounds regularly, until cancelled. `owner` names this process among those that
-        share the store."""
+        """Remove letters that exceed the limits every `every_s`, until cancelled. `owner`: a name of this process that
+        is unique among those that share the store."""
         while True:
             await asyncio.sleep(every_s)
             try:
@@ -67,19 +71,19 @@ class DeadLetters:
                 log.warning(signals.DEAD_LETTERS_UNKEPT, error=str(error))
 
     async def look(self) -> int:
-        """Remove the letters beyond the bounds, oldest first; return how many. Raises BrokerError, OSError."""
+        """Remove the letters that exceed the limits, the oldest first; return how many. Raises BrokerError, OSError."""
         removed = 0
         async with self.oldest() as oldest:
-            held: list[Letter] = []
+            held: list[FetchedMessage] = []
             while len(held) < SAMPLE and (letter := await oldest.take()) is not None:
                 held.append(letter)
-            beyond = self._beyond(held)
-            while held and removed < STEP and (removed < beyond or self._is_old(held[0])):
+            excess = self._excess(held)
+            while held and removed < MAX_REMOVED and (removed < excess or self._is_old(held[0])):
                 letter = held.pop(0)
                 if self.spec.folder is not None:
                     await asyncio.to_thread(_write, self.spec.folder, letter, self.now_ms())
                 await oldest.remove(letter)
-                self._tell(letter)
+                self._count(letter)
                 removed += 1
                 if not held and (following := await oldest.take()) is not None:
                     held.append(following)
@@ -88,27 +92,30 @@ class DeadLetters:
             log.warning(signals.DEAD_LETTERS_REMOVED, removed=removed, exported_to=where)
         return removed
 
-    def _beyond(self, held: list[Letter]) -> int:
-        """How many letters exceed the bounds of number and size."""
+    def _excess(self, held: list[FetchedMessage]) -> int:
+        """How many dead letters exceed the limits of number and total size. `held`: the oldest letters, whose average
+        size is taken for all."""
         if not held:
             return 0
         count = len(held) + held[-1].behind
         each_bytes = max(1.0, sum(len(letter.message.body) for letter in held) / len(held))
         return max(count - self.spec.max_count, count - math.floor(self.spec.max_bytes / each_bytes), 0)
 
-    def _is_old(self, letter: Letter) -> bool:
+    def _is_old(self, letter: FetchedMessage) -> bool:
         at_ms = dead_at_ms(letter.message.headers.get(n.DEAD_AT))
         return at_ms is not None and at_ms < self.now_ms() - 1000 * self.spec.keep_s
 
-    def _tell(self, letter: Letter) -> None:
+    def _count(self, letter: FetchedMessage) -> None:
+        """Count a removed dead letter, and publish the life-cycle event `removed`."""
         is_exported = self.spec.folder is not None
         self.exported += is_exported
         self.dropped += not is_exported
-        self.lifecycle.tell_of_letter(letter.message, "removed", exported=is_exported)
+        self.lifecycle.publish_for_letter(letter.message, "removed", exported=is_exported)
 
 
-def _write(folder: Path, letter: Letter, now_ms: int) -> None:
-    """Append one line; it is on the disk when this returns. If a letter's removal fails, its line is written twice."""
+def _write(folder: Path, letter: FetchedMessage, now_ms: int) -> None:
+    """Append the letter to the file of the day, as one line of JSON. The line is on the disk when this returns. If the
+    broker then fails to remove the letter, it is written again later."""
     message = letter.message
     line = {
         "message_id": message.message_id,
@@ -127,8 +134,11 @@ def _write(folder: Path, letter: Letter, now_ms: int) -> None:
     path = folder / f"dead-letters-{now_ms // (1000 * DAY_S) * DAY_S}.jsonl"
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
+        is_new = os.fstat(file).st_size == 0
         with os.fdopen(file, "ab", closefd=False) as writing:
             writing.write(json.dumps(line, default=str).encode() + b"\n")
         os.fsync(file)
+        if is_new:
+            sync_folder(folder)
     finally:
         os.close(file)

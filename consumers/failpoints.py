@@ -1,6 +1,7 @@
-"""Places where the process can be made to die on purpose, for the fault suite. Off unless a setting names them.
+"""Places in the journey of a request where the process kills itself at random, for the fault suite.
 
-before_claim  after_claim  after_call  after_store  after_publish  after_confirm  after_ack
+No place is active unless a setting gives it a probability. The names, in the order in which a request reaches them:
+before_claim  after_claim  after_call  after_keep  after_store  after_publish  after_confirm  after_ack
 """
 
 import asyncio
@@ -9,25 +10,37 @@ import random
 from collections.abc import Mapping
 
 NAMES = frozenset(
-    {"before_claim", "after_claim", "after_call", "after_store", "after_publish", "after_confirm", "after_ack"}
+    {
+        "before_claim",
+        "after_claim",
+        "after_call",
+        "after_keep",
+        "after_store",
+        "after_publish",
+        "after_confirm",
+        "after_ack",
+    }
 )
 EXIT_CODE = 86
 SOON_S = 0.0005
-"""After this time the frames are usually written, but not confirmed yet."""
+"""How long after `reach_soon` the process dies: the frames of the publish are usually written by then, but not
+confirmed yet."""
 
 
 class Failpoints:
-    """`chances`: the probability of dying, by the name of the place."""
+    """For tests: kills the process at named places in the journey of a request, with a probability. `chances`: the
+    probability (0 to 1) by the place's name."""
 
     def __init__(self, chances: Mapping[str, float] | None = None) -> None:
         self._chances = dict(chances or {})
 
     def reach(self, name: str) -> None:
-        """Die here with the given probability, without clean-up, like a kill."""
+        """At the place `name`: kill the process with the place's probability, without clean-up, as SIGKILL does."""
         if self._chances and random.random() < self._chances.get(name, 0):
             os._exit(EXIT_CODE)
 
     def reach_soon(self, name: str) -> None:
-        """Die with the given probability as soon as the next publish has been written."""
+        """At the place `name`: with the place's probability, kill the process as soon as the next publish has been
+        written."""
         if self._chances and random.random() < self._chances.get(name, 0):
             asyncio.get_running_loop().call_later(SOON_S, os._exit, EXIT_CODE)

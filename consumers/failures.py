@@ -1,4 +1,4 @@
-"""How a call to a provider can fail, and what each failure means. The table below is the only place that says it.
+"""How a call to a provider can fail, and what follows from each failure. Only the table below decides that.
 
 ProviderError
 ├── TransientError          connection, timeout, 5xx, a stream or body cut short
@@ -6,12 +6,12 @@ ProviderError
 ├── OverloadedError         529
 ├── SpendLimitError         the account's or workspace's spend limit
 ├── RejectedError           the provider refused the request (400, 401, 403, 404, 413, 422, other 4xx)
-└── AnswerTooLargeError     the answer is more than can be read or sent back
+└── AnswerTooLargeError     the answer is larger than we read, or than a reply may be
 
-BreakerOpen                 no call was made: every provider that may be called is known to fail now
+BreakerOpen                 no call was made: the circuit breakers of all providers that may be called are open
 
-Each ProviderError carries its row of the table. mypy fails for a new class that passes no row, for a new row that does
-not fill every column, and for a new value of a column until the code that reads the column handles it (`assert_never`).
+Each ProviderError carries its row of the table. mypy reports a new class that passes no row, a new row that does not
+fill every column, and a new value of a column that the code which reads the column does not handle (`assert_never`).
 """
 
 from dataclasses import dataclass
@@ -30,19 +30,23 @@ class Retry(Enum):
     REJECTED = auto()
     """Another attempt does not help: the request ends as `provider_rejected`."""
     TOO_LARGE = auto()
-    """Another attempt does not help, because its answer would be as large: the request ends as `answer_too_large`."""
+    """Another attempt does not help, because its answer would be too large again: the request ends as
+    `answer_too_large`."""
     SOON = auto()
-    """Another attempt may help, and the first retry comes quickly."""
+    """Another attempt may help, and the pause before the first retry is short."""
     BACK_OFF = auto()
-    """Another attempt may help, but not before the provider's `retry-after` is over."""
-    AS_TOLD = auto()
-    """Another attempt may help when the provider's `retry-after` is over."""
+    """Another attempt may help. The pause is the usual one, or the provider's `retry-after` if that is longer."""
+    RETRY_AFTER = auto()
+    """Another attempt may help when the provider's `retry-after` is over, even if that is shorter than the usual
+    pause."""
 
 
 class Failover(Enum):
-    """Who else may answer within the same attempt. Read by `attempt.py`."""
+    """Which other provider or account may be called within the same attempt after a failed call. Read by
+    `attempt.py`."""
 
     NOBODY = auto()
+    """No other route: it would fail as well."""
     PROVIDER = auto()
     """Another provider, with any model."""
     SAME_MODEL = auto()
@@ -50,25 +54,27 @@ class Failover(Enum):
     ACCOUNT = auto()
     """Another account, with any model."""
     SAME_MODEL_FIRST = auto()
-    """Another account with the same model; with another model only if the `retry-after` is long."""
+    """Another account with the same model. Another model only if the provider's `retry-after` is long."""
 
 
 class Trips(Enum):
-    """Whether the circuit breaker counts it as a failure. Read by `breakers.py`."""
+    """Whether the circuit breaker counts the error as a failure of the provider. Read by `breakers.py`."""
 
     NO = auto()
-    """The provider works: it answered, even if it refused."""
+    """It is not counted: the provider works, because it answered, even if it refused the request."""
     YES = auto()
+    """It is counted."""
     IN_TIME = auto()
-    """A timeout is counted only if the call was given enough time."""
+    """It is a timeout, and is counted only if the call's timeout was long enough."""
     UNREACHED = auto()
-    """The failure is counted, and a few in a row open the breaker."""
+    """The provider was not reached. It is counted, and a few such failures in a row open the breaker."""
 
 
 class Paid(Enum):
-    """What the provider counted against the account's limits. Read by `counting.spent`."""
+    """What the provider has counted against the account's limits for a failed call. Read by `counting.spent`."""
 
     NOTHING = auto()
+    """The provider counted nothing: the request did not reach it."""
     REQUEST = auto()
     """The provider counted one request and no tokens."""
     UNKNOWN = auto()
@@ -77,7 +83,9 @@ class Paid(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """One row of the table. `says`: what the budget learns of the account."""
+    """What follows from one kind of failed call; one row of the table below. `retry`: whether another attempt may help.
+    `failover`: which other provider may be called at once. `trips`: whether the circuit breaker counts it. `paid`: what
+    the provider may have counted. `says`: what the budget learns about the account."""
 
     retry: Retry
     failover: Failover
@@ -87,31 +95,34 @@ class Meaning:
 
 
 # fmt: off
-UNSENT       = Meaning(Retry.SOON,      Failover.SAME_MODEL,       Trips.UNREACHED, Paid.NOTHING, Kind.FAILED)
-SERVER_ERROR = Meaning(Retry.SOON,      Failover.SAME_MODEL,       Trips.YES,       Paid.REQUEST, Kind.FAILED)
-BROKEN_OFF   = Meaning(Retry.SOON,      Failover.SAME_MODEL,       Trips.YES,       Paid.UNKNOWN, Kind.FAILED)
-TIMED_OUT    = Meaning(Retry.SOON,      Failover.SAME_MODEL,       Trips.IN_TIME,   Paid.UNKNOWN, Kind.FAILED)
-RATE_LIMITED = Meaning(Retry.AS_TOLD,   Failover.SAME_MODEL_FIRST, Trips.NO,        Paid.REQUEST, Kind.RATE_LIMITED)
-OVERLOADED   = Meaning(Retry.BACK_OFF,  Failover.ACCOUNT,          Trips.YES,       Paid.REQUEST, Kind.OVERLOADED)
-SPEND_LIMIT  = Meaning(Retry.REJECTED,  Failover.PROVIDER,         Trips.NO,        Paid.REQUEST, Kind.SPEND_LIMIT)
-KEY_REFUSED  = Meaning(Retry.REJECTED,  Failover.PROVIDER,         Trips.YES,       Paid.REQUEST, Kind.FAILED)
-FORBIDDEN    = Meaning(Retry.REJECTED,  Failover.PROVIDER,         Trips.NO,        Paid.REQUEST, Kind.FAILED)
-REJECTED     = Meaning(Retry.REJECTED,  Failover.NOBODY,           Trips.NO,        Paid.REQUEST, Kind.FAILED)
-TOO_LARGE    = Meaning(Retry.TOO_LARGE, Failover.NOBODY,           Trips.NO,        Paid.UNKNOWN, Kind.FAILED)
+UNSENT       = Meaning(Retry.SOON,        Failover.SAME_MODEL,       Trips.UNREACHED, Paid.NOTHING, Kind.FAILED)
+SERVER_ERROR = Meaning(Retry.SOON,        Failover.SAME_MODEL,       Trips.YES,       Paid.REQUEST, Kind.FAILED)
+BROKEN_OFF   = Meaning(Retry.SOON,        Failover.SAME_MODEL,       Trips.YES,       Paid.UNKNOWN, Kind.FAILED)
+TIMED_OUT    = Meaning(Retry.SOON,        Failover.SAME_MODEL,       Trips.IN_TIME,   Paid.UNKNOWN, Kind.FAILED)
+RATE_LIMITED = Meaning(Retry.RETRY_AFTER, Failover.SAME_MODEL_FIRST, Trips.NO,        Paid.REQUEST, Kind.RATE_LIMITED)
+OVERLOADED   = Meaning(Retry.BACK_OFF,    Failover.ACCOUNT,          Trips.YES,       Paid.REQUEST, Kind.OVERLOADED)
+SPEND_LIMIT  = Meaning(Retry.REJECTED,    Failover.PROVIDER,         Trips.NO,        Paid.REQUEST, Kind.SPEND_LIMIT)
+KEY_REFUSED  = Meaning(Retry.REJECTED,    Failover.PROVIDER,         Trips.YES,       Paid.REQUEST, Kind.FAILED)
+FORBIDDEN    = Meaning(Retry.REJECTED,    Failover.PROVIDER,         Trips.NO,        Paid.REQUEST, Kind.FAILED)
+REJECTED     = Meaning(Retry.REJECTED,    Failover.NOBODY,           Trips.NO,        Paid.REQUEST, Kind.FAILED)
+TOO_LARGE    = Meaning(Retry.TOO_LARGE,   Failover.NOBODY,           Trips.NO,        Paid.UNKNOWN, Kind.FAILED)
 # fmt: on
 
 UNREACHABLE: Final = "unreachable"
-"""The type of a failure to connect. A connection that is lost after sending has the type `connection`."""
+"""The error type if no connection could be opened. If it was lost after sending, the type is `connection`."""
 TIMEOUT: Final = "timeout"
-"""The type of a call that took longer than it may, or than its request's deadline."""
+"""The error type if the call reached its timeout, or its request's deadline."""
 _BY_TYPE: Final = {UNREACHABLE: UNSENT, "credentials": UNSENT, TIMEOUT: TIMED_OUT}
-"""UNSENT: there was no connection, or no credentials to sign with, before anything was sent."""
+"""The row of a TransientError without status, by its type. `credentials`: none were there to sign the request with, so
+that nothing was sent."""
 _BY_STATUS: Final = {401: KEY_REFUSED, 403: FORBIDDEN}
+"""The row of a RejectedError by its status; REJECTED for any other."""
 
 
 class ProviderError(LanekeeperError):
-    """A call failed. `detail`: one line for the requester, in which the provider may quote the request. `status`: the
-    provider's, 0 if none. `retry_after_s`: the provider's `retry-after`, None if it sent none."""
+    """A call failed. `detail`: one line for the requester; it may quote the request, because the provider wrote it.
+    `status`: the HTTP status, 0 if there was no response. `retry_after_s`: the response's `retry-after`, None if it had
+    none."""
 
     def __init__(
         self,
@@ -128,31 +139,32 @@ class ProviderError(LanekeeperError):
         self.means = means
         self.status = status
         self.type = type
-        """Anthropic's error type (`overloaded_error`, …) or our own word for what happened."""
+        """Anthropic's error type (`overloaded_error`, …), or one of ours (`timeout`, `unreachable`, …)."""
         self.request_id = request_id
+        """The provider's id of the call; None if there was no response."""
         self.retry_after_s = retry_after_s
         self.had_begun = False
-        """Whether it came in the middle of an answer."""
+        """Whether the answer had begun when the call failed; set by the adapter."""
         self.rate: RateHeaders | None = None
-        """The account's limits in the response's headers; set by the adapter."""
+        """The account's limits, as the response's headers give them; set by the adapter."""
 
     @property
     def paid(self) -> Paid:
-        """What was paid, by its row in the table; unknown if an answer had begun."""
+        """What the provider counted: as in the table, but UNKNOWN if an answer had begun."""
         return Paid.UNKNOWN if self.had_begun else self.means.paid
 
     @property
     def is_outage(self) -> bool:
-        """Whether the provider itself failed, before it did anything that is paid. If its breaker is open then, the
-        attempt does not count."""
+        """Whether the provider itself failed, before it did anything that costs money. If all breakers are open after
+        such a failure, the attempt does not count."""
         is_its_own = self.means.trips is not Trips.NO and self.means.retry is not Retry.REJECTED
         return is_its_own and self.paid is not Paid.UNKNOWN
 
     @property
     def brief(self) -> str:
-        """For logs and events, without content: type, status and the provider's id of the request.
+        """The error for logs and events, without content: its type, its status and the provider's id of the call.
 
-        Type and id come from the provider, so they are shown only if they look like a type and an id.
+        The provider chose type and id, so they are shown only if they have the form of a type and an id.
         """
         kind = self.type if is_word(self.type) else type(self).__name__
         status = f" {self.status}" if self.status else ""
@@ -161,7 +173,7 @@ class ProviderError(LanekeeperError):
 
 
 class TransientError(ProviderError):
-    """Connection lost, timeout, a 5xx, or an answer that is broken or incomplete."""
+    """No connection, a lost connection, a timeout, a 5xx, or an answer that is malformed or incomplete."""
 
     def __init__(self, detail: str, *, status: int = 0, type: str = "", request_id: str | None = None) -> None:
         means = SERVER_ERROR if status >= 400 else _BY_TYPE.get(type, BROKEN_OFF)
@@ -169,39 +181,40 @@ class TransientError(ProviderError):
 
 
 class ErrorFields(TypedDict, total=False):
-    """What the provider may say beside a status and a type."""
+    """Optional fields of a ProviderError, for the signatures of its subclasses."""
 
     request_id: str | None
     retry_after_s: float | None
 
 
 class RateLimitedError(ProviderError):
-    """429."""
+    """The provider answered 429: the account has reached a rate limit."""
 
     def __init__(
-        self, detail: str, *, status: int = 429, type: str = "rate_limit_error", **said: Unpack[ErrorFields]
+        self, detail: str, *, status: int = 429, type: str = "rate_limit_error", **fields: Unpack[ErrorFields]
     ) -> None:
-        super().__init__(detail, means=RATE_LIMITED, status=status, type=type, **said)
+        super().__init__(detail, means=RATE_LIMITED, status=status, type=type, **fields)
 
 
 class OverloadedError(ProviderError):
-    """529, or an `overloaded_error` in the middle of a stream. May carry a `retry-after` too."""
+    """The provider is overloaded: it answered 529, or sent an `overloaded_error` in the middle of a stream. It may have
+    a `retry-after`."""
 
     def __init__(
-        self, detail: str, *, status: int = 529, type: str = "overloaded_error", **said: Unpack[ErrorFields]
+        self, detail: str, *, status: int = 529, type: str = "overloaded_error", **fields: Unpack[ErrorFields]
     ) -> None:
-        super().__init__(detail, means=OVERLOADED, status=status, type=type, **said)
+        super().__init__(detail, means=OVERLOADED, status=status, type=type, **fields)
 
 
 class SpendLimitError(ProviderError):
-    """The account's or the workspace's spend limit is reached: no retry helps before a person acts."""
+    """The spend limit of the account or the workspace is reached: no retry helps until a person raises it."""
 
     def __init__(self, detail: str, *, status: int = 0, type: str = "", request_id: str | None = None) -> None:
         super().__init__(detail, means=SPEND_LIMIT, status=status, type=type, request_id=request_id)
 
 
 class RejectedError(ProviderError):
-    """The provider refused the request for good."""
+    """The provider refused the request, and would refuse it again."""
 
     def __init__(self, detail: str, *, status: int = 0, type: str = "", request_id: str | None = None) -> None:
         means = _BY_STATUS.get(status, REJECTED)
@@ -209,7 +222,8 @@ class RejectedError(ProviderError):
 
 
 class AnswerTooLargeError(ProviderError):
-    """The answer is larger than allowed. It was paid for; another would be paid for too, and be as large."""
+    """The provider's answer is larger than allowed. It is not retried: each further answer costs as much, and may be as
+    large."""
 
     def __init__(self, excess: str, *, request_id: str | None = None) -> None:
         super().__init__(
@@ -222,9 +236,10 @@ class AnswerTooLargeError(ProviderError):
 
 
 class BreakerOpen(LanekeeperError):
-    """No call was made, and no attempt is counted: the breakers of the routes are open (`providers/breakers.py`)."""
+    """No call was made, because the circuit breakers of all providers that may be called are open
+    (`providers/breakers.py`). No attempt is counted."""
 
     def __init__(self, retry_in_s: float) -> None:
         self.retry_in_s = retry_in_s
-        """Until the first of them allows a call again."""
+        """After this time the first of the breakers allows a call."""
         super().__init__(f"no provider may be called for {retry_in_s:.1f} s: their last calls failed")

@@ -1,5 +1,6 @@
-"""Messages that the broker took out of a queue, or could not route. They are answered and parked like other failed
-requests."""
+"""Handles `lane.fallen`: messages that the broker dead-lettered from one of our queues, or could not route.
+
+Each is answered with an error, and kept in `lane.dead` if its problem says so, like any other failed request."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -15,7 +16,9 @@ from topology.lanes import LaneSpec
 
 
 class Fallen:
-    """Reads why a message is in `lane.fallen`, from the headers that the broker wrote."""
+    """Finds the outcome of each message in `lane.fallen`: of those that the broker has dead-lettered or could not
+    route. The broker's headers say why a message is there. `speakers`: users that may name another tenant than
+    themselves."""
 
     def __init__(
         self, lanes: Sequence[LaneSpec], *, names: Names, now_ms: NowMs, speakers: Collection[str] = ()
@@ -23,7 +26,7 @@ class Fallen:
         self._lane_by_queue = {names.intake(lane.name): lane for lane in lanes}
         self._lane_by_workers_queue = {names.due(lane.name): lane for lane in lanes}
         self._lane_by_workers_queue |= {
-            names.side(lane.name, each): lane for lane in lanes for each in range(lane.side_queues)
+            names.side(lane.name, number): lane for lane in lanes for number in range(lane.side_queues)
         }
         self._lane_by_name = {lane.name: lane for lane in lanes}
         self._names = names
@@ -31,10 +34,11 @@ class Fallen:
         self._speakers = speakers
 
     def job_of(self, delivery: Delivery) -> Job:
-        """The job of a fallen message. Its internal headers are believed if a worker sent it: it fell from a due queue,
-        a side queue or a delay."""
+        """The job of a fallen message. Its internal headers are trusted if a worker sent it: if it was dead-lettered
+        from a due queue or a side queue, or could not be routed from a delay."""
         message = delivery.message
-        dead_lettered = message.exchange == self._names.fallen  # only then is the newest entry of x-death the broker's
+        # otherwise a publisher may have written the first entry of the header x-death
+        dead_lettered = message.exchange == self._names.fallen
         queue = str(_death(delivery).get("queue")) if dead_lettered else ""
         trusted = queue in self._lane_by_workers_queue or is_trusted(message, self._names)
         lane = self._lane_by_queue.get(queue) or self._lane_by_workers_queue.get(queue)
@@ -42,11 +46,12 @@ class Fallen:
             lane = self._lane_by_name.get(message.routing_key.split(".", 1)[0])
         job = Job(delivery, lane=lane, trusted=trusted, taken_ms=self._now_ms(), speakers=self._speakers)
         if dead_lettered and _death(delivery).get("reason") == "delivery_limit":
-            job.hop = replace(job.hop, redelivered=True)  # the workers that hold its claim have died
+            job.hop = replace(job.hop, redelivered=True)  # the worker that holds its claim has died
         return job
 
     async def handle(self, job: Job) -> Outcome:
-        """End a message that expired, was delivered too often, has no lane, or should not be here."""
+        """The outcome of a message in `lane.fallen` that expired, was delivered too often, or has no lane; any other is
+        an internal error."""
         return ended_by(self._problem(job))
 
     def _problem(self, job: Job) -> RequestProblem:
@@ -72,7 +77,8 @@ class Fallen:
 
 
 def _death(delivery: Delivery) -> dict[str, Any]:
-    """The broker's latest entry on why it took the message out of a queue; empty if there is none."""
+    """The latest entry of the header `x-death`: queue and reason of the last dead-lettering; empty if there is
+    none."""
     deaths = delivery.message.headers.get(n.DEATH)
     first = deaths[0] if isinstance(deaths, list) and deaths else None
     return first if isinstance(first, dict) else {}

@@ -6,7 +6,7 @@ from consumers.attempt import Attempts
 from consumers.decoding import Decoding
 from consumers.failpoints import Failpoints
 from consumers.gates.base import Gate
-from consumers.job import Asked, Job
+from consumers.job import Decoded, Job
 from consumers.outcomes import Deferred, Outcome, ended_by
 from consumers.providers.routes import Routes
 from consumers.replies.reply import Replies
@@ -16,7 +16,8 @@ from topology.lanes import LaneSpec
 
 
 class Handler:
-    """Turns a delivery into its outcome. It does not settle it (`settle.py` does)."""
+    """Turns a delivery into its outcome (`outcomes.py`): decodes the message, checks it at the gates, and calls a
+    provider. The delivery is settled later, by `settle.py`."""
 
     def __init__(
         self,
@@ -30,7 +31,7 @@ class Handler:
         decoding: Decoding,
         needs_user_id: bool = False,
     ) -> None:
-        """`needs_user_id`: refuse requests without `user_id`, whose owner is unknown."""
+        """`needs_user_id`: refuse requests without the property `user_id`, because their tenant is unknown."""
         self._gates = gates
         self._decoding = decoding
         self._attempts = attempts
@@ -41,14 +42,14 @@ class Handler:
         self._needs_user_id = needs_user_id
 
     async def handle(self, job: Job, *, lane: LaneSpec) -> Outcome:
-        """Check the delivery → decode it → enter the gates → make one attempt."""
-        if (unfit := self._unfit(job)) is not None:
-            return unfit
+        """Check the delivery → decode it → enter the gates → make one attempt → leave the gates."""
+        if (refused := self._refused(job)) is not None:
+            return refused
         try:
             request = await self._decoding.request(job, lane)
         except RequestProblem as problem:
             return ended_by(problem)
-        job.asked = asked = Asked(request, lane, self._routes.of(lane.name, job.identity.tenant, request.model))
+        job.decoded = decoded = Decoded(request, lane, self._routes.of(lane.name, job.identity.tenant, request.model))
         if job.delivery.times_delivered is None:
             # a classic intake (RabbitMQ 3.x) does not count deliveries; the due queue does
             return Deferred(delay_ms=0, reason="redelivered", redelivered=True)
@@ -57,20 +58,21 @@ class Handler:
         passed: list[Gate] = []
         try:
             for gate in self._gates:
-                outcome = await gate.enter(job, asked)
+                outcome = await gate.enter(job, decoded)
                 if outcome is not None:
                     return outcome
                 passed.append(gate)
-                asked = job.asked or asked  # the body gate has fetched the rest of it
+                decoded = job.decoded or decoded  # the body gate replaces it by one with the fetched body
             self._failpoints.reach("after_claim")
-            outcome = await self._attempts.make(job, asked)
+            outcome = await self._attempts.make(job, decoded)
             self._failpoints.reach("after_call")
             return outcome
         finally:
-            await _leave(passed, job, asked, outcome)
+            await _leave(passed, job, decoded, outcome)
 
-    def _unfit(self, job: Job) -> Outcome | None:
-        """The outcome of a delivery that need not be decoded; None: it may go on."""
+    def _refused(self, job: Job) -> Outcome | None:
+        """The outcome of a delivery that is refused because of its exchange, its user or its reply address; None: the
+        delivery is acceptable."""
         if not job.trusted and job.message.exchange != self._names.requests:
             return ended_by(
                 RequestProblem(
@@ -91,11 +93,11 @@ class Handler:
         return None
 
 
-async def _leave(passed: list[Gate], job: Job, asked: Asked, outcome: Outcome | None) -> None:
-    """Leave all gates, the last one first, even if one of them raises or is cancelled."""
+async def _leave(passed: list[Gate], job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
+    """Call `leave` of the gates in `passed`, the last one first, even if one of them raises or is cancelled."""
     try:
         while passed:
-            await passed.pop().leave(job, asked, outcome)
+            await passed.pop().leave(job, decoded, outcome)
     finally:
         if passed:
-            await _leave(passed, job, asked, outcome)
+            await _leave(passed, job, decoded, outcome)

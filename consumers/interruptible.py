@@ -15,10 +15,10 @@ class Waiter(Protocol):
 
 
 class Interruptible:
-    """Ends the wait inside it when the job is told to stop, or when the time is over.
+    """Ends the wait in its block when the job is stopped, or when the time is over.
 
-    The block is then left without an exception, and the statement after it runs. A call that is ended in this way
-    closes the provider's socket.
+    The block is then left without an exception: execution continues after it. If the block called a provider, the
+    socket of that call is closed.
     """
 
     __slots__ = ("_job", "_limit")
@@ -37,7 +37,7 @@ class Interruptible:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self._job.waiting = None  # from here on `Job.stop` has no wait to end
+        self._job.waiting = None  # from now on there is no wait that `Job.stop` could end
         try:
             await self._limit.__aexit__(kind, error, trace)
         except TimeoutError:
@@ -50,11 +50,12 @@ class Interruptible:
         return self._limit.when()
 
     def end(self) -> None:
-        """End the wait inside the block now."""
+        """End the wait inside the `async with` block now."""
         if not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
 
-    def bound(self, until_s: float | None) -> None:
-        """Set another end of the time limit, unless the wait has ended."""
+    def reschedule(self, until_s: float | None) -> None:
+        """Move the end of the time limit to `until_s`, by the event loop's clock, unless the wait has ended already.
+        None: no limit."""
         if self._job.stopped is None and not self._limit.expired():
             self._limit.reschedule(until_s)

@@ -14,8 +14,8 @@ from consumers.chain import Chain, Route
 from consumers.interruptible import Interruptible
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
-from consumers.rank import restored
-from consumers.state.base import Completion, Copy, Held, Identity, Stop
+from consumers.rank import original_priority
+from consumers.state.base import Completion, Fingerprint, Held, Identity, Stop
 from consumers.trail import Trail
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -30,11 +30,12 @@ from topology.lanes import LaneSpec
 CLAIM_WITHIN_S = 60.0
 ATTEMPT_WITHIN_S = 1200.0
 STORE_WITHIN_S = 180.0
-"""How long a delivery may wait for its claim, run its attempt, and wait until the store has its outcome. Together with
-two publishes after that (up to 100 s each) this is less than the broker's consumer timeout of 1800 s. The broker takes
-back a delivery that is held longer, does not count it, and delivers it again and again (docs/facts.md, section 7)."""
+"""The longest times for three steps of a delivery: to get its claim, to run its attempt, to store its outcome. Together
+with two publishes after them (up to 100 s each) they are shorter than the broker's consumer timeout of 1800 s. A
+delivery that is held longer is taken back and delivered again without end: the broker does not count such deliveries
+(docs/facts.md, section 7)."""
 NowMs = Callable[[], int]
-"""The clock: ms since 1970."""
+"""A clock: returns ms since 1970."""
 
 
 def now_ms() -> int:
@@ -43,18 +44,18 @@ def now_ms() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a delivery asks for: known once it is decoded."""
+class Decoded:
+    """A decoded request, its lane, and the providers that may be called for it. It is made once; only the body gate
+    replaces it, by one with the fetched body."""
 
     request: Request
     lane: LaneSpec
     chain: Chain
-    """The providers that may be called for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """The route that a job's call will take, and what is reserved there for it."""
+    """The provider that a job will call (`route`), and the budget that is reserved for the call."""
 
     route: Route
     reservation: Reservation
@@ -62,29 +63,32 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempted:
-    """The attempt of a delivery, from its first call on."""
+    """What is known about the attempt of a delivery: the one or two calls to providers that are made for it. It exists
+    from the first call on."""
 
     started_ms: int
     run_ms: int = 0
+    """How long the attempt ran; 0 while it runs."""
     usage: Amounts | None = None
     """What the provider counted; None: unknown."""
     cost_usd: float | None = None
-    """What the answer cost; None: no answer, or its model has no price."""
+    """What the answer cost; None if there is no answer, or its model has no price."""
     lost: tuple[tuple[str, Amounts], ...] = ()
-    """Calls before the last one that may have been paid: each one's model, and what was reserved for it."""
+    """Failed calls before the last one that may have to be paid: the model and the used amounts of each."""
     counts: bool = True
     """False if the attempt does not count, because the provider was down."""
 
 
 class Job:
-    """One delivery on its way through the pipeline.
+    """One delivery while a worker works on it: its message, and what is known about its request so far.
 
-    `trusted`: a worker sent it, through the delay cascade or into a side queue: its internal headers are believed.
+    `trusted`: a worker published the message, into the delay cascade or a side queue, so its internal headers are used.
+    `speakers`: users that may name another tenant than themselves.
     """
 
     __slots__ = (
-        "_copy", "asked", "attempted", "claim", "completion", "delivery", "hop", "id", "identity", "lane", "reserved",
-        "span", "stopped", "taken_ms", "trail", "trusted", "waiting",
+        "_fingerprint", "attempted", "claim", "completion", "decoded", "delivery", "hop", "id", "identity", "lane",
+        "reserved", "span", "stopped", "taken_ms", "trail", "trusted", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -103,43 +107,45 @@ class Job:
         self.id = delivery.message.message_id or uuid.uuid4().hex
         self.hop = read_hop(delivery.message.headers) if trusted else HopHeaders()
         if trusted:
-            delivery.message.priority = restored(delivery.message.priority)
+            delivery.message.priority = original_priority(delivery.message.priority)
         headers = delivery.message.headers
-        # a republished dead letter names its tenant, which is believed if its sender may speak for others
+        # a republished dead letter names its tenant in a header, which counts if its sender may speak for others
         stated = headers.get(n.TENANT) or (headers.get(n.USER_ID) if n.DEAD_AT in headers else None)
         self.identity = Identity(tenant_of(self.user_id, stated, speakers), self.id)
         self.taken_ms = taken_ms
-        self.asked: Asked | None = None
-        """None until it is decoded."""
+        self.decoded: Decoded | None = None
+        """None until the message is decoded."""
         self.claim: Held | None = None
+        """The claim that this process holds for the request; None: it holds none."""
         self.trail: Trail | None = None
-        """What is written for those who follow the request; None: nothing."""
+        """The entries that are written for clients who follow the request; None: none are written."""
         self.reserved: Reserved | None = None
-        """None while nothing is reserved for it."""
+        """None while no budget is reserved."""
         self.attempted: Attempted | None = None
-        """None until its call has begun."""
+        """None until the first call of the attempt has begun."""
         self.completion: Completion | None = None
-        """How it ended, as it is stored and sent."""
-        self._copy: Copy | None = None
+        """How the request ended, as it is stored and sent; None until it has ended."""
+        self._fingerprint: Fingerprint | None = None
         self.span: Span = INVALID_SPAN
         """The span of this delivery."""
         self.stopped: Stop | None = None
-        """Why it must stop; None: it may go on."""
+        """Why the job must stop; None: it may continue."""
         self.waiting: Interruptible | None = None
         """The current wait, which `stop` can end; None if the job is not waiting."""
 
     def stop(self, why: Stop) -> None:
-        """Tell the job to stop: end its current wait now, and each later one as soon as it begins."""
+        """Stop the job: end its current wait now, and each later wait as soon as it begins."""
         self.stopped = why
         if self.waiting is not None:
             self.waiting.end()
 
     def interruptible(self, seconds: float | None) -> Interruptible:
-        """Bounds a wait, which `stop` can then end: `async with job.interruptible(30): …`."""
+        """A context that ends its block after `seconds`, or when `stop` is called: `async with job.interruptible(30):
+        …`. None: no time limit."""
         return Interruptible(self, seconds)
 
     def log_fields(self) -> dict[str, str | int]:
-        """The fields of each of its log lines; `trace_id` only if there is a trace."""
+        """The fields of each log line about this job; `trace_id` only if there is a trace."""
         fields: dict[str, str | int] = {"request": self.id, "lane": self.lane_name, "attempt": self.attempts}
         if (trace_id := propagation.trace_id(self.span, self.message.headers)) is not None:
             fields["trace_id"] = trace_id
@@ -147,48 +153,48 @@ class Job:
 
     @property
     def user_id(self) -> str | None:
-        """The user who published the request, as checked by the broker. A worker that delays the request keeps the name
-        in a header."""
+        """The user who published the request, as checked by the broker; None: unknown. A worker that publishes the
+        request again keeps the name in a header."""
         return self.hop.user_id if self.trusted else self.message.user_id
 
     @property
     def dead_at(self) -> str | None:
-        """When it had ended, by its header, if it is a dead letter that was published again; else None."""
-        told = self.hop.dead_at if self.trusted else self.message.headers.get(n.DEAD_AT)
-        return told if isinstance(told, str) else None
+        """For a dead letter that was published again: when the request had ended, as its header says. Else None."""
+        dead_at = self.hop.dead_at if self.trusted else self.message.headers.get(n.DEAD_AT)
+        return dead_at if isinstance(dead_at, str) else None
 
     @property
     def redelivered(self) -> bool:
-        """An earlier delivery of this message was never settled."""
+        """True if an earlier delivery of this message was never settled."""
         return self.delivery.redelivered or self.hop.redelivered
 
     @property
     def is_fresh(self) -> bool:
-        """True if the message comes from its publisher, not from a delay. It may have been set aside."""
+        """True if the message has been in no delay. It may have been in a side queue."""
         return not self.trusted or self.hop.is_fresh
 
     @property
     def came_before(self) -> bool:
-        """True if the request was worked on before. Its outcome may be stored already, but not yet published."""
+        """True if a worker had the request before. Its outcome may be stored already, but not yet published."""
         return self.redelivered or not self.is_fresh
 
-    def copy(self) -> Copy:
-        """The properties of this message that the store compares."""
-        if self._copy is not None:
-            return self._copy
+    def fingerprint(self) -> Fingerprint:
+        """The properties of this message that the store compares with those of other messages of the same id."""
+        if self._fingerprint is not None:
+            return self._fingerprint
         message = self.message
-        told = (
+        compared = (
             message.reply_to, message.correlation_id, message.routing_key, message.timestamp_s, message.priority,
             message.app_id, message.headers.get(n.SENT_MS), message.headers.get(n.TRACEPARENT),
         )  # fmt: skip
-        self._copy = Copy(
+        self._fingerprint = Fingerprint(
             body_hash=_body_hash(message),
-            mark=blake2b(repr(told).encode(errors="replace"), digest_size=16).digest(),
+            mark=blake2b(repr(compared).encode(errors="replace"), digest_size=16).digest(),
             redelivered=self.redelivered,
             nonce=os.urandom(8),
             dead_at_ms=dead_at_ms(self.dead_at),
         )
-        return self._copy
+        return self._fingerprint
 
     @property
     def message(self) -> Message:
@@ -200,18 +206,18 @@ class Job:
 
     @property
     def routing_key(self) -> str:
-        """The key that it was published with; delays keep it."""
+        """The routing key with which the request was published; delays and side queues keep it."""
         return self.message.routing_key
 
     @property
     def attempts(self) -> int:
-        """Attempts made so far, the one of this delivery included."""
+        """How many attempts were made, including that of this delivery."""
         return self.hop.attempts + (1 if self.attempted is not None and self.attempted.counts else 0)
 
     @property
     def wait_ms(self) -> int:
-        """The time from publishing (or the due time) to the start of this delivery's attempt; without an attempt, to
-        the delivery."""
+        """How long the request waited, from publishing (or its due time) to the start of this delivery's attempt;
+        without an attempt, to the delivery."""
         return self.waited_ms(self.taken_ms if self.attempted is None else self.attempted.started_ms)
 
     @property
@@ -220,21 +226,23 @@ class Job:
         return 0 if self.attempted is None else self.attempted.run_ms
 
     def waited_ms(self, until_ms: int) -> int:
-        """The time from publishing (or the due time) to `until_ms`."""
-        if self.asked is not None:
-            return max(0, until_ms - self.asked.request.start_ms)
+        """How long the request had waited at `until_ms`, since publishing or its due time."""
+        if self.decoded is not None:
+            return max(0, until_ms - self.decoded.request.start_ms)
         return max(0, until_ms - max(self.published.ms, self.hop.due_ms or 0))
 
     @property
     def published(self) -> Published:
-        """When it was published, if known. Works for invalid requests too."""
-        if self.asked is not None:
-            return Published(self.asked.request.sent_ms, self.asked.request.sent_by)
+        """When the request was published, and by what that is known (a header, a time stamp, or only the delivery). It
+        works for invalid requests too."""
+        if self.decoded is not None:
+            return Published(self.decoded.request.sent_ms, self.decoded.request.sent_by)
         return published(self.message, self.hop, now_ms=self.taken_ms)
 
 
 def content_hash(content: bytes | str) -> bytes:
-    """The hash by which bodies are compared. `content`: the body, or, if it lies elsewhere, its SHA-256 in hex."""
+    """The hash by which bodies are compared. `content`: the body, or its SHA-256 in hex if it is not in the
+    message."""
     known = content if isinstance(content, bytes) else content.lower().encode()
     return blake2b(known, digest_size=16).digest()
 
@@ -245,7 +253,8 @@ def _body_hash(message: Message) -> bytes:
 
 
 def tenant_of(user_id: str | None, stated: object, speakers: Collection[str]) -> str:
-    """The tenant of a request: its user, or the stated tenant if that user may speak for others. "" if unknown."""
+    """The tenant of a request: its user, or the tenant that it states if that user is one of `speakers`, which may
+    speak for other tenants. "" if unknown."""
     if user_id in speakers and isinstance(stated, str):
         return stated
     return user_id or ""
@@ -258,7 +267,8 @@ def moment_text(ms: int) -> str:
 
 
 def dead_at_ms(text: object) -> int | None:
-    """The time in a dead letter's header, ms since 1970; None if it is missing or malformed."""
+    """When a request ended, in ms since 1970, from the text in its dead letter's header; None if that is missing or
+    malformed."""
     if not isinstance(text, str):
         return None
     try:
@@ -268,8 +278,8 @@ def dead_at_ms(text: object) -> int | None:
 
 
 def is_trusted(message: Message, names: Names) -> bool:
-    """Whether a worker sent it: through `lane.due` (internal), or a delay or side exchange, to which only workers may
-    publish."""
+    """Whether a worker published the message, so that its internal headers can be believed: it came through `lane.due`
+    (an internal exchange), or through a delay or side exchange, to which only workers may publish."""
     return message.exchange == names.due_exchange or message.exchange.startswith(
         (names.delay_prefix, names.side_prefix)
     )

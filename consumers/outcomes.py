@@ -1,45 +1,50 @@
-"""The possible outcomes of a delivery: a closed set. `settle.py` carries them out."""
+"""The possible outcomes of a delivery, as a closed set of classes. `settle.py` carries them out."""
 
 from dataclasses import dataclass
 from typing import assert_never
 
 from consumers.state.base import Completion, Stop
+from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.problems import RequestProblem
 
 LATER_MS = 1000
-"""How long a request is deferred that runs elsewhere, or that a pause holds back."""
+"""How long a request is deferred if another worker runs it, or if work is paused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """The provider answered: the Message goes to the requester."""
+    """The provider answered. Its answer goes to the requester."""
 
     body: bytes
+    """The provider's answer: Anthropic's Message object as JSON."""
     model: str
     provider: str
+    kept: BodyAddress | None = None
+    """Where the answer is stored if it is too large for an AMQP message; `body` is then a JSON object with that
+    address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deferred:
-    """The request waits, and no attempt is counted."""
+    """The request waits in the broker's delay queues, and no attempt is counted."""
 
     delay_ms: int
     reason: str
     due_ms: int | None = None
-    """The due time of the request, if it has one; ms since 1970."""
+    """The due time of the request, ms since 1970; None if it has none."""
     redelivered: bool = False
-    """True if the message's last delivery was never settled, in a queue that does not count deliveries."""
+    """True for a redelivered message from a queue that does not count deliveries; the next worker must know it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retried:
-    """The attempt failed and counts; it comes back after `delay_ms`, ahead of its peers."""
+    """The attempt failed and is counted. The request comes back after `delay_ms`, ahead of fresh requests."""
 
     delay_ms: int
     error: str
     """The error in one line, for the requester."""
     brief: str = ""
-    """The error without content, for logs and events."""
+    """The error without content of the request, for logs and events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +63,34 @@ class Buried:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The request was cancelled, or replaced by a newer one: the requester gets an error, and the message is not
-    kept."""
+    """The request was cancelled. The requester gets an error, and the message is not kept."""
 
     problem: RequestProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """The request had ended before: the stored outcome is sent again."""
+    """The request had ended before this delivery. Its stored result is sent again."""
 
     completion: Completion
     buries: bool = False
-    """This message may not have been parked when it ended, so it is parked (again)."""
-    retold: bool = False
-    """True if only the reply was left to send, because its queue had refused it."""
+    """True if the message may be missing in `lane.dead`: it is published there, perhaps a second time."""
+    is_reply_only: bool = False
+    """True if only the reply of the request was left to send, because the reply queue had been full."""
 
 
 Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed
 
 
 def ended_by(problem: RequestProblem) -> Refused | Buried:
-    """The outcome of a problem: parked if the table of errors in docs/contract.md says so."""
+    """The outcome of a request that ends with this error: `Buried` (kept in `lane.dead`) if docs/contract.md says so
+    for the error, else `Refused`."""
     return Buried(problem) if problem.type.parked else Refused(problem)
 
 
 def stopped_by(why: Stop, *, doing: str, due_ms: int | None) -> Dropped | Deferred:
-    """The outcome of a job that was told to stop. `doing`: what it was doing, for the error's detail."""
+    """The outcome of a stopped job: its request was cancelled, or another delivery has taken over its claim (`FENCED`).
+    `doing`: what the job did when it was stopped, as a verb in the past tense, for the error's detail."""
     match why:
         case Stop.CANCELLED:
             return Dropped(RequestProblem("cancelled", f"cancelled by its owner while it {doing}"))

@@ -1,31 +1,32 @@
-"""Limits how many invalid messages of a tenant are parked and stored under their ids: they must not displace other
-tenants' dead letters or results."""
+"""Limits how many invalid messages of a tenant are kept in `lane.dead` and in the store, so that they do not displace
+dead letters or results of other tenants."""
 
-from consumers.share import Seldom, Share
+from consumers.rate_limit import LogThrottle, RateLimit
 from lanekeeper.telemetry import logs, signals
 
 UNIT_BYTES = 64 * 1024
-"""Each started 64 KiB of a body count as one message."""
+"""A message counts as one, and as one more for each full 64 KiB of its body."""
 INVALID_PER_HOUR = 1000
 HOUR_S = 3600
 log = logs.logger()
 
 
 class Parking:
-    """Each tenant's share of the invalid messages that are kept. Valid requests that failed are always parked."""
+    """Decides whether an invalid message is kept in `lane.dead` and in the store, by a limit for each tenant. A valid
+    request that failed is always kept, without asking here."""
 
     def __init__(self, *, invalid_per_hour: float = INVALID_PER_HOUR) -> None:
-        self._share = Share(per_s=invalid_per_hour / HOUR_S, at_once=invalid_per_hour)
-        self._seldom = Seldom()
+        self._limit = RateLimit(per_s=invalid_per_hour / HOUR_S, at_once=invalid_per_hour)
+        self._log_throttle = LogThrottle()
         self.unparked = 0
         """Invalid messages that were answered but not kept."""
 
     def takes(self, tenant: str, size: int, *, code: str) -> bool:
-        """Whether one more invalid message of a tenant is kept. Those not kept are counted, and logged once a
-        minute."""
-        if self._share.take(tenant, 1 + size // UNIT_BYTES):
+        """Whether an invalid message of `size` bytes is kept. If not, it is counted in `unparked`, and logged at most
+        once a minute. `code`: its problem."""
+        if self._limit.take(tenant, 1 + size // UNIT_BYTES):
             return True
         self.unparked += 1
-        if count := self._seldom.count(tenant):
+        if count := self._log_throttle.count(tenant):
             log.warning(signals.INVALID_UNPARKED, tenant=tenant, code=code, count=count, unparked=self.unparked)
         return False

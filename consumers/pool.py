@@ -1,13 +1,13 @@
 """A pool works on the deliveries of one queue, as many at a time as it has slots.
 
-The prefetch of the queue equals the slots, so that no delivery waits in a worker: with more, lower priorities would
-overtake (docs/facts.md, section 2). Deliveries wait only if tenants share a lane that is full:
-`consumers/fairness/turns.py` then says who is next.
+The prefetch of the consumer equals the slots, so that no delivery waits in a worker. Deliveries that waited here would
+run before later ones of higher priority, which the broker still holds (docs/facts.md, section 2). Deliveries wait here
+only if tenants share a lane that is full: `consumers/fairness/lane_slots.py` then decides who is next.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, assert_never
 
@@ -15,8 +15,8 @@ from opentelemetry.trace import Span
 
 from consumers import waits
 from consumers.capacity.activity import LaneActivity
-from consumers.fairness.entering import Entering, FromQueue
-from consumers.fairness.turns import Turn, Turns
+from consumers.fairness.entrance import Entrance, QueueEntrance
+from consumers.fairness.lane_slots import Admission, LaneSlots
 from consumers.job import Job
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.settle import Settler
@@ -32,7 +32,8 @@ log = logs.logger()
 
 
 class Pool:
-    """Runs `handle` over the deliveries of one queue and has each outcome settled."""
+    """Consumes one queue: runs `handle` for each delivery that has a slot, and settles it by the outcome that `handle`
+    returns. A slot is the right to work on one request at a time."""
 
     def __init__(
         self,
@@ -43,48 +44,32 @@ class Pool:
         settler: Settler,
         activity: LaneActivity,
         tracing: Tracing,
-        entering: Entering | None = None,
+        entrance: Entrance | None = None,
         slots: int | None = None,
     ) -> None:
-        """`entering`: how deliveries get slots; None: the pool has slots of its own, as many as its prefetch. `slots`:
-        how many it adds to its lane; None: as many as its prefetch."""
+        """`entrance`: how deliveries get slots; None: the pool has slots of its own, as many as its prefetch. `slots`:
+        how many slots the pool adds to its lane; None: as many as its prefetch."""
         self._deliveries = deliveries
         self._job_of = job_of
         self._handle = handle
         self._settler = settler
         self._activity = activity
         self._tracing = tracing
-        self._entering = entering or FromQueue(Turns().bench(deliveries.prefetch))
-        self._slots = deliveries.prefetch if slots is None else slots
-        self._in_hand = 0
-        self._begun = 0
-        self._jobs: set[Job] = set()
+        self._entrance = entrance or QueueEntrance(LaneSlots().queue(deliveries.prefetch))
+        self.queue = deliveries.queue
+        self.slots = deliveries.prefetch if slots is None else slots
+        self.in_hand = 0
+        """How many deliveries this pool has taken and not finished: at most the prefetch, or more after pauses (see
+        `resume`)."""
+        self.running = 0
+        """How many deliveries have a slot."""
+        self.jobs: set[Job] = set()
+        """The jobs of these deliveries."""
         self._undecided: dict[asyncio.Task[Any], Job] = {}
-        """Tasks without an outcome, each with its job."""
+        """The tasks whose job has no outcome yet, each with its job."""
         self._stopping = False
         self._gives_back = False
-
-    @property
-    def queue(self) -> str:
-        return self._deliveries.queue
-
-    @property
-    def slots(self) -> int:
-        return self._slots
-
-    @property
-    def in_hand(self) -> int:
-        """Deliveries that have not ended; at most the prefetch, unless a pause has come between."""
-        return self._in_hand
-
-    @property
-    def running(self) -> int:
-        """Deliveries that have a slot."""
-        return self._begun
-
-    @property
-    def jobs(self) -> Collection[Job]:
-        return self._jobs
+        """True after `give_back_waiting`."""
 
     @property
     def trouble(self) -> str | None:
@@ -92,7 +77,7 @@ class Pool:
         return "stopping" if self._stopping else self._deliveries.trouble
 
     async def run(self) -> None:
-        """Work until stopped. Returns when all running jobs have ended. Cancel it to end at once."""
+        """Work until `stop` is called and all running jobs have ended. Cancel it to end at once."""
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
                 await self._work_session(session)
@@ -103,10 +88,10 @@ class Pool:
         await self._deliveries.stop()
 
     def give_back_waiting(self) -> None:
-        """After `stop`: return to the broker, from now on, every delivery whose call has not begun.
+        """After `stop`: return to the broker each delivery whose call to a provider has not begun, and each one that
+        arrives later.
 
-        A job whose wait for the budget ends at this moment is cancelled before its call, and gives its reservation
-        back."""
+        Even a job that got its budget at this moment is cancelled before its call, and returns the reservation."""
         self._gives_back = True
         for task, job in self._undecided.items():
             if job.attempted is None:
@@ -117,19 +102,21 @@ class Pool:
         return self._deliveries.is_paused
 
     async def pause(self, reason: str) -> None:
-        """Take no new deliveries; those in hand go on, as far as they can."""
+        """Take no new deliveries. Those that were taken continue, as far as they can."""
         await self._deliveries.pause(reason)
 
     async def resume(self) -> None:
-        """Take deliveries again, unless more than the prefetch are in hand. This can follow several pauses: the broker
-        does not count the deliveries of a cancelled consumer against the prefetch of the next one.
+        """Take deliveries again, unless this pool holds more than its prefetch.
+
+        After several pauses it can hold more, because each pause cancels the consumer, and the broker does not count
+        deliveries of a cancelled consumer against the prefetch of the next one.
         """
-        if self._in_hand <= self._deliveries.prefetch:
+        if self.in_hand <= self._deliveries.prefetch:
             await self._deliveries.resume()
 
     async def _work_session(self, session: Session) -> None:
-        """Work on the deliveries of one channel. If the channel is lost, this work ends: the broker delivers it
-        again."""
+        """Work on the deliveries of one channel. If the channel is lost, work on them is cancelled, because the broker
+        delivers them again."""
         try:
             async with asyncio.TaskGroup() as running:
                 async for delivery in session:
@@ -138,8 +125,9 @@ class Pool:
             log.warning(signals.DELIVERY_LOST, queue=self.queue, error=str(lost.exceptions[0]))
 
     async def _take(self, delivery: Delivery) -> None:
-        """Work on a delivery as soon as it has a slot, or move it to a side queue, where it waits without one."""
-        self._in_hand += 1
+        """Wait until a delivery gets a slot, then work on it; or move it to a side queue, if its tenant uses more than
+        its share of the slots."""
+        self.in_hand += 1
         try:
             if self._gives_back:
                 return await self._settler.nack(delivery)
@@ -148,24 +136,24 @@ class Pool:
             with logs.about(job):
                 try:
                     with self._undecided_yet(job):
-                        turn = await self._entering.enter(job)
+                        admission = await self._entrance.enter(job)
                 except asyncio.CancelledError:
                     if self._stopping:
                         await self._settler.nack(delivery)
                     raise
-                if turn is Turn.ASIDE:
+                if admission is Admission.ASIDE:
                     return await self._set_aside(job)
-                self._begun += 1
+                self.running += 1
                 try:
                     await self._work(job)
                 finally:
-                    self._begun -= 1
-                    self._entering.leave(job)
+                    self.running -= 1
+                    self._entrance.leave(job)
         finally:
-            self._in_hand -= 1
+            self.in_hand -= 1
 
     async def _job(self, delivery: Delivery) -> Job | None:
-        """The job of a delivery; None if it cannot be read: one such message must not stop the whole lane."""
+        """The job of a delivery. None if its message cannot be read: it is rejected, and does not stop the lane."""
         try:
             return self._job_of(delivery)
         except Exception:
@@ -173,12 +161,12 @@ class Pool:
                 signals.HANDLER_FAILED, request=delivery.message.message_id, lane=self._activity.lane, where="read"
             )
             await self._settler.reject_later(delivery)
-            self._entering.unread(delivery.queue)
+            self._entrance.unread(delivery.queue)
             return None
 
     async def _set_aside(self, job: Job) -> None:
         try:
-            if (outcome := await self._entering.set_aside(job)) is None:
+            if (outcome := await self._entrance.set_aside(job)) is None:
                 await self._settler.ack(job.delivery)
             else:
                 await self._settle(job, outcome)
@@ -197,7 +185,7 @@ class Pool:
         """Work on one delivery that has a slot. All exceptions are caught here or in `_outcome`."""
         delivery = job.delivery
         self._activity.running += 1
-        self._jobs.add(job)
+        self.jobs.add(job)
         try:
             taken_ns = time.time_ns()
             with self._tracing.process(
@@ -222,7 +210,7 @@ class Pool:
             await self._settler.reject_later(delivery)
         finally:
             self._activity.running -= 1
-            self._jobs.discard(job)
+            self.jobs.discard(job)
 
     async def _settle(self, job: Job, outcome: Outcome) -> Outcome | None:
         settled = await self._settler.settle(job, outcome)
@@ -238,6 +226,7 @@ class Pool:
 
     @contextmanager
     def _undecided_yet(self, job: Job) -> Iterator[None]:
+        """Mark the current task as one whose job has no outcome yet, so that `give_back_waiting` can cancel it."""
         task = asyncio.current_task()
         assert task is not None
         self._undecided[task] = job
@@ -272,16 +261,17 @@ class Pool:
                 assert_never(outcome)
 
     def _record_waits(self, job: Job, taken_ns: int) -> None:
-        for each in waits.before(job, taken_ns):
-            self._tracing.passed(each.name, start_ns=each.start_ns, end_ns=each.end_ns, came_by=job.message)
-        for each in waits.turn(job, taken_ns):
-            self._tracing.passed(each.name, start_ns=each.start_ns, end_ns=each.end_ns)
+        for wait in waits.before_delivery(job, taken_ns):
+            self._tracing.passed(wait.name, start_ns=wait.start_ns, end_ns=wait.end_ns, came_by=job.message)
+        for wait in waits.before_call(job, taken_ns):
+            self._tracing.passed(wait.name, start_ns=wait.start_ns, end_ns=wait.end_ns)
 
     async def _outcome(self, job: Job) -> Outcome:
-        """The outcome of the handler. An unexpected exception is an internal error, and dead-letters the request."""
+        """The outcome that `handle` returns. After an unexpected exception the request ends as `internal`, and goes to
+        `lane.dead`."""
         try:
             return await self._handle(job)
-        except StoreUnavailable:  # without a claim the request may not be worked on
+        except StoreUnavailable:  # no outcome: the delivery is returned to its queue
             raise
         except Exception as error:
             log.exception(signals.HANDLER_FAILED, where="handle")

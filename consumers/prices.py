@@ -1,4 +1,4 @@
-"""What a call costs: prices per million tokens, by model, as of a date. Pure."""
+"""Computes what a call costs, from prices per million tokens of each model. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -7,25 +7,26 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 AS_OF: Final = "2026-11-21"
-"""When the defaults were read (docs/facts.md, section 10)."""
+"""The date on which the default prices were valid (docs/facts.md, section 10)."""
 MILLION: Final = 1_000_000
-_DATED: Final = re.compile(r"[-@]\d{8}$")
+_DATE_SUFFIX: Final = re.compile(r"[-@]\d{8}$")
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """US dollars per million tokens."""
+    """The prices of one model, in US dollars per million tokens."""
 
     input: float
     output: float
     cache_read: float | None = None
-    """None: a tenth of `input`."""
+    """The price of tokens read from the cache; None: a tenth of `input`."""
     cache_write: float | None = None
-    """For a cache of five minutes. None: a quarter more than `input`."""
+    """The price of tokens written to the cache for five minutes; None: a quarter more than `input`."""
 
 
 class Counts(Protocol):
-    """Tokens as the provider counted them; `input_tokens` without the cached ones."""
+    """How many tokens a call used, as the provider counted them. `input_tokens` are those that were neither read from
+    the cache nor written to it."""
 
     @property
     def input_tokens(self) -> int: ...
@@ -52,7 +53,7 @@ DEFAULTS: Final[Mapping[str, Price]] = MappingProxyType(
 
 
 class Prices:
-    """The table: the defaults; `given` prices are added or replace them."""
+    """The prices by model: `DEFAULTS`, which `given` replaces or extends. `as_of`: the date of the prices."""
 
     def __init__(self, given: Mapping[str, Price] | None = None, *, as_of: str = AS_OF) -> None:
         self.as_of = as_of
@@ -63,8 +64,9 @@ class Prices:
         return frozenset(self._table)
 
     def of(self, model: str) -> Price | None:
-        """A dated name (`claude-haiku-4-5-20251001`) has its model's price."""
-        return self._table.get(model) or self._table.get(_DATED.sub("", model))
+        """The price of a model; None: unknown. A name with a date (`claude-haiku-4-5-20251001`) has the price of the
+        name without it."""
+        return self._table.get(model) or self._table.get(_DATE_SUFFIX.sub("", model))
 
     def cost_usd(self, model: str, counts: Counts) -> float | None:
         """What one call cost; None if the model has no price."""

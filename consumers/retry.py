@@ -1,4 +1,4 @@
-"""The one place that decides whether a failed attempt is tried again, and when. Pure: no clock, no broker."""
+"""Decides whether a failed attempt is retried, and when. No other code decides that. Pure: no clock, no broker."""
 
 import math
 import random
@@ -10,20 +10,23 @@ from consumers.outcomes import Buried, Refused, Retried, ended_by
 from lanekeeper.contract.problems import RequestProblem
 
 JITTER = 0.5
-"""A pause is a random time between its step and one and a half of it, so that requests that failed together do not come
-back together. With pauses from zero on (full jitter) four attempts were over in 0.8 to 2.7 s."""
+"""Each pause is its step, lengthened at random by up to this part of it, so that requests that failed together do not
+come back together. Pauses between zero and the step (full jitter) were too short: four attempts took 0.8 to 2.7 s in
+all."""
 LEAST_FACTOR = 2.0
-MOST_OF_WHAT_IS_LEFT = 0.5
-"""A step is at most this part of the time until the deadline. The rest is left for the attempt, and for another one."""
+STEP_PART_OF_TIME_LEFT = 0.5
+"""A step is at most this part of the time until the deadline, so that time is left for the next attempt and one
+more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How long to wait between attempts.
+    """How long to wait between attempts. A step is a pause without its random part.
 
-    The first step is `floor_s` (`base_s` after a rate limit or an overload). Each further step is longer by the same
-    factor, at least 2. The factor is chosen so that all pauses of a request together last `span_s`: as long as a short
-    outage. No pause is shorter than `floor_s`, no step longer than `cap_s` or than half of the time left.
+    The first step is `floor_s`, or `base_s` after a rate limit or an overload. Each further step is the one before it
+    times the same factor, which is at least 2. The factor is chosen so that all steps of a request together last
+    `span_s`, the length of a short outage. No step is shorter than `floor_s`, or longer than `cap_s` or than half of
+    the time left until the deadline.
     """
 
     base_s: float = 1.0
@@ -32,7 +35,7 @@ class RetryPolicy:
 
     @property
     def floor_s(self) -> float:
-        """The shortest pause: a momentary fault is over by then."""
+        """The shortest pause before a retry. A momentary fault is over by then."""
         return self.base_s / 4
 
 
@@ -46,10 +49,10 @@ def decide(
     rng: random.Random,
     has_other: bool = False,
 ) -> Retried | Refused | Buried:
-    """The next step of a request whose attempt failed: a retry after a pause, or its end.
+    """The outcome of a request whose attempt failed: a retry after a pause, or a final error.
 
-    `attempts`: made so far, this one included. `left_ms`: until its deadline; no delay begins that would end after it.
-    `has_other`: another account can be called next time, so the `retry-after` of this one does not matter.
+    `attempts`: how many were made, including this one. `left_ms`: the time until the request's deadline; it is not
+    retried after that. `has_other`: the retry can call another account, so the `retry-after` of this one is ignored.
     """
     match error.means.retry:
         case Retry.REJECTED:
@@ -59,7 +62,7 @@ def decide(
             return ended_by(RequestProblem("answer_too_large", error.detail))
         case Retry.SOON:
             first_s = policy.floor_s
-        case Retry.BACK_OFF | Retry.AS_TOLD:
+        case Retry.BACK_OFF | Retry.RETRY_AFTER:
             first_s = policy.base_s
         case never:
             assert_never(never)
@@ -75,7 +78,7 @@ def decide(
         first_s, failures=attempts, pauses=max_attempts - 1, left_s=left_ms / 1000, policy=policy
     ) * rng.uniform(1, 1 + JITTER)
     if not has_other:
-        pause_s = _as_told(error, pause_s, policy=policy, rng=rng)
+        pause_s = _with_retry_after(error, pause_s, policy=policy, rng=rng)
     delay_ms = math.ceil(1000 * pause_s)
     if delay_ms >= left_ms:
         return ended_by(
@@ -90,17 +93,18 @@ def decide(
 
 
 def _step_s(first_s: float, *, failures: int, pauses: int, left_s: float, policy: RetryPolicy) -> float:
-    """The pause after that many failures, without jitter. `pauses`: how many a request may have in all."""
+    """The pause before the next attempt after this number of failures, without its random part. `first_s`: the first
+    pause. `pauses`: how many pauses a request may have."""
     factor = _factor(policy.span_s / first_s, pauses)
     exponent = min(failures - 1, 1000 / math.log2(factor))  # beyond this a float overflows
     step_s = first_s * math.pow(factor, exponent)
-    return max(policy.floor_s, min(step_s, policy.cap_s, left_s * MOST_OF_WHAT_IS_LEFT))
+    return max(policy.floor_s, min(step_s, policy.cap_s, left_s * STEP_PART_OF_TIME_LEFT))
 
 
 def _factor(total: float, count: int) -> float:
-    """The smallest f, from `LEAST_FACTOR` on, for which 1 + f + f² + … (`count` terms) is `total` or more.
+    """The smallest f, at least `LEAST_FACTOR`, for which the sum 1 + f + f² + … of `count` terms is at least `total`.
 
-    A single pause cannot grow: with two attempts, the pause is one first step.
+    With a single term (two attempts) no factor helps: the only pause is the first step.
     """
 
     def is_enough(factor: float) -> bool:
@@ -115,11 +119,12 @@ def _factor(total: float, count: int) -> float:
     return high
 
 
-def _as_told(error: ProviderError, pause_s: float, *, policy: RetryPolicy, rng: random.Random) -> float:
-    """The pause if the provider sent a `retry-after`: exactly that after a rate limit, at least that after an
-    overload."""
-    told_s = error.retry_after_s
-    if told_s is None:
+def _with_retry_after(error: ProviderError, pause_s: float, *, policy: RetryPolicy, rng: random.Random) -> float:
+    """The pause, changed by the provider's `retry-after`, if there is one. After a rate limit the pause is that time,
+    but at least `floor_s`; after an overload it is at least that time. Up to a tenth, at most 1 s, is added at
+    random."""
+    wanted_s = error.retry_after_s
+    if wanted_s is None:
         return pause_s
-    told_s += rng.uniform(0, min(1.0, 0.1 * told_s))  # so that not all come back at the same instant
-    return max(policy.floor_s if error.means.retry is Retry.AS_TOLD else pause_s, told_s)
+    wanted_s += rng.uniform(0, min(1.0, 0.1 * wanted_s))  # so that not all come back at the same instant
+    return max(policy.floor_s if error.means.retry is Retry.RETRY_AFTER else pause_s, wanted_s)

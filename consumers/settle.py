@@ -1,8 +1,9 @@
-"""The one place that settles deliveries: store the outcome, publish what follows, wait for the confirm, acknowledge.
+"""Settles deliveries: store the outcome, publish its messages, wait for their confirms, acknowledge. No other code
+does.
 
-After a crash between two steps the broker delivers the request again, and the later steps are repeated from what is
-stored. A delivery is acknowledged only after its outcome is with the broker. The stored outcome is the one that is
-sent.
+A delivery is acknowledged only after the broker has confirmed its messages: the reply, the delayed copy or the dead
+letter. After a crash between two steps the broker delivers the request again; the stored outcome is then found and the
+remaining steps are made with it. So the requester always gets the outcome that was stored first.
 """
 
 import asyncio
@@ -20,40 +21,43 @@ from consumers.lifecycle import Lifecycle
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.parking import Parking
 from consumers.replies.reply import Replies
-from consumers.replies.retelling import Retelling
+from consumers.replies.reply_retries import ReplyRetries
+from consumers.replies.sendable import Sendable
 from consumers.state.base import Completion, StoreUnavailable
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem, answer_too_large
+from lanekeeper.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.session import ChannelLost, Delivery, Session
-from topology.codec.bounds import ANSWER_BYTES
 from topology.codec.headers import ERRORS_KEPT, HopHeaders
 from topology.delays import MAX_DELAY_MS, hop
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
-"""Not stored: it concerns this message, not the request that owns the id."""
+"""Problems that are not stored, because they concern this message and not the request that owns the id."""
 NOTED = frozenset(
     {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable"}
 )
-"""Problems of messages that are no valid request: the id stays free for a valid one."""
+"""Problems of messages that are no valid request. They are stored by `Claiming.note`, which leaves the id free for a
+valid request."""
 TAKEN_OVER_WAIT_MS = 1000
 RETURN_AFTER_S = 1.0
-"""A returned message is delivered again at once. If it fails at once, this keeps it from going round all the time."""
+"""The pause before a message is returned to its queue. The broker delivers it again at once, and without this pause a
+message that always fails would keep the worker busy."""
 log = logs.logger()
 
 
 class Settler:
-    """Carries out the outcome of a delivery."""
+    """Settles deliveries: carries out the outcome of each (stores it, publishes the reply, a delayed copy or a dead
+    letter), and then acknowledges the delivery."""
 
     def __init__(
         self,
         publisher: Publisher,
         *,
         replies: Replies,
-        retelling: Retelling,
+        reply_retries: ReplyRetries,
         claiming: Claiming,
         lifecycle: Lifecycle,
         names: Names,
@@ -61,31 +65,36 @@ class Settler:
         now_ms: NowMs,
         failpoints: Failpoints,
         parking: Parking | None = None,
-        answer_bytes: int = ANSWER_BYTES,
+        sendable: Sendable,
         bodies: Fetching | None = None,
     ) -> None:
         self._publisher = publisher
-        self._answer_bytes = answer_bytes
+        self._sendable = sendable
         self._bodies = bodies
         self._parking = parking or Parking()
         self._claiming = claiming
         self._failpoints = failpoints
         self._replies = replies
-        self._retelling = retelling
+        self._reply_retries = reply_retries
         self._lifecycle = lifecycle
         self._names = names
         self._tracing = tracing
         self._now_ms = now_ms
 
     async def settle(self, job: Job, outcome: Outcome) -> Outcome | None:
-        """Store, publish, confirm, acknowledge. Return the valid outcome, which is another one if the request had ended
-        already or another worker has it. None if the delivery could not be settled: the broker delivers it again."""
+        """Settle a delivery, and return the outcome that is valid: the given one, or another if the request had ended
+        already or another worker has taken it over. None if the delivery could not be settled: the broker delivers it
+        again."""
         try:
-            outcome = await self._stored(job, await self._sendable(outcome))
+            sendable = await self._sendable.of(outcome)
+            self._failpoints.reach("after_keep")
+            outcome = await self._stored(job, sendable)
+            if outcome is not sendable:
+                self._sendable.forget(sendable)
             self._failpoints.reach("after_store")
             try:
                 await self._carry_out(job, outcome)
-            except RequestProblem as forbidden:  # the reply address killed the connection that answered it
+            except RequestProblem as forbidden:  # the reply could not be sent, for instance to a forged address
                 if not isinstance(outcome, Buried):
                     await self._bury(job, forbidden.code, forbidden.detail, ended_ms=self._now_ms())
                 outcome = Buried(forbidden)
@@ -106,33 +115,35 @@ class Settler:
         self._failpoints.reach("after_ack")
         if self._bodies is not None and n.BODY in job.message.headers and not _is_needed_again(outcome):
             self._bodies.forget(job.message)
-        self._lifecycle.settled(job, outcome)
+        self._lifecycle.publish_outcome(job, outcome)
         return outcome
 
     async def ack(self, delivery: Delivery) -> None:
-        """Acknowledge what needs no outcome: a request that was set aside, or a control message."""
+        """Acknowledge a delivery without an outcome: a request that was moved to a side queue, or a control message."""
         with suppress(ChannelLost):
             await delivery.ack()
 
     async def ack_together(self, session: Session, deliveries: Sequence[Delivery], *, in_hand: Collection[int]) -> None:
-        """Acknowledge several deliveries of one channel. `in_hand`: the tags of those that are not settled yet."""
+        """Acknowledge several deliveries of one channel. `in_hand`: the tags of its deliveries that must stay
+        unacknowledged."""
         with suppress(ChannelLost):
             await session.ack(deliveries, in_hand=in_hand)
 
     async def nack(self, delivery: Delivery) -> None:
-        """Return a delivery that the worker cannot finish, because it stops. RabbitMQ 4.3 does not count that."""
+        """Return a delivery to its queue, because the worker stops. RabbitMQ 4.3 does not count this towards the
+        delivery limit."""
         with suppress(ChannelLost):
             await delivery.nack()
 
     async def nack_later(self, delivery: Delivery) -> None:
-        """Return a delivery after a pause, because the broker or the store prevented its settlement. RabbitMQ 4.3 does
-        not count that."""
+        """Return a delivery to its queue after a pause, because the broker or the store prevented its settlement.
+        RabbitMQ 4.3 does not count this towards the delivery limit."""
         await asyncio.sleep(RETURN_AFTER_S)
         await self.nack(delivery)
 
     async def reject_later(self, delivery: Delivery) -> None:
-        """Return a delivery that could not be settled, after a pause. The broker counts that: a message that can never
-        be settled reaches its delivery limit and goes to `lane.fallen`."""
+        """After an internal error: wait, then reject the delivery, so that the broker requeues it. The broker counts
+        this towards the delivery limit, so that a message that causes an error each time goes to `lane.fallen`."""
         await asyncio.sleep(RETURN_AFTER_S)
         try:
             with self._tracing.settle("reject", delivery.message, queue=delivery.queue, delivery_tag=delivery.tag):
@@ -142,18 +153,9 @@ class Settler:
                 signals.DELIVERY_LOST, queue=delivery.queue, request=delivery.message.message_id, error=str(lost)
             )
 
-    async def _sendable(self, outcome: Outcome) -> Outcome:
-        """Replace an answer that is too large to be sent by an error, before it is stored."""
-        if not isinstance(outcome, Answered):
-            return outcome
-        limit: int | None = self._answer_bytes
-        if (size := len(outcome.body)) <= self._answer_bytes:
-            limit = await self._publisher.refuses(size)
-        return outcome if limit is None else Buried(answer_too_large(size, limit))
-
     async def _stored(self, job: Job, outcome: Outcome) -> Outcome:
-        """Store the outcome of a request that has ended, and return the valid one: the first that was stored.
-        Raises StoreUnavailable."""
+        """Store the outcome of a request that has ended, and return the valid one: the first outcome that was stored
+        for the request. Raises StoreUnavailable."""
         match outcome:
             case Deferred() | Retried() | Replayed():
                 return outcome
@@ -165,21 +167,24 @@ class Settler:
             return outcome
         if completion.code in NOTED and job.claim is None and job.is_fresh:
             if job.redelivered and (before := await self._claiming.find(job.identity)) and before.completion:
-                return Replayed(completion=before.completion, buries=True)  # read differently before
+                # an earlier delivery of the message has stored an outcome, which stays the valid one
+                return Replayed(completion=before.completion, buries=True)
             if not self._parking.takes(job.identity.tenant, len(job.message.body), code=completion.code):
                 return Refused(outcome.problem) if isinstance(outcome, Buried) else outcome
             await self._claiming.note(job, completion)
             return outcome
-        holds = await self._claiming.complete(job, completion)
-        if holds is None:
+        valid = await self._claiming.complete(job, completion)
+        if valid is None:
             return Deferred(delay_ms=TAKEN_OVER_WAIT_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
-        if holds.ended_ms != completion.ended_ms or holds.body != completion.body:
-            # an earlier delivery of the request may have stored this outcome and died before parking it
+        if valid.ended_ms != completion.ended_ms or valid.body != completion.body:
+            # a worker may have stored this completion and died before it published the dead letter
             came_before = job.came_before or job.message.exchange == self._names.fallen
-            return Replayed(completion=holds, buries=came_before or isinstance(outcome, Buried))
+            return Replayed(completion=valid, buries=came_before or isinstance(outcome, Buried))
         return outcome
 
     async def _carry_out(self, job: Job, outcome: Outcome) -> None:
+        """Publish the messages that the outcome needs (a reply, a delayed copy, a dead letter), and wait for their
+        confirms."""
         match outcome:
             case Deferred(delay_ms=delay_ms, due_ms=due_ms, redelivered=redelivered):
                 past = HopHeaders(attempts=job.attempts, errors=job.hop.errors, due_ms=due_ms, redelivered=redelivered)
@@ -204,7 +209,8 @@ class Settler:
                 assert_never(outcome)
 
     def _completion(self, job: Job, outcome: Answered | Refused | Buried | Dropped) -> Completion:
-        """The outcome as it is stored and sent. It is made once, so that it is the same each time."""
+        """How the request ended, in the form that is stored and sent. It is made once for a job, so that both are the
+        same."""
         if job.completion is not None:
             return job.completion
         ended_ms = self._now_ms()
@@ -217,9 +223,9 @@ class Settler:
         if job.lane is not None:
             headers[n.LANE_NAME] = job.lane.name
         match outcome:
-            case Answered(body=body, model=model, provider=provider):
-                told = {n.MODEL: model, n.PROVIDER: provider}
-                job.completion = Completion(status="ok", body=body, headers={**headers, **told}, ended_ms=ended_ms)
+            case Answered(body=body, model=model, provider=provider, kept=kept):
+                headers |= {n.MODEL: model, n.PROVIDER: provider, **({} if kept is None else kept.headers)}
+                job.completion = Completion(status="ok", body=body, headers=headers, ended_ms=ended_ms)
             case Refused(problem) | Buried(problem) | Dropped(problem):
                 job.completion = Completion(
                     status="error",
@@ -233,14 +239,14 @@ class Settler:
         return job.completion
 
     async def _answer(self, job: Job, completion: Completion, *, replayed: bool = False) -> None:
-        """Send the final reply. If its queue refuses it, the request comes back later for another try and holds no
-        slot."""
+        """Send the final reply. If the reply queue is full, send the request into a delay, after which its reply is
+        tried again (`reply_retries.py`)."""
         if await self._replies.final(job, completion, replayed=replayed):
             return
         now_ms = self._now_ms()
-        if (pause_ms := self._retelling.pause_ms(job, now_ms=now_ms)) is None:
-            self._retelling.give_up(job, now_ms=now_ms)
-            self._lifecycle.tell(job, "undelivered", status=completion.status)
+        if (pause_ms := self._reply_retries.pause_ms(job, now_ms=now_ms)) is None:
+            self._reply_retries.give_up(job, now_ms=now_ms)
+            self._lifecycle.publish(job, "undelivered", status=completion.status)
             return
         tries = job.hop.reply_try + 1
         error = completion.body.decode() if completion.code in NEVER_KEPT | NOTED else None
@@ -251,30 +257,32 @@ class Settler:
         await self._delay(job, pause_ms, past, body=None if error is None else b"")
 
     async def _delay(self, job: Job, delay_ms: int, past: HopHeaders, *, body: bytes | None = None) -> None:
-        """Send the request into the delay cascade, from which it comes back to the lane's due queue. `body`: instead of
-        its own."""
-        way = hop(min(max(0, delay_ms), MAX_DELAY_MS), self._names)
-        message = delayed(job, way, past, now_ms=self._now_ms(), names=self._names)
+        """Publish the request to the delay exchanges, which bring it to its lane's due queue after `delay_ms`. `past`:
+        what the next worker must know (attempts, errors, due time). `body`: replaces the request's body; None: it
+        stays."""
+        first_hop = hop(min(max(0, delay_ms), MAX_DELAY_MS), self._names)
+        message = delayed(job, first_hop, past, now_ms=self._now_ms(), names=self._names)
         if body is not None:
             message.body = body
         self._failpoints.reach_soon("after_publish")
-        await self._publisher.publish_surely(message, exchange=way.exchange, routing_key=job.routing_key)
+        await self._publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=job.routing_key)
 
     async def _bury(self, job: Job, code: str, detail: str, *, ended_ms: int) -> None:
-        """Keep the request in `lane.dead`, as it was published, with the cause."""
+        """Publish the request to `lane.dead`, the queue of dead letters, with the error's code and detail in
+        headers."""
         letter = dead_letter(job, code, detail, ended_ms=ended_ms, names=self._names)
         self._failpoints.reach_soon("after_publish")
         try:
             await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
-        except MessageTooLarge as error:  # the broker's limit has been lowered: park the request without its body
+        except MessageTooLarge as error:  # the broker's limit was lowered since: keep the request without its body
             log.error(signals.DEAD_LETTER_CUT, size=error.size, limit=error.limit)
             letter.body = b""
             await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
 
 
 def _is_needed_again(outcome: Outcome) -> bool:
-    """Whether the stored body of the request is needed after this outcome: by a later attempt, or by a replay of its
-    dead letter."""
+    """Whether the body that the requester stored beside the broker is needed after this outcome: by a later attempt, or
+    when the dead letter is published again."""
     match outcome:
         case Deferred() | Retried() | Buried():
             return True

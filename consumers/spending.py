@@ -1,10 +1,11 @@
-"""Daily caps (UTC) of lanes and tenants: how many requests, tokens and dollars they may use, and have used.
+"""Daily caps (UTC days) of lanes and tenants on requests, tokens and dollars, and the totals that they have used.
 
-Caps are kept in the store, so that all processes share them: an estimate is taken before a call and corrected after it.
-The totals of what was used, capped or not, are those of this process.
+The used part of each cap is counted in the store, so that all processes share it: an estimate is added before a call,
+and replaced by the real amounts after it. The totals are counted in memory, for this process alone, with or without
+caps.
 
-Taking and correcting run in separate tasks. If a request is cancelled, what was taken for it is given back. An answer
-does not wait for its correction, and is not lost if that fails."""
+Both steps run in tasks of their own. So the estimate of a cancelled request is subtracted again, and an answer neither
+waits for its correction nor is lost if that fails."""
 
 import asyncio
 from collections import OrderedDict
@@ -19,17 +20,18 @@ from consumers.state.spec import DAY_S
 from lanekeeper.telemetry import logs, signals
 
 LEVELS = (50, 80, 100)
-"""Percentages of a cap that are reported when they are reached: each once a day, by one of all processes."""
+"""Percentages of a cap. When one is reached, that is logged and published: once a day, by one of all processes."""
 EVERY_TENANT = "*"
 TENANTS_COUNTED = 10_000
+"""Totals, and the reported levels of caps, are kept for this many names: those that were used last."""
 LANE, TENANT = "lane", "tenant"
-Tell = Callable[..., None]
-"""Takes the name of a life-cycle event, and its figures."""
+Publish = Callable[..., None]
+"""Publishes a life-cycle event. Parameters: the event's name, and its fields as keyword arguments."""
 log = logs.logger()
 
 
 class Spent(NamedTuple):
-    """Amounts used, by one request or in total."""
+    """The requests, tokens and dollars that one request, or several, have used or are expected to use."""
 
     requests: float = 0.0
     tokens: float = 0.0
@@ -38,7 +40,7 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cap:
-    """The limits of a day; None: no limit."""
+    """What a lane or a tenant may use in one day: requests, tokens, dollars. None: no limit."""
 
     requests: float | None = None
     tokens: float | None = None
@@ -48,24 +50,25 @@ class Cap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapsSpec:
-    """The caps of lanes and of tenants, by name."""
+    """The daily caps of lanes and of tenants, by name."""
 
     lanes: Mapping[str, Cap] = field(default_factory=dict)
     tenants: Mapping[str, Cap] = field(default_factory=dict)
-    """Caps by tenant; `*` is the cap of each tenant that is not named."""
+    """Caps by tenant. `*` is the cap of each tenant that has no entry."""
 
     @property
     def in_money(self) -> bool:
-        """Whether a cap is in dollars, so that every model needs a price."""
+        """Whether any cap is in dollars. If so, every model needs a price."""
         return any(cap.usd is not None for cap in (*self.lanes.values(), *self.tenants.values()))
 
 
 class Bound(NamedTuple):
-    """One limit of a cap."""
+    """One of the limits of a daily cap: of requests, tokens or dollars, for one lane or tenant."""
 
     reason: str
-    """Who is capped: "lane" or "tenant"."""
+    """"lane" or "tenant"."""
     who: str
+    """The name of the lane or tenant."""
     what: str
     """The limited amount: a field of `Spent`."""
     limit: float
@@ -77,12 +80,15 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
-    """Too little of a cap is left."""
+    """Says that a request may not run, because less than it is expected to use is left of a daily cap."""
 
     bound: Bound
     wanted: float
+    """The request's estimate."""
     used: float
+    """How much was used today, without this request."""
     resets_in_s: float
+    """The time until the day ends."""
 
     def __str__(self) -> str:
         bound = self.bound
@@ -94,49 +100,55 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The amounts taken from the caps for one request."""
+    """What was counted against daily caps for one request before its call: the limits (`bounds`), and the estimated
+    amounts (`spent`)."""
 
     bounds: tuple[Bound, ...]
     spent: Spent
     ends_s: float = inf
-    """When its day ends, by the event loop's clock."""
+    """When the day ends on which it was counted, by the event loop's clock."""
 
 
 class Spending:
-    """Takes from the caps before a call, and corrects that after it."""
+    """Counts what requests use against the daily caps of their lane and tenant: an estimate before the call, corrected
+    after it."""
 
     def __init__(self, allowances: Allowances, spec: CapsSpec) -> None:
         self._allowances = allowances
         self._spec = spec
         self._reported: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """For each limit, by name: the highest level that was reported, and when its day ends."""
+        """For each limit, by name: the highest of `LEVELS` that was reported, and when that day ends."""
         self._totals: OrderedDict[tuple[str, str], Spent] = OrderedDict()
+        """What each ("lane" or "tenant", name) has used; the one that was used last comes last."""
         self._background = Background()
 
     def bounds(self, lane: str, tenant: str) -> tuple[Bound, ...]:
-        """All limits that a request must keep within."""
-        return (*self._of(LANE, lane, self._spec.lanes.get(lane)), *self._of(TENANT, tenant, self._tenants(tenant)))
+        """The limits of the daily caps that apply to a request of this lane and tenant."""
+        of_lane = self._bounds_of(LANE, lane, self._spec.lanes.get(lane))
+        return (*of_lane, *self._bounds_of(TENANT, tenant, self._cap_of_tenant(tenant)))
 
-    async def take(self, bounds: tuple[Bound, ...], spent: Spent, *, tell: Tell) -> Hold | Over:
-        """Take from all caps or none. `tell` is called for each level that this reaches. Raises StoreUnavailable."""
-        taking = self._background.begin(self._take(bounds, spent, tell), name="caps")
+    async def take(self, bounds: tuple[Bound, ...], spent: Spent, *, publish: Publish) -> Hold | Over:
+        """Count a request's estimated use against all these limits of daily caps, or against none if it would exceed
+        one of them. `publish` is called for each percentage in `LEVELS` that is reached. Raises StoreUnavailable."""
+        taking = self._background.begin(self._take(bounds, spent, publish), name="caps")
         try:
             return await asyncio.shield(taking)
         except asyncio.CancelledError:
-            taking.add_done_callback(self._unwanted)
+            taking.add_done_callback(self._give_back)
             raise
 
     def correct(self, hold: Hold, used: Spent) -> None:
-        """Replace the estimate by what the call used. If the store is unavailable or the day is over, the estimate
-        stays counted."""
+        """Replace a request's estimate by the amounts that its call used. If the store is unavailable or the day is
+        over, the estimate stays counted."""
         self._background.begin(self._correct(hold, used), name="caps")
 
     async def finish(self, *, within_s: float) -> None:
-        """Wait for the corrections in progress; what is not corrected in time stays counted as estimated."""
+        """Wait until the corrections of estimates that have begun are stored. An estimate that is not corrected in time
+        stays counted."""
         await self._background.finish(within_s=within_s)
 
     def count(self, lane: str, tenant: str, spent: Spent) -> None:
-        """Add what an answer used to the totals."""
+        """Add what an answer has used to the totals of its lane and tenant."""
         for key in ((LANE, lane), (TENANT, tenant)):
             before = self._totals.pop(key, Spent())
             self._totals[key] = Spent(*(x + y for x, y in zip(before, spent, strict=True)))
@@ -144,23 +156,23 @@ class Spending:
             self._totals.popitem(last=False)
 
     def totals(self) -> Mapping[str, Mapping[str, Spent]]:
-        """What this process has used since it began: by "lane" and "tenant", then by name."""
+        """What requests have used in this process since it started: by "lane" or "tenant", then by name."""
         found: dict[str, dict[str, Spent]] = {LANE: {}, TENANT: {}}
         for (kind, name), spent in self._totals.items():
             found[kind][name] = spent
         return found
 
-    def _tenants(self, tenant: str) -> Cap | None:
+    def _cap_of_tenant(self, tenant: str) -> Cap | None:
         return self._spec.tenants.get(tenant) or self._spec.tenants.get(EVERY_TENANT)
 
     @staticmethod
-    def _of(reason: str, who: str, cap: Cap | None) -> Iterator[Bound]:
+    def _bounds_of(reason: str, who: str, cap: Cap | None) -> Iterator[Bound]:
         for what in Spent._fields:
             limit = None if cap is None else getattr(cap, what)
             if limit is not None:
-                yield Bound(reason, who, what, limit)
+                yield Bound(reason=reason, who=who, what=what, limit=limit)
 
-    async def _take(self, bounds: tuple[Bound, ...], spent: Spent, tell: Tell) -> Hold | Over:
+    async def _take(self, bounds: tuple[Bound, ...], spent: Spent, publish: Publish) -> Hold | Over:
         hold = Hold((), spent)
         try:
             for bound in bounds:
@@ -168,7 +180,7 @@ class Spending:
                 taken = await self._allowances.take(bound.name, wanted, limit=bound.limit, period_s=DAY_S)
                 ends_s = asyncio.get_running_loop().time() + taken.resets_in_s
                 is_full = not taken.granted and wanted <= bound.limit
-                await self._tell(bound, taken.used, is_full=is_full, ends_s=ends_s, tell=tell)
+                await self._report(bound, taken.used, is_full=is_full, ends_s=ends_s, publish=publish)
                 if not taken.granted:
                     await self._correct(hold, Spent())
                     return Over(bound=bound, wanted=wanted, used=taken.used, resets_in_s=taken.resets_in_s)
@@ -180,38 +192,41 @@ class Spending:
 
     async def _correct(self, hold: Hold, used: Spent) -> None:
         for bound in hold.bounds:
-            over = getattr(hold.spent, bound.what) - getattr(used, bound.what)
-            if not over or asyncio.get_running_loop().time() >= hold.ends_s:
+            unused = getattr(hold.spent, bound.what) - getattr(used, bound.what)
+            if not unused or asyncio.get_running_loop().time() >= hold.ends_s:
                 continue
             try:
-                await self._allowances.give_back(bound.name, over, period_s=DAY_S)
+                await self._allowances.give_back(bound.name, unused, period_s=DAY_S)
             except StoreUnavailable as error:
                 log.warning(signals.CAP_UNCORRECTED, cap=bound.name, error=str(error))
                 return
 
-    def _unwanted(self, taking: "asyncio.Task[Hold | Over]") -> None:
+    def _give_back(self, taking: "asyncio.Task[Hold | Over]") -> None:
+        """After the caller of `take` was cancelled: subtract the estimate again, if it was counted."""
         if not taking.cancelled() and taking.exception() is None and isinstance(hold := taking.result(), Hold):
             self.correct(hold, Spent())
 
-    async def _tell(self, bound: Bound, used: float, *, is_full: bool, ends_s: float, tell: Tell) -> None:
-        level = next((each for each in reversed(LEVELS) if is_full or used >= bound.limit * each / 100), 0)
+    async def _report(self, bound: Bound, used: float, *, is_full: bool, ends_s: float, publish: Publish) -> None:
+        """Log and publish each percentage in `LEVELS` of a cap that `used` has reached. `is_full`: a request was
+        refused, which counts as 100 %."""
+        reached = next((level for level in reversed(LEVELS) if is_full or used >= bound.limit * level / 100), 0)
         before, until_s = self._reported.get(bound.name, (0, inf))
         if asyncio.get_running_loop().time() >= until_s:  # a new day has begun
             before = 0
-        if level <= before:
+        if reached <= before:
             return
-        self._reported[bound.name] = level, ends_s
+        self._reported[bound.name] = reached, ends_s
         self._reported.move_to_end(bound.name)
         if len(self._reported) > TENANTS_COUNTED:
             self._reported.popitem(last=False)
-        for each in LEVELS:
-            if before < each <= level and await self._is_news(bound, each):
-                figures = {"cap": bound.name, "percent": each, "used": round(used, 4), "limit": bound.limit}
-                log.warning(signals.CAP_REACHED, cap=bound.name, percent=each, used=figures["used"], limit=bound.limit)
-                tell("cap", **figures)
+        for level in LEVELS:
+            if before < level <= reached and await self._is_first_report(bound, level):
+                figures = {"cap": bound.name, "percent": level, "used": round(used, 4), "limit": bound.limit}
+                log.warning(signals.CAP_REACHED, cap=bound.name, percent=level, used=figures["used"], limit=bound.limit)
+                publish("cap", **figures)
 
-    async def _is_news(self, bound: Bound, level: int) -> bool:
-        """Whether no process has reported it today."""
+    async def _is_first_report(self, bound: Bound, level: int) -> bool:
+        """Whether no process has reported this percentage of the cap today. True if the store is unavailable."""
         try:
             return (await self._allowances.take(f"told {level} {bound.name}", 1, limit=1, period_s=DAY_S)).granted
         except StoreUnavailable:

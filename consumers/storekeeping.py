@@ -1,51 +1,63 @@
-"""Maintains the store: checks that it can be written, and removes results whose keeping time is over."""
+"""Maintains the stores: checks that the store of results can be written, and removes results and stored bodies whose
+retention time is over."""
 
 import asyncio
 import random
 from contextlib import suppress
 
 from consumers.state.base import Store, StoreUnavailable
+from lanekeeper.bodies import BodiesUnavailable, BodyStore
 from lanekeeper.telemetry import logs, signals
 
 PROBE_EVERY_S = 5.0
 PROBE_AGAIN_S = 0.5
-"""How often an unavailable store is checked. No request is taken meanwhile, so nothing else would notice its return."""
+"""The pause between checks of an unavailable store. No request is taken while it is unavailable, so only these checks
+notice when it works again."""
 SWEEP_EVERY_S = 60.0
 STEP_PAUSE_S = 0.05
-"""The pause between two steps of a sweep, so that other writes go on."""
+"""The pause between two steps of a sweep, so that other writes are not blocked."""
 LEASE = "sweep"
 log = logs.logger()
 
 
 async def probing(store: Store) -> None:
-    """Probe until cancelled. `store.trouble` says what is wrong."""
-    told: str | None = None
+    """Check regularly whether the store can be written, until cancelled. Log when it becomes unavailable, and when it
+    works again. `store.trouble` says what is wrong."""
+    logged: str | None = None
     while True:
         with suppress(StoreUnavailable):
             await store.probe()
-        if store.trouble != told:
-            told = store.trouble
-            if told is None:
+        if store.trouble != logged:
+            logged = store.trouble
+            if logged is None:
                 log.info(signals.STORE_WELL)
             else:
-                log.error(signals.STORE_AWAY, reason=told)
-        await asyncio.sleep(PROBE_EVERY_S if told is None else PROBE_AGAIN_S)
+                log.error(signals.STORE_AWAY, reason=logged)
+        await asyncio.sleep(PROBE_EVERY_S if logged is None else PROBE_AGAIN_S)
 
 
-async def sweeping(store: Store, *, owner: str, every_s: float = SWEEP_EVERY_S) -> None:
-    """Sweep until cancelled, one process at a time. `owner` names this one among those that share the store."""
+async def sweeping(store: Store, bodies: BodyStore | None, *, owner: str) -> None:
+    """Sweep the store and the bodies regularly, until cancelled. One process at a time does this. `owner`: a name of
+    this process that is unique among those that share the store."""
     while True:
-        await asyncio.sleep(every_s * random.uniform(0.8, 1.2))
+        await asyncio.sleep(SWEEP_EVERY_S * random.uniform(0.8, 1.2))
         try:
-            await sweep_once(store, owner=owner, for_s=2 * every_s)
+            if await sweep_once(store, owner=owner, for_s=2 * SWEEP_EVERY_S) is not None and bodies is not None:
+                async with asyncio.timeout(SWEEP_EVERY_S):
+                    await bodies.sweep()
         except StoreUnavailable as error:
             log.warning(signals.SWEEP_FAILED, error=str(error))
+        except BodiesUnavailable as error:
+            log.warning(signals.SWEEP_FAILED, error=error.cause)
+        except TimeoutError:
+            log.warning(signals.SWEEP_FAILED, error=f"the store of bodies did not answer within {SWEEP_EVERY_S:g} s")
 
 
-async def sweep_once(store: Store, *, owner: str, for_s: float) -> int:
-    """Sweep, unless another process does. Return how many entries were removed. Raises StoreUnavailable."""
+async def sweep_once(store: Store, *, owner: str, for_s: float) -> int | None:
+    """Remove requests and counts whose retention time is over from the store. Return how many; None if another process
+    does this now. Raises StoreUnavailable."""
     if await store.hold(LEASE, owner, for_s=for_s) is None:
-        return 0
+        return None
     removed = 0
     while step := await store.sweep():
         removed += step

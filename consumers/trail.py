@@ -1,8 +1,9 @@
-"""The trail of a followed request: entries that its worker writes to the store for whoever follows it.
+"""The trail of a request: entries in the store, from which clients that follow the request read its progress.
 
-Nothing waits for an entry. The entries of all trails of a process are written together: the first at once, those that
-come within the next `GATHER_S` by the next write. If the store is away, or a limit is reached, the events stop, and an
-entry `truncated` says so; the whole answer is stored with the result.
+Entries are steps (`started`, `retrying`), events of the answer's stream, and `restart`, after which clients forget the
+events before it. The worker does not wait until they are written. It writes the entries of all its trails together: the
+first at once, those of the next `GATHER_S` with the next write. If events cannot be written, or are too many, no more
+are written, and an entry `truncated` says so. The whole answer is stored with the result.
 """
 
 import asyncio
@@ -12,92 +13,112 @@ from typing import Any
 
 from consumers.background import Background
 from consumers.state.base import Held, StoreUnavailable
-from consumers.state.following import EVENT, RESTART, Following, Part, Refused, Submission, Told
+from consumers.state.following import EVENT, RESTART, Following, NewEntry, Part, Refused, Submission
+from lanekeeper.telemetry import logs, signals
 
 GATHER_S = 0.02
+"""The pause between two writes."""
 AGAIN_S = 0.5
+"""The pause after a write that failed."""
 FLUSH_WITHIN_S = 2.0
 UNWRITTEN_BYTES = 1024 * 1024
-"""The most that events of one trail may hold in memory until they are written."""
+"""How many bytes the unwritten events of one trail may have in memory. If there are more, they are discarded."""
 PARTS_AT_ONCE = 100
-TRUNCATED = Told("truncated", b"{}")
+"""How many trails one write includes."""
+TRUNCATED = NewEntry("truncated", b"{}")
+log = logs.logger()
 
 
 class Trail:
-    """The trail of one claim."""
+    """The progress of one request, which clients can follow: its steps and the events of its answer, which are written
+    as entries to the store. Only the worker that holds the claim (`held`) writes them."""
 
-    def __init__(self, trails: "Trails", held: Held, submission: Submission) -> None:
+    def __init__(self, trails: "Trails", held: Held, submission: Submission, *, is_takeover: bool) -> None:
         self._trails = trails
         self._held = held
         self._submission = submission
-        self._told: list[Told] = []
+        self._unwritten: list[NewEntry] = []
         self._bytes = 0
+        """The bytes of the events in `_unwritten`."""
+        self._must_restart = is_takeover
+        """True if the store may have events of an earlier holder's call. A `restart` goes before the first event."""
         self._has_stopped = False
-        """No more events."""
+        """True if no more events are written, until a `restart`."""
         self._is_writing = False
         self._is_over = False
-        """Nothing more at all: another claim goes on."""
+        """True if no more entries of any kind are written."""
 
     @property
     def is_written(self) -> bool:
-        return not self._told and not self._is_writing
+        """Whether the store has all entries of this request's progress, or has refused them."""
+        return not self._unwritten and not self._is_writing
 
     def tell(self, kind: str, **detail: Any) -> None:
-        """A step of the request's life."""
-        self._add(Told(kind, json.dumps(detail, ensure_ascii=False).encode()))
+        """Note a step of the request, such as `started`, for clients that follow the request. It is written soon."""
+        self._add(NewEntry(kind, json.dumps(detail, ensure_ascii=False).encode()))
 
     def part(self, kind: str, body: bytes) -> None:
-        """A part of its answer: `event` or `restart`."""
+        """Note a part of the answer's stream for clients that follow the request: an event, or a `restart`, after which
+        they must forget the events before it. It is written soon."""
         if kind == RESTART:
-            self._has_stopped = False
+            self._has_stopped = self._must_restart = False
+        elif self._must_restart:
+            self.part(RESTART, b"{}")
         elif self._has_stopped:
             return
         self._bytes += len(body)
-        self._add(Told(kind, body))
+        self._add(NewEntry(kind, body))
         if self._bytes > UNWRITTEN_BYTES:
             self._stop_events()
 
     async def flushed(self) -> None:
-        """Wait until all entries are written, for a short time."""
+        """Wait until the store has all entries of this request, for at most `FLUSH_WITHIN_S`."""
         if not self.is_written:
             await self._trails.flush(self)
 
     def taken(self) -> Part:
-        """What is to be written now."""
-        told, self._told, self._bytes, self._is_writing = self._told, [], 0, True
-        return Part(self._held, self._submission, told)
+        """Take all unwritten entries out of memory, to write them now. After the write, call `written`, `failed` or
+        `ended`."""
+        entries, self._unwritten, self._bytes, self._is_writing = self._unwritten, [], 0, True
+        return Part(self._held, self._submission, entries)
 
     def written(self, part: Part, refused: Refused | None) -> None:
-        """The answer to what was taken."""
+        """Note the store's answer to a write of the entries in `part`. `refused`: why it refused them; None: it has
+        stored them."""
         self._is_writing = False
         if refused is Refused.FENCED:
-            self._is_over = True
-            self._told.clear()
+            self.ended()
         elif refused is Refused.FULL:
             self.failed(part)
 
     def failed(self, part: Part) -> None:
-        """These entries were not written, or that is unknown: all but the events are written again."""
+        """Note that the write of the entries in `part` has failed, or perhaps failed. Entries for steps of the request
+        are written again. Events of its answer are not: some may be missing now, so no more of them are written."""
         self._is_writing = False
-        is_restarted = any(each.kind == RESTART for each in self._told)  # then nobody needs the events before it
-        self._told[:0] = [each for each in part.told if each.kind != EVENT]
-        if any(each.kind == EVENT for each in part.told) and not is_restarted:
+        is_restarted = any(entry.kind == RESTART for entry in self._unwritten)  # clients forget the events before it
+        self._unwritten[:0] = [entry for entry in part.entries if entry.kind != EVENT]
+        if any(entry.kind == EVENT for entry in part.entries) and not is_restarted:
             self._stop_events()
+
+    def ended(self) -> None:
+        """Discard the entries of this request that are not written yet, and write no more."""
+        self._is_writing, self._is_over = False, True
+        self._unwritten.clear()
 
     def _stop_events(self) -> None:
         self._has_stopped = True
-        self._told = [each for each in self._told if each.kind != EVENT and each != TRUNCATED]
+        self._unwritten = [entry for entry in self._unwritten if entry.kind != EVENT and entry != TRUNCATED]
         self._bytes = 0
         self._add(TRUNCATED)
 
-    def _add(self, told: Told) -> None:
+    def _add(self, entry: NewEntry) -> None:
         if not self._is_over:
-            self._told.append(told)
+            self._unwritten.append(entry)
             self._trails.write_soon(self)
 
 
 class Trails:
-    """Writes the trails of one process."""
+    """Writes the progress of all requests that this process works on and clients can follow."""
 
     def __init__(self, store: Following, background: Background) -> None:
         self._store = store
@@ -107,15 +128,19 @@ class Trails:
         self._hurry = asyncio.Event()
         self._round = asyncio.Event()
 
-    def begin(self, held: Held, submission: Submission) -> Trail:
-        return Trail(self, held, submission)
+    def begin(self, held: Held, submission: Submission, *, is_takeover: bool) -> Trail:
+        """Begin to write the progress of a request, for the worker that holds its claim. `is_takeover`: an earlier
+        holder died, or was too slow, so the store may have events of its call."""
+        return Trail(self, held, submission, is_takeover=is_takeover)
 
     def write_soon(self, trail: Trail) -> None:
+        """Write the new entries of this request with the next write."""
         self._unwritten[trail] = None
         if self._writing is None or self._writing.done():
             self._writing = self._background.begin(self._write(), name="trails")
 
     async def flush(self, trail: Trail) -> None:
+        """Write without pauses until all entries of this request are written, for at most `FLUSH_WITHIN_S`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_WITHIN_S):
                 while not trail.is_written:
@@ -133,17 +158,24 @@ class Trails:
             self._hurry.clear()
 
     async def _write_once(self) -> float:
-        some = list(self._unwritten)[:PARTS_AT_ONCE]
-        for each in some:
-            del self._unwritten[each]
-        parts = [each.taken() for each in some]
+        """Write the entries of up to `PARTS_AT_ONCE` requests to the store. Return the pause before the next write, in
+        seconds."""
+        batch = list(self._unwritten)[:PARTS_AT_ONCE]
+        for trail in batch:
+            del self._unwritten[trail]
+        parts = [trail.taken() for trail in batch]
         try:
             found = await self._store.append(parts)
         except StoreUnavailable:
-            for trail, part in zip(some, parts, strict=True):
+            for trail, part in zip(batch, parts, strict=True):
                 trail.failed(part)
                 self._unwritten[trail] = None
             return AGAIN_S
-        for trail, part, why in zip(some, parts, found, strict=True):
+        except Exception:  # these trails end; requests and their results do not depend on them
+            log.exception(signals.HANDLER_FAILED, where="trails")
+            for trail in batch:
+                trail.ended()
+            return AGAIN_S
+        for trail, part, why in zip(batch, parts, found, strict=True):
             trail.written(part, why)
         return GATHER_S

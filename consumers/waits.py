@@ -1,6 +1,6 @@
-"""Where a request waited before its call: in a queue, in a delay, as a dead letter, or in a worker's hands.
+"""Computes where a request waited before its call, and for how long: in a queue, a delay, `lane.dead`, or a worker.
 
-Each wait is recorded when it is over, by the worker that has the request then.
+The worker that has the request after a wait records that wait as a span.
 """
 
 from collections.abc import Iterator
@@ -13,22 +13,23 @@ from lanekeeper.telemetry import signals
 
 MS: Final = 1_000_000
 SHORTEST_NS: Final = 1 * MS
-"""Shorter waits are left out, because most times are known only in whole milliseconds."""
-SHORTEST_TURN_NS: Final = 5 * MS
-"""Shorter waits are left out: taking a free claim needs less."""
+"""Shorter waits outside a worker are not recorded, because most times are known only in whole milliseconds."""
+SHORTEST_IN_WORKER_NS: Final = 5 * MS
+"""Shorter waits inside a worker are not recorded: to get a claim takes about as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One wait: the name of its span, and its beginning and end in ns since 1970."""
+    """One wait of a request: the name of the trace span that shows it, and its beginning and end in ns since 1970."""
 
     name: str
     start_ns: int
     end_ns: int
 
 
-def before(job: Job, taken_ns: int) -> Iterator[Wait]:
-    """The waits between publishing, or the last worker, and this delivery."""
+def before_delivery(job: Job, taken_ns: int) -> Iterator[Wait]:
+    """The waits that ended with this delivery. They began when the request was published, or when a worker published it
+    again. `taken_ns`: when it was delivered."""
     queue, hop = job.delivery.queue, job.hop
     if hop.hop_ms is not None and hop.back_ms is not None:
         back_ns = min(hop.back_ms * MS, taken_ns)
@@ -40,18 +41,18 @@ def before(job: Job, taken_ns: int) -> Iterator[Wait]:
         yield from _lasting(signals.WAIT, queue, sent_ns, taken_ns)
 
 
-def turn(job: Job, taken_ns: int) -> Iterator[Wait]:
-    """The wait between the delivery and the beginning of its call."""
-    if job.attempted is not None and job.attempted.started_ms * MS - taken_ns >= SHORTEST_TURN_NS:
+def before_call(job: Job, taken_ns: int) -> Iterator[Wait]:
+    """The wait of a request inside this worker, between the delivery and its call to a provider."""
+    if job.attempted is not None and job.attempted.started_ms * MS - taken_ns >= SHORTEST_IN_WORKER_NS:
         yield Wait(f"{signals.WAIT} {signals.TURN}", taken_ns, job.attempted.started_ms * MS)
 
 
 def _sent_ns(job: Job, taken_ns: int) -> int | None:
-    if job.asked is not None:
-        sent_ms = job.asked.request.sent_ms
+    if job.decoded is not None:
+        sent_ms = job.decoded.request.sent_ms
         return taken_ns if sent_ms == job.taken_ms else sent_ms * MS
-    said = job.message.headers.get(n.SENT_MS)  # an expired message was never decoded: believe its header
-    return said * MS if isinstance(said, int) and not isinstance(said, bool) and said > 0 else None
+    header = job.message.headers.get(n.SENT_MS)  # an expired message was not decoded, so its header is not validated
+    return header * MS if isinstance(header, int) and not isinstance(header, bool) and header > 0 else None
 
 
 def _lasting(operation: str, destination: str, start_ns: int, end_ns: int) -> Iterator[Wait]:

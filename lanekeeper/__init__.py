@@ -1,7 +1,7 @@
 """What an application imports: `from lanekeeper import Client`.
 
-Also what both ends of the wire agree on (`contract/`). Imports nothing of `topology`, `consumers` or `service`: an
-application may have packages of these names itself.
+The wire format that clients and workers share is in `contract/`. This package imports nothing of `topology`,
+`consumers` or `service`, because an application may have packages of these names itself.
 """
 
 from importlib import import_module
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lanekeeper.amqp.depth import Depth
-    from lanekeeper.bodies import BodiesUnavailable
+    from lanekeeper.bodies import BodiesUnavailable, BodyError
     from lanekeeper.client import Client
     from lanekeeper.contract.names import Names
     from lanekeeper.contract.problems import (
@@ -29,14 +29,15 @@ if TYPE_CHECKING:
     from lanekeeper.telemetry.tracing import Tracing
 
 __all__ = [
-    "AccessRefused", "BodiesUnavailable", "BrokerBlocked", "BrokerError", "BrokerUnreachable", "Cancelled", "Client",
-    "ConfirmUnknown", "ControlRefused", "Depth", "Final", "LanekeeperError", "Names", "NoReply", "NotEnded",
-    "Options", "Part", "Problem", "PublishRefused", "ReplyLost", "TopologyMismatch", "Tracing", "Unroutable",
+    "AccessRefused", "BodiesUnavailable", "BodyError", "BrokerBlocked", "BrokerError", "BrokerUnreachable",
+    "Cancelled", "Client", "ConfirmUnknown", "ControlRefused", "Depth", "Final", "LanekeeperError", "Names",
+    "NoReply", "NotEnded", "Options", "Part", "Problem", "PublishRefused", "ReplyLost", "TopologyMismatch",
+    "Tracing", "Unroutable",
 ]  # fmt: skip
 
-_HOMES = {
+_NAMES_OF = {
     "amqp.depth": ("Depth",),
-    "bodies": ("BodiesUnavailable",),
+    "bodies": ("BodiesUnavailable", "BodyError"),
     "client": ("Client",),
     "contract.names": ("Names",),
     "contract.problems": (
@@ -52,8 +53,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that code that needs only the contract loads no AMQP client."""
-    for home, names in _HOMES.items():
+    for module, names in _NAMES_OF.items():
         if name in names:
-            found = globals()[name] = getattr(import_module(f"lanekeeper.{home}"), name)
+            found = globals()[name] = getattr(import_module(f"lanekeeper.{module}"), name)
             return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,12 +12,13 @@ from lanekeeper.telemetry import logs, signals
 from lanekeeper.transport import Transport
 
 WITHIN_S = 3.0
-"""How long the broker may take to confirm a cancellation; after that, the request continues."""
+"""How long the broker may take to confirm a cancellation. After that it is given up, and the request continues."""
 log = logs.logger()
 
 
 class Abandoned:
-    """Sends the cancellations. `is_on` false: sends none, and the requests continue."""
+    """Cancels abandoned requests: those whose caller stopped waiting before the answer came. `is_on` false: it cancels
+    none, and they continue."""
 
     def __init__(self, transport: Transport, *, is_on: bool) -> None:
         self._transport = transport
@@ -25,23 +26,23 @@ class Abandoned:
         self._sending: set[asyncio.Task[None]] = set()
 
     def cancel(self, id: str, *, tenant: str | None) -> None:
-        """Start cancelling a request; returns at once."""
+        """Begin to cancel a request in the background. Returns at once."""
         if self._is_on:
             task = asyncio.create_task(self._cancel(id, tenant), name=f"cancel {id}")
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
 
     async def finish(self) -> None:
-        """Wait until the cancellations are sent, for `WITHIN_S` at most."""
+        """Wait until the begun cancellations are sent, but not longer than `WITHIN_S` (3 s)."""
         if self._sending:
             await asyncio.wait(self._sending, timeout=WITHIN_S)
 
     async def _cancel(self, id: str, tenant: str | None) -> None:
         try:
             async with asyncio.timeout(WITHIN_S):
-                await self._transport.cancel_unheard(id, tenant=tenant, within_s=WITHIN_S)
+                await self._transport.send_cancellation(id, tenant=tenant, within_s=WITHIN_S)
         except AccessRefused as error:
-            # a refusal closes the channel that other control messages use, so do not try again
+            # a refusal closes the channel that other control messages share, so send no further cancellations
             self._is_on = False
             log.warning(
                 signals.CANCELLATION_UNSENT, request=id, error=str(error), hint="its user needs the role client"

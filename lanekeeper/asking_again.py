@@ -1,4 +1,4 @@
-"""Asks for a result until there is one."""
+"""Asks for a request's result repeatedly, until there is one."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,14 +9,14 @@ from lanekeeper.replies import Final
 
 FIRST_S = 0.1
 CAP_S = 5.0
-"""First and longest time from one question to the next."""
+"""`FIRST_S` and `CAP_S` are the first and the longest pause between two questions."""
 
 
 async def until_ended(ask: Callable[[float | None], Awaitable[Final]], *, end: float | None) -> Final:
-    """Ask repeatedly until the request has ended, the last time at `end` (by the loop's clock). `ask` gets the seconds
-    that are left.
+    """Call `ask`, which fetches a request's final reply, repeatedly until the request has ended. `ask` gets the seconds
+    that are left until `end` (by the event loop's clock), when it is called for the last time.
 
-    `end` None: until the other side cannot be reached. Raises what `ask` raises.
+    `end` None: there is no time limit, and the first BrokerError ends the wait. Raises the last error of `ask`.
     """
     loop = asyncio.get_running_loop()
     pause_s = FIRST_S

@@ -1,8 +1,8 @@
-"""Bodies outside the broker: one that is too large for a message is kept in a store, and the message has its address
-and digest.
+"""The store for bodies that are too large for a message; the message then contains only the body's address and digest.
+The body of a request is removed when the request has ended, the body of an answer when the stored result expires.
 
 The store is a folder of any file system that fsspec knows: `file:///var/lib/lanekeeper/bodies`, `s3://bucket/bodies`.
-Each body has a name of its own that cannot be guessed, so whoever knows an address may read what is there.
+Each body has a random name that cannot be guessed, so the address is enough to read it.
 """
 
 import asyncio
@@ -12,47 +12,67 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
-from typing import Any, Final, TypeVar
+from functools import cached_property, partial
+from typing import Any, BinaryIO, Final, TypeVar
 from urllib.parse import unquote
 
-from lanekeeper.contract.messages import Kept
+from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.problems import LanekeeperError
 
 MIB: Final = 1024 * 1024
 OVER_BYTES: Final = MIB
-"""Larger bodies are kept beside the broker."""
+"""Bodies larger than this are put into the store."""
 MOST_BYTES: Final = 32 * MIB
-"""The largest body: as large as Anthropic takes."""
+"""The largest request body that Anthropic accepts, and so the largest one here."""
 IN_ALL_BYTES: Final = 10 * 1024 * MIB
+"""The default limit for all bodies in a store together."""
 KEEP_S: Final = 7 * 86_400.0
+"""How long the body of a request is kept at most, if nothing removes it earlier."""
 PIECE_BYTES: Final = MIB
+"""How many bytes are read or written at a time."""
 THREADS: Final = 4
-"""How many bodies are read or written at a time: each blocks a thread."""
-LOOK_EVERY_S: Final = 60.0
-_RELATIVE: Final = re.compile(r"[A-Za-z0-9_=@+-][A-Za-z0-9._=@+-]*(/[A-Za-z0-9_=@+-][A-Za-z0-9._=@+-]*)*")
-_OWN: Final = re.compile(r"(?P<kept_s>[0-9]{10,12})-[0-9a-f]{32}")
+"""How many bodies are read or written at the same time; each blocks one thread."""
+SCAN_EVERY_S: Final = 60.0
+LONGEST_CAUSE: Final = 1000
+_IN_URL: Final = re.compile(r"(://)[^\s\"'<>]*(@)|(?<=\?)[^\s\"'<>]+")
+"""The user and password of a URL, and its query."""
+_NAMED_SECRET: Final = re.compile(
+    r"""((?:key|secret|token|sig|signature|passw[a-z]*|credentials?|authorization)[a-z_-]*["']?\s*[=:>]\s*["']?)"""
+    r"""(?:(?:basic|bearer|aws4\S*|sharedkey)\s+)?[^\s"'<>,;&]+""",
+    re.IGNORECASE,
+)
+_RELATIVE_PATH: Final = re.compile(r"[A-Za-z0-9_=@+-][A-Za-z0-9._=@+-]*(/[A-Za-z0-9_=@+-][A-Za-z0-9._=@+-]*)*")
+_REQUEST_NAME: Final = re.compile(r"(?P<kept_s>[0-9]{10,12})-[0-9a-f]{32}")
+_ANSWER_NAME: Final = re.compile(r"answer-(?P<until_s>[0-9]{10,12})-[0-9a-f]{32}")
 T = TypeVar("T")
 
 
 class BodyError(LanekeeperError):
-    """A body is not there, or is not what was announced: trying again does not help. Holds no content."""
+    """A stored body is missing, or its SHA-256 is not the announced one, so trying again does not help. The error's
+    text never quotes the body."""
 
 
 class BodyTooLarge(BodyError):
-    """A body is larger than it may be."""
+    """A stored body is larger than its reader accepts."""
 
 
 class BodiesUnavailable(LanekeeperError):
-    """The store of bodies cannot be used at present, or is full."""
+    """The store for large bodies cannot be used at present, or is full. `cause` is the file system driver's error; it
+    is for logs only, because it may name files and hosts of this machine."""
+
+    def __init__(self, detail: str, *, cause: str | None = None) -> None:
+        super().__init__(detail)
+        self.cause = detail if cause is None else cause
 
 
 class BodyStore:
-    """Keeps bodies below `url`, together at most `in_all_bytes`; those older than `keep_s` are removed.
+    """A folder or bucket for bodies of requests and answers that are too large for a message. It holds at most
+    `in_all_bytes`, and the body of a request for at most `keep_s`.
 
-    The sizes are looked up at most once a minute, when a body is kept. Several processes may use the same folder.
+    The folder is scanned for sizes and expired bodies at most once a minute, when a body is added. Several processes
+    may use the same folder.
     """
 
     def __init__(self, url: str, *, in_all_bytes: int = IN_ALL_BYTES, keep_s: float = KEEP_S) -> None:
@@ -60,27 +80,48 @@ class BodyStore:
         self._in_all_bytes = in_all_bytes
         self._keep_s = keep_s
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="bodies")
+        self._free_threads = asyncio.Semaphore(THREADS)
         self._bytes = 0
-        self._looked_s: float | None = None
+        self._scanned_s: float | None = None
 
-    async def keep(self, pieces: Iterable[bytes]) -> Kept:
-        """Write a body, durably where the file system can. `pieces` is read in a thread. Raises BodiesUnavailable."""
-        return await self._in_thread(lambda: self._keep(pieces))
+    async def keep(self, pieces: Iterable[bytes]) -> BodyAddress:
+        """Write the body of a request, and return its address. In a local folder the file is synced to disk. `pieces`
+        is read in a thread. Raises BodiesUnavailable."""
+        return await self._in_thread(lambda: self._keep(pieces, f"{int(time.time())}-{secrets.token_hex(16)}"))
 
-    async def fetch(self, kept: Kept, *, most_bytes: int = MOST_BYTES) -> bytes:
-        """Read a body and check it. Raises BodyError, BodyTooLarge, BodiesUnavailable."""
+    async def keep_answer(self, body: bytes, *, for_s: float) -> BodyAddress:
+        """Write the body of an answer, and return its address. It is removed after `for_s`. Raises
+        BodiesUnavailable."""
+        name = f"answer-{int(time.time() + for_s)}-{secrets.token_hex(16)}"
+        return await self._in_thread(lambda: self._keep([body], name))
+
+    async def fetch(self, kept: BodyAddress, *, most_bytes: int = MOST_BYTES) -> bytes:
+        """Read a body and check its digest. Raises BodyError, BodyTooLarge, BodiesUnavailable."""
         return await self._in_thread(lambda: self._fetch(kept, most_bytes))
 
-    async def drop(self, kept: Kept) -> None:
-        """Remove a body that was kept here; what others put here, and what is gone, is left alone. Raises
-        BodiesUnavailable."""
-        if self.holds(kept.address) and _OWN.fullmatch(kept.address.removeprefix(f"{self.url}/")):
-            with suppress(BodyError):
-                await self._in_thread(lambda: self._files.rm_file(self._path(kept.address)))
+    async def fetch_into(self, file: BinaryIO, kept: BodyAddress, *, most_bytes: int = MOST_BYTES) -> int:
+        """Copy a body into a file, in pieces, and check its digest. Returns its size in bytes. Raises the errors of
+        `fetch`; the file then contains what was copied so far."""
+        return await self._in_thread(lambda: self._fetch_into(file, kept, most_bytes))
+
+    async def drop(self, kept: BodyAddress) -> None:
+        """Remove the body of a request. Does nothing if the address is not that of a request's body in this store, or
+        if the body was removed already. Raises BodiesUnavailable."""
+        await self._drop(kept, _REQUEST_NAME)
+
+    async def drop_answer(self, kept: BodyAddress) -> None:
+        """Remove the body of an answer, under the same conditions as `drop`. Raises BodiesUnavailable."""
+        await self._drop(kept, _ANSWER_NAME)
+
+    async def sweep(self) -> None:
+        """Remove all expired bodies from the store, even if it was scanned just before. Raises BodiesUnavailable."""
+        self._scanned_s = None
+        await self._in_thread(self._scan)
 
     def holds(self, address: str) -> bool:
-        """Whether an address is below this store's: by its text, with neither `..` nor anything to decode in it."""
-        return address.startswith(f"{self.url}/") and _RELATIVE.fullmatch(address[len(self.url) + 1 :]) is not None
+        """Whether an address belongs to this store: whether it begins with the store's URL. An address with `..` or
+        with %-encoded characters never does. The store itself is not accessed."""
+        return address.startswith(f"{self.url}/") and _RELATIVE_PATH.fullmatch(address[len(self.url) + 1 :]) is not None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -104,12 +145,19 @@ class BodyStore:
             raise BodyError("a link leads out of the folder")
         return path
 
-    def _keep(self, pieces: Iterable[bytes]) -> Kept:
-        self._look()
-        address = f"{self.url}/{int(time.time())}-{secrets.token_hex(16)}"
+    async def _drop(self, kept: BodyAddress, name: re.Pattern[str]) -> None:
+        if self.holds(kept.address) and name.fullmatch(kept.address.removeprefix(f"{self.url}/")):
+            with suppress(BodyError):
+                await self._in_thread(lambda: self._files.rm_file(self._path(kept.address)))
+
+    def _keep(self, pieces: Iterable[bytes], name: str) -> BodyAddress:
+        self._scan()
+        if self.url.startswith("file:"):
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+        address = f"{self.url}/{name}"
         path, digest, size = self._path(address), hashlib.sha256(), 0
         try:
-            # object stores would take 50 MB a part
+            # without a block size, drivers of object stores would collect 50 MB for each part that they upload
             with self._files.open(path, "wb", block_size=5 * PIECE_BYTES) as file:
                 for piece in pieces:
                     size += len(piece)
@@ -120,52 +168,108 @@ class BodyStore:
                 if self.url.startswith("file:"):
                     file.flush()
                     os.fsync(file.fileno())
+            if self.url.startswith("file:"):
+                sync_folder(self._folder)
         except BaseException:
             with suppress(Exception):
                 self._files.rm_file(path)
             raise
         self._bytes += size
-        return Kept(address, digest.hexdigest())
+        return BodyAddress(address, digest.hexdigest())
 
-    def _look(self) -> None:
-        """Find out how much is kept, and remove what is too old."""
+    def _scan(self) -> None:
+        """Remove the expired bodies, and add up the sizes of the others. Does nothing if the last scan was less than
+        `SCAN_EVERY_S` (one minute) ago."""
         now_s = time.monotonic()
-        if self._looked_s is not None and now_s < self._looked_s + LOOK_EVERY_S:
+        if self._scanned_s is not None and now_s < self._scanned_s + SCAN_EVERY_S:
             return
-        self._looked_s, self._bytes = now_s, 0
-        if self.url.startswith("file:"):
-            os.makedirs(self._folder, mode=0o700, exist_ok=True)
-        before_s = time.time() - self._keep_s
+        self._scanned_s, self._bytes = now_s, 0
         with suppress(FileNotFoundError):
             for path, found in self._files.find(self._folder, detail=True).items():
-                own = _OWN.fullmatch(path.rsplit("/", 1)[-1])
-                if own is not None and int(own["kept_s"]) < before_s:
-                    self._files.rm_file(path)
+                if self._is_expired(path.rsplit("/", 1)[-1]):
+                    with suppress(FileNotFoundError):  # another process was quicker
+                        self._files.rm_file(path)
                 else:
                     self._bytes += found.get("size") or 0
 
-    def _fetch(self, kept: Kept, most_bytes: int) -> bytes:
+    def _is_expired(self, name: str) -> bool:
+        now_s = time.time()
+        if (request := _REQUEST_NAME.fullmatch(name)) is not None:
+            return int(request["kept_s"]) < now_s - self._keep_s
+        answer = _ANSWER_NAME.fullmatch(name)
+        return answer is not None and int(answer["until_s"]) < now_s
+
+    def _path_in_store(self, kept: BodyAddress) -> str:
         if not self.holds(kept.address):
             raise BodyError("the address is not in this store")
-        path = self._path(kept.address)
+        return self._path(kept.address)
+
+    def _fetch_into(self, file: BinaryIO, kept: BodyAddress, most_bytes: int) -> int:
+        digest, size = hashlib.sha256(), 0
+        with self._files.open(self._path_in_store(kept), "rb", block_size=5 * PIECE_BYTES) as source:
+            while piece := source.read(PIECE_BYTES):
+                size += len(piece)
+                if size > most_bytes:
+                    raise BodyTooLarge(f"more than {most_bytes} bytes are there")
+                digest.update(piece)
+                file.write(piece)
+        _check_digest(digest.hexdigest(), kept)
+        return size
+
+    def _fetch(self, kept: BodyAddress, most_bytes: int) -> bytes:
+        path = self._path_in_store(kept)
         # one byte more than allowed, so that the size is bounded before anything is read
         return checked(bytes(self._files.cat_file(path, start=0, end=most_bytes + 1)), kept, most_bytes=most_bytes)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
+        # A call that hangs occupies its thread even after its caller was cancelled. Further calls wait for the
+        # semaphore, not in the executor's queue: a cancelled call would stay in that queue, with its body.
+        await self._free_threads.acquire()
+        loop = asyncio.get_running_loop()
+        future = self._threads.submit(work)
+        future.add_done_callback(partial(_release, self._free_threads, loop))
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await asyncio.wrap_future(future)
         except LanekeeperError:
             raise
         except FileNotFoundError:
             raise BodyError("nothing is there (any more)") from None
         except Exception as error:  # every driver has exceptions of its own
-            raise BodiesUnavailable(f"the store of bodies: {type(error).__name__}: {error}") from error
+            kind = type(error).__name__
+            raise BodiesUnavailable(
+                f"the store of bodies cannot be used at present ({kind})",
+                cause=f"{kind}: {without_secrets(str(error))}",
+            ) from None  # a log of the exception would have the driver's text
 
 
-def checked(body: bytes, kept: Kept, *, most_bytes: int) -> bytes:
-    """The body, if it is what was announced. Raises BodyError, BodyTooLarge."""
+def checked(body: bytes, kept: BodyAddress, *, most_bytes: int) -> bytes:
+    """Return a fetched body if it has at most `most_bytes` and the announced SHA-256. Raises BodyError,
+    BodyTooLarge."""
     if len(body) > most_bytes:
         raise BodyTooLarge(f"more than {most_bytes} bytes are there")
-    if hashlib.sha256(body).hexdigest() != kept.sha256:
-        raise BodyError("its SHA-256 is another one than announced")
+    _check_digest(hashlib.sha256(body).hexdigest(), kept)
     return body
+
+
+def without_secrets(text: str) -> str:
+    """Remove from an error's text what may be a password, key or signature, and cut the text to `LONGEST_CAUSE`."""
+    return _NAMED_SECRET.sub(r"\1…", _IN_URL.sub(r"\1…\2", text[:LONGEST_CAUSE]))
+
+
+def _check_digest(sha256: str, kept: BodyAddress) -> None:
+    if sha256 != kept.sha256:
+        raise BodyError("its SHA-256 is another one than announced")
+
+
+def _release(free: asyncio.Semaphore, loop: asyncio.AbstractEventLoop, _: "Future[Any]") -> None:
+    with suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(free.release)
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Sync a folder to disk, so that the name of a new file in it survives a power failure."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

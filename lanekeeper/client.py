@@ -1,4 +1,5 @@
-"""The Python client: publishes requests, waits for answers or streams their parts, cancels requests, fetches results.
+"""The Python client. It publishes requests, waits for answers or yields their parts, cancels requests and fetches
+results.
 
 async with Client("amqp://guest:guest@localhost:5672/") as client:
     reply = await client.request({"prompt": "Name three rivers."}, key="critical.docs.example")
@@ -20,23 +21,24 @@ from lanekeeper.errors import Cancelled, no_answer
 from lanekeeper.options import Options, bound_s, message_of
 from lanekeeper.replies import Final, Part
 from lanekeeper.telemetry.tracing import Tracing
-from lanekeeper.transport import Asked, Transport, moment
+from lanekeeper.transport import OutgoingRequest, Transport, time_in
 
 if TYPE_CHECKING:
     from lanekeeper.amqp.depth import Depth
     from lanekeeper.bodies import BodyStore
 
 Body = Mapping[str, Any] | bytes | BinaryIO
-"""A body as an object, as its JSON, or as an open file of its JSON, which is read in pieces where it is kept beside the
-broker."""
+"""The body of a request: a mapping, JSON text as bytes, or an open binary file of JSON text. A file that is copied to
+the store for large bodies is read in pieces."""
 PUBLISH_WITHIN_S = 30.0
+"""The default limit for publishing one request, with all repetitions."""
 FULL_WITHIN_S = 2.0
-"""A full lane seldom has room a moment later, so the caller gets the error after this time."""
+"""How long a request waits for room in a full lane by default: not long, because a full lane seldom has room soon."""
 
 
 class Client:
-    """Publishes requests and receives their replies: over a connection to the broker (`over_amqp.py`), or by calls to a
-    gateway (`over_http.py`). What is lost is opened or called again."""
+    """Publishes requests and receives their replies: over a connection to the broker (`over_amqp.py`), which is opened
+    again when it is lost, or by calls to a gateway (`over_http.py`), which are repeated while it cannot be reached."""
 
     def __init__(
         self,
@@ -51,24 +53,29 @@ class Client:
         cancel_abandoned: bool = True,
         identified: bool = False,
         bodies: "BodyStore | str | None" = None,
+        fetches_answers: bool = True,
     ) -> None:
-        """`url`: `amqp(s)://…` of the broker, or `http(s)://…` of a gateway, with `api_key`.
+        """`url`: `amqp(s)://…` of the broker, or `http(s)://…` of a gateway. `api_key`: the key for the gateway.
 
-        `absent_within_s`: how long a request waits for a broker or gateway that is away; None: `publish_within_s`.
+        `publish_within_s`: how long publishing a request is tried. `absent_within_s`: a shorter limit for the case that
+        the broker or gateway cannot be reached; None: no shorter limit.
 
         `cancel_abandoned`: if the caller of a request is cancelled (`wait_for`, a task group, Ctrl-C) or leaves its
         stream early, the request is cancelled too. False: the request continues, and its result can be fetched.
 
-        `names`, `identified`: only over AMQP, because a gateway has them in its settings and keys. `identified`: every
-        message carries `user_id`, the connection's user, which the broker checks. Then no other user can fetch or
-        cancel these requests. Workers may require it (docs/production.md).
+        These are used only over AMQP, because a gateway has settings of its own for them:
 
-        `bodies`: only over AMQP, because a gateway has a store of its own. Bodies over 1 MiB are kept there, and the
-        message has their address: a folder or bucket as a URL (`file:///…`, `s3://…`) from which the workers fetch
-        (`LANEKEEPER_BODIES__URL` or `…__ALLOW`). Without it, the largest body is 1 MiB.
+        `names`: the names of the exchanges and queues. `identified`: every message carries `user_id`, the connection's
+        user, which the broker checks. Then no other user can fetch or cancel these requests. Workers may require it
+        (docs/production.md).
 
-        Raises ValueError for a URL that cannot be a gateway's, and an `api_key` for a broker."""
-        self._transport = _transport(url, api_key, names, ssl_context, tracing or Tracing(), bodies)
+        `bodies`: the store for bodies over 1 MiB, a folder or bucket as a URL (`file:///…`, `s3://…`). The message then
+        contains only the body's address, and the workers fetch the body (`LANEKEEPER_BODIES__URL` or `…__ALLOW`).
+        Without `bodies`, a body may have at most 1 MiB. Large answers, which workers put into the same store, are
+        fetched and checked. `fetches_answers` False: they are not fetched, and `Final.kept` has their address.
+
+        Raises ValueError if a gateway cannot have this URL, or if `api_key` is given for a broker."""
+        self._transport = _transport(url, api_key, names, ssl_context, tracing or Tracing(), bodies, fetches_answers)
         self._publish_within_s = publish_within_s
         self._absent_within_s = absent_within_s
         self._own = self._transport.user or None if identified else None
@@ -76,7 +83,7 @@ class Client:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Connect. Raises BrokerUnreachable, AccessRefused."""
+        """Connect to the broker or gateway. Raises BrokerUnreachable, AccessRefused."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._transport)
             stack.push_async_callback(self._abandoned.finish)
@@ -89,12 +96,12 @@ class Client:
     async def publish(self, body: Body, *, key: str, **options: Unpack[Options]) -> str:
         """Publish without waiting for the answer. Returns the request's id, with which `result` fetches the answer.
 
-        Raises PublishRefused (the lane is full, for `full_within_s`), BrokerBlocked, BrokerUnreachable, ConfirmUnknown,
-        AccessRefused, TopologyMismatch, MessageTooLarge, and Problem for a wrong priority.
+        Raises PublishRefused (the lane was full for all of `full_within_s`), BrokerBlocked, BrokerUnreachable,
+        ConfirmUnknown, AccessRefused, TopologyMismatch, MessageTooLarge, and Problem for a wrong priority.
         """
-        asked = self._asked(body, key, options, stream=False)
-        await self._transport.publish(asked)
-        return asked.id
+        outgoing = self._outgoing(body, key, options, stream=False)
+        await self._transport.publish(outgoing)
+        return outgoing.id
 
     async def request(
         self,
@@ -104,23 +111,26 @@ class Client:
         timeout_s: float | None = None,
         **options: Unpack[Options],
     ) -> Final:
-        """Publish and wait for the answer. Raises what `publish` raises, and Problem, NoReply (after `timeout_s`),
-        ReplyLost.
+        """Publish and wait for the answer.
 
-        If this call is cancelled, the request is cancelled too (see `cancel_abandoned`). Its id then keeps this
-        outcome: use a new id to try again.
+        Raises the errors of `publish`, and Problem (the request failed), NoReply (after `timeout_s`) and ReplyLost (the
+        connection was lost, and the result could not be fetched afterwards). For an answer in the store for large
+        bodies: BodiesUnavailable (the store cannot be used), BodyError (the answer is missing, or its digest is wrong).
 
-        If the connection is lost meanwhile, the client reconnects and fetches the result by the request's id. It
-        publishes the request again instead if the user may not fetch results, or if the caller chose the id: that
-        also detects an id used before with another body. ReplyLost means that the result could not be fetched.
+        If this call is cancelled, the request is cancelled too (see `cancel_abandoned`). The cancellation is then
+        stored as the outcome of this id, so a new try needs a new id.
+
+        If the connection is lost meanwhile, the client reconnects and fetches the result by the request's id. If the
+        user may not fetch results, or if the caller chose the id, it publishes the request again instead: publishing
+        again also detects that an id was used before with another body.
         """
-        asked = self._asked(body, key, options, stream=False, timeout_s=timeout_s)
+        outgoing = self._outgoing(body, key, options, stream=False, timeout_s=timeout_s)
         try:
-            return await self._transport.answer(asked)
+            return await self._transport.answer(outgoing)
         except TimeoutError:
-            raise no_answer(asked.id, asked.timeout_s) from None
+            raise no_answer(outgoing.id, outgoing.timeout_s) from None
         except asyncio.CancelledError:
-            self._abandon(asked, options)
+            self._abandon(outgoing, options)
             raise
 
     async def stream(
@@ -131,46 +141,46 @@ class Client:
         timeout_s: float | None = None,
         **options: Unpack[Options],
     ) -> AsyncGenerator[Part | Final, None]:
-        """Publish and yield the parts of the answer as they come, then the whole answer.
+        """Publish, yield the parts of the answer as they arrive, and at last the whole answer.
 
         If the caller leaves before the end (`break`, `aclose`, cancellation), the request is cancelled (see
         `cancel_abandoned`).
 
-        Raises what `publish` raises, and Problem, NoReply (after `timeout_s`), and ReplyLost if the connection is lost
-        or the caller reads much too slowly: parts are then missing, but `result` can fetch the whole answer.
+        Raises the errors of `publish`, and Problem, NoReply (after `timeout_s`), and ReplyLost: parts are missing,
+        because the connection was lost or the caller reads too slowly. `result` can fetch the whole answer.
         """
-        asked = self._asked(body, key, options, stream=True, timeout_s=timeout_s)
+        outgoing = self._outgoing(body, key, options, stream=True, timeout_s=timeout_s)
         reply: Part | Final | None = None
         try:
-            async with aclosing(self._transport.replies(asked)) as replies:
+            async with aclosing(self._transport.replies(outgoing)) as replies:
                 async for reply in replies:
                     yield reply
         except TimeoutError:
-            raise no_answer(asked.id, asked.timeout_s) from None
+            raise no_answer(outgoing.id, outgoing.timeout_s) from None
         except (asyncio.CancelledError, GeneratorExit):
             if not isinstance(reply, Final):
-                self._abandon(asked, options)
+                self._abandon(outgoing, options)
             raise
 
     async def cancel(self, id: str, *, tenant: str | None = None) -> Cancelled:
-        """Cancel a request wherever it is. Returns `recorded`, `told`, `ended` or `unseen`; `Cancelled` explains them.
+        """Cancel a request, whether it waits or runs. `Cancelled` explains the returned words.
 
-        Raises ControlRefused, NoReply (no worker runs; the next one to start records the cancellation), AccessRefused,
-        TopologyMismatch, BrokerUnreachable.
+        Raises ControlRefused, NoReply (no worker runs; the next worker that starts records the cancellation),
+        AccessRefused, TopologyMismatch, BrokerUnreachable.
         """
         return await self._transport.cancel(id, tenant=tenant or self._own)
 
     async def result(self, id: str, *, tenant: str | None = None, wait_s: float = 0) -> Final:
-        """Fetch the final reply to a request. While there is none, ask repeatedly for up to `wait_s`.
+        """Fetch the final reply to a request. While there is none, ask again, for up to `wait_s`.
 
         Raises Problem if the request ended in an error, NotEnded, ControlRefused, NoReply (no worker runs),
         AccessRefused, TopologyMismatch, BrokerUnreachable.
         """
-        return await self._transport.result(id, tenant=tenant or self._own, end=moment(wait_s))
+        return await self._transport.result(id, tenant=tenant or self._own, end=time_in(wait_s))
 
     async def depth(self, lane: str) -> "Depth | None":
-        """How many messages wait in a lane's intake, and how many consumers it has; None if that cannot be found out,
-        for example because the user has no right to the queue."""
+        """How many messages wait in a lane's intake queue, and how many consumers the queue has; None if it cannot be
+        read, for example because the user has no right to the queue."""
         return await self._transport.depth(lane)
 
     @property
@@ -178,7 +188,7 @@ class Client:
         """Why nothing can be published at present; None if it can."""
         return self._transport.trouble
 
-    def _asked(
+    def _outgoing(
         self,
         body: Body,
         key: str,
@@ -186,10 +196,12 @@ class Client:
         *,
         stream: bool,
         timeout_s: float | None = None,
-    ) -> Asked:
+    ) -> OutgoingRequest:
         if self._own is not None:
             options.setdefault("tenant", self._own)
         content = None if isinstance(body, (Mapping, bytes)) else body
+        if content is not None and not hasattr(content, "read"):
+            raise TypeError(f"body: found {type(body).__name__}, allowed are an object, bytes, and an open file")
         message = message_of(
             body if isinstance(body, (Mapping, bytes)) else b"", options, stream=stream, user=self._transport.user
         )
@@ -197,9 +209,9 @@ class Client:
         full_within_s = options.get("full_within_s")
         within_s = max(self._publish_within_s, full_within_s or 0)
         if isinstance(deadline_ms := message.headers.get(n.DEADLINE_MS), int):
-            # published after its deadline, the request would only be answered deadline_exceeded
+            # a request published after its deadline would only be answered with deadline_exceeded
             within_s = min(within_s, deadline_ms / 1000)
-        return Asked(
+        return OutgoingRequest(
             message=message,
             content=content,
             key=key,
@@ -209,13 +221,13 @@ class Client:
             absent_within_s=self._absent_within_s,
             full_within_s=min(FULL_WITHIN_S if full_within_s is None else full_within_s, within_s),
             timeout_s=timeout_s,
-            end=moment(timeout_s),
+            end=time_in(timeout_s),
         )
 
-    def _abandon(self, asked: Asked, options: Options) -> None:
+    def _abandon(self, outgoing: OutgoingRequest, options: Options) -> None:
         """Cancel a request whose caller no longer waits."""
         if options.get("cancel_abandoned", True):
-            self._abandoned.cancel(asked.id, tenant=asked.tenant)
+            self._abandoned.cancel(outgoing.id, tenant=outgoing.tenant)
 
 
 def _transport(
@@ -225,8 +237,10 @@ def _transport(
     ssl_context: ssl.SSLContext | None,
     tracing: Tracing,
     bodies: "BodyStore | str | None",
+    fetches_answers: bool,
 ) -> Transport:
-    """Only the library that the URL needs is imported."""
+    """Create the client's transport: over HTTP for a gateway's URL, over AMQP for a broker's. Only the library that
+    this transport needs is imported."""
     if url.lstrip().lower().startswith(("http://", "https://")):
         from lanekeeper.over_http import OverHttp
 
@@ -236,4 +250,5 @@ def _transport(
     from lanekeeper.large_bodies import LargeBodies
     from lanekeeper.over_amqp import OverAmqp
 
-    return OverAmqp(url, names=names or Names(), ssl_context=ssl_context, tracing=tracing, bodies=LargeBodies(bodies))
+    large = LargeBodies(bodies, fetches=fetches_answers)
+    return OverAmqp(url, names=names or Names(), ssl_context=ssl_context, tracing=tracing, bodies=large)

@@ -1,66 +1,81 @@
 """The requester's side of control messages: cancels a request or fetches its result over `lane.control`.
 
-    key     body                           any one worker answers, with `x-lane-control`
+    key     body of the message            body of the answer, which one worker sends, after its header `x-lane-control`
     cancel  {"cancel": id, "tenant": "…"}  accepted: {"id", "outcome": "recorded" | "told" | "ended" | "unseen"}
-    result  {"result": id, "tenant": "…"}  pending: {"id", "status": "running" | "waiting" | "unknown", "due_at": "…"};
-                                           once it has ended: the final reply again, with `x-lane-status` instead
-    both    if it is not allowed           error: a problem document
+    result  {"result": id, "tenant": "…"}  pending: {"id", "status": "running" | "waiting" | "unknown", "due_at": "…"}
+    either, if it is refused               error: a problem document
+
+If the request has ended, the answer to `result` is its final reply, which has the header `x-lane-status` instead of
+`x-lane-control`.
 
 The broker keeps a cancellation until a worker has recorded it. It drops a question for a result after
-`ANSWERED_WITHIN_S`, because the client no longer waits then. Workers accept a tenant only together with the user that
-the broker has checked, so a message that names a tenant also carries `user_id`."""
+`ANSWERED_WITHIN_S`, because the client no longer waits then. Workers accept a tenant only if the message also has a
+`user_id`, which the broker checks; so a message that names a tenant always carries it."""
 
 import asyncio
 import json
 import uuid
+from contextlib import suppress
 from datetime import datetime
 
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.depth import depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.asking_again import until_ended
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import TopologyMismatch, Unroutable
+from lanekeeper.contract.problems import BrokerError, TopologyMismatch, Unroutable
 from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded
 from lanekeeper.replies import Final, final_of
 from lanekeeper.reply_queue import ReplyQueue, next_of
 
 ANSWERED_WITHIN_S = 5.0
-"""A worker answers from its store within milliseconds. No answer for this long means that no worker takes control
-messages."""
+"""How long to wait for a worker's answer. A worker answers from its store within milliseconds; if none came after this
+time, no worker is consuming control messages."""
+WORKERS_COUNTED_AFTER_S = 0.5
+"""How long a cancellation waits before it asks the broker whether any worker runs."""
+_START_ONE = "start one with `lanekeeper serve` or `lanekeeper consume`"
 
 
 class Control:
-    """Sends control messages as `user` (the connection's user) and reads the answers."""
+    """Sends control messages, which cancel a request or ask for its result, and reads the workers' answers. `user`: the
+    connection's AMQP user."""
 
-    def __init__(self, publisher: Publisher, replies: ReplyQueue, *, names: Names, user: str) -> None:
+    def __init__(
+        self, publisher: Publisher, replies: ReplyQueue, *, connection: Connection, names: Names, user: str
+    ) -> None:
+        self._connection = connection
         self._publisher = publisher
         self._replies = replies
         self._names = names
         self._user = user
 
     async def cancel(self, id: str, *, tenant: str | None) -> Cancelled:
-        """Cancel a request. Raises ControlRefused, NoReply (the broker keeps the cancellation), AccessRefused,
-        TopologyMismatch, other BrokerErrors."""
-        return outcome_of(await self._asked(cancellation(id, tenant=tenant, user=self._user)))
+        """Cancel a request, and return the outcome that a worker answers.
+
+        Raises ControlRefused, NoReply (the broker keeps the cancellation), AccessRefused, TopologyMismatch, other
+        BrokerErrors.
+        """
+        return outcome_of(await self._ask(cancellation(id, tenant=tenant, user=self._user)))
 
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
-        """Ask repeatedly until the request has ended (`until_ended`).
+        """Ask repeatedly until the request has ended, or until `end` (see `until_ended`).
 
         Raises Problem, NotEnded, ControlRefused, NoReply, AccessRefused, TopologyMismatch, other BrokerErrors.
         """
 
         async def ask(_: float | None) -> Final:
-            return result_of(await self._asked(question(id, tenant=tenant, user=self._user)))
+            return result_of(await self._ask(question(id, tenant=tenant, user=self._user)))
 
         return await until_ended(ask, end=end)
 
-    async def cancel_unheard(self, id: str, *, tenant: str | None, within_s: float) -> None:
-        """Send a cancellation and wait only until the broker has stored it, not for a worker. Raises BrokerError."""
+    async def send_cancellation(self, id: str, *, tenant: str | None, within_s: float) -> None:
+        """Send a cancellation, and wait for the broker's confirm but not for a worker's answer. Raises BrokerError."""
         message = cancellation(id, tenant=tenant, user=self._user)
-        await self._say(message, within_s=within_s)
+        await self._send(message, within_s=within_s)
 
-    async def _say(self, message: Message, *, within_s: float) -> None:
+    async def _send(self, message: Message, *, within_s: float) -> None:
         try:
             await self._publisher.publish_surely(
                 message,
@@ -72,28 +87,41 @@ class Control:
         except Unroutable as error:
             raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
 
-    async def _asked(self, message: Message) -> Message:
-        """Send a control message and return the worker's answer."""
+    async def _ask(self, message: Message) -> Message:
+        """Send a control message and return the worker's answer. Raises NoReply, ReplyLost, BrokerErrors of a
+        publish."""
         with self._replies.expecting(message) as arrived:
-            await self._say(message, within_s=ANSWERED_WITHIN_S)
+            await self._send(message, within_s=ANSWERED_WITHIN_S)
             self._replies.published(arrived)
+            began_s = asyncio.get_running_loop().time()
+            if message.persistent:
+                # a cancellation: the broker keeps it, so without workers there is nothing to wait for
+                with suppress(TimeoutError):
+                    return await next_of(arrived, end=began_s + WORKERS_COUNTED_AFTER_S)
+                if not await self._has_worker():
+                    raise NoReply(f"no worker runs; it is recorded as soon as one runs: {_START_ONE}")
             try:
-                return await next_of(arrived, end=asyncio.get_running_loop().time() + ANSWERED_WITHIN_S)
+                return await next_of(arrived, end=began_s + ANSWERED_WITHIN_S)
             except TimeoutError:
                 kept = "; it is recorded as soon as one runs" if message.persistent else ""
-                raise NoReply(
-                    f"no worker answered within {ANSWERED_WITHIN_S:g} s{kept}: "
-                    "start one with `lanekeeper serve` or `lanekeeper consume`"
-                ) from None
+                raise NoReply(f"no worker answered within {ANSWERED_WITHIN_S:g} s{kept}: {_START_ONE}") from None
+
+    async def _has_worker(self) -> bool:
+        """Whether a worker consumes control messages; true also if the broker does not say."""
+        try:
+            return (await depths(self._connection, [self._names.control]))[self._names.control].consumers > 0
+        except BrokerError:
+            return True
 
 
 def cancellation(id: str, *, tenant: str | None, user: str) -> Message:
-    """The control message that cancels a request."""
+    """Make the control message that cancels a request. `user`: the AMQP user of the connection that publishes it."""
     return _message(n.CANCEL_KEY, id, tenant=tenant, user=user)
 
 
 def question(id: str, *, tenant: str | None, user: str) -> Message:
-    """The control message that asks for a request's result."""
+    """Make the control message that asks for a request's result. `user`: the AMQP user of the connection that publishes
+    it. The broker drops the message when nobody waits for the answer any more."""
     message = _message(n.RESULT_KEY, id, tenant=tenant, user=user)
     message.persistent = False
     message.expiration = str(round(ANSWERED_WITHIN_S * 1000))
@@ -101,15 +129,15 @@ def question(id: str, *, tenant: str | None, user: str) -> Message:
 
 
 def outcome_of(reply: Message) -> Cancelled:
-    """The outcome of a cancellation. Raises ControlRefused."""
-    _see_that_it_is_done(reply)
+    """The outcome in a worker's answer to a cancellation. Raises ControlRefused."""
+    _raise_if_refused(reply)
     outcome: Cancelled = json.loads(reply.body)["outcome"]
     return outcome
 
 
 def result_of(reply: Message) -> Final:
-    """The request's final reply. Raises Problem if it ended in an error, NotEnded, ControlRefused."""
-    _see_that_it_is_done(reply)
+    """The final reply in a worker's answer. Raises Problem if the request failed, NotEnded, ControlRefused."""
+    _raise_if_refused(reply)
     if n.STATUS in reply.headers:
         return final_of(reply)
     found = json.loads(reply.body)
@@ -132,6 +160,6 @@ def _message(key: str, id: str, *, tenant: str | None, user: str) -> Message:
     )
 
 
-def _see_that_it_is_done(reply: Message) -> None:
+def _raise_if_refused(reply: Message) -> None:
     if reply.headers.get(n.CONTROL) == "error":
         raise ControlRefused(json.loads(reply.body))

@@ -1,4 +1,4 @@
-"""What `Client` raises besides `Problem` (replies.py) and the errors of the broker (contract/problems.py)."""
+"""The errors that `Client` raises, besides `Problem` (replies.py) and the broker's errors (contract/problems.py)."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -7,18 +7,18 @@ from typing import Any, Literal, TypeAlias
 from lanekeeper.contract.problems import BrokerError, LanekeeperError
 
 Cancelled: TypeAlias = Literal["recorded", "told", "ended", "unseen"]
-"""`recorded`: the request waits, and will end as cancelled. `told`: it is running, and its worker will stop it.
-`ended`: it had ended before. `unseen`: no worker has seen it; if it comes within the longest lane's deadline, it ends
-as cancelled."""
+"""The outcome of a cancellation. `recorded`: the request was waiting, and will end as cancelled. `told`: the request is
+running, and its worker will stop it. `ended`: the request had ended before the cancellation came. `unseen`: no worker
+knows the request; if a worker receives it within the longest lane's deadline, it ends as cancelled."""
 
 
 class ReplyLost(BrokerError):
-    """The connection was lost before the answer came, or parts came faster than they were read. The request continues,
-    but its reply cannot be delivered."""
+    """The reply to a request cannot be delivered: the connection was lost, or parts came faster than the caller read
+    them. The request itself continues."""
 
 
 class NoReply(LanekeeperError):
-    """No reply came in time: no final reply to a request, or no worker's answer to a control message."""
+    """No final reply to a request, or no worker's answer to a control message, came in time."""
 
 
 class ControlRefused(LanekeeperError):
@@ -31,20 +31,20 @@ class ControlRefused(LanekeeperError):
 
     @property
     def is_passing(self) -> bool:
-        """Whether the same message may succeed later: the tenant has sent too many."""
+        """Whether the same control message may succeed later: true if the tenant has sent too many control messages."""
         return bool(self.fields.get("retryable"))
 
 
 class NotEnded(LanekeeperError):
-    """There is no result yet. `status` says why: `running`, `waiting`, or `unknown`."""
+    """The request has no result yet. `status` is its state: `running`, `waiting`, or `unknown`."""
 
     def __init__(self, id: str, status: str, *, attempts: int = 0, due_at: datetime | None = None) -> None:
         self.id = id
         self.status = status
         self.attempts = attempts
-        """The attempts made so far."""
+        """How many attempts have ended; one that is running is not counted."""
         self.due_at = due_at
-        """When its next attempt may begin; None if that is not known."""
+        """The earliest start of the next attempt; None if it is not known."""
         super().__init__(
             f"request {id} has no result yet: {status}, {self._hint()}; to wait: lanekeeper result --wait 20s {id}"
         )

@@ -1,44 +1,85 @@
-"""What a client does with a body that is too large for a message: it is kept beside the broker."""
+"""Puts request bodies that are too large for a message into a store, and fetches large answers from it."""
 
 import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from typing import BinaryIO
 
-from lanekeeper.bodies import OVER_BYTES, PIECE_BYTES, BodiesUnavailable, BodyStore
-from lanekeeper.transport import Asked
+from lanekeeper.bodies import MIB, OVER_BYTES, PIECE_BYTES, BodiesUnavailable, BodyStore
+from lanekeeper.replies import Final
+from lanekeeper.telemetry import logs, signals
+from lanekeeper.transport import OutgoingRequest
 
 DROP_WITHIN_S = 10.0
+FETCH_WITHIN_S = 60.0
+LARGEST_ANSWER = 512 * MIB
+"""The largest answer that is fetched, which is also the highest value of `LANEKEEPER_RESULTS__ANSWER_BYTES`."""
+log = logs.logger()
 
 
 class LargeBodies:
-    """`store`: where they are kept, or its URL; None: nowhere, and the worker refuses what is too large."""
+    """Puts large bodies of a client's requests into a store, and fetches large answers from it.
 
-    def __init__(self, store: BodyStore | str | None, *, over_bytes: int = OVER_BYTES) -> None:
+    `store`: the store, or its URL; None: large bodies are sent as they are, and the worker refuses them. `fetches`:
+    whether large answers are fetched; if not, `Final.kept` has their address.
+    """
+
+    def __init__(self, store: BodyStore | str | None, *, over_bytes: int = OVER_BYTES, fetches: bool = True) -> None:
         self._store = BodyStore(store) if isinstance(store, str) else store
         self._over_bytes = over_bytes
+        self._fetches = fetches
 
-    async def take_out(self, asked: Asked) -> None:
-        """Keep the body of a request, if it is large, and leave its address in the message. Raises
+    async def store_body(self, outgoing: OutgoingRequest) -> None:
+        """Move the body of a request into the store if it is large; the message then has its address and digest. Raises
         BodiesUnavailable."""
-        message = asked.message
-        if asked.content is None and len(message.body) <= self._over_bytes:
+        message = outgoing.message
+        if outgoing.content is None and len(message.body) <= self._over_bytes:
             return
         if self._store is None:
-            if asked.content is not None:
-                message.body, asked.content = await asyncio.to_thread(asked.content.read), None
+            if outgoing.content is not None:
+                message.body, outgoing.content = await asyncio.to_thread(outgoing.content.read), None
             return
-        kept = await self._store.keep([message.body] if asked.content is None else _pieces(asked.content))
-        message.body, asked.content = b"", None
+        try:
+            kept = await self._store.keep([message.body] if outgoing.content is None else _pieces(outgoing.content))
+        except BodiesUnavailable as error:
+            log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
+            raise
+        message.body, outgoing.content = b"", None
         message.headers = {**message.headers, **kept.headers}
-        asked.kept = kept
+        outgoing.kept = kept
 
-    async def put_back(self, asked: Asked) -> None:
-        """Remove the body of a request that was not published."""
-        if asked.kept is not None and self._store is not None:
+    async def remove_body(self, outgoing: OutgoingRequest) -> None:
+        """Remove the body of a request from the store, because the request was not published."""
+        if outgoing.kept is not None and self._store is not None:
             with suppress(BodiesUnavailable, TimeoutError):
                 async with asyncio.timeout(DROP_WITHIN_S):
-                    await self._store.drop(asked.kept)
+                    await self._store.drop(outgoing.kept)
+
+    async def whole(self, final: Final, *, end: float | None) -> Final:
+        """Return the final reply with the answer's body. If the reply has only the address of the body, because it was
+        too large for a message, the body is fetched from the store.
+
+        Raises BodyError, BodiesUnavailable, and TimeoutError at `end` (by the event loop's clock).
+        """
+        if (kept := final.kept) is None or not self._fetches:
+            return final
+        if self._store is None or not self._store.holds(kept.address):
+            raise BodiesUnavailable(
+                f"the answer is too large for a message; it lies at {kept.address}: give the client `bodies`, "
+                "its store (commands: LANEKEEPER_BODIES__URL)"
+            )
+        try:
+            async with asyncio.timeout_at(end):
+                try:
+                    async with asyncio.timeout(FETCH_WITHIN_S):
+                        body = await self._store.fetch(kept, most_bytes=LARGEST_ANSWER)
+                except TimeoutError:
+                    raise BodiesUnavailable(f"the answer could not be fetched within {FETCH_WITHIN_S:g} s") from None
+        except BodiesUnavailable as error:
+            log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
+            raise
+        return replace(final, body=body)
 
     def close(self) -> None:
         if self._store is not None:

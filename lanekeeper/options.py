@@ -12,9 +12,10 @@ from lanekeeper.contract.messages import PRIORITY_AT_MOST, Message
 from lanekeeper.replies import Problem
 
 PRIORITY = 4
-"""Always set: without it, RabbitMQ assumes 4 on quorum queues and 0 on classic ones (docs/facts.md, section 1)."""
+"""The default priority. It is always sent, because RabbitMQ treats messages without a priority differently: as 4 in
+quorum queues, as 0 in classic queues (docs/facts.md, section 1)."""
 ANSWER_LATE_S = 5.0
-"""The problem document should arrive this soon after the deadline; waiting longer is useless."""
+"""How long after its deadline to wait for a request's problem document. A running worker sends it sooner."""
 
 
 class Options(TypedDict, total=False):
@@ -23,26 +24,35 @@ class Options(TypedDict, total=False):
     message_id: str
     """The request's id; generated if left out."""
     tenant: str
-    """The tenant that the request belongs to: the connection's user, which the broker checks. Another tenant is
-    accepted only if the service lets this user speak for others (`LANEKEEPER_SPEAKERS`)."""
+    """The tenant that the request belongs to, normally the connection's user, whose name the broker checks. Another
+    tenant is accepted only if `LANEKEEPER_SPEAKERS` allows this user to send requests of other tenants."""
     priority: int
     """The priority inside the lane: 0 to 9, higher first."""
     deadline_s: float
+    """The time limit for the final answer, counted from publishing, or from the end of the delay."""
     delay_s: float
+    """The request starts this long after publishing, not earlier."""
     at: datetime
-    """Earliest start; with a time zone."""
+    """The earliest start, with a time zone."""
     beta: str
+    """The value of Anthropic's header `anthropic-beta`."""
     headers: Mapping[str, Any]
-    """Further headers, such as `traceparent`; they override the options above."""
+    """Further AMQP headers, such as `traceparent`; they override the options above."""
     cancel_abandoned: bool
     """False: this request continues even if its caller leaves (see `Client`)."""
     full_within_s: float
-    """How long to wait for a place in a full lane before PublishRefused is raised: 2 s if left out, 0 raises at
-    once."""
+    """How long to wait for room in a full lane before PublishRefused is raised; 2 s if left out, 0: no waiting."""
+
+
+KNOWN = frozenset(Options.__annotations__)
 
 
 def message_of(body: Mapping[str, Any] | bytes, options: Options, *, stream: bool, user: str) -> Message:
-    """The message to publish; `user` is the connection's user. Raises Problem if the priority is not 0 to 9."""
+    """Build the AMQP message of a request. `user`: the connection's AMQP user. Raises Problem for a priority outside 0
+    to 9, and TypeError for an unknown option."""
+    if not options.keys() <= KNOWN:
+        unknown = ", ".join(sorted(options.keys() - KNOWN))
+        raise TypeError(f"unknown option: {unknown}; known: {', '.join(sorted(KNOWN))}")
     priority = options.get("priority", PRIORITY)
     if not 0 <= priority <= PRIORITY_AT_MOST:
         detail = f"priority: found {priority}, allowed are 0 to {PRIORITY_AT_MOST}"
@@ -71,9 +81,10 @@ def message_of(body: Mapping[str, Any] | bytes, options: Options, *, stream: boo
 
 
 def bound_s(message: Message) -> float | None:
-    """How long to wait for the answer to a request with a deadline; None: no bound.
+    """How long a client should wait for the answer to a request: its deadline, its delay and `ANSWER_LATE_S`. None (no
+    limit) if the message sets no deadline, or an absolute start (`at`).
 
-    Workers answer requests past their deadline, but if no worker runs, only this bound ends the wait.
+    Workers answer a request whose deadline has passed. If no worker runs, only this limit ends the wait.
     """
     deadline_ms, at = message.headers.get(n.DEADLINE_MS), message.headers.get(n.AT)
     if not isinstance(deadline_ms, int) or at is not None:

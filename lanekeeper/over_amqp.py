@@ -1,9 +1,9 @@
-"""Requests over AMQP: one connection, which is opened again when it is lost.
+"""The client's transport over AMQP: one connection, which is opened again when it is lost.
 
-The connection has two channels: one for requests and their replies, one for control messages. If the user may not send
-control messages, the broker closes only the second, so no reply is lost.
+The connection has one channel for requests and their replies, and one for control messages. If the user may not send
+control messages, the broker closes only the channel for these, so no reply to a request is lost.
 
-Replies come by direct reply-to, so the user needs no right to declare queues.
+Replies arrive by direct reply-to, so the user needs no right to declare queues.
 """
 
 import ssl
@@ -25,11 +25,11 @@ from lanekeeper.large_bodies import LargeBodies
 from lanekeeper.replies import Final, Part, final_of, part_of
 from lanekeeper.reply_queue import ReplyQueue, next_of
 from lanekeeper.telemetry.tracing import Tracing
-from lanekeeper.transport import Asked
+from lanekeeper.transport import OutgoingRequest
 
 
 class OverAmqp:
-    """The transport for `amqp://` and `amqps://`."""
+    """The `Transport` of a `Client` with the URL of a broker: `amqp://` or `amqps://`."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class OverAmqp:
         self._publisher = Publisher(self._connection, tracing=tracing, on_channel=self._replies.direct.consume)
         answers = ReplyQueue()
         asking = Publisher(self._connection, tracing=tracing, on_channel=answers.direct.consume)
-        self._control = Control(asking, answers, names=names, user=self.user)
+        self._control = Control(asking, answers, connection=self._connection, names=names, user=self.user)
 
     @property
     def trouble(self) -> str | None:
         return self._connection.trouble or self._connection.blocked
 
     async def __aenter__(self) -> Self:
-        """Connect. Raises BrokerUnreachable, AccessRefused."""
+        """Connect to the broker. Raises BrokerUnreachable, AccessRefused."""
         await self._connection.__aenter__()
         return self
 
@@ -63,70 +63,70 @@ class OverAmqp:
         await self._connection.__aexit__(*_)
         self._bodies.close()
 
-    async def publish(self, asked: Asked) -> None:
-        await self._bodies.take_out(asked)
+    async def publish(self, outgoing: OutgoingRequest) -> None:
+        await self._bodies.store_body(outgoing)
         try:
-            await self._publish(asked)
+            await self._publish(outgoing)
         except BrokerError as error:
-            if not (error.maybe_published or asked.may_be_published):
-                await self._bodies.put_back(asked)
-            asked.may_be_published |= error.maybe_published
+            if not (error.maybe_published or outgoing.may_be_published):
+                await self._bodies.remove_body(outgoing)
+            outgoing.may_be_published |= error.maybe_published
             raise
-        asked.may_be_published = True
+        outgoing.may_be_published = True
 
-    async def _publish(self, asked: Asked) -> None:
+    async def _publish(self, outgoing: OutgoingRequest) -> None:
         try:
             await self._publisher.publish_surely(
-                asked.message,
+                outgoing.message,
                 exchange=self._names.requests,
-                routing_key=asked.key,
-                within_s=asked.publish_within_s,
-                refused_within_s=asked.full_within_s,
-                absent_within_s=asked.absent_within_s,
+                routing_key=outgoing.key,
+                within_s=outgoing.publish_within_s,
+                refused_within_s=outgoing.full_within_s,
+                absent_within_s=outgoing.absent_within_s,
                 gives_up_on=(TopologyMismatch, BrokerBlocked),
             )
         except PublishRefused as error:
-            lane = asked.key.partition(".")[0]
+            lane = outgoing.key.partition(".")[0]
             depth = await self.depth(lane)
             holds = "" if depth is None else f" holds {depth.ready} requests and"
             full = PublishRefused(f"the lane is full: {self._names.intake(lane)}{holds} takes no more; try again later")
             full.maybe_published = error.maybe_published
             raise full from error
 
-    async def answer(self, asked: Asked) -> Final:
+    async def answer(self, outgoing: OutgoingRequest) -> Final:
         while True:
             try:
-                async with aclosing(self.replies(asked)) as replies:
+                async with aclosing(self.replies(outgoing)) as replies:
                     async for reply in replies:
                         if isinstance(reply, Final):
                             return reply
             except ReplyLost as lost:
-                if asked.chose_id:
+                if outgoing.chose_id:
                     continue
                 try:
-                    return await self._kept(asked, lost)
+                    return await self._stored_result(outgoing, lost)
                 except AccessRefused:
-                    continue  # publish again under the same id: that returns the stored reply
+                    continue  # publish the request again with the same id: a worker then sends the stored reply
 
-    async def replies(self, asked: Asked) -> AsyncGenerator[Part | Final, None]:
-        with self._replies.expecting(asked.message) as arrived:
-            await self.publish(asked)
+    async def replies(self, outgoing: OutgoingRequest) -> AsyncGenerator[Part | Final, None]:
+        with self._replies.expecting(outgoing.message) as arrived:
+            await self.publish(outgoing)
             self._replies.published(arrived)
             while True:
-                reply = await next_of(arrived, end=asked.end)
+                reply = await next_of(arrived, end=outgoing.end)
                 if n.STATUS in reply.headers:
-                    yield final_of(reply)
+                    yield await self._bodies.whole(final_of(reply), end=outgoing.end)
                     return
                 yield part_of(reply)
 
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
-        return await self._control.result(id, tenant=tenant, end=end)
+        return await self._bodies.whole(await self._control.result(id, tenant=tenant, end=end), end=None)
 
     async def cancel(self, id: str, *, tenant: str | None) -> Cancelled:
         return await self._control.cancel(id, tenant=tenant)
 
-    async def cancel_unheard(self, id: str, *, tenant: str | None, within_s: float) -> None:
-        await self._control.cancel_unheard(id, tenant=tenant, within_s=within_s)
+    async def send_cancellation(self, id: str, *, tenant: str | None, within_s: float) -> None:
+        await self._control.send_cancellation(id, tenant=tenant, within_s=within_s)
 
     async def depth(self, lane: str) -> Depth | None:
         queue = self._names.intake(lane)
@@ -135,14 +135,17 @@ class OverAmqp:
         except BrokerError:
             return None
 
-    async def _kept(self, asked: Asked, lost: ReplyLost) -> Final:
-        """Wait for the stored result of a request whose reply was lost. Raises Problem, TimeoutError, AccessRefused,
-        ReplyLost."""
+    async def _stored_result(self, outgoing: OutgoingRequest, lost: ReplyLost) -> Final:
+        """Wait for the stored result of a request whose reply was lost.
+
+        Raises Problem, TimeoutError, AccessRefused, ReplyLost, BodyError, BodiesUnavailable.
+        """
         try:
-            return await self._control.result(asked.id, tenant=asked.tenant, end=asked.end)
+            final = await self._control.result(outgoing.id, tenant=outgoing.tenant, end=outgoing.end)
         except (NotEnded, NoReply):
             raise TimeoutError from None
         except AccessRefused:
             raise
         except (BrokerError, ControlRefused) as error:
             raise ReplyLost(f"{lost}; fetching its result failed: {error}") from error
+        return await self._bodies.whole(final, end=outgoing.end)

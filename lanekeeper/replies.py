@@ -1,4 +1,4 @@
-"""Replies as a requester reads them: the parts of a stream, the final answer, or the problem if it failed."""
+"""Replies as a requester reads them: the parts of a stream, the final answer, or the problem if the request failed."""
 
 import json
 from collections.abc import Mapping
@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lanekeeper.contract import names as n
-from lanekeeper.contract.messages import Message
+from lanekeeper.contract.messages import BodyAddress, Message, body_address_in
 from lanekeeper.contract.problems import PROBLEMS, RequestProblem
 
 
 class Problem(RequestProblem):
-    """The request ended in an error; `fields` are those of the problem document, as received."""
+    """The error of a request that failed or was refused. `fields` has the members of the problem document, as
+    received."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         code = str(document.get("code"))
         detail = str(document.get("detail", "no detail"))
-        # A newer service may know codes that this client does not.
+        # A newer service may send codes that this client does not know.
         known = code if code in PROBLEMS else "internal"
         super().__init__(known, detail if known == code else f"{code}: {detail}", status=_int(document.get("status")))
         self.fields = document
@@ -32,17 +33,18 @@ class Problem(RequestProblem):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One reply of a stream, before the final one."""
+    """A part of a streamed answer: a reply that comes before the final reply."""
 
     kind: Literal["event", "restart"]
     """`restart`: discard the events so far, because an attempt failed or another worker took over."""
     seq: int
+    """The position in the stream, from 0."""
     body: bytes
-    """One event of Anthropic's stream, as JSON; `{}` for a restart."""
+    """The JSON of one event of Anthropic's stream; `{}` for a restart."""
 
     @property
     def event(self) -> Mapping[str, Any]:
-        """The same as an object."""
+        """The JSON of this part, parsed: one event of Anthropic's stream."""
         found = json.loads(self.body)
         assert isinstance(found, dict)
         return found
@@ -56,10 +58,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Final:
-    """The final answer and its metadata."""
+    """The final reply to a request that succeeded: the answer and its metadata."""
 
     body: bytes
-    """Anthropic's Message, as JSON."""
+    """The JSON of Anthropic's Message. If the answer lies in the store and was not fetched: JSON with its
+    address (see `kept`)."""
     request_id: str
     lane: str
     model: str
@@ -71,6 +74,11 @@ class Final:
     headers: Mapping[str, Any]
 
     @property
+    def kept(self) -> BodyAddress | None:
+        """The address and digest of an answer that was too large for a message; None for any other answer."""
+        return body_address_in(self.headers)
+
+    @property
     def message(self) -> dict[str, Any]:
         found = json.loads(self.body)
         assert isinstance(found, dict)
@@ -78,12 +86,12 @@ class Final:
 
     @property
     def text(self) -> str:
-        """The text blocks of the answer, joined."""
+        """The text of the answer: its text blocks, joined."""
         return "".join(block["text"] for block in self.message.get("content", ()) if block.get("type") == "text")
 
 
 def part_of(message: Message) -> Part:
-    """Read a reply other than the final one."""
+    """Convert the message of a reply that is not the final one."""
     kind = message.headers.get(n.PART)
     return Part(
         kind="restart" if kind == "restart" else "event",
@@ -93,7 +101,7 @@ def part_of(message: Message) -> Part:
 
 
 def final_of(message: Message) -> Final:
-    """Read the final reply. Raises Problem if the request ended in an error."""
+    """Convert the message of a final reply. Raises Problem if the request ended in an error."""
     headers = message.headers
     if headers.get(n.STATUS) != "ok":
         raise Problem(json.loads(message.body))

@@ -22,21 +22,22 @@ from lanekeeper.contract.problems import BrokerError
 from lanekeeper.errors import ReplyLost
 
 UNREAD_BYTES = 1024 * 1024
-"""Parts of one answer that may wait for their reader: many seconds of what a model writes."""
+"""How many bytes of one answer may wait for their reader. A model needs many seconds to write this much."""
 
 
 class Arrivals:
-    """The replies to one message, in order."""
+    """The replies to one message that have arrived and were not read yet, in order."""
 
     def __init__(self) -> None:
-        self._came: asyncio.Queue[Message | BrokerError] = asyncio.Queue()  # bounded by UNREAD_BYTES and one more
+        self._came: asyncio.Queue[Message | BrokerError] = asyncio.Queue()  # bounded by UNREAD_BYTES and one more part
         self._unread_bytes = 0
         self._is_lost = False
         self.is_published = False
-        """While false, losing the channel loses no reply to this message."""
+        """Whether the broker has confirmed the message. Before that, losing the channel loses no reply to it."""
 
     def add(self, reply: Message) -> None:
-        """Add a reply. If too much is unread already, the rest is lost."""
+        """Add a reply. If more than `UNREAD_BYTES` are unread, this and all later replies are dropped, and the reader
+        gets ReplyLost after the earlier ones."""
         if self._unread_bytes > UNREAD_BYTES:
             self.lose(ReplyLost("its parts came faster than they were read; fetch it whole: lanekeeper result"))
         elif not self._is_lost:
@@ -44,13 +45,17 @@ class Arrivals:
             self._came.put_nowait(reply)
 
     def lose(self, error: ReplyLost) -> None:
-        """Nothing more comes after what has come."""
+        """Make `next` raise `error` after the replies that have arrived. Later replies are dropped."""
         if not self._is_lost:
             self._is_lost = True
             self._came.put_nowait(error)
 
+    @property
+    def has_next(self) -> bool:
+        return not self._came.empty()
+
     async def next(self) -> Message:
-        """The next reply. Raises ReplyLost."""
+        """Wait for the next reply and return it. Raises ReplyLost."""
         reply = await self._came.get()
         if isinstance(reply, BrokerError):
             raise reply
@@ -59,16 +64,17 @@ class Arrivals:
 
 
 class ReplyQueue:
-    """Hands each reply to its waiting caller, by correlation id."""
+    """Passes each reply that arrives to the caller that waits for it, by the correlation id."""
 
     def __init__(self) -> None:
         self._expected: dict[str, Arrivals] = {}
         self.direct = DirectReplies(on_reply=self._on_reply, on_lost=self._on_lost)
-        """The receiver of replies. Pass its `consume` to the publisher of the requests (`on_channel`)."""
+        """The consumer of replies. Pass its `consume` as `on_channel` to the publisher of the requests."""
 
     @contextmanager
     def expecting(self, message: Message) -> Iterator[Arrivals]:
-        """Collect the replies to a message. Sets the message's `reply_to` and `correlation_id`."""
+        """Collect the replies to a message, which is to be published inside the block. Sets the message's `reply_to`
+        and `correlation_id`."""
         message.reply_to = DIRECT_REPLY_TO
         message.correlation_id = uuid.uuid4().hex
         arrived = self._expected[message.correlation_id] = Arrivals()
@@ -78,7 +84,7 @@ class ReplyQueue:
             del self._expected[message.correlation_id]
 
     def published(self, arrived: Arrivals) -> None:
-        """Note that the broker has taken the message: if the channel closes from now on, the reply is lost."""
+        """Note that the broker has confirmed the message: if the channel closes from now on, its reply is lost."""
         arrived.is_published = True
         if not self.direct.is_open:
             arrived.lose(_lost())
@@ -94,7 +100,9 @@ class ReplyQueue:
 
 
 async def next_of(arrived: Arrivals, *, end: float | None) -> Message:
-    """The next reply. Raises ReplyLost, and TimeoutError at `end` (by the loop's clock)."""
+    """Wait for the next reply. Raises ReplyLost, and TimeoutError at `end` (by the event loop's clock)."""
+    if arrived.has_next:  # without a timeout, which costs time
+        return await arrived.next()
     async with asyncio.timeout_at(end):
         return await arrived.next()
 

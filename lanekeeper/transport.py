@@ -1,11 +1,11 @@
-"""The seam under `Client`: how requests get to their lanes and answers come back. Over AMQP or over HTTP."""
+"""The interface between `Client` and the two ways to send requests and receive answers: AMQP and HTTP."""
 
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Protocol, Self
 
-from lanekeeper.contract.messages import Kept, Message
+from lanekeeper.contract.messages import BodyAddress, Message
 from lanekeeper.errors import Cancelled
 from lanekeeper.replies import Final, Part
 
@@ -14,31 +14,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
-    """One request, as its caller wants it sent."""
+class OutgoingRequest:
+    """One request that a client publishes: its message, its caller's options, and the state of publishing it."""
 
     message: Message
     content: BinaryIO | None = None
-    """The body, where it is a file: `message` is then empty."""
+    """The body, if the caller gave it as a file; the body of `message` is then empty."""
     key: str
+    """The routing key."""
     tenant: str | None
     chose_id: bool
     """Whether the caller chose the request's id."""
     publish_within_s: float
-    """How long to try to publish."""
+    """The limit for publishing, with all repetitions."""
     absent_within_s: float | None
-    """How long of that to wait for a broker that is not there, as long as nothing was published; None: all of it."""
+    """A shorter limit for publishing while there is no connection and nothing was sent yet; None: no shorter limit."""
     full_within_s: float
-    """How long of that a full lane is tried again."""
+    """A shorter limit for publishing while the lane is full."""
     timeout_s: float | None
-    """How long the caller waits for the answer; None: without a bound."""
+    """How long the caller waits for the answer; None: without a limit."""
     end: float | None
-    """The moment (by the loop's clock) at which this time is over."""
+    """The time at which `timeout_s` is over, by the event loop's clock; None: never."""
 
     may_be_published: bool = False
-    """Whether an earlier try may have reached the broker."""
-    kept: Kept | None = None
-    """Where the body was put that is too large for a message."""
+    """Whether an earlier try to publish may have reached the broker."""
+    kept: BodyAddress | None = None
+    """The address and digest of the body, if it was put into the store for large bodies."""
 
     @property
     def id(self) -> str:
@@ -47,11 +48,15 @@ class Asked:
 
 
 class Transport(Protocol):
-    """`Client` says what each method returns and raises. `answer` and `replies` raise TimeoutError at `asked.end`."""
+    """How a `Client` reaches the workers: through the broker (`OverAmqp`) or through a gateway (`OverHttp`).
+
+    The methods return and raise the same as those of `Client`. `answer` and `replies` raise TimeoutError at
+    `outgoing.end`.
+    """
 
     @property
     def user(self) -> str:
-        """Whom the other end knows this client as; empty if only the other end knows."""
+        """The client's user on the broker; empty over HTTP, where the gateway identifies the caller by its API key."""
         ...
 
     @property
@@ -61,23 +66,24 @@ class Transport(Protocol):
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    async def publish(self, asked: Asked) -> None: ...
+    async def publish(self, outgoing: OutgoingRequest) -> None: ...
 
-    async def answer(self, asked: Asked) -> Final: ...
+    async def answer(self, outgoing: OutgoingRequest) -> Final: ...
 
-    def replies(self, asked: Asked) -> AsyncGenerator[Part | Final, None]: ...
+    def replies(self, outgoing: OutgoingRequest) -> AsyncGenerator[Part | Final, None]: ...
 
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final: ...
 
     async def cancel(self, id: str, *, tenant: str | None) -> Cancelled: ...
 
-    async def cancel_unheard(self, id: str, *, tenant: str | None, within_s: float) -> None:
-        """Cancel without waiting for a worker, within about `within_s`. Raises BrokerError, ControlRefused."""
+    async def send_cancellation(self, id: str, *, tenant: str | None, within_s: float) -> None:
+        """Send a cancellation within about `within_s`, without waiting for a worker's answer. Raises BrokerError,
+        ControlRefused."""
         ...
 
     async def depth(self, lane: str) -> "Depth | None": ...
 
 
-def moment(timeout_s: float | None) -> float | None:
-    """The moment `timeout_s` from now, by the loop's clock."""
+def time_in(timeout_s: float | None) -> float | None:
+    """The time `timeout_s` from now, by the event loop's clock; None for None."""
     return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s

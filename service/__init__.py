@@ -1,4 +1,4 @@
 """How people and processes reach Lanekeeper: worker, command line, demo.
 
-Start at `worker/assembly.py`. It imports `consumers` and `topology`.
+Start at `worker/assembly.py`. This package imports `consumers` and `topology`.
 """

@@ -5,9 +5,10 @@ vhost         a virtual host of the test's own on it
 own_broker    a broker of the test's own, which it may kill and start again
 
 With `--every-version`, as `./dev test` does it, tests in tests/broker and tests/journeys that use one of them run on
-RabbitMQ in containers: those marked `every_version` three times, on 3.10, 4.0 and 4.3, and the others on the newest
-(`-k 4.3`: those on one version). With `--every-test-on-every-version` all of them run three times. If there is no
-container for a version, its tests are skipped; in CI they fail. If there is none at all they run on the broker above.
+RabbitMQ in containers: those marked `every_version` three times, on 3.10, 4.0 and 4.3; those marked `oldest_version`
+twice, on 3.10 and 4.3; and the others on the newest (`-k 4.3`: those on one version). With
+`--every-test-on-every-version` all of them run three times. If there is no container for a version, its tests are
+skipped; in CI they fail. If there is none at all they run on the broker above.
 """
 
 import gc
@@ -17,6 +18,7 @@ from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import ExitStack
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from service.private_broker.broker import PrivateBroker, guarded_broker, private_broker
@@ -51,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "any machine", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("any machine")
+    # tests log errors by the hundred, and nobody looks at most: rich would colour each line of the source
+    structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
     use_memory()
     if _in_containers(config) and not hasattr(config, "workerinput"):
         stack = config.stash[_STACK] = ExitStack()
@@ -58,10 +62,32 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[MISSING] = json.dumps({each: why for each in keeper.VERSIONS if (why := _missing(each))})
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep what is imported out of garbage collection: it stays for the whole session, and looking through it again and
+    again took a fifth of the fast tests' time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Let the keeper remove all brokers."""
     if stack := config.stash.get(_STACK, None):
         stack.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup`: what uses a broker runs in one process, one after the other, and the rest in another."""
+    if config.getoption("dist", "no") == "loadgroup":
+        for item in items:
+            ring = "with a broker" if item.nodeid.startswith(ON_EVERY_VERSION) else "without"
+            item.add_marker(pytest.mark.xdist_group(ring))
 
 
 def _in_containers(config: pytest.Config) -> bool:
@@ -95,10 +121,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         versions: list[object] = [DEFAULT]
         if _in_containers(metafunc.config) and metafunc.definition.nodeid.startswith(ON_EVERY_VERSION):
             every = metafunc.config.option.every_test_on_every_version
-            marked = metafunc.definition.get_closest_marker("every_version") is not None
+            marked = {mark.name for mark in metafunc.definition.iter_markers()}
             missing = json.loads(os.environ[MISSING])
             newest = [each for each in keeper.VERSIONS if each not in missing][-1:]
-            wanted = keeper.VERSIONS if every or marked else newest
+            wanted: list[str] = newest
+            if every or "every_version" in marked:
+                wanted = list(keeper.VERSIONS)
+            elif "oldest_version" in marked:
+                wanted = sorted({keeper.VERSIONS[0], *newest}, key=keeper.VERSIONS.index)
             versions = [_version(each, missing.get(each)) for each in wanted]
             if not newest:
                 versions.append(DEFAULT)

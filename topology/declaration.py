@@ -1,31 +1,32 @@
-"""START HERE: what is on the broker, as one value.
+"""START HERE: declares everything that we need on the broker, as one value.
 
     declare(lanes, names=Names(), broker_version="4.3.6") -> Topology
 
     lane.requests (topic) ── <lane>.# ──► lane.<lane>      intake: bounded, by priority
-    lane.side.00 … (topic) ── <lane>.# ──► lane.<lane>.side.00 …    what workers set aside, by tenant
+    lane.side.00 … (topic) ── <lane>.# ──► lane.<lane>.side.00 …    requests that workers set aside, by tenant
     lane.delay.28 … .00   ──► lane.due (topic, internal) ── <lane>.# ──► lane.<lane>.due
-    lane.fallen           what expired, was delivered too often, or had no lane
+    lane.fallen           messages that expired, were delivered too often, or had no lane
     lane.dead, lane.events, lane.control
 
-What differs by broker version is in `Broker`, and nowhere else.
+Only `Broker` knows the differences between RabbitMQ versions.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lanekeeper.contract.names import KEPT_KEYS, Names
+from lanekeeper.contract.names import CONTROL_BINDING_KEYS, Names
 from topology import delays
 from topology.lanes import LaneSpec
 from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
 
 OLDEST = (3, 10)
 RECOMMENDED = (4, 3, 5)
-"""Earlier versions have security holes; for example, a forged direct reply-to address kills the connection that answers
-it."""
+"""Earlier versions have security holes; for example, a publish to a forged direct reply-to address kills the connection
+of the publisher."""
 DELIVERY_LIMIT = 20
-"""For requests that kill their worker before it claims them; a worker buries others at their fifth delivery."""
+"""The broker moves a message to `lane.fallen` after so many deliveries. It is for requests that kill their worker
+before the worker claims them; other requests are buried by a worker at their fifth delivery."""
 NO_DELIVERY_LIMIT = -1
 CLASSIC_PRIORITIES = 9
 REPLICATION = "in a cluster, quorum queues are kept on three nodes"
@@ -34,7 +35,7 @@ _VERSION = re.compile(r"(\d+)\.(\d+)")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Broker:
-    """What a RabbitMQ version can do, as far as the declaration depends on it (docs/broker.md)."""
+    """A RabbitMQ version, and its features on which the declaration depends (docs/broker.md)."""
 
     major: int
     minor: int
@@ -55,42 +56,43 @@ class Broker:
 
     @property
     def quorum_intake(self) -> bool:
-        """Quorum queues have priorities from 4.0 on; before, only classic queues have."""
+        """Whether intakes are quorum queues. Before 4.0, only classic queues have priorities."""
         return self.major >= 4
 
     @property
     def intakes(self) -> str:
-        """What the intakes are, and what that means in a cluster."""
+        """A phrase for people: the type of the intakes, and its consequence in a cluster."""
         return "quorum intakes" if self.quorum_intake else "classic intakes, each on one node alone"
 
     @property
     def priorities(self) -> str:
-        """What a requester may expect of `priority` inside a lane (docs/contract.md)."""
+        """A phrase for people: how `priority` orders requests inside a lane (docs/contract.md)."""
         if (self.major, self.minor) >= (4, 3):
             return "strict, 0 to 31"
         return "two classes, above 4 is high" if self.quorum_intake else f"strict, 0 to {CLASSIC_PRIORITIES}"
 
 
 def is_before(version: str, floor: tuple[int, ...]) -> bool:
-    """Whether a broker's version, as it reports it ("4.3.6+deb"), is older than `floor`."""
+    """Whether the version that a broker reports ("4.3.6+deb") is older than `floor`."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[: len(floor)]) < floor
 
 
 def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> Topology:
-    """Everything that `lanes` need on a broker of that version. Raises ValueError for a version that is too old."""
+    """Compute the exchanges, queues and bindings that `lanes` need on a broker of this version; nothing is sent to a
+    broker. Raises ValueError if the version is too old."""
     broker = Broker.of(broker_version)
-    most_sides = max((lane.side_queues for lane in lanes), default=0)
+    max_side_queues = max((lane.side_queues for lane in lanes), default=0)
     return Topology(
         exchanges=(
             *_exchanges(names),
-            *(Exchange(names.side_exchange(number), "topic") for number in range(most_sides)),
+            *(Exchange(names.side_exchange(number), "topic") for number in range(max_side_queues)),
             *delays.exchanges(names),
         ),
         queues=(
             *(queue for lane in lanes for queue in (_intake(lane, names, broker), _due(lane, names))),
             *(_side(lane, number, names, broker) for lane in lanes for number in range(lane.side_queues)),
-            *delays.queues(names, quorum=_quorum()),
-            *(Queue(name, _kept(broker)) for name in (names.fallen, names.dead, names.control)),
+            *delays.queues(names, quorum=_quorum_arguments()),
+            *(Queue(name, _unlimited(broker)) for name in (names.fallen, names.dead, names.control)),
         ),
         bindings=(
             *(binding for lane in lanes for binding in _lane_bindings(lane.name, names)),
@@ -98,7 +100,7 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
             *delays.bindings(names),
             Binding(names.fallen, names.fallen),
             Binding(names.dead, names.dead, routing_key="#"),
-            *(Binding(names.control, names.control, routing_key=key) for key in KEPT_KEYS),
+            *(Binding(names.control, names.control, routing_key=key) for key in CONTROL_BINDING_KEYS),
         ),
         namespace=names.namespace,
         lanes=tuple(lane.name for lane in lanes),
@@ -120,7 +122,8 @@ def _exchanges(names: Names) -> tuple[Exchange, ...]:
 
 
 def _intake(lane: LaneSpec, names: Names, broker: Broker) -> Queue:
-    """The queue that takes what is published. If it is full, it refuses publishers and drops nothing."""
+    """The intake of a lane: the queue for the requests that applications publish to it. When it is full, it refuses
+    publishes, and drops no message."""
     bounds: dict[str, Value] = {
         "x-max-length": lane.max_length,
         "x-max-length-bytes": lane.max_length_bytes,
@@ -128,9 +131,10 @@ def _intake(lane: LaneSpec, names: Names, broker: Broker) -> Queue:
         "x-dead-letter-exchange": names.fallen,
     }
     if broker.quorum_intake:
-        return Queue(names.intake(lane.name), {**_quorum(), **bounds, **_counted()})
-    # On 3.x quorum queues ignore priorities, so the intake is classic. Classic queues have neither a delivery limit
-    # nor at-least-once dead-lettering: the worker moves a redelivered request to the due queue, which counts.
+        return Queue(names.intake(lane.name), {**_quorum_arguments(), **bounds, **_with_delivery_limit()})
+    # Before 4.0, quorum queues ignore priorities, so the intake is a classic queue. Classic queues have neither a
+    # delivery limit nor at-least-once dead-lettering. So a worker moves a redelivered request to the due queue, which
+    # counts deliveries.
     return Queue(
         names.intake(lane.name),
         {
@@ -143,15 +147,22 @@ def _intake(lane: LaneSpec, names: Names, broker: Broker) -> Queue:
 
 
 def _due(lane: LaneSpec, names: Names) -> Queue:
-    """The queue for what comes back from a delay. It has no limit: an accepted request must never be refused."""
+    """The due queue of a lane, for the requests that return to it after a delay. It has no length limit, because a
+    request that was accepted once must not be refused."""
     return Queue(
         names.due(lane.name),
-        {**_quorum(), "x-overflow": "reject-publish", "x-dead-letter-exchange": names.fallen, **_counted()},
+        {
+            **_quorum_arguments(),
+            "x-overflow": "reject-publish",
+            "x-dead-letter-exchange": names.fallen,
+            **_with_delivery_limit(),
+        },
     )
 
 
 def _side(lane: LaneSpec, number: int, names: Names, broker: Broker) -> Queue:
-    """A side queue has the arguments of the lane's intake: a limit, and priorities."""
+    """A side queue of a lane, to which workers move requests of tenants that have many waiting requests. It has the
+    same arguments as the lane's intake, among them a length limit and priorities."""
     return Queue(names.side(lane.name, number), _intake(lane, names, broker).arguments)
 
 
@@ -170,20 +181,24 @@ def _lane_bindings(lane: str, names: Names) -> tuple[Binding, Binding]:
     )
 
 
-def _quorum() -> dict[str, Value]:
-    """Arguments of every quorum queue. Without `balanced` the node that declares leads all 29 wait queues."""
+def _quorum_arguments() -> dict[str, Value]:
+    """The queue arguments that all quorum queues share. Without `balanced`, the leaders of all 29 wait queues would be
+    on the node where they are declared."""
     return {"x-queue-type": "quorum", "x-queue-leader-locator": "balanced"}
 
 
-def _counted() -> dict[str, Value]:
-    """Arguments by which a message that exceeds the delivery limit goes to `lane.fallen`, without a loss on the way."""
+def _with_delivery_limit() -> dict[str, Value]:
+    """The queue arguments for a delivery limit. A message that exceeds it is dead-lettered to `lane.fallen`, and is not
+    lost on the way if the broker fails."""
     return {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-strategy": "at-least-once"}
 
 
-def _kept(broker: Broker) -> dict[str, Value]:
-    """Arguments of queues that must never lose a message: they have no limit of any kind.
+def _unlimited(broker: Broker) -> dict[str, Value]:
+    """The arguments of a queue that must never lose a message: it has neither a length limit nor a delivery limit.
 
-    From 4.0 on the default delivery limit is 20, and -1 means none. 3.x has no default limit, and with -1 it would
-    discard a message when it is first returned.
+    From 4.0 on, the default delivery limit is 20, and -1 means no limit. Before, no limit is the default, and with -1
+    the broker would discard a message when it is returned for the first time.
     """
-    return {**_quorum(), "x-delivery-limit": NO_DELIVERY_LIMIT} if broker.quorum_intake else _quorum()
+    return (
+        {**_quorum_arguments(), "x-delivery-limit": NO_DELIVERY_LIMIT} if broker.quorum_intake else _quorum_arguments()
+    )

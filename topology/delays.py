@@ -1,10 +1,11 @@
 """The delay cascade: any delay from 100 ms to a year as a chain of dead-letter hops, with no plugin and no timer.
 
 Level k has a headers exchange and a wait queue of the same name; the queue holds a message for 100 ms * 2^k. A delay is
-a number of 100 ms units. Its binary digits say where the message waits: the header `lane-dKK` is true to wait at level
-KK, and false to skip it. A message enters at the highest bit that is set, because each exchange costs time (28 in a row
-took 63 % of the rate). Each level passes it to the next lower one, the last to `lane.due`. No wait queue sets a
-dead-letter routing key, so the message keeps its key, which leads it to its lane's due queue.
+a number of 100 ms units, and its binary digits say at which levels the message waits: the header `lane-dKK` is true to
+wait at level KK, and false to skip this level. Each level passes the message to the next lower level, and the last one
+passes it to `lane.due`. A message enters at the level of the highest bit that is set, because passing through an
+exchange costs time (through all 28 higher ones, 63 % of the throughput). No wait queue sets a dead-letter routing key,
+so the message keeps its own key, by which `lane.due` routes it to its lane's due queue.
 
     700 ms = 7 units = 111b:  lane.delay.02 (400 ms) → lane.delay.01 (200 ms) → lane.delay.00 (100 ms) → lane.due
 """
@@ -25,23 +26,23 @@ _V = TypeVar("_V")
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Where a delayed message is published, and the headers that it needs in addition to its own."""
+    """Where a delayed message enters the wait queues: the exchange to which it is published, and the delay headers that
+    it needs in addition to its own."""
 
     exchange: str
     headers: Mapping[str, bool]
-    """A bit for every level up to the entry, the lowest first, all present: a level without its bit routes to
-    `lane.fallen`."""
+    """The delay bits: for each level up to the one where the message enters, lowest first, whether it waits at that
+    level. None may be absent: a level whose bit is absent routes the message to `lane.fallen`."""
 
     @property
     def delay_ms(self) -> int:
-        """The delay that was asked for, rounded up to 100 ms."""
+        """How long the message is delayed: the requested delay, rounded up to 100 ms."""
         return sum(wait_ms(level) for level, waits in enumerate(self.headers.values()) if waits)
 
 
 def hop(delay_ms: int, names: Names) -> Hop:
-    """How a message gets to its due queue in `delay_ms`, rounded up to 100 ms. Zero or less: at once.
-
-    Raises ValueError beyond a year.
+    """Compute where to publish a message that must reach its due queue after `delay_ms`, rounded up to 100 ms. Zero or
+    less means no delay. Raises ValueError for more than a year.
     """
     if delay_ms > MAX_DELAY_MS:
         raise ValueError(f"a delay of {delay_ms} ms is longer than a year ({MAX_DELAY_MS} ms)")
@@ -51,26 +52,29 @@ def hop(delay_ms: int, names: Names) -> Hop:
 
 
 def strip_bits(headers: Mapping[str, _V], names: Names) -> dict[str, _V]:
-    """`headers` without delay bits: bits of an earlier delay would lead the message to wrong levels."""
+    """Copy `headers` without delay bits (headers that say at which levels of the delay cascade the message waits),
+    because the bits of an earlier delay would make the message wait at wrong levels."""
     bits = {names.delay_bit(level) for level in range(LEVELS)}
     return {key: value for key, value in headers.items() if key not in bits}
 
 
 def wait_ms(level: int) -> int:
-    """How long a message waits at a level."""
+    """How long a message waits at a level of the delay cascade, in ms: 100 at level 0, and twice as long at each
+    next."""
     return UNIT_MS << level
 
 
 def next_exchange(level: int, names: Names) -> str:
-    """Where a message goes after a level, whether it waited there or not."""
+    """The exchange that gets a message after a level of the delay cascade, whether it waited there or skipped the
+    level: that of the next lower level, or after level 0 the one that leads to the due queues."""
     return names.delay(level - 1) if level else names.due_exchange
 
 
 def exchanges(names: Names) -> tuple[Exchange, ...]:
-    """The headers exchanges of all levels.
+    """The headers exchanges of the delay cascade, one for each level.
 
-    Each has `lane.fallen` as alternate exchange. Without it, a message with a missing bit would never leave the queue
-    above and would block the delays of every lane behind it (docs/facts.md, section 3).
+    Each has `lane.fallen` as its alternate exchange. Without it, a message whose delay bit is absent could not leave
+    the wait queue of the level above, and would block all messages behind it, of every lane (docs/facts.md, section 3).
     """
     return tuple(
         Exchange(names.delay(level), "headers", arguments={"alternate-exchange": names.fallen})
@@ -79,11 +83,12 @@ def exchanges(names: Names) -> tuple[Exchange, ...]:
 
 
 def queues(names: Names, *, quorum: Mapping[str, Value]) -> tuple[Queue, ...]:
-    """The wait queues of all levels; `quorum` are the arguments that every quorum queue of ours has.
+    """The wait queues of the delay cascade, one for each level. `quorum`: the arguments that all our quorum queues
+    share.
 
-    At-least-once dead-lettering (which needs reject-publish) on every version: without it, messages that expire while
-    the broker is down are lost (measured: 640 of 680). No length limit, because each is the dead-letter target of the
-    queue above.
+    They use at-least-once dead-lettering (which needs `reject-publish`) with every RabbitMQ version: without it,
+    messages that expire while the broker is down are lost (640 of 680 in a test). They have no length limit, because
+    each is the dead-letter target of the queue above it.
     """
     return tuple(
         Queue(
@@ -101,20 +106,26 @@ def queues(names: Names, *, quorum: Mapping[str, Value]) -> tuple[Queue, ...]:
 
 
 def bindings(names: Names) -> tuple[Binding, ...]:
-    """Per level: true to its wait queue, false to the next exchange.
+    """The bindings of the delay cascade, two for each level: a message whose delay bit is true goes to the level's wait
+    queue, one whose bit is false to the exchange of the next lower level.
 
-    Booleans, because numbers get different types over AMQP and from imported definitions: the broker would keep two
-    bindings, and neither client could remove the other's.
+    The bits are booleans, because numbers get different AMQP types when they are declared and when they are imported as
+    definitions: the broker would then have two bindings, and the one could not be removed by the other's client.
     """
     return tuple(
         binding
         for level in range(LEVELS)
         for binding in (
-            Binding(names.delay(level), names.delay(level), "queue", "", _match(level, True, names)),
-            Binding(names.delay(level), next_exchange(level, names), "exchange", "", _match(level, False, names)),
+            Binding(names.delay(level), names.delay(level), arguments=_match(level, waits=True, names=names)),
+            Binding(
+                names.delay(level),
+                next_exchange(level, names),
+                destination_kind="exchange",
+                arguments=_match(level, waits=False, names=names),
+            ),
         )
     )
 
 
-def _match(level: int, bit: bool, names: Names) -> dict[str, Value]:
-    return {"x-match": "all", names.delay_bit(level): bit}
+def _match(level: int, *, waits: bool, names: Names) -> dict[str, Value]:
+    return {"x-match": "all", names.delay_bit(level): waits}

@@ -1,4 +1,4 @@
-"""A topology for people: Mermaid for the README, an outline for the terminal."""
+"""Shows a topology to people: as a Mermaid diagram for the README, and as an outline for the terminal."""
 
 from lanekeeper.contract.names import Names
 from topology import delays
@@ -21,14 +21,14 @@ _FLOW = """\
 
 
 def mermaid(topology: Topology) -> str:
-    """Draw the ways of a message as a Mermaid flowchart, with the delay cascade as one node."""
+    """Draw the paths of a message as a Mermaid flowchart. The delay cascade is one node."""
     names = Names(topology.namespace)
     lowest, highest = names.delay(0), names.delay(delays.LEVELS - 1)
     queues = "\n".join(
         f'    {lane}[("{names.intake(lane)}")]\n    {lane}_due[("{names.due(lane)}")]' for lane in topology.lanes
     )
     side, aside = "", ""
-    if most := _side_queues(topology):
+    if most := _side_queues_of_a_lane(topology):
         every = names.side("&lt;lane&gt;", 0), names.side("&lt;lane&gt;", most - 1)
         side = f'    side[("{every[0]} … {every[1]}")]\n'
         aside = '  worker -- "set aside, by tenant" --> side\n'
@@ -54,57 +54,63 @@ def mermaid(topology: Topology) -> str:
 """
 
 
-def _side_queues(topology: Topology) -> int:
-    """The largest number of side queues of any lane."""
+def _side_queues_of_a_lane(topology: Topology) -> int:
+    """The number of side queues of the lane that has the most: there is one side exchange for each."""
     prefix = Names(topology.namespace).side_prefix
-    return sum(each.name.startswith(prefix) for each in topology.exchanges)
+    return sum(exchange.name.startswith(prefix) for exchange in topology.exchanges)
 
 
 def render(topology: Topology) -> str:
-    """List everything, one line each; the delay levels take one line, and so do each lane's side queues."""
+    """List all exchanges, queues and bindings as text, one per line. All levels of the delay cascade share a line, and
+    so do all side queues of a lane."""
     names = Names(topology.namespace)
-    folded = (names.delay_prefix, names.side_prefix)
+    on_one_line = (names.delay_prefix, names.side_prefix)
     cascade = f"{names.delay(0)} … {names.delay(delays.LEVELS - 1)}"
-    most = _side_queues(topology)
-    sides = f"{names.side_exchange(0)} … {names.side_exchange(most - 1)}"
+    most_side_queues = _side_queues_of_a_lane(topology)
+    side_exchanges = f"{names.side_exchange(0)} … {names.side_exchange(most_side_queues - 1)}"
     lines = [f"RabbitMQ {topology.broker_version}: {topology.note}", "", "exchanges"]
-    lines += [f"  {_exchange(each)}" for each in topology.exchanges if not each.name.startswith(folded)]
-    lines += [f"  {sides}: topic"] if most else []
+    lines += [
+        f"  {_exchange(exchange)}" for exchange in topology.exchanges if not exchange.name.startswith(on_one_line)
+    ]
+    lines += [f"  {side_exchanges}: topic"] if most_side_queues else []
     lines += [f"  {cascade}: headers", "", "queues"]
     by_lane: dict[str, list[Queue]] = {}
     for queue in topology.queues:
         for lane in topology.lanes:
             if queue.name.startswith(names.side(lane, 0).removesuffix("00")):
                 by_lane.setdefault(lane, []).append(queue)
-    of_sides = {queue.name for queues in by_lane.values() for queue in queues}
+    side_names = {queue.name for queues in by_lane.values() for queue in queues}
     lines += [
-        f"  {_queue(each)}"
-        for each in topology.queues
-        if not each.name.startswith(names.delay_prefix) and each.name not in of_sides
+        f"  {_queue(queue)}"
+        for queue in topology.queues
+        if not queue.name.startswith(names.delay_prefix) and queue.name not in side_names
     ]
-    lines += [f"  {each[0].name} … {each[-1].name}: {_listed(each[0].arguments)}" for each in by_lane.values()]
+    lines += [
+        f"  {queues[0].name} … {queues[-1].name}: {_format_arguments(queues[0].arguments)}"
+        for queues in by_lane.values()
+    ]
     wait = dict(topology.queue(names.delay(0)).arguments)
     wait["x-message-ttl"] = f"{delays.wait_ms(0)} … {delays.wait_ms(delays.LEVELS - 1)}"
     wait["x-dead-letter-exchange"] = f"the next lower, at last {names.due_exchange}"
-    lines += [f"  {cascade}: {_listed(wait)}", "", "bindings"]
-    lines += [f"  {each.label}" for each in topology.bindings if not each.source.startswith(folded)]
-    lines += [f"  {sides}: '<lane>.#' to the lane's side queue of that number"] if most else []
+    lines += [f"  {cascade}: {_format_arguments(wait)}", "", "bindings"]
+    lines += [f"  {binding.label}" for binding in topology.bindings if not binding.source.startswith(on_one_line)]
+    lines += [f"  {side_exchanges}: '<lane>.#' to the lane's side queue of that number"] if most_side_queues else []
     lines += [f"  {cascade}: true to the wait queue, false to the next lower, at last {names.due_exchange}"]
     return "\n".join(lines)
 
 
 def _exchange(exchange: Exchange) -> str:
     internal = ", internal" if exchange.internal else ""
-    arguments = f", {_listed(exchange.arguments)}" if exchange.arguments else ""
+    arguments = f", {_format_arguments(exchange.arguments)}" if exchange.arguments else ""
     return f"{exchange.name}: {exchange.type}{internal}{arguments}"
 
 
 def _queue(queue: Queue) -> str:
-    return f"{queue.name}: {_listed(queue.arguments)}"
+    return f"{queue.name}: {_format_arguments(queue.arguments)}"
 
 
-def _listed(arguments: Arguments) -> str:
-    """Arguments without their `x-`, the queue's type first."""
+def _format_arguments(arguments: Arguments) -> str:
+    """Format a queue's arguments: its type first, then the others as `name value`, names without their `x-`."""
     kind = arguments.get("x-queue-type")
     others = [f"{key.removeprefix('x-')} {value}" for key, value in arguments.items() if key != "x-queue-type"]
     return ", ".join([str(kind), *others] if kind else others)

@@ -1,26 +1,27 @@
-"""RabbitMQ definitions of a topology, with users that have only the rights they need.
+"""Exports a topology as RabbitMQ definitions, with users that have only the rights they need.
 
-    POST /api/definitions, `rabbitmqctl import_definitions FILE`, or `load_definitions = FILE` in rabbitmq.conf
+They are imported by POST /api/definitions, `rabbitmqctl import_definitions FILE`, or `load_definitions = FILE` in
+rabbitmq.conf.
 
 | role | may |
 |---|---|
 | application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; read its reply queue |
-| client | the same, and cancel its requests and fetch their results: publish to `lane.control` |
+| client | all that an application may; cancel requests and fetch results: publish to `lane.control` |
 | worker | read lanes, fallen and dead letters; write delays, side queues, dead letters, events, replies; make queues |
-| operator | publish to any lane, cancel, watch events by its own queue, read `lane.dead`; see all in the UI |
-| deployer | configure, write and read everything of ours: `topology apply` |
+| operator | publish to any lane, cancel, watch events by its own queue, read `lane.dead`; see all in the management UI
+| | deployer | configure, write and read everything in our namespace: `topology apply` |
 
 Applications and clients may declare nothing. A user that may declare a queue, even one that the broker names, could
 make it dead-letter to `lane.requests` under any key: the broker checks topic permissions when a message is published,
 and not when it is dead-lettered. They get replies by direct reply-to, which needs no right, or from
 `lane.reply.<user>`, a durable queue that is declared for them here.
 
-Workers and operators may declare queues that the broker names (`amq.gen-…`). They may publish into every lane anyway. A
-client cannot choose such a name, so this right allows no exchange. An operator watches events with such a queue, and
-could make it dead-letter to `lane.requests` under any key: operators are trusted.
+Workers and operators may declare queues that the broker names (`amq.gen-…`). Such a queue, too, could dead-letter to
+`lane.requests` under any key; but workers and operators are trusted, and may publish into every lane anyway. The right
+includes no exchanges, because the broker gives such names only to queues.
 
-A user that may write `lane.control` gets answers about requests of its own tenant (`user_id`) only. Requests without a
-tenant belong to everybody who knows their id: do not give the `client` role to untrusted applications.
+A user that may write to `lane.control` gets answers only about requests of its own tenant (`user_id`), and about
+requests without a tenant, of which it must know the id. So do not give the role `client` to untrusted applications.
 """
 
 import base64
@@ -38,32 +39,33 @@ Role = Literal["application", "client", "worker", "operator", "deployer"]
 
 NOTHING = "^$"
 OWN_QUEUES = r"amq\.gen-.*"
-"""Queues that the broker named."""
+"""A pattern for the names that the broker gives to queues."""
 DEFAULT_EXCHANGE = r"amq\.default"
 TAGS: dict[Role, str] = {"operator": "monitoring", "deployer": "management"}
 APPLICATIONS: tuple[Role, ...] = ("application", "client")
 HASHING = "rabbit_password_hashing_sha256"
 SALT_BYTES = 4
-FOUND_ALONE = ("exclusive", "policy", "members")
-"""Properties of a queue that definitions do not contain."""
-CONTROL_AT_MOST = 5_000
-CONTROL_BYTES = 16 * 1024 * 1024
-"""How much may wait in `lane.control` before its publishers are refused. So a flood cannot fill the disk while no
-worker runs, and later messages are reached within seconds. It is a policy, because arguments of an existing queue
-cannot change."""
-REPLIES_AT_MOST = 10_000
-REPLY_BYTES_AT_MOST = 256 * MIB
-"""The limit of a reply queue that its application does not read. Further replies are refused and stay in the store."""
+NOT_EXPORTED = ("exclusive", "policy", "members")
+"""Fields of `Queue` that definitions do not contain, because they are only found on a broker."""
+CONTROL_MAX_MESSAGES = 5_000
+CONTROL_MAX_BYTES = 16 * 1024 * 1024
+"""How many messages and bytes may wait in `lane.control`; then publishes are refused. So a flood of control messages
+cannot fill the disk while no worker runs, and a worker needs only seconds to process all of them. The limits are a
+policy, because the arguments of an existing queue cannot be changed."""
+REPLIES_MAX_MESSAGES = 10_000
+REPLIES_MAX_BYTES = 256 * MIB
+"""How many messages and bytes may wait in a reply queue. When it is full, replies are refused; they stay in the
+store."""
 REPLIES_KEPT_MS = 86_400_000
-"""How long a reply stays in a reply queue: as long as results are kept by default."""
+"""How long a reply stays in a reply queue: as long as results are stored by default."""
 _USER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A user of the broker. Raises ValueError for a name that is more than one word of a routing key.
+    """A user to create on the broker. Raises ValueError for a name that cannot be a single word of a routing key.
 
-    `password_hash` comes from `hash_password`: there is no default password, and none is made here.
+    `password_hash` comes from `hash_password`. There is no default password.
     """
 
     name: str
@@ -72,19 +74,21 @@ class User:
     lanes: tuple[str, ...] = (NORMAL.name, BATCH.name)
     """The lanes that an application or client may publish into. Critical has to be granted explicitly."""
     connections: int = 200
-    """The most connections of an application or client at the same time; each takes some 100 kB of the broker's memory.
-    `rabbitmqctl set_user_limits` changes it, until definitions are imported again."""
+    """How many connections an application or client may have at the same time; each takes some 100 kB of the broker's
+    memory. `rabbitmqctl set_user_limits` changes the limit until definitions are imported again."""
     channels: int = 2000
+    """How many channels an application or client may have at the same time."""
 
     def __post_init__(self) -> None:
-        # The broker puts the user's name into a regular expression, and it is one word of a routing key.
+        # the name is one word of a routing key, and the broker inserts it into a regular expression
         if not _USER_NAME.fullmatch(self.name):
             raise ValueError(f"user name {self.name!r}: allowed are 1 to 64 of A-Z a-z 0-9 _ -")
 
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """Regular expressions of what a user may configure, write to and read from."""
+    """Regular expressions for the names of the queues and exchanges that a user may configure, write to and read
+    from."""
 
     configure: str
     write: str
@@ -92,7 +96,7 @@ class Rights:
 
 
 def hash_password(password: str, *, salt: bytes) -> str:
-    """Hash as RabbitMQ stores it: base64 of a 4-byte salt and SHA-256 over salt and password.
+    """Hash a password as RabbitMQ does: base64 of a 4-byte salt, followed by the SHA-256 of salt and password.
 
     Raises ValueError for an empty password (with it, RabbitMQ lets nobody in) or a salt of another size.
     """
@@ -104,25 +108,26 @@ def hash_password(password: str, *, salt: bytes) -> str:
 
 
 def rights(user: User, topology: Topology) -> Rights:
-    """What a user may do; the names are those of the topology."""
+    """The RabbitMQ permissions on the topology's exchanges and queues that a user's role needs, and no more."""
     names = Names(topology.namespace)
     replies = rf"{re.escape(names.reply_queue(user.name))}(\..+)?"
     match user.role:
         case "application":
-            return Rights(NOTHING, _any(re.escape(names.requests)), _any(replies))
+            return Rights(configure=NOTHING, write=_anchored(re.escape(names.requests)), read=_anchored(replies))
         case "client":
-            return Rights(NOTHING, _any(*map(re.escape, (names.requests, names.control))), _any(replies))
+            may_write = _anchored(*map(re.escape, (names.requests, names.control)))
+            return Rights(configure=NOTHING, write=may_write, read=_anchored(replies))
         case "worker":
             return Rights(
-                _any(OWN_QUEUES),
-                _any(
+                configure=_anchored(OWN_QUEUES),
+                write=_anchored(
                     rf"{re.escape(names.delay_prefix)}\d\d",
                     rf"{re.escape(names.side_prefix)}\d\d",
                     *map(re.escape, (names.dead, names.events)),
                     DEFAULT_EXCHANGE,
                     OWN_QUEUES,
                 ),
-                _any(
+                read=_anchored(
                     *map(re.escape, (*_lane_queues(topology), names.fallen, names.dead, names.control)),
                     rf"{re.escape(names.namespace)}\.({'|'.join(map(re.escape, topology.lanes))})\.side\.\d\d",
                     OWN_QUEUES,
@@ -130,17 +135,17 @@ def rights(user: User, topology: Topology) -> Rights:
             )
         case "operator":
             return Rights(
-                _any(OWN_QUEUES),
-                _any(*map(re.escape, (names.requests, names.control)), OWN_QUEUES),
-                _any(*map(re.escape, (names.dead, names.events)), OWN_QUEUES),
+                configure=_anchored(OWN_QUEUES),
+                write=_anchored(*map(re.escape, (names.requests, names.control)), OWN_QUEUES),
+                read=_anchored(*map(re.escape, (names.dead, names.events)), OWN_QUEUES),
             )
         case "deployer":
             ours = f"^{re.escape(names.namespace)}\\."
-            return Rights(ours, ours, ours)
+            return Rights(configure=ours, write=ours, read=ours)
 
 
 def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> dict[str, Any]:
-    """RabbitMQ's definitions as JSON values. Without users there are no permissions either."""
+    """The definitions of a topology and of `users`, in the JSON format that RabbitMQ imports."""
     return {
         "vhosts": [{"name": vhost}],
         "users": [
@@ -158,7 +163,7 @@ def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> d
         "policies": [_control_policy(topology, vhost)],
         "exchanges": [{"vhost": vhost, **asdict(exchange)} for exchange in topology.exchanges],
         "queues": [
-            {"vhost": vhost, **{field: value for field, value in asdict(queue).items() if field not in FOUND_ALONE}}
+            {"vhost": vhost, **{field: value for field, value in asdict(queue).items() if field not in NOT_EXPORTED}}
             for queue in (*topology.queues, *reply_queues(users, Names(topology.namespace)))
         ],
         "bindings": [
@@ -169,13 +174,13 @@ def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> d
 
 
 def reply_queues(users: Sequence[User], names: Names) -> list[Queue]:
-    """A queue for the replies of each application. It has a limit, refuses replies when full, and dead-letters
-    nothing."""
+    """The reply queues to declare: one for each user with the role application or client. A full queue refuses replies.
+    Expired replies are dropped, not dead-lettered."""
     arguments: Arguments = {
         "x-queue-type": "quorum",
         "x-queue-leader-locator": "balanced",
-        "x-max-length": REPLIES_AT_MOST,
-        "x-max-length-bytes": REPLY_BYTES_AT_MOST,
+        "x-max-length": REPLIES_MAX_MESSAGES,
+        "x-max-length-bytes": REPLIES_MAX_BYTES,
         "x-message-ttl": REPLIES_KEPT_MS,
         "x-overflow": "reject-publish",
     }
@@ -183,7 +188,8 @@ def reply_queues(users: Sequence[User], names: Names) -> list[Queue]:
 
 
 def _limits(user: User) -> dict[str, dict[str, int]]:
-    """Connection limits for applications and clients only: a worker that is refused a connection could not work."""
+    """The limits for connections and channels of a user. Only applications and clients have limits, because a worker
+    whose connection is refused could not work."""
     if user.role not in APPLICATIONS:
         return {}
     return {"limits": {"max-connections": user.connections, "max-channels": user.channels}}
@@ -194,18 +200,19 @@ def _permission(user: User, topology: Topology, vhost: str) -> dict[str, str]:
 
 
 def _topic_permissions(user: User, topology: Topology, vhost: str) -> list[dict[str, str]]:
-    """Which keys a user may publish with, by exchange. For an exchange without an entry, RabbitMQ allows every key."""
+    """RabbitMQ's topic permissions for a user: with which routing keys it may publish to an exchange. To an exchange
+    without an entry, RabbitMQ allows all keys."""
     names = Names(topology.namespace)
-    asks = user.role in APPLICATIONS
-    written: dict[str, str] = {}
-    if asks or user.role == "operator":
-        lanes = "|".join(map(re.escape, user.lanes if asks else topology.lanes))
-        written[names.requests] = rf"^({lanes})\." + (r"{username}\." if asks else "")
+    is_requester = user.role in APPLICATIONS
+    pattern_of: dict[str, str] = {}
+    if is_requester or user.role == "operator":
+        lanes = "|".join(map(re.escape, user.lanes if is_requester else topology.lanes))
+        pattern_of[names.requests] = rf"^({lanes})\." + (r"{username}\." if is_requester else "")
     if user.role == "client":
-        written[names.control] = _any(*map(re.escape, CONTROL_KEYS))
+        pattern_of[names.control] = _anchored(*map(re.escape, CONTROL_KEYS))
     return [
         {"user": user.name, "vhost": vhost, "exchange": exchange, "write": pattern, "read": NOTHING}
-        for exchange, pattern in written.items()
+        for exchange, pattern in pattern_of.items()
     ]
 
 
@@ -214,19 +221,20 @@ def _control_policy(topology: Topology, vhost: str) -> dict[str, Any]:
     return {
         "vhost": vhost,
         "name": f"{control} bound",
-        "pattern": _any(re.escape(control)),
+        "pattern": _anchored(re.escape(control)),
         "apply-to": "queues",
         "priority": 0,
         "definition": {
-            "max-length": CONTROL_AT_MOST,
-            "max-length-bytes": CONTROL_BYTES,
+            "max-length": CONTROL_MAX_MESSAGES,
+            "max-length-bytes": CONTROL_MAX_BYTES,
             "overflow": "reject-publish",
         },
     }
 
 
-def _any(*patterns: str) -> str:
-    """One expression, anchored at both ends: RabbitMQ's would match anywhere in the name otherwise."""
+def _anchored(*patterns: str) -> str:
+    """One regular expression that matches any of `patterns`. It is anchored at both ends, because RabbitMQ otherwise
+    accepts a match anywhere in the queue's or exchange's name."""
     return f"^({'|'.join(patterns)})$"
 
 

@@ -1,6 +1,6 @@
-"""Lanes: the priority tiers, each an intake queue and a due queue with a pool of consumers of its own.
+"""Lanes: the priority tiers. Each lane has an intake queue, a due queue, and a pool of consumers of its own.
 
-The only file that knows one lane from another. Everything that differs by lane is a field of `LaneSpec`.
+No other file has code for a particular lane. Everything that differs by lane is a field of `LaneSpec`.
 """
 
 from dataclasses import dataclass
@@ -15,47 +15,58 @@ class LaneSpec:
 
     name: str
     slots: int
-    """Requests of the intake that one process works on at the same time; also its consumer's prefetch."""
+    """How many requests from the intake one process works on at the same time; also the prefetch of its consumer."""
     slots_min: int | None = None
-    """How many idle slots it never lends. None: an eighth of its slots, at least one (critical: two)."""
+    """How many idle slots this lane keeps for itself and never lends to other lanes. None: an eighth of `slots`, at
+    least 1."""
     slots_max: int | None = None
-    """The most slots it may have (`consumers/capacity/lending.py`), with due slots in proportion. None: eight times its
-    slots. A slot costs little; the provider's budget decides how many are useful."""
+    """The most intake slots that the lane may get when slots are added (`consumers/capacity/lending.py`); due slots are
+    added in proportion. None: eight times `slots`. A slot costs little; the provider's budget limits how many are
+    useful."""
     target_wait_s: float = 10
-    """If requests wait longer for a slot, the lane gets more slots, unless the provider is the bottleneck."""
+    """If requests wait longer than this for a slot, the lane gets more slots, unless the provider is the bottleneck."""
     call_timeout_s: float
-    """The limit of one attempt. If it is streamed: of the time to the first token, and of every pause after it."""
+    """The time limit for one attempt. For a streamed answer, the limit for the time to the first token, and for every
+    pause after it."""
     deadline_s: float
-    """Default and maximum of the time from publishing (or the due time) to the final answer."""
+    """The default and the maximum of a request's deadline: the time from publishing, or from the due time, to the final
+    answer."""
     max_attempts: int
     model: str
+    """The model for requests that name none."""
     max_tokens: int = 1024
+    """The limit for the answer to requests that set none."""
     models: frozenset[str] | None = None
-    """Models that requests may name; None allows every model."""
+    """The models that requests may name; None allows every model."""
     max_length: int
-    """How many messages the intake holds before publishes are refused (not confirmed)."""
+    """How many messages the intake holds at most. A publish to a full intake is refused (nack)."""
     max_length_bytes: int = GIB
     side_queues: int = 8
-    """Queues for requests that are set aside (docs/fairness.md). 0: nothing is set aside."""
+    """How many side queues the lane has: workers move requests of tenants with many waiting requests there
+    (docs/fairness.md). 0: they are not moved."""
 
     @property
     def due_slots(self) -> int:
-        """Slots of the due queue, beside those of the intake: a quarter of the lane's, at least one."""
+        """How many requests from the due queue one process works on at the same time, in addition to `slots`: a quarter
+        of `slots`, at least 1."""
         return max(1, self.slots // 4)
 
     @property
-    def kept_slots(self) -> int:
-        """Idle slots of the intake that are never lent."""
+    def reserved_slots(self) -> int:
+        """How many idle slots this lane keeps for itself and never lends to other lanes: `slots_min`, or an eighth of
+        `slots`, at least 1."""
         return max(1, self.slots // 8) if self.slots_min is None else self.slots_min
 
     @property
     def most_slots(self) -> int:
-        """Slots of the intake, added ones included."""
+        """How many requests from the lane's intake (new ones) one process may work on at the same time, after slots
+        were added: `slots_max`, or eight times `slots`."""
         return 8 * self.slots if self.slots_max is None else self.slots_max
 
     @property
     def most_due_slots(self) -> int:
-        """Slots of the due queue, added ones included."""
+        """How many requests from the lane's due queue (retried and delayed ones) one process may work on at the same
+        time, after slots were added: a quarter of `most_slots`, at least 1."""
         return max(1, self.most_slots // 4)
 
 
@@ -94,8 +105,8 @@ DEFAULT_LANES: tuple[LaneSpec, ...] = (CRITICAL, NORMAL, BATCH)
 
 
 def urgency(lane: str) -> int:
-    """Where a lane stands among the others: 0 is the most urgent."""
-    return _PLACES.get(lane, len(_PLACES))
+    """A lane's rank by urgency: 0 is the most urgent of the default lanes. Lanes with other names come after these."""
+    return _RANKS.get(lane, len(_RANKS))
 
 
-_PLACES = {lane.name: place for place, lane in enumerate(DEFAULT_LANES)}
+_RANKS = {lane.name: rank for rank, lane in enumerate(DEFAULT_LANES)}

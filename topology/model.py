@@ -15,12 +15,13 @@ Arguments = Mapping[str, Value]
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """An exchange. The defaults are what we declare; exchanges found on a broker may have other values."""
+    """An exchange, either declared by us or found on a broker. The default values are those of a declared one."""
 
     name: str
     type: str
     internal: bool = False
-    """No client can publish to it, whatever its rights: only bindings and dead-lettering reach it."""
+    """True: no client can publish to this exchange, whatever its rights. Messages reach it only through bindings and by
+    dead-lettering."""
     arguments: Arguments = field(default_factory=dict)
     durable: bool = True
     auto_delete: bool = False
@@ -28,7 +29,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A queue. Its type is the argument `x-queue-type`."""
+    """A queue, either declared by us or found on a broker. Its type is the argument `x-queue-type`."""
 
     name: str
     arguments: Arguments = field(default_factory=dict)
@@ -36,13 +37,15 @@ class Queue:
     auto_delete: bool = False
     exclusive: bool = False
     policy: Arguments = field(default_factory=dict)
-    """What policies on the broker set beside the arguments (seen some 5 s later); never declared, only found."""
+    """The arguments that policies on the broker add. Empty in a declaration; the management API shows a change after
+    some 5 s."""
     members: tuple[str, ...] = ()
-    """The nodes that keep a quorum queue (seen some 5 s later); never declared, only found."""
+    """The nodes that have a replica of a quorum queue. Empty in a declaration; the management API shows a change after
+    some 5 s."""
 
     @property
     def type(self) -> str:
-        """`quorum`, `classic` or `stream`."""
+        """The queue's type: `quorum`, `classic` or `stream`."""
         return str(self.arguments.get("x-queue-type", "classic"))
 
 
@@ -58,7 +61,7 @@ class Binding:
 
     @property
     def label(self) -> str:
-        """One line that tells it from every other binding: `lane.due → queue lane.batch.due, key 'batch.#'`."""
+        """One line of text that no other binding has: `lane.due → queue lane.batch.due, key 'batch.#'`."""
         text = f"{self.source} → {self.destination_kind} {self.destination}, key {self.routing_key!r}"
         matches = ", ".join(f"{key}={str(value).lower()}" for key, value in sorted(self.arguments.items()))
         return f"{text}, {matches}" if matches else text
@@ -66,26 +69,27 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """All objects of one installation as declared, or all objects found in a virtual host."""
+    """Exchanges, queues and bindings: those that one installation declares, or those found in a virtual host."""
 
     exchanges: tuple[Exchange, ...] = ()
     queues: tuple[Queue, ...] = ()
     bindings: tuple[Binding, ...] = ()
     namespace: str = ""
-    """What all names begin with. Empty if it was found on a broker: a virtual host may hold several namespaces."""
+    """The first word of all names. Empty in a topology found on a broker: a virtual host may have several
+    namespaces."""
     lanes: tuple[str, ...] = ()
-    """Declared: the lanes that it was made for."""
+    """The lanes that the topology is declared for. Empty in one found on a broker."""
     broker_version: str = ""
-    """The RabbitMQ version that it was declared for, or found on."""
+    """The RabbitMQ version that the topology is declared for, or was found on."""
     nodes: tuple[str, ...] = ()
-    """Found: all nodes of the cluster, running or not; empty if the user may not see them."""
+    """All nodes of the cluster, running or not. Empty in a declaration, or if the user may not see the nodes."""
     note: str = ""
-    """Declared: what follows from the version, for people."""
+    """A line for people: which features the declared queues have with this RabbitMQ version."""
 
     def exchange(self, name: str) -> Exchange:
-        """The exchange of that name. Raises KeyError."""
-        return {each.name: each for each in self.exchanges}[name]
+        """The exchange with this name. Raises KeyError."""
+        return {exchange.name: exchange for exchange in self.exchanges}[name]
 
     def queue(self, name: str) -> Queue:
-        """The queue of that name. Raises KeyError."""
-        return {each.name: each for each in self.queues}[name]
+        """The queue with this name. Raises KeyError."""
+        return {queue.name: queue for queue in self.queues}[name]

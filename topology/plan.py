@@ -1,7 +1,7 @@
-"""Compares a broker with what is declared. Each difference is a line for people and a dict for machines.
+"""Compares the topology found on a broker with the declared one, and lists the differences.
 
-What is in our namespace but not declared (a former lane's queue, a binding made by hand) is reported as extra and never
-deleted. What is in no namespace of ours is ignored.
+An object in our namespace that is not declared (a former lane's queue, a binding made by hand) is reported as extra,
+and never deleted. Objects outside our namespace are ignored.
 """
 
 import json
@@ -14,13 +14,14 @@ from lanekeeper.contract.names import Names
 from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
 
 REPLICAS = 3
-"""Members of a quorum queue that is declared in a cluster of three or more: RabbitMQ's own default. The argument that
-would say so (`x-quorum-initial-group-size`) is compared: with it, no queue that exists could be declared again."""
+"""How many replicas a quorum queue has in a cluster of three or more nodes: RabbitMQ's default. It is not set as an
+argument (`x-quorum-initial-group-size`), because declaring an existing queue with a new argument fails."""
 Change = Literal["missing", "differs", "extra"]
 What = Literal["exchange", "queue", "binding"]
 
-BOUNDS = frozenset({"policy max-length", "policy max-length-bytes", "policy overflow"})
-"""What a policy may set for `lane.control` (`topology export` has one)."""
+ALLOWED_CONTROL_POLICY = frozenset({"policy max-length", "policy max-length-bytes", "policy overflow"})
+"""Fields that a policy may set for `lane.control` without a difference being reported (`topology export` contains such
+a policy)."""
 EFFECTIVE_POLICIES = frozenset(
     {
         "dead-letter-exchange",
@@ -34,41 +35,45 @@ EFFECTIVE_POLICIES = frozenset(
         "overflow",
     }
 )
-"""Policy keys that change what happens to a message. Others (where leaders are placed, say) are up to the operator."""
+"""Policy keys that change what happens to a message. Other keys (for example for the placement of leaders) are not
+compared: operators may set them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing on the broker that is not as declared."""
+    """One object on the broker, or one of its properties, that is not as declared."""
 
     change: Change
     what: What
     name: str
     """The name of an exchange or queue, or the label of a binding."""
     field: str | None = None
-    """What differs: `type`, `durable`, `argument x-max-length`, `policy message-ttl`; None for missing and extra."""
+    """The property that differs: `type`, `durable`, `argument x-max-length`, `policy message-ttl`; None if the whole
+    object is missing or extra."""
     wanted: Value | None = None
-    """None: nothing is declared for it."""
+    """The declared value; None if the declaration does not set this property."""
     found: Value | None = None
-    """None: nothing was found for it."""
+    """The value on the broker; None if the property is not set there."""
     remedy: str | None = None
     """The command that corrects it, if that is not `topology apply`."""
 
     @property
     def line(self) -> str:
-        """The difference as one line for people."""
+        """A sentence that describes the difference, for commands and logs."""
         match self.change:
             case "missing":
                 return f"{self.what} {self.name} is missing"
             case "extra":
                 return f"{self.what} {self.name} is on the broker, but not declared"
             case "differs":
-                said = f"{self.what} {self.name}: {self.field} is {_said(self.found)}, declared is {_said(self.wanted)}"
-                return said if self.remedy is None else f"{said}; mend it with: {self.remedy}"
+                found, wanted = _value_text(self.found), _value_text(self.wanted)
+                text = f"{self.what} {self.name}: {self.field} is {found}, declared is {wanted}"
+                return text if self.remedy is None else f"{text}; mend it with: {self.remedy}"
 
 
 def compare(declared: Topology, found: Topology) -> list[Difference]:
-    """Name every difference, in the order of the declaration, what is not declared last."""
+    """List every difference between the declared topology and the one found on a broker, in the order of the
+    declaration. Objects that are not declared come last."""
     return [
         *_compare_exchanges(declared, found),
         *_compare_queues(declared, found),
@@ -78,58 +83,63 @@ def compare(declared: Topology, found: Topology) -> list[Difference]:
 
 
 def without_levels(differences: Sequence[Difference], names: Names) -> tuple[Sequence[Difference], int]:
-    """The differences without the missing parts of delay levels, and the number of these levels. One level stays."""
+    """Leave out the missing objects of the delay cascade's levels, so that they can be reported in one line. Returns
+    the other differences, and the number of levels with missing objects. If it is only one level, nothing is left out,
+    and 0 is returned."""
     level = re.compile(re.escape(names.delay_prefix) + r"\d+")
-    levels = {found[0] for each in differences if each.change == "missing" and (found := level.findall(each.name))}
-    if len(levels) < 2:
+    missing = {found[0] for one in differences if one.change == "missing" and (found := level.findall(one.name))}
+    if len(missing) < 2:
         return differences, 0
-    return [each for each in differences if each.change != "missing" or level.search(each.name) is None], len(levels)
+    return [one for one in differences if one.change != "missing" or level.search(one.name) is None], len(missing)
 
 
 def _compare_exchanges(declared: Topology, found: Topology) -> Iterator[Difference]:
-    there = {each.name: each for each in found.exchanges}
+    by_name = {exchange.name: exchange for exchange in found.exchanges}
     for exchange in declared.exchanges:
-        if exchange.name in there:
-            yield from _compare_fields("exchange", exchange.name, _fields(exchange), _fields(there[exchange.name]))
+        if exchange.name in by_name:
+            yield from _compare_fields("exchange", exchange.name, _fields(exchange), _fields(by_name[exchange.name]))
         else:
             yield Difference("missing", "exchange", exchange.name)
 
 
 def _compare_queues(declared: Topology, found: Topology) -> Iterator[Difference]:
-    there = {each.name: each for each in found.queues}
+    by_name = {queue.name: queue for queue in found.queues}
     for queue in declared.queues:
-        if queue.name in there:
-            seen = _fields(there[queue.name])
-            if queue.name == Names(declared.namespace).control and seen.get("policy overflow") == "reject-publish":
-                seen = {field: value for field, value in seen.items() if field not in BOUNDS}
-            yield from _compare_fields("queue", queue.name, _fields(queue), seen)
-            yield from _compare_members(there[queue.name], declared.namespace, found.nodes)
+        if queue.name in by_name:
+            actual = _fields(by_name[queue.name])
+            if queue.name == Names(declared.namespace).control and actual.get("policy overflow") == "reject-publish":
+                actual = {field: value for field, value in actual.items() if field not in ALLOWED_CONTROL_POLICY}
+            yield from _compare_fields("queue", queue.name, _fields(queue), actual)
+            yield from _compare_members(by_name[queue.name], declared.namespace, found.nodes)
         else:
             yield Difference("missing", "queue", queue.name)
 
 
 def _compare_members(found: Queue, namespace: str, nodes: tuple[str, ...]) -> Iterator[Difference]:
-    """Whether a queue has all its replicas. It has not if the cluster has grown since it was declared."""
+    """Report a quorum queue that has too few replicas, because it was declared before nodes were added to the
+    cluster."""
     wanted = min(REPLICAS, len(nodes))
     if found.members and len(found.members) < wanted:
         others = [node for node in nodes if node not in found.members][: wanted - len(found.members)]
         pattern = re.escape(f"{namespace}.")
         grow = " && ".join(f"rabbitmq-queues grow {node} all --queue-pattern '^{pattern}'" for node in others)
-        yield Difference("differs", "queue", found.name, "members", wanted, len(found.members), grow)
+        yield Difference(
+            "differs", "queue", found.name, field="members", wanted=wanted, found=len(found.members), remedy=grow
+        )
 
 
 def _compare_bindings(declared: Topology, found: Topology) -> Iterator[Difference]:
-    there = {_identity(each) for each in found.bindings}
+    existing = {_identity(binding) for binding in found.bindings}
     for binding in declared.bindings:
-        if _identity(binding) not in there:
+        if _identity(binding) not in existing:
             yield Difference("missing", "binding", binding.label)
 
 
 def _extra(declared: Topology, found: Topology) -> Iterator[Difference]:
     names = Names(declared.namespace)
-    exchanges = {each.name for each in declared.exchanges}
-    queues = {each.name for each in declared.queues}
-    bindings = {_identity(each) for each in declared.bindings}
+    exchanges = {exchange.name for exchange in declared.exchanges}
+    queues = {queue.name for queue in declared.queues}
+    bindings = {_identity(binding) for binding in declared.bindings}
     for exchange in found.exchanges:
         if _is_ours(exchange.name, names) and exchange.name not in exchanges:
             yield Difference("extra", "exchange", exchange.name)
@@ -142,15 +152,17 @@ def _extra(declared: Topology, found: Topology) -> Iterator[Difference]:
 
 
 def _is_ours(name: str, names: Names) -> bool:
-    """Reply queues are in our namespace but belong to the requesters."""
+    """Whether an exchange or queue belongs to our installation, by the first word of its name. Reply queues do not:
+    they belong to the requesters."""
     return name.startswith(f"{names.namespace}.") and not name.startswith(names.reply_prefix)
 
 
 def _concerns_us(binding: Binding, names: Names) -> bool:
-    """Whether a binding begins or ends at something of ours.
+    """Whether a binding begins or ends at an object of ours, and so is reported if it is not declared.
 
-    Anybody may bind to events, and workers bind their own queues to control. Any other binding is reported: one on
-    `lane.requests` reads prompts, and keeps requests without a lane from reaching `lane.fallen`.
+    Bindings from `lane.events` and `lane.control` to foreign queues are allowed: anybody may bind to events, and
+    workers bind queues of their own to control. A foreign binding on `lane.requests` is reported, because its queue
+    gets prompts, and because requests without a lane would go there instead of to `lane.fallen`.
     """
     if _is_ours(binding.destination, names):
         return True
@@ -158,7 +170,7 @@ def _concerns_us(binding: Binding, names: Names) -> bool:
 
 
 def _fields(thing: Exchange | Queue) -> dict[str, Value]:
-    """All properties of an object that are compared, by the names under which differences are reported."""
+    """The properties of an object that are compared. The keys are the names in `Difference.field`."""
     own: dict[str, Value]
     match thing:
         case Exchange():
@@ -180,14 +192,14 @@ def _compare_fields(
     what: What, name: str, declared: Mapping[str, Value], found: Mapping[str, Value]
 ) -> Iterator[Difference]:
     for field in (*declared, *(key for key in found if key not in declared)):
-        wanted, actual = declared.get(field), found.get(field)
-        # True equals 1 in Python, but not on a broker.
-        if type(wanted) is not type(actual) or wanted != actual:
-            yield Difference("differs", what, name, field, wanted, actual)
+        wanted, value = declared.get(field), found.get(field)
+        # True equals 1 in Python, but not in RabbitMQ
+        if type(wanted) is not type(value) or wanted != value:
+            yield Difference("differs", what, name, field=field, wanted=wanted, found=value)
 
 
 def _identity(binding: Binding) -> tuple[str, ...]:
-    """What identifies a binding. For the broker too, other arguments make another binding."""
+    """A key that is equal for equal bindings. As on the broker, bindings with different arguments are different."""
     return (
         binding.source,
         binding.destination_kind,
@@ -197,5 +209,5 @@ def _identity(binding: Binding) -> tuple[str, ...]:
     )
 
 
-def _said(value: Value | None) -> str:
+def _value_text(value: Value | None) -> str:
     return "not set" if value is None else json.dumps(value, ensure_ascii=False)

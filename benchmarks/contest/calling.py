@@ -1,4 +1,4 @@
-"""One call with the vendor's own client, without its retries, and the figures of its answer."""
+"""Calls the provider with Anthropic's own client, without its retries, and returns the figures of the answer."""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -22,8 +22,8 @@ class Reply:
 
     @property
     def retry_after_s(self) -> float | None:
-        told = self.headers.get("retry-after")
-        return None if told is None else float(told)
+        value = self.headers.get("retry-after")
+        return None if value is None else float(value)
 
 
 Call = Callable[[bytes], Awaitable[Reply]]
@@ -31,6 +31,7 @@ Call = Callable[[bytes], Awaitable[Reply]]
 
 @asynccontextmanager
 async def calling(base_url: str) -> AsyncIterator[Call]:
+    """Yields a function that sends a request body to the provider once."""
     async with AsyncAnthropic(api_key="benchmark", base_url=base_url, max_retries=0) as client:
 
         async def call(body: bytes) -> Reply:

@@ -1,4 +1,4 @@
-"""A contestant: Lanekeeper's budget gate alone, around the same calls, without broker, store and worker."""
+"""A contestant: Lanekeeper's budget gate before the same calls, without broker, store and worker."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from contest.load import MAX_TOKENS, MODEL, Ask, Asking, Load
 from consumers.limits import headers
 from consumers.limits.accounts import Budgets
 from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import Heard, Kind
+from consumers.limits.base import Feedback, Kind
 from consumers.limits.estimates import Estimates, UsageClass
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec
@@ -22,10 +22,11 @@ _KINDS = {200: Kind.ANSWERED, 429: Kind.RATE_LIMITED, 529: Kind.OVERLOADED}
 
 
 def spec(load: Load) -> BudgetSpec:
-    """The defaults, with times scaled. Limits are learned from the provider's headers."""
-    usual = BudgetSpec()
-    start = Amounts(*(load.speed * each for each in usual.start))
-    return BudgetSpec(burst_s=usual.burst_s / load.speed, start=start)
+    """The default budget settings, with times and rates scaled by the load's speed. Limits are learned from the
+    provider's headers."""
+    default = BudgetSpec()
+    start = Amounts(*(load.speed * each for each in default.start))
+    return BudgetSpec(burst_s=default.burst_s / load.speed, start=start)
 
 
 @asynccontextmanager
@@ -35,11 +36,12 @@ async def gate_alone(base_url: str, load: Load) -> AsyncIterator[Asking]:
 
 
 def _gate(call: Call, budgets: Budgets, load: Load) -> Asking:
-    """Lets through as many requests at a time as one worker has slots."""
+    """A function that sends a request through the gate. As many requests of a lane run at a time as a worker has slots
+    for it."""
     slots = {lane.name: asyncio.Semaphore(lane.slots) for lane in DEFAULT_LANES}
-    usual = BudgetSpec()
+    default = BudgetSpec()
     estimates = Estimates(
-        first_output_tokens=usual.first_output_tokens, first_bytes_per_token=usual.first_bytes_per_token
+        first_output_tokens=default.first_output_tokens, first_bytes_per_token=default.first_bytes_per_token
     )
 
     async def ask(ask: Ask) -> None:
@@ -55,6 +57,7 @@ def _gate(call: Call, budgets: Budgets, load: Load) -> Asking:
 
 
 async def _attempt(call: Call, ask: Ask, budgets: Budgets, estimates: Estimates, speed: float) -> Reply:
+    """Reserve, call, settle, and learn from the answer, as a worker does."""
     task = UsageClass(ask.lane, "benchmark.budget", MODEL)
     amounts = Amounts(
         1.0, estimates.input_tokens(MODEL, len(ask.body)), estimates.output_tokens(task, max_tokens=MAX_TOKENS)
@@ -71,7 +74,7 @@ async def _attempt(call: Call, ask: Ask, budgets: Budgets, estimates: Estimates,
     kind = _KINDS.get(reply.status, Kind.FAILED)
     counted = used._replace(output_tokens=0) if kind is Kind.ANSWERED else NOTHING
     took_s = time.monotonic() - began_s
-    budgets.learn(ACCOUNT, Heard(kind=kind, rate=rate, retry_after_s=after_s, counted=counted, took_s=took_s))
+    budgets.learn(ACCOUNT, Feedback(kind=kind, rate=rate, retry_after_s=after_s, counted=counted, took_s=took_s))
     if reply.status == 200:
         estimates.learn(
             task, body_bytes=len(ask.body), input_tokens=reply.input_tokens, output_tokens=reply.output_tokens

@@ -3,18 +3,18 @@
     python3 -m venv .cache/litellm
     .cache/litellm/bin/pip install --only-binary :all: 'litellm[proxy]==1.106.2'
 
-Name the version: three releases of it (1.82.7, 1.82.8, 1.107.0) are reported to have been made by somebody else.
+Pin the version: three releases of LiteLLM (1.82.7, 1.82.8, 1.107.0) are reported not to be from its authors.
 
-Each request has a `priority`; lower ones go first (version 1.106 ignores 0, so they begin at 1). A refused request is
-sent again after a second and passes the proxy's queue again; the proxy's own retries would bypass that queue. At most
-as many requests are sent at a time as Lanekeeper has slots: with all 500 at once, the proxy answered almost no critical
-one.
+Each request has a `priority`; lower numbers go first (version 1.106 ignores 0, so the numbers begin at 1). A refused
+request is sent again after a second and passes the proxy's queue again; the proxy's own retries would bypass that
+queue. At most as many requests are sent at a time as Lanekeeper has slots: with all 500 at once, the proxy answered
+almost no critical request.
 
-It takes part in two configurations. The first is the one that its page about priorities shows: the queue lets every
-request through while a deployment is healthy, and a deployment without an alternative always counts as healthy. The
-second (`STRICT`) enforces the limits before each call and pauses the deployment at the first 429, so that the queue is
-used. The proxy counts limits by the minute of the wall clock, refused calls included, so a minute's calls are made at
-its beginning.
+The proxy takes part in two configurations. The first is shown in LiteLLM's documentation of priorities: the queue lets
+every request through while a deployment is healthy, and a deployment without an alternative always counts as healthy.
+The second (`STRICT`) enforces the limits before each call and pauses the deployment at the first 429, so that the queue
+is used. The proxy counts calls, refused ones too, by the minute of the wall clock, so it makes a minute's calls at the
+beginning of the minute.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ STRICT = """\
 
 
 def why_not(load: Load, program: Path) -> str | None:
-    """Why it cannot take part; None if it can."""
+    """The reason why LiteLLM cannot take part; None if it can."""
     if not program.exists():
         return f"no {program}; see benchmarks/contest/litellm.py"
     if load.speed != 1:
@@ -77,6 +77,7 @@ async def version(program: Path) -> str:
 
 @asynccontextmanager
 async def proxy(base_url: str, load: Load, *, program: Path, further: str = "") -> AsyncIterator[Asking]:
+    """Runs the proxy; yields a function that sends a request through it. `further`: lines to append to its settings."""
     slots = {lane.name: asyncio.Semaphore(lane.slots) for lane in DEFAULT_LANES}
     config = _CONFIG.format(
         model=MODEL,
@@ -103,7 +104,8 @@ async def proxy(base_url: str, load: Load, *, program: Path, further: str = "") 
 
 @asynccontextmanager
 async def started(config: str, *, program: Path, options: Sequence[str] = ()) -> AsyncIterator[tuple[str, str, int]]:
-    """Its URL, a key for it, and its process id. Raises TimeoutError if it does not start."""
+    """Runs the proxy with a configuration file of this text. Yields its URL, a key for it, and its process id. Raises
+    TimeoutError if it does not start."""
     (port,), program = free_ports(1), program.absolute()
     url, key = f"http://{LOOPBACK}:{port}", f"sk-{secrets.token_hex(16)}"
     with tempfile.TemporaryDirectory(prefix="lanekeeper-bench-") as folder:
@@ -119,7 +121,7 @@ async def started(config: str, *, program: Path, options: Sequence[str] = ()) ->
             )
         try:
             async with aiohttp.ClientSession() as session:
-                await _started(session, url)
+                await _answers_health_checks(session, url)
             yield url, key, process.pid
         finally:
             process.terminate()
@@ -136,7 +138,7 @@ async def _attempt(session: aiohttp.ClientSession, url: str, body: dict[str, obj
         return float(response.headers.get("retry-after", AGAIN_S))
 
 
-async def _started(session: aiohttp.ClientSession, url: str) -> None:
+async def _answers_health_checks(session: aiohttp.ClientSession, url: str) -> None:
     async with asyncio.timeout(START_WITHIN_S):
         while True:
             try:
@@ -149,9 +151,9 @@ async def _started(session: aiohttp.ClientSession, url: str) -> None:
 
 
 def _environment() -> dict[str, str]:
-    ours = {"PATH", "HOME", "LANG", "TMPDIR"}
+    kept = {"PATH", "HOME", "LANG", "TMPDIR"}
     return {
-        **{name: value for name, value in os.environ.items() if name in ours},
+        **{name: value for name, value in os.environ.items() if name in kept},
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "LITELLM_TELEMETRY": "False",
     }

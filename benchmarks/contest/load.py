@@ -1,4 +1,4 @@
-"""The contest's load, the same for every contestant: which requests are sent and when, and the result of each.
+"""The load of the contest, the same for every contestant: which requests are sent when, and the result of each.
 
 Times in a `Load` and on a `Board` are scaled: with `speed` 10, one second of them takes 0.1 s of real time. All rates
 and intervals are scaled in the same way.
@@ -37,7 +37,7 @@ class Load:
     time."""
     critical_every_s: float | None = 2.0
     finish_s: float = 0.0
-    """How long to wait for the remaining answers after the window; 0: not at all."""
+    """How long to wait for the remaining answers after the window; 0: do not wait."""
     seed: int = 1
 
     @property
@@ -59,7 +59,7 @@ class Ask:
     failed: str | None = None
 
     def wait_s(self, end_s: float, latency_s: float) -> float:
-        """The wait without the provider's own time; for a request without an answer, until `end_s`."""
+        """The time from sending to the answer, or to `end_s` without an answer, minus the provider's own time."""
         return max(0.0, (end_s if self.answered_s is None else self.answered_s) - self.asked_s - latency_s)
 
 
@@ -69,15 +69,17 @@ Asking = Callable[[Ask], Awaitable[None]]
 
 @dataclass(slots=True)
 class Board:
-    """All requests of one contestant."""
+    """All requests that were sent through one contestant."""
 
     load: Load
     asks: list[Ask] = field(default_factory=list)
 
     def waits_s(self, lane: str) -> list[float]:
+        """The sorted waits of a lane's requests."""
         return sorted(ask.wait_s(self.load.window_s, self.load.latency_s) for ask in self.asks if ask.lane == lane)
 
     def answered(self, lane: str | None = None) -> int:
+        """How many requests were answered, of one lane or of all."""
         return sum(ask.answered_s is not None for ask in self.asks if lane in (None, ask.lane))
 
     def failed(self) -> int:

@@ -1,4 +1,5 @@
-"""Waits over time as an SVG: a panel for each contestant, all with the same axes, the waits on a logarithmic one."""
+"""Draws the waits over time as an SVG, with a panel for each contestant. All panels have the same axes; that of the
+waits is logarithmic."""
 
 from collections.abc import Iterator, Sequence
 from html import escape

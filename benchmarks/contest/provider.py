@@ -1,4 +1,4 @@
-"""A contestant's provider: `lanekeeper simulate` in its own process, with enforced limits, and its counts."""
+"""Runs a contestant's provider, `lanekeeper simulate` with enforced limits in its own process, and reads its counts."""
 
 import asyncio
 import sys
@@ -18,20 +18,22 @@ START_WITHIN_S = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What the provider counted so far."""
+    """The provider's counts since its first start."""
 
     calls: int = 0
     running: int = 0
+    """Calls that are admitted and not answered yet."""
     requests: int = 0
     """Calls that its limits admitted."""
     input_tokens: float = 0.0
     refused: int = 0
     """Calls answered with 429."""
     outcomes: Counter[str]
+    """Finished calls, by the provider's word for their outcome."""
 
 
 class SimulatedProvider:
-    """Can be stopped and started again; its counts continue."""
+    """A provider that can be stopped and started again; its counts continue."""
 
     def __init__(self, load: Load, *, options: Sequence[str] = ()) -> None:
         (self.port,) = free_ports(1)
@@ -79,6 +81,8 @@ async def provider(load: Load, *options: str) -> AsyncIterator[SimulatedProvider
 
 
 def _added(before: Counts, stats: dict[str, Any]) -> Counts:
+    """The sum of the counts of earlier processes and of the current one. The input of running calls is estimated by the
+    average of the settled ones."""
     outcomes = Counter(stats["outcomes"])
     settled = sum(stats["models"].values())
     each = stats["input_tokens"] / settled if settled else 0.0

@@ -1,4 +1,4 @@
-"""Contestants without Lanekeeper: call and try again after a 429, with or without a semaphore."""
+"""Contestants without Lanekeeper: they call the provider and retry after a 429, with or without a semaphore."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,8 +14,9 @@ AT_ONCE = 8
 
 @asynccontextmanager
 async def no_gate(base_url: str, load: Load) -> AsyncIterator[Asking]:
-    """No budget gate: each request is called at once, and again after the `retry-after` of a 429. The lanes have
-    Lanekeeper's slots, so that no critical request waits behind batch jobs."""
+    """A contestant without a budget gate: it makes the call of each request at once, and repeats it after the
+    `retry-after` of a 429. Each lane has as many slots as in Lanekeeper, so that no critical request waits behind batch
+    jobs."""
     slots = {lane.name: asyncio.Semaphore(lane.slots) for lane in DEFAULT_LANES}
     async with calling(base_url) as call:
 
@@ -28,7 +29,8 @@ async def no_gate(base_url: str, load: Load) -> AsyncIterator[Asking]:
 
 @asynccontextmanager
 async def semaphore(base_url: str, load: Load) -> AsyncIterator[Asking]:
-    """At most `AT_ONCE` calls at a time, in order of arrival; each again after the `retry-after` of a 429."""
+    """A contestant that makes at most `AT_ONCE` calls at a time, in order of arrival, and repeats a call after the
+    `retry-after` of a 429."""
     slots = asyncio.Semaphore(AT_ONCE)
     async with calling(base_url) as call:
 

@@ -9,14 +9,15 @@ from contest.provider import SimulatedProvider, provider
 from contest.score import Row
 
 Contestant = Callable[[str, Load], AbstractAsyncContextManager[Asking]]
-"""Takes the provider's URL and the load."""
+"""Gets the provider's URL and the load; yields a function that sends a request."""
 Trouble = Callable[[SimulatedProvider, Load], Coroutine[None, None, None]]
 
 
 async def run(
     name: str, contestant: Contestant, load: Load, *, options: Sequence[str] = (), trouble: Trouble | None = None
 ) -> Row:
-    """`options`: of the provider, such as faults. `trouble`: what happens to the provider during the run."""
+    """Run a contestant; returns its row of the table. `options`: options of the provider, such as faults. `trouble`: a
+    function that disturbs the provider during the run."""
     async with provider(load, *options) as by, contestant(by.base_url, load) as asking:
         async with asyncio.TaskGroup() as group:
             sending = group.create_task(send(asking, load))

@@ -1,4 +1,5 @@
-"""Further scenarios, for Lanekeeper alone: a load, what happens to the provider, and what must hold at the end."""
+"""Further scenarios, for Lanekeeper alone. Each has a load, perhaps a fault of the provider, and a condition that must
+hold at the end."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +20,12 @@ DOWN_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """`holds` returns what is wrong with the result; None if nothing is."""
+    """One scenario. `load` derives its load from the given one; `fault_in` describes what is wrong with the result, or
+    returns None."""
 
     name: str
     load: Callable[[Load], Load]
-    holds: Callable[[Row], str | None]
+    fault_in: Callable[[Row], str | None]
     options: Sequence[str] = ()
     trouble: Trouble | None = None
     workers: int = 1
@@ -41,7 +43,7 @@ def _few(load: Load, **changes: float) -> Load:
     return replace(load, window_s=90, jobs=40, critical_every_s=5.0, finish_s=240, **changes)  # type: ignore[arg-type]
 
 
-def _budget_is_used(row: Row) -> str | None:
+def _unused_budget(row: Row) -> str | None:
     assert row.board is not None
     assert row.counts is not None
     load = row.board.load
@@ -52,7 +54,7 @@ def _budget_is_used(row: Row) -> str | None:
     return None if share >= LEAST_USED else f"{share:.1%} of the budget used, not {LEAST_USED:.0%}"
 
 
-def _batch_has_its_share(row: Row) -> str | None:
+def _too_few_batch_jobs(row: Row) -> str | None:
     assert row.board is not None
     load = row.board.load
     least = int(BATCH_SHARE * load.requests_per_minute * load.window_s / 60)
@@ -60,7 +62,7 @@ def _batch_has_its_share(row: Row) -> str | None:
     return None if answered >= least else f"{answered} batch jobs answered, not {least}"
 
 
-def _all_answered(row: Row) -> str | None:
+def _unanswered(row: Row) -> str | None:
     assert row.board is not None
     missing = len(row.board.asks) - row.board.answered()
     if missing:
@@ -70,7 +72,7 @@ def _all_answered(row: Row) -> str | None:
     return None if calls <= MOST_CALLS_PER_ANSWER else f"{calls:.2f} calls per answer, not {MOST_CALLS_PER_ANSWER}"
 
 
-def _not_overspent(row: Row) -> str | None:
+def _overspent(row: Row) -> str | None:
     assert row.counts is not None
     share = row.counts.refused / max(1, row.counts.requests)
     return None if share <= MOST_OVERSPENT else f"{share:.1%} more than there was, not {MOST_OVERSPENT:.0%}"
@@ -81,21 +83,22 @@ SCENARIOS: Mapping[str, Scenario] = {
     for each in (
         Scenario(
             name="batch alone",
-            # in a shorter window, what is kept for other lanes at the end would be a large part
+            # in a shorter window, the reserves of the other lanes, unused at the end, would be a large part of the
+            # budget
             load=lambda load: replace(load, critical_every_s=None, window_s=max(300, load.window_s)),
-            holds=_budget_is_used,
+            fault_in=_unused_budget,
         ),
         Scenario(
-            name="critical flood", load=lambda load: replace(load, critical_every_s=0.25), holds=_batch_has_its_share
+            name="critical flood", load=lambda load: replace(load, critical_every_s=0.25), fault_in=_too_few_batch_jobs
         ),
-        Scenario(name="provider down", load=_few, holds=_all_answered, trouble=_down_and_back),
+        Scenario(name="provider down", load=_few, fault_in=_unanswered, trouble=_down_and_back),
         Scenario(
             name="30 % overloaded",
             load=_few,
-            holds=_all_answered,
+            fault_in=_unanswered,
             options=("--fault", "overloaded=0.3"),
         ),
-        Scenario(name="provider slow", load=lambda load: _few(load, latency_s=20.0), holds=_all_answered),
-        Scenario(name="three workers", load=lambda load: load, holds=_not_overspent, workers=3),
+        Scenario(name="provider slow", load=lambda load: _few(load, latency_s=20.0), fault_in=_unanswered),
+        Scenario(name="three workers", load=lambda load: load, fault_in=_overspent, workers=3),
     )
 }

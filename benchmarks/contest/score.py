@@ -13,7 +13,7 @@ HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The result of one contestant. Without a board: it did not run."""
+    """The result of one contestant. If it did not run, `board` is None and `why_not` gives the reason."""
 
     name: str
     board: Board | None = None
@@ -37,17 +37,17 @@ class Row:
         )
 
     def calls_per_answer(self) -> float:
-        """Calls for each answer, as the provider counted them or, if that is more, as the contestant did: a call may
-        not have reached the provider."""
+        """Calls for each answer. Of the provider's count and the contestant's, the larger one is used, because some
+        calls may not have reached the provider."""
         assert self.board is not None
         assert self.counts is not None
         answered = max(1, self.board.answered())
-        told = sum(ask.attempts for ask in self.board.asks if ask.answered_s is not None)
-        return max(self.counts.calls - self.counts.running, told) / answered
+        attempts = sum(ask.attempts for ask in self.board.asks if ask.answered_s is not None)
+        return max(self.counts.calls - self.counts.running, attempts) / answered
 
 
 def used(amount: float, per_minute: float, load: Load) -> float:
-    """The used part of what could be used: what the bucket held at the beginning, and what came in."""
+    """The used part of what could be used: what the bucket held at the beginning, plus its refill."""
     return amount / (per_minute * (load.window_s + load.burst_s) / 60)
 
 

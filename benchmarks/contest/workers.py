@@ -75,29 +75,31 @@ async def lanekeeper(
             await asyncio.gather(*(process.wait() for process in processes))
             if events is not None:
                 events.update(_events_in(Path(folder, "log")))
-            await _leave_nothing(broker_url, names)
+            await _remove_topology(broker_url, names)
 
 
 def _events_in(log: Path) -> Iterator[str]:
+    """The names of the counted events in a log, each with its `state` and `reason`."""
     for line in log.read_text().splitlines():
         if line.startswith("{") and (event := json.loads(line))["event"] in COUNTED_EVENTS:
             yield " ".join([event["event"], *(event[what] for what in ("state", "reason") if what in event)])
 
 
 def _environment(load: Load) -> dict[str, str]:
-    """This process's environment without any settings, and with the gate's times scaled."""
+    """This process's environment without any settings, but with the burst scaled by the load's speed."""
     foreign = ("LANEKEEPER_", "ANTHROPIC_", "OTEL_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return kept if load.speed == 1 else {**kept, "LANEKEEPER_BUDGET__BURST_S": f"{spec(load).burst_s:g}"}
 
 
 async def _consuming(client: Client, *, workers: int) -> None:
+    """Wait until so many workers consume every lane."""
     async with asyncio.timeout(START_WITHIN_S):
         for lane in DEFAULT_LANES:
             while (depth := await client.depth(lane.name)) is None or depth.consumers < workers:
                 await asyncio.sleep(0.2)
 
 
-async def _leave_nothing(broker_url: str, names: Names) -> None:
+async def _remove_topology(broker_url: str, names: Names) -> None:
     async with Connection(broker_url, name="benchmark") as connection:
         await remove(declare(DEFAULT_LANES, names=names, broker_version=connection.version), connection)

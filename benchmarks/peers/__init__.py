@@ -1,1 +1,2 @@
-"""Other frameworks, each with its worker and its requester. They run in .cache/bench (requirements-bench.lock)."""
+"""Other frameworks, each with a worker and a requester. They run in the virtual environment .cache/bench, which is
+installed from requirements-bench.lock."""

@@ -1,5 +1,5 @@
-"""Celery with threads, because its tasks wait for a provider. Results go over RabbitMQ. It acknowledges late and
-reserves one task for each thread, as its documentation advises for long tasks ("Optimizing")."""
+"""Celery with threads, because its tasks wait for a provider. Results are sent over RabbitMQ. Celery acknowledges late
+and reserves one task for each thread, as its documentation advises for long tasks ("Optimizing")."""
 
 import asyncio
 import os

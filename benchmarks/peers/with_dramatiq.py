@@ -1,5 +1,5 @@
-"""Dramatiq with threads, as its documentation advises for tasks that wait. Results go through Redis: over RabbitMQ it
-cannot answer."""
+"""Dramatiq with threads, as its documentation advises for tasks that wait. Results are written to Redis, because
+Dramatiq cannot send them over RabbitMQ."""
 
 import asyncio
 import os

@@ -1,4 +1,5 @@
-"""FastStream: handlers on asyncio with uvloop, without its validation of arguments and its log lines."""
+"""FastStream: handlers on asyncio with uvloop. FastStream's validation of arguments and its log lines are switched
+off."""
 
 import os
 from typing import Any, Self
@@ -11,23 +12,24 @@ QUEUE = "bench.faststream"
 queue = RabbitQueue(QUEUE, durable=True, arguments={"x-max-priority": 9})
 
 
-def made(slots: int) -> RabbitBroker:
+def broker_with(slots: int) -> RabbitBroker:
+    """FastStream's broker object, with a prefetch of `slots` and publisher confirms."""
     channel = Channel(prefetch_count=slots, publisher_confirms=True)
     return RabbitBroker(os.environ["BENCH_AMQP_URL"], default_channel=channel, apply_types=False, logger=None)
 
 
-async def as_it_is(message: Any) -> bytes:
-    """Pass the body as bytes; by default FastStream decodes JSON."""
+async def undecoded(message: Any) -> bytes:
+    """The body as bytes. Without this decoder FastStream would parse JSON."""
     return bytes(message.body)
 
 
 async def work() -> None:
     from suite.sdk import Calling  # requesters need no SDK, and it takes long to import
 
-    broker = made(int(os.environ["BENCH_SLOTS"]))
+    broker = broker_with(int(os.environ["BENCH_SLOTS"]))
     call = Calling(os.environ["BENCH_BASE_URL"])
 
-    @broker.subscriber(queue, ack_policy=AckPolicy.NACK_ON_ERROR, decoder=as_it_is)
+    @broker.subscriber(queue, ack_policy=AckPolicy.NACK_ON_ERROR, decoder=undecoded)
     async def handle(body: bytes) -> bytes:
         return await call(body)
 
@@ -38,7 +40,7 @@ class Requester:
     """FastStream's own client."""
 
     async def __aenter__(self) -> Self:
-        self._broker = made(1)
+        self._broker = broker_with(1)
         await self._broker.connect()
         await self._broker.declare_queue(queue)
         return self

@@ -1,5 +1,6 @@
-"""LiteLLM's Python proxy before the simulated API: `POST /v1/messages`, without database and logging, as its page about
-production tells: a worker for each core, errors alone in its log. How its environment is made: contest/litellm.py.
+"""Runs LiteLLM's Python proxy before the simulated API, for `POST /v1/messages`. It has no database, a worker for each
+core, and logs only errors, as its documentation advises for production. benchmarks/contest/litellm.py says how to
+install it.
 """
 
 import os
@@ -30,7 +31,7 @@ general_settings:
 
 @asynccontextmanager
 async def served(base_url: str, *, model: str, program: Path) -> AsyncIterator[tuple[str, str, int]]:
-    """Its URL, a key for it, and its process id."""
+    """Runs the proxy; yields its URL, a key for it, and its process id."""
     config = CONFIG.format(model=model, base_url=base_url)
     options = ("--num_workers", str(os.cpu_count() or 1))
     async with litellm.started(config, program=program, options=options) as found:

@@ -1,4 +1,4 @@
-"""One worker process of the replay: its estimates, its calls, and what follows from their results."""
+"""One worker process of the replay: it estimates what requests use, makes their calls, and handles the results."""
 
 import random
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from benchmarks.replaying.load import Ask
 from benchmarks.replaying.provider import Answer, Provider
 from consumers.failures import ProviderError, RateLimitedError, TransientError
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import Heard, Kind, Reservation
+from consumers.limits.base import Feedback, Kind, Reservation
 from consumers.limits.estimates import Estimates, UsageClass
 from consumers.limits.spec import BudgetSpec
 from consumers.outcomes import Retried
@@ -25,14 +25,14 @@ TIMEOUT_S = 600.0
 
 
 class Gate(Protocol):
-    """What a process reports to the replay, and the replay's clock."""
+    """The interface of the replay that a process uses: the clock, and the events that it reports."""
 
     now_s: float
 
     def after(self, seconds: float, event: Callable[[], None]) -> None: ...
     def arrives(self, ask: Ask) -> None: ...
     def settle(self, reservation: Reservation, used: Amounts | None) -> None: ...
-    def learn(self, heard: Heard) -> None: ...
+    def learn(self, feedback: Feedback) -> None: ...
     def calls(self, ask: Ask) -> None: ...
     def leaves(self, ask: Ask) -> None: ...
     def answered(self, ask: Ask) -> None: ...
@@ -49,16 +49,16 @@ class Caller:
         self._breaker = Breaker(rng)
 
     def expected(self, ask: Ask) -> Amounts:
-        """The expected amounts, as `BudgetGate.amounts` computes them."""
+        """The amounts that a request is expected to use, computed as by `BudgetGate.amounts`."""
         return Amounts(
             1.0,
             self._estimates.input_tokens(MODEL, ask.body_bytes),
-            self._estimates.output_tokens(_likes(ask), max_tokens=MAX_TOKENS),
+            self._estimates.output_tokens(_usage_class(ask), max_tokens=MAX_TOKENS),
         )
 
     def call(self, ask: Ask, reservation: Reservation) -> None:
-        """Make the call of a request that was granted. While the breaker is open, the request is put off, and no
-        attempt is counted."""
+        """Make the call of a request that was granted. While the breaker is open, the request comes back later instead,
+        and no attempt is counted."""
         now_s = self._gate.now_s
         if (wait_s := self._breaker.wait_s(now_s)) > 0:
             self._gate.settle(reservation, None)
@@ -89,10 +89,10 @@ class Caller:
         ask.started_s, ask.answered_s = began_s, now_s
         self._breaker = Breaker(self._rng)
         counted = ask.used._replace(output_tokens=0)  # the headers were sent before the output
-        self._gate.learn(Heard(kind=Kind.ANSWERED, rate=answer.rate, counted=counted, took_s=now_s - began_s))
+        self._gate.learn(Feedback(kind=Kind.ANSWERED, rate=answer.rate, counted=counted, took_s=now_s - began_s))
         self._gate.settle(reservation, ask.used)
         self._estimates.learn(
-            _likes(ask),
+            _usage_class(ask),
             body_bytes=ask.body_bytes,
             input_tokens=ask.input_tokens,
             output_tokens=ask.output_tokens,
@@ -131,5 +131,5 @@ class Caller:
         return self._rng.uniform(*TRAVEL_S)
 
 
-def _likes(ask: Ask) -> UsageClass:
+def _usage_class(ask: Ask) -> UsageClass:
     return UsageClass(ask.lane, "replay", MODEL)

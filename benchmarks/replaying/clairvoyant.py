@@ -1,4 +1,4 @@
-"""A bound for comparison: the waits at a gate that knows all future requests and what each will use. Pure.
+"""A bound for comparison: the waits at a gate that knows all future requests and what each of them will use. Pure.
 
 Critical requests are placed first, as if they had the whole account. Then each normal request is placed as early as
 possible without delaying a critical one. Batch gets the rest, so it gets nothing of the full buckets at the beginning.
@@ -17,8 +17,8 @@ NOW = 1e-9
 
 @dataclass(slots=True)
 class _Call:
-    """A call that starts at `at_s`. For each bucket: its level before the call (`before`), and what overflowed since
-    the previous call (`spilt`)."""
+    """A call that starts at `at_s`. For each bucket: its level before the call (`before`), and the refill that was lost
+    since the previous call because the bucket was full (`spilt`)."""
 
     at_s: float
     used: Amounts
@@ -59,7 +59,7 @@ class Clairvoyant:
             blocking = self._blocking(at_s, after, used)
             if blocking is None:
                 return at_s
-            # a later start that is still before that call would leave it no more
+            # starting later, but still before the blocking call, would leave no more for that call
             at_s, after = self._calls[blocking].at_s, blocking + 1
 
     def _blocking(self, at_s: float, after: int, used: Amounts) -> int | None:

@@ -14,8 +14,8 @@ from benchmarks.replaying.scenarios import LANES
 from consumers.limits.amounts import Amounts
 
 SAME_S = 0.05
-"""A start that is later by no more than this counts as the same: timers fire half a millisecond late, and a call
-travels for some milliseconds."""
+"""Two starts that differ by no more than this count as equal: timers fire half a millisecond late, and a call takes
+some milliseconds to reach the provider."""
 WINDOW_S = 240.0
 STEP_S = 5.0
 
@@ -32,21 +32,24 @@ class Beside:
     late: int
     """Requests that started later at the gate."""
     latest_s: float
-    """The longest delay of these; below zero: all requests started earlier at the gate."""
+    """The longest such delay; below zero: all requests started earlier at the gate."""
 
 
 @dataclass(frozen=True)
 class Reserve:
-    """How much of its reserve a lane got in its worst four minutes. Only times in which it always had work count."""
+    """How much of its reserve a lane got in its worst four minutes. Only windows in which the lane always had work
+    count."""
 
     lane: str
     windows: int
+    """The number of windows of four minutes that count."""
     least: float | None
-    """1: the whole reserve. None: there was no such time."""
+    """The smallest part of the reserve; 1: the whole reserve. None: there was no such window."""
 
 
 def beside_own(result: Result, lane: str, own: Own | None = None) -> Beside:
-    """Compare every request of a lane. A request starts when its answered call leaves."""
+    """Compare the start of every request of a lane with its start in an account of the lane's own. A request starts
+    when its answered call is sent."""
     own = own or Own.of(result.scenario, lane)
     asks = [ask for ask in result.of(lane) if ask.counts]
     starts = starts_s(asks, own, limits=result.load.limits, bucket_s=result.scenario.bucket_s)
@@ -78,8 +81,8 @@ def strict_order(result: Result) -> dict[str, Spread]:
 
 
 def reserve(result: Result, lane: str) -> Reserve:
-    """Looks at the limit of which the lane gets most. One request of the largest size is added, for calls that cross
-    the window's edges."""
+    """The lane's worst four minutes. In each window, the limit of which the lane got the largest part counts. One
+    request of the largest size is added, for calls that cross the window's edges."""
     share = result.scenario.spec.lanes[lane].share
     reserved = Amounts(*(share * limit * WINDOW_S / 60 for limit in result.load.limits))
     calls = sorted((ask.started_s, ask.used) for ask in result.of(lane) if ask.started_s is not None)
@@ -102,7 +105,7 @@ def _place(times: Sequence[float], at_s: float) -> int:
 
 
 def _started_s(ask: Ask) -> float:
-    """When the answered call left; infinite if the request was not answered within the replay."""
+    """When the answered call was sent; infinite if the request was not answered within the replay."""
     return float("inf") if ask.started_s is None else ask.started_s
 
 

@@ -1,4 +1,4 @@
-"""The requests of a scenario: those that were recorded, and an endless supply of batch jobs."""
+"""The requests of a scenario: the recorded ones, and an endless supply of batch jobs."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,15 +11,17 @@ from consumers.limits.amounts import Amounts
 from topology.lanes import BATCH
 
 BYTES_PER_TOKEN = (3.6, 4.4)
-"""Varies from request to request, so that the input has to be estimated too."""
+"""The least and the most bytes of a body for each input token. Drawn for each request, so that its input has to be
+estimated."""
 LATENCY_S = 0.5
 TOKENS_PER_S = 60.0
 SPREAD_S = 10.0
-"""Copies of a request come within this time."""
+"""The copies of a request (`Scenario.copies`) arrive within this time after it."""
 
 
 class Stand(NamedTuple):
-    """One stay of a request at the gate. `is_granted` false: it was put off, or the replay ended."""
+    """One stay of a request at the gate. `is_granted` is false if it left the gate without a grant, or the replay
+    ended."""
 
     since_s: float
     until_s: float
@@ -38,7 +40,7 @@ class Ask:
     counts: bool = True
     """True for a recorded request, false for a batch job."""
     reserved: Amounts | None = None
-    """What it was expected to use at its first arrival."""
+    """The amounts that it was expected to use, at its first arrival at the gate."""
     predicted_s: float = 0.0
     """The wait that was predicted at its arrival."""
     joined_s: float | None = None
@@ -46,7 +48,7 @@ class Ask:
     granted_s: float | None = None
     """When it was first granted."""
     started_s: float | None = None
-    """When the answered call left."""
+    """When the answered call was sent."""
     answered_s: float | None = None
     attempts: int = 0
     refused: int = 0
@@ -85,13 +87,13 @@ class Load:
     limits: Amounts
     """The provider's limits per minute."""
     demand: Mapping[str, Amounts]
-    """For each lane: the part of each limit that it asks for."""
+    """For each lane, and each limit: the lane's demand divided by the limit."""
     jobs: Iterator[Recorded]
     """The sizes of batch jobs, without end."""
 
 
 def load(scenario: Scenario) -> Load:
-    """The load of a scenario; the same each time."""
+    """The load of a scenario. It is the same each time."""
     first_s, last_s = scenario.slice_s
     rng = random.Random(scenario.seed)
     cut = {

@@ -1,7 +1,8 @@
 """A bound for comparison: the waits of a lane that has its own provider account, with a part of every limit. Pure.
 
-As at the gate, the expected amounts are taken when a request starts and corrected when it is answered; they are those
-of the replay. First come, first served. A request that is larger than a bucket starts when the bucket is full.
+Requests start in the order of arrival. As at the gate, the amounts that a request is expected to use are taken when it
+starts, and corrected when it is answered; the expected amounts are those of the replay. A request that is larger than a
+bucket starts when the bucket is full.
 """
 
 import heapq
@@ -18,14 +19,16 @@ TRAVEL_S = 0.011
 
 @dataclass(frozen=True)
 class Own:
-    """An account with `part` of each limit. Its buckets hold the part `deep` of what the provider's hold."""
+    """An account with the part `part` of each limit. Its buckets hold the part `deep` of what the provider's buckets
+    hold."""
 
     part: float
     deep: float
 
     @classmethod
     def of(cls, scenario: Scenario, lane: str) -> "Own":
-        """The account that corresponds to a lane's share. The top lane also gets what no lane has a share of."""
+        """The account that corresponds to a lane's share. The top lane's account also gets the part that is no lane's
+        share."""
         shares = {name: each.share for name, each in scenario.spec.lanes.items()}
         is_first = lane == LANES[0]
         part = 1 - sum(share for name, share in shares.items() if name != lane) if is_first else shares[lane]

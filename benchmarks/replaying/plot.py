@@ -1,4 +1,5 @@
-"""Draws the wait of every critical request over its arrival, as an SVG; optionally beside those of an earlier run."""
+"""Draws the wait of every critical request over its arrival, as an SVG; optionally together with those of an earlier
+run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -15,7 +16,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def points(result: Mapping[str, Any]) -> Points:
-    """The points of a result in the form of `Result.as_json`."""
+    """The points of a result. It has the form of `Result.as_json`."""
     return [
         (arrived_s, wait_s)
         for lane, arrived_s, wait_s, *_ in result["asks"]

@@ -1,4 +1,4 @@
-"""The provider in virtual time: the buckets and headers of the simulated API, without HTTP."""
+"""The provider in virtual time: it uses the buckets and headers of the simulated API, without HTTP."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ class Answer:
 
 
 class Provider:
-    """`down_s`: the period in which it answers 500."""
+    """A provider with limits. `down_s`: the period in which it answers 500 to every call; None: never."""
 
     def __init__(
         self, limits: Amounts, *, bucket_s: float, down_s: tuple[float, float] | None, clock: Callable[[], float]
@@ -44,7 +44,7 @@ class Provider:
         return rate
 
     def enter(self, input_tokens: int) -> Answer:
-        """A call arrives. Its input is taken by estimate, as the simulated API does."""
+        """A call arrives. Its estimated input is taken from the bucket, as the simulated API does."""
         if self._down_s is not None and self._down_s[0] <= self._clock() < self._down_s[1]:
             return Answer(500)
         try:
@@ -62,6 +62,6 @@ def _estimated(input_tokens: int) -> int:
     return input_tokens * 4 // 3
 
 
-def _read(told: Mapping[str, str]) -> RateHeaders | None:
+def _read(answer_headers: Mapping[str, str]) -> RateHeaders | None:
     # reset times are wall-clock times; `read` checks only that they are near
-    return headers.read(told, now_s=time.time())
+    return headers.read(answer_headers, now_s=time.time())

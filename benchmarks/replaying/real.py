@@ -1,7 +1,8 @@
-"""Replays the same requests in real time, with a real broker, real workers and the simulated API.
+"""Replays a scenario's requests in real time, with a real broker, real workers and the simulated API.
 
-A wait is the time until the answer without the provider's own time, so it includes the broker's and the worker's. For a
-request without an answer it is the time until the end. Provider and workers are those of the contest.
+A wait is the time until the answer, minus the provider's own time, so it includes the time in broker and worker. For a
+request without an answer it is the time until the end of the run. Provider and workers are started as in
+`benchmarks/contest`.
 """
 
 import asyncio
@@ -46,7 +47,8 @@ class Measured:
     failed: Counter[str]
     refused: int
     use: Amounts
-    """The used part of what came in after the first minute; without output, which the provider does not report."""
+    """The used part of the refill after the first minute. Output is missing, because the provider does not report
+    it."""
     points: list[tuple[str, float, float]]
     """For each request: lane, arrival, wait."""
 
@@ -127,7 +129,7 @@ def _body(number: int, ask: Ask) -> bytes:
 def _measured(asks: list[Ask], seconds: float, limits: Amounts, before: Counts, after: Counts) -> Measured:
     counted = [ask for ask in asks if ask.counts]
     points = [
-        (ask.lane, ask.arrived_s, max(0.0, _gone_s(ask, seconds) - ask.arrived_s))
+        (ask.lane, ask.arrived_s, max(0.0, _sent_s(ask, seconds) - ask.arrived_s))
         for ask in counted
         if ask.refused == 0
     ]
@@ -148,8 +150,8 @@ def _measured(asks: list[Ask], seconds: float, limits: Amounts, before: Counts, 
     )
 
 
-def _gone_s(ask: Ask, seconds: float) -> float:
-    """When the call left, computed from its answer; without an answer: the end."""
+def _sent_s(ask: Ask, seconds: float) -> float:
+    """When the call was sent, computed from the time of its answer; without an answer: the end of the run."""
     return seconds if ask.answered_s is None else ask.answered_s - ask.takes_s
 
 

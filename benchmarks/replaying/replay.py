@@ -1,11 +1,11 @@
 """START HERE: replays one scenario in virtual time against the real `Account`. Pure.
 
-A heap of events replaces the clock. This file replaces what surrounds the account in a worker: estimates, the timer of
-`Accounts`, retries and the breaker. Without `slots`, all requests that have arrived wait at the gate. There are no
-deadlines, so no request is refused and all waits are measured.
+A heap of events replaces the clock. This file replaces the parts of a worker around the account: estimates, the timer
+of `Accounts`, retries and the breaker. If the scenario has no `slots`, all requests that have arrived wait at the gate.
+There are no deadlines, so no request is refused and all waits are measured.
 
-Several processes can share the account, each with its own estimates. What a process does reaches the account as late as
-it could through Redis. The Redis script itself is not used.
+Several processes can share the account, each with its own estimates. Their steps reach the account as late as they
+could through Redis. The Redis script itself is not used.
 """
 
 import heapq
@@ -23,23 +23,24 @@ from benchmarks.replaying.scenarios import LANES, Scenario
 from consumers.limits import forecast
 from consumers.limits.account import Account
 from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import NO_NEWS, Heard, Kind, Reservation
+from consumers.limits.base import NO_FEEDBACK, Feedback, Kind, Reservation
 from consumers.limits.turns import LATE_S
 from consumers.limits.waiter import Waiter
 
 STEP_S = (0.0005, 0.0020)
 """The delay of a step at an account that several processes share."""
 SETTLE_S = 0.05
-"""How long, at most, a given back amount waits for the next step at a shared account."""
+"""How long, at most, an amount that is given back waits for the next step at a shared account."""
 BACK_S = 1.0
-"""A request that was held too long comes back after this time."""
+"""A request that waited longer than `hold_s` at the gate leaves it and comes back after this time."""
 WARM_S = 120.0
+"""The account is created this long before the first request."""
 DRAIN_S = 7200.0
 """The replay ends at most this long after the last arrival."""
 
 
 class Standing(Waiter):
-    """A waiter with its request, its process, and the beginning of its stay."""
+    """A waiter at the gate, with its request, its process, and the beginning of its stay."""
 
     __slots__ = ("ask", "caller", "since_s")
 
@@ -56,7 +57,7 @@ def run(scenario: Scenario) -> Result:
 
 
 class Replay:
-    """One replay."""
+    """The state of one replay: clock, events, account and processes."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario, self._load = scenario, load(scenario)
@@ -72,8 +73,8 @@ class Replay:
         )
         self._account = Account("replay", scenario.spec, now_s=self.now_s)
         if not scenario.is_cold:
-            heard = Heard(kind=Kind.ANSWERED, rate=provider.warm_up(), counted=Amounts(1, 1000, 0))
-            self._account.learn(heard, self.now_s)
+            feedback = Feedback(kind=Kind.ANSWERED, rate=provider.warm_up(), counted=Amounts(1, 1000, 0))
+            self._account.learn(feedback, self.now_s)
         self._free = dict(scenario.slots or {})
         self._queues: dict[str, deque[Ask]] = {lane: deque() for lane in LANES}
         """Requests that wait in the broker, by lane."""
@@ -99,11 +100,11 @@ class Replay:
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         self.at(self.now_s + seconds, event)
 
-    # ---- what callers tell the account -------------------------------------------------------------------------------
+    # ---- called by the processes -------------------------------------------------------------------------------------
 
     def arrives(self, ask: Ask) -> None:
-        """A request arrives, or comes back: at one of the processes, or in the broker's queue if its lane has no
-        slot."""
+        """A request arrives or comes back. It goes to a random process, or to the broker's queue if its lane has no
+        free slot."""
         if self._scenario.slots is not None:
             if not self._free[ask.lane]:
                 self._queues[ask.lane].append(ask)
@@ -119,20 +120,20 @@ class Replay:
 
         self._soon((0.0, SETTLE_S), settled)
 
-    def learn(self, heard: Heard) -> None:
+    def learn(self, feedback: Feedback) -> None:
         def learned() -> None:
-            self._account.learn(heard, self.now_s)
+            self._account.learn(feedback, self.now_s)
             self._step()
 
         self._soon((0.0, SETTLE_S), learned)
 
     def calls(self, ask: Ask) -> None:
-        """A request's first call leaves. If it is a batch job, the next one arrives."""
+        """A request's first call is sent. If the request is a batch job, the next batch job arrives."""
         if not ask.counts:
             self.after(0.0, self._next_job)
 
     def leaves(self, ask: Ask) -> None:
-        """A request was answered or put off: its slot goes to the next one."""
+        """A request was answered, or will come back later: its slot goes to the next one in the broker's queue."""
         if self._scenario.slots is not None:
             self._free[ask.lane] += 1
             if self._queues[ask.lane]:
@@ -147,7 +148,7 @@ class Replay:
 
     def _joins(self, ask: Ask, caller: Caller) -> None:
         if self._account.is_stale(self.now_s):
-            self._account.learn(NO_NEWS, self.now_s)
+            self._account.learn(NO_FEEDBACK, self.now_s)
         amounts = caller.expected(ask)
         waiter = Standing(LANES.index(ask.lane), amounts, ask=ask, caller=caller, since_s=self.now_s)
         if self._account.join(waiter):

@@ -13,7 +13,7 @@ from benchmarks.replaying.scenarios import LANES, Scenario
 from consumers.limits.amounts import REASONS, Amounts
 
 SETTLED_S = 60.0
-"""The used budget is measured from here on, when the full buckets of the beginning are spent."""
+"""The used budget is measured from this time on, when the full buckets of the beginning are used up."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Result:
 
     @cached_property
     def use(self) -> Amounts:
-        """For each limit: the used part of what came in after the first minute. Batch always has work, so all of it
+        """For each limit: the used part of the refill after the first minute. Batch jobs always wait, so all of it
         could be used."""
         minutes = (self.load.ends_s - SETTLED_S) / 60
         calls = [
@@ -87,7 +87,7 @@ class Result:
 
     @cached_property
     def lost(self) -> Amounts:
-        """For each limit: the part of what came in that was lost because the bucket was full."""
+        """For each limit: the part of the refill that was lost because the bucket was full."""
         calls = sorted((ask.started_s, ask.used) for ask in self.asks if ask.started_s is not None)
         found = []
         for each, limit in enumerate(self.load.limits):
@@ -134,8 +134,8 @@ class Result:
         return Errors(Spread.of([abs(off) for off in offs]), sum(known) / len(known) if known else 0.0)
 
     def as_json(self) -> dict[str, Any]:
-        """The raw figures. Each of `asks`: lane, arrival, wait, first wait, predicted wait, input, output, attempts,
-        429s."""
+        """The raw figures as a JSON object. Each item of `asks` has lane, arrival, wait, wait until the first grant,
+        predicted wait, input tokens, output tokens, attempts and number of 429s."""
         return {
             "scenario": self.scenario.name,
             "ends_s": self.load.ends_s,

@@ -1,4 +1,4 @@
-"""The scenarios: the slice of the recordings, its density, and what the provider does."""
+"""The scenarios of the replay: each has a slice of the recordings, and says how the provider and the workers behave."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,8 @@ LIMITS: Final = Amounts(180, 240_000, 40_000)
 SERVICE: Final[Mapping[str, str]] = {"chat": CRITICAL.name, "code": NORMAL.name}
 """The lane of each recorded service."""
 SLICE_S: Final = (1455.0, 1695.0)
-"""Four minutes of the recordings. Chat has 62 of 104 input tokens, code has 42."""
+"""The first and last second of four minutes of the recordings. At a demand of 104 % of the input limit, chat asks for
+62 % and code completion for 42 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

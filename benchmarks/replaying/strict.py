@@ -1,5 +1,6 @@
-"""A bound for comparison: the waits without reserves and with exact estimates. The first request by lane and arrival
-starts as soon as there is enough for exactly what it will use. Batch takes what nobody else waits for. Pure.
+"""A bound for comparison: the waits at a gate without reserves and with exact estimates. The first request by lane,
+then by arrival, starts as soon as the buckets hold what it will use. A batch job starts only if no other request waits.
+Pure.
 """
 
 import random

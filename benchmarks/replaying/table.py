@@ -11,7 +11,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def waits(results: Sequence[Result]) -> str:
-    """For each scenario: waits, used budget, and the longest times without a grant."""
+    """A table of all scenarios: waits, used budget, and the longest times without a grant."""
     head = [
         "", *(f"{lane} p50 / p95 / p99 / max, s" for lane in LANES), "429s", "used: rpm / itpm / otpm, %", "lost, %",
         "longest nothing: critical / normal / batch, s",
@@ -31,14 +31,15 @@ def waits(results: Sequence[Result]) -> str:
 
 
 def predictions(results: Sequence[Result]) -> str:
-    """Errors of predicted waits, for requests that waited or were predicted to."""
+    """A table of the errors of predicted waits, for requests that waited or were predicted to wait."""
     head = ["prediction off by", *(f"{lane} p50 / p90 / p99 (bias), s" for lane in LANES)]
     rows = [[each.scenario.name, *(_errors(each.predictions(lane)) for lane in LANES)] for each in results]
     return aligned([head, *rows])
 
 
 def bounds(results: Sequence[Result]) -> str:
-    """Each lane's waits beside those at other gates, and compared request by request with an account of its own."""
+    """A table of each lane's waits beside those at other gates, and of the comparison, request by request, with an
+    account of the lane's own."""
     head = [
         "", "lane", "waits p50 / p95 / p99, s", "clairvoyant", "strict order", "own account",
         "later than in its own (at most, s)", "least of its reserve in 4 min, %",

@@ -1,7 +1,7 @@
-"""The recorded load: a quarter of a chat service and a quarter of code completion, the same requests every time.
+"""Reads the recorded load: every fourth request of a chat service and of a code completion.
 
-`benchmarks/traces/azure-2023-quarter.csv.gz` contains them. `--traces DIR` reads the whole recordings instead;
-`--quarter` chooses another quarter of these.
+`benchmarks/traces/azure-2023-quarter.csv.gz` contains it. `--traces DIR` reads the whole recordings instead, of which
+`--quarter` chooses another quarter.
 """
 
 import csv
@@ -15,7 +15,7 @@ from typing import NamedTuple
 HERE = Path(__file__).parents[1] / "traces" / "azure-2023-quarter.csv.gz"
 FILES: Mapping[str, str] = {"chat": "azure-2023-conv.csv", "code": "azure-2023-code.csv"}
 PART = 4
-"""One of this many requests is replayed."""
+"""One of so many requests of the whole recordings is replayed."""
 
 
 class Recorded(NamedTuple):
@@ -27,7 +27,7 @@ class Recorded(NamedTuple):
 
 
 Traces = Mapping[str, Sequence[Recorded]]
-"""By service: chat, code."""
+"""The recorded requests of each service (`chat`, `code`)."""
 
 
 @lru_cache(maxsize=4)
@@ -51,7 +51,7 @@ def read(folder: Path, quarter: int = 0) -> Traces:
 
 
 def pack(traces: Traces) -> bytes:
-    """The file that `packed` reads. The same requests give the same bytes."""
+    """The content of the file that `packed` reads. The same requests give the same bytes."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("service", "at_s", "input_tokens", "output_tokens"))

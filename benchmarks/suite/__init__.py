@@ -1,1 +1,1 @@
-"""The suite of `./dev bench`: contestants, scenarios, what was measured, and the report."""
+"""The suite of `./dev bench`: contestants, scenarios, results, and the report."""

@@ -1,4 +1,5 @@
-"""The provider's log of calls, in a file that it and the runner map into memory: reading it costs the provider nothing.
+"""The provider's log of calls, in a file that both the provider and the suite map into memory, so that reading it costs
+the provider nothing.
 
 A request carries its number in its prompt (`load.py`). Times are CLOCK_MONOTONIC, the same in all processes.
 """
@@ -8,14 +9,14 @@ from pathlib import Path
 from typing import Final
 
 _HEAD: Final = 3
-"""The numbers at the beginning of the file: calls, repeated calls, whether answers are held back."""
+"""How many numbers the file begins with: the calls, the repeated calls, and whether answers are held back."""
 
 
 class CallLog:
-    """When the call of each request began and ended; 0.0: not yet."""
+    """The times at which the call of each request began and ended; 0.0: not yet."""
 
     def __init__(self, path: Path, *, most: int) -> None:
-        """Creates the file if it is missing. `most`: all numbers of requests are below it."""
+        """Creates the file if it is missing. `most`: an upper bound, which no request's number reaches."""
         self.most = most
         size = 8 * (_HEAD + 2 * most)
         if not path.exists():
@@ -38,7 +39,7 @@ class CallLog:
 
     @property
     def held(self) -> bool:
-        """While true, answers are held back: a drain begins when all its workers are ready."""
+        """While true, the provider holds back its answers, so that a drain begins when all its workers are ready."""
         return bool(self._counts[2])
 
     @held.setter
@@ -53,5 +54,5 @@ class CallLog:
             self.began[number] = now_s
 
     def clear(self) -> None:
-        """Clear it for the next run. There must be no calls meanwhile."""
+        """Set everything to 0 for the next run. There must be no calls meanwhile."""
         self._map[:] = bytes(len(self._map))

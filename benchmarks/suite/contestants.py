@@ -1,4 +1,4 @@
-"""The contestants: the worker, the requesters and the queues of each."""
+"""The contestants. Each has a worker, requesters, and the queues that they use."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ NAMES: Final = Names("bench")
 PEERS_PYTHON: Final = ROOT / ".cache/bench/bin/python"
 REPLIES: Final = f"{NAMES.reply_prefix}nobody"
 """The queue of answers that nobody waits for."""
-NOTHING: Final = Topology(exchanges=(), queues=(Queue(REPLIES),), bindings=())
+ONLY_REPLIES: Final = Topology(exchanges=(), queues=(Queue(REPLIES),), bindings=())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a worker is given: URLs, its number of slots, and a folder for this run."""
+    """The parameters of a worker: URLs, its number of slots, and a folder for this run."""
 
     amqp_url: str
     base_url: str
@@ -33,14 +33,14 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """One contestant. Its processes get variables BENCH_*; `environ` adds to them."""
+    """One contestant. Its processes get the environment variables BENCH_* and those in `environ`."""
 
     name: str
     queue: str
     """The queue in which requests wait."""
     python: Path = Path(sys.executable)
     command: Sequence[str]
-    """The worker's command, after the interpreter; {slots} is replaced."""
+    """The arguments of the interpreter that start the worker; {slots} is replaced by the number of slots."""
     fills: str
     """The module that publishes requests whose answers nobody waits for."""
     asks: str
@@ -50,8 +50,9 @@ class Contestant:
     """Answers that nobody waits for are kept in Redis, not in the queue `REPLIES`."""
 
     def topology(self, version: str) -> Topology:
-        """What is declared for it; peers declare their own queues."""
-        return NOTHING
+        """The topology that the suite declares for the contestant. Peers declare their own queues, so by default it is
+        only the queue `REPLIES`."""
+        return ONLY_REPLIES
 
     def environment(self, place: Place) -> dict[str, str]:
         """The environment of its worker and its requesters."""
@@ -71,12 +72,12 @@ class Contestant:
 
 
 class Floor(Contestant):
-    """`benchmarks/floor.py`, on queues like a lane's intake on that broker."""
+    """`benchmarks/floor.py`, on queues of the same type as a lane's intake on that version of the broker."""
 
     def topology(self, version: str) -> Topology:
         kind = {"x-queue-type": "quorum"} if Broker.of(version).quorum_intake else {"x-max-priority": 9}
-        told = self.environ.get("BENCH_QUEUES", self.queue).split(",")
-        queues = (Queue(each.partition("=")[0], kind) for each in told)
+        names = self.environ.get("BENCH_QUEUES", self.queue).split(",")
+        queues = (Queue(each.partition("=")[0], kind) for each in names)
         return Topology(exchanges=(), queues=(*queues, Queue(REPLIES)), bindings=())
 
 
@@ -140,8 +141,8 @@ def lanekeeper(
     lanes: Sequence[str] = (),
     **environ: str,
 ) -> Lanekeeper:
-    """Lanekeeper as a contestant. `environ`: further settings. `module`: what is run. `lanes`: work only these
-    (`lanekeeper consume`)."""
+    """Lanekeeper as a contestant. `module`: the Python module that is run. `lanes`: the only lanes that its worker
+    serves (`lanekeeper consume`); by default all (`lanekeeper serve`). `environ`: further settings."""
     what = ("consume", *(f"--lane={lane}" for lane in lanes)) if lanes else ("serve",)
     return Lanekeeper(
         name=name,

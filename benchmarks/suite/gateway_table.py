@@ -1,9 +1,12 @@
-"""The table of benchmarks/gateway.py."""
+"""Writes the results of benchmarks/gateway.py as tables."""
 
 from collections.abc import Callable
 
 from suite.medians import Median
+from suite.report import ROOT, between
 from suite.results import Results
+
+COMMAND = "./dev bench gateway"
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("whole answer, one client: p50 ms", "one client", "p50_ms"),
@@ -18,17 +21,31 @@ NOT_MEASURED = "not measured"
 
 
 def text(found: Results) -> str:
-    """Markdown: who was measured, the aims, and each contestant's medians with ranges."""
-    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    lines = [f"{found.machine}; {versions}. Medians of rounds, least and most in brackets."]
-    lines += [f"Left out: {each}" for each in found.left_out]
-    lines += ["", "| | aim | measured | reached |", "|---|---|---|---|", *_aims(found), ""]
-    lines += ["| | " + " | ".join(title for title, _, _ in COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    """The results as Markdown: the conditions, the aims, and each contestant's medians with ranges."""
+    lines = [*_head(found), "", "| | " + " | ".join(title for title, _, _ in COLUMNS) + " |"]
+    lines.append("|---" * (len(COLUMNS) + 1) + "|")
     for name in found.contestants("one client"):
         cells = [_cell(found.median(scenario, name, figure)) for _, scenario, figure in COLUMNS]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", *(f"No figure: {run.scenario}, {run.contestant}: {run.error}" for run in found.errors())]
     return "\n".join(lines).rstrip()
+
+
+def write(found: Results) -> None:
+    """Put the tables between the marks of README.md (the aims alone) and docs/performance.md."""
+    between(ROOT / "README.md", "\n".join(_head(found)), command=COMMAND)
+    between(ROOT / "docs/performance.md", text(found), command=COMMAND)
+
+
+def _head(found: Results) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    small = " Two rounds of 100 calls (`--quick`)." if found.quick else ""
+    told = (
+        f"Measured by `{COMMAND}` on {found.at[:10]}: {found.machine}; {versions}. Medians of rounds, least and most in"
+        f" brackets.{small}"
+    )
+    left_out = [f"Left out: {each}" for each in found.left_out]
+    return [told, *left_out, "", "| the gateway | aim | measured | reached |", "|---|---|---|---|", *_aims(found)]
 
 
 def _aims(found: Results) -> list[str]:
@@ -45,7 +62,7 @@ def _aims(found: Results) -> list[str]:
 
 
 def _added(found: Results, scenario: str, figure: str) -> Median | None:
-    """Each round's own difference to the direct call."""
+    """The median difference to the direct call, computed within each round."""
     ours, direct = found.of(scenario, OURS, figure), found.of(scenario, DIRECT, figure)
     shared = sorted(ours.keys() & direct.keys())
     return Median.of([ours[each] - direct[each] for each in shared]) if shared else None

@@ -1,4 +1,5 @@
-"""The bodies of requests: of a given size, with the request's number and the duration of its call in the prompt."""
+"""Makes the bodies of requests: of a given size, with the request's number and the duration of its call in the
+prompt."""
 
 import json
 import re
@@ -21,7 +22,7 @@ def body(number: int, *, size: int = BODY_BYTES, call_ms: int = 0, stream: bool 
 
 
 def read_mark(body: bytes) -> tuple[int, int]:
-    """The number of a request, and the milliseconds that its call takes."""
+    """Read a request's number and the duration of its call in ms from its body."""
     found = _MARK.search(body, 0, 512)
     assert found is not None
     return int(found[1]), int(found[2])

@@ -1,4 +1,4 @@
-"""Our own client as a requester."""
+"""A requester that uses `lanekeeper.Client`."""
 
 import os
 import time
@@ -28,8 +28,8 @@ class Requester:
         await self._client.request(body, key=f"{lane}.bench.load", priority=PRIORITIES[lane])
 
     async def first_part(self, body: bytes, *, number: int, lane: str, tenant: int) -> float:
-        came = 0.0
+        first_s = 0.0
         async with aclosing(self._client.stream(body, key=f"{lane}.bench.load")) as replies:
-            async for _ in replies:  # to its end: leaving it early would cancel the request
-                came = came or time.monotonic()
-        return came
+            async for _ in replies:  # read to the end: leaving the stream early would cancel the request
+                first_s = first_s or time.monotonic()
+        return first_s

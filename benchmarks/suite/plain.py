@@ -1,7 +1,7 @@
-"""The shortest requester, with aio-pika.
+"""The shortest possible requester on aio-pika.
 
-It publishes to BENCH_EXCHANGE with the routing key BENCH_KEY (`{lane}` in it stands for the lane); replies go to
-BENCH_REPLY_TO.
+It publishes to the exchange BENCH_EXCHANGE with the routing key BENCH_KEY, in which `{lane}` is replaced by the lane.
+Replies that it does not wait for go to the queue BENCH_REPLY_TO.
 """
 
 import asyncio

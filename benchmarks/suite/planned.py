@@ -83,8 +83,8 @@ def plan(*, quick: bool) -> list[Scenario]:
 
 
 def _lanes(**slots: int) -> Contestant:
-    """Lanekeeper with these lanes alone, and as many slots in total as the floor. Lanes lend their idle slots; critical
-    keeps one."""
+    """Lanekeeper with only these lanes, and as many slots in total as the floor. Lanes lend their idle slots, but
+    critical never lends its last one."""
     own = {f"LANEKEEPER_LANES__{lane.upper()}__SLOTS": str(count) for lane, count in slots.items()}
     kept = {f"LANEKEEPER_LANES__{lane.upper()}__SLOTS_MIN": str(int(lane == "critical")) for lane in slots}
     return lanekeeper(lanes=tuple(slots), **own, **kept)

@@ -1,4 +1,4 @@
-"""The plots, light and dark. Runs in .cache/bench, which has matplotlib:
+"""Draws the plots, in a light and a dark version. Runs in the environment .cache/bench, which has matplotlib:
 
 plots.py RESULTS.json PICTURE        writes PICTURE-light.png and PICTURE-dark.png
 """

@@ -1,4 +1,5 @@
-"""Processes of a run: the provider's and the workers', and the CPU time and memory of a worker with its children."""
+"""Starts the processes of a run (provider and workers), and measures the CPU time and memory of a worker and its
+children."""
 
 import asyncio
 import os
@@ -26,7 +27,7 @@ def clean_environ(**more: str) -> dict[str, str]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU time of a process and its living children, by /proc/<pid>/stat: all threads, user and system."""
+    """CPU time of a process and its living children, user and system, of all threads, from /proc/<pid>/stat."""
     with suppress(psutil.NoSuchProcess):
         family = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
         return sum(_own_cpu_s(each) for each in family)
@@ -41,15 +42,15 @@ def _own_cpu_s(pid: int) -> float:
 
 
 def resident_mib(pid: int) -> float:
-    """Resident memory of a process and its children; pages that they share are counted in each."""
+    """Resident memory of a process and its children in MiB. Pages that they share are counted once for each process."""
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     return float(sum(each.memory_info().rss for each in family)) / 2**20
 
 
 @asynccontextmanager
 async def process(command: Sequence[str], *, environ: Mapping[str, str], log: Path) -> AsyncIterator[int]:
-    """Run a process during the block; yields its id. Raises RuntimeError, with the end of its log, if it ended by
-    itself."""
+    """Run a process during the block; yields its process id. Raises RuntimeError, with the end of its log, if the
+    process ended before the block did."""
     with log.open("ab") as file:
         made = await asyncio.create_subprocess_exec(*command, env=environ, stdout=file, stderr=file, cwd=log.parent)
     try:

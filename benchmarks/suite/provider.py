@@ -1,8 +1,9 @@
-"""A cheap provider in its own process: a minimal HTTP/1.1 server, so that its cost does not limit the measurement.
+"""A provider that needs little CPU: a minimal HTTP/1.1 server in its own process, so that it does not limit the
+measurement.
 
-It answers each call after the time that the request's mark asks for, with Anthropic's headers, and records when the
-call began and ended. It also accepts traces, and drops them. `lanekeeper simulate` simulates more, but one of its
-answers costs as much as the rest of a request.
+It answers each call, with Anthropic's headers, after the time that is written in the request's prompt (`load.py`), and
+records when the call began and ended. It also accepts traces, and drops them. `lanekeeper simulate` simulates more, but
+one of its answers costs as much CPU as the rest of a request.
 
     python -m suite.provider CALL_LOG MOST        prints the URL
 """
@@ -52,17 +53,17 @@ CLOSING += _event(type="message_stop") + b"0\r\n\r\n"
 def _heads() -> tuple[bytes, bytes]:
     """The HTTP headers of a whole answer and of a streamed one."""
     reset = (datetime.now(UTC) + timedelta(seconds=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    said = ["HTTP/1.1 200 OK", "request-id: req_1", "anthropic-organization-id: benchmark"]
+    lines = ["HTTP/1.1 200 OK", "request-id: req_1", "anthropic-organization-id: benchmark"]
     for name in ("requests", "input-tokens", "output-tokens"):
         prefix = f"anthropic-ratelimit-{name}"
-        said += [f"{prefix}-limit: 900000000", f"{prefix}-remaining: 899999000", f"{prefix}-reset: {reset}"]
-    whole = [*said, "content-type: application/json", f"content-length: {len(ANSWER)}", "", ""]
-    streamed = [*said, "content-type: text/event-stream", "transfer-encoding: chunked", "", ""]
+        lines += [f"{prefix}-limit: 900000000", f"{prefix}-remaining: 899999000", f"{prefix}-reset: {reset}"]
+    whole = [*lines, "content-type: application/json", f"content-length: {len(ANSWER)}", "", ""]
+    streamed = [*lines, "content-type: text/event-stream", "transfer-encoding: chunked", "", ""]
     return "\r\n".join(whole).encode(), "\r\n".join(streamed).encode()
 
 
 class Connection(asyncio.Protocol):
-    """One connection; calls on it come one after the other."""
+    """A client's connection, on which calls follow one another."""
 
     call_log: CallLog
     held: ClassVar[list[Callable[[], None]]] = []

@@ -1,4 +1,5 @@
-"""The results as tables: aims, all contestants side by side, floods, details. Writes them into the documents."""
+"""Makes tables of the results (aims, all contestants side by side, floods, details), and writes them into the
+documents."""
 
 import subprocess
 from collections.abc import Callable
@@ -13,15 +14,14 @@ from suite.results import Results
 
 OURS: Final = "lanekeeper"
 FLOOR: Final = "floor"
-BEGIN: Final = "<!-- ./dev bench --write: from here -->"
-END: Final = "<!-- ./dev bench --write: to here -->"
+COMMAND: Final = "./dev bench"
 PICTURE: Final = "docs/pictures/bench"
 Measured = Callable[[Results], Median | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aim:
-    """One aim: a figure or a ratio, and its limit."""
+    """One aim: a figure or a ratio, and the limit that it must reach."""
 
     text: str
     limit: float
@@ -35,9 +35,9 @@ class Aim:
     def row(self, found: Results) -> str:
         sign = "≤" if self.at_most else "≥"
         median = self.measured(found)
-        said = "not measured" if median is None else f"{_text(median, self.unit)}"
+        measured = "not measured" if median is None else f"{_text(median, self.unit)}"
         verdict = "" if median is None else ("yes" if self.holds(median.value) else "**no**")
-        return f"| {self.text} | {sign} {self.limit:g}{self.unit} | {said} | {verdict} |"
+        return f"| {self.text} | {sign} {self.limit:g}{self.unit} | {measured} | {verdict} |"
 
 
 def _ratio(scenario: str, figure: str, *, of: str = OURS, to: str = FLOOR) -> Measured:
@@ -49,7 +49,7 @@ def _value(scenario: str, figure: str, *, of: str = OURS) -> Measured:
 
 
 def _closest_peer(found: Results) -> Median | None:
-    """The lowest ratio to any peer."""
+    """The lowest of the ratios to the peers, so that to the fastest peer."""
     ratios = [found.ratio("drain", "per_core_s", of=OURS, to=peer.name) for peer in PEERS]
     return min((each for each in ratios if each is not None), key=lambda each: each.value, default=None)
 
@@ -151,7 +151,7 @@ def whole(found: Results) -> str:
 
 
 def against_floor(found: Results) -> str:
-    """One line for each other contestant: its ratio to the floor, median and range of the rounds."""
+    """A line for each contestant but the floor: its ratios to the floor, as median and range of the rounds."""
     lines = []
     for name in found.contestants("drain"):
         cpu, rate = (found.ratio("drain", figure, of=name, to=FLOOR) for figure in ("cpu_ms", "per_s"))
@@ -187,8 +187,9 @@ def _head(found: Results) -> str:
     small = " Small sizes, one round (`--quick`)." if found.quick else ""
     return (
         f"Measured by `./dev bench` on {found.at[:10]} in {found.took_s / 60:.0f} minutes: {found.machine}; {versions}."
-        f" Medians; every handler calls the same SDK (Lanekeeper's worker lets it build the first call, and repeats"
-        f" its address and headers); contestants take turns in one run.{small}"
+        " Figures are medians of the rounds. The frameworks take turns in one run, and every handler calls the same"
+        " provider through the same SDK; Lanekeeper's worker uses it to build the first call, and sends later calls"
+        f" itself with that call's URL and headers.{small}"
     )
 
 
@@ -260,10 +261,15 @@ def _picture() -> str:
     )
 
 
-def between(path: Path, text: str) -> None:
-    """Replace the text between the marks of a file. Raises ValueError if it has no marks."""
-    before, begin, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
+def between(path: Path, text: str, *, command: str = COMMAND) -> None:
+    """Replace the text between the marks of a command in a file. Raises ValueError if it has no marks."""
+    first, last = marks(command)
+    before, begin, rest = path.read_text().partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
         raise ValueError(f"{path} has no marks between which tables are written")
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+    path.write_text(f"{before}{first}\n\n{text}\n\n{last}{after}")
+
+
+def marks(command: str) -> tuple[str, str]:
+    return f"<!-- {command} --write: from here -->", f"<!-- {command} --write: to here -->"

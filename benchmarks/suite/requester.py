@@ -1,10 +1,10 @@
-"""Sends the requests of a run, in the same way for every contestant; a process in the contestant's environment:
+"""Sends the requests of a run, in the same way for every contestant. It is a process in the contestant's environment:
 
     python -m suite.requester MODULE SPEC
 
 MODULE has a class `Requester` with the coroutines `publish` (waits for the confirm), `ask` (waits for the answer) and
-perhaps `first_part` (returns the time when the first part came). SPEC is JSON (`Spec`). It prints JSON (`Sent`): when
-each request was sent, and when it was answered.
+optionally `first_part` (returns the time of the first part). SPEC is a `Spec` as JSON. The process prints a `Sent` as
+JSON: when each request was sent, and when it was answered.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Spec:
 
 @dataclass(kw_only=True)
 class Sent:
-    """Times are CLOCK_MONOTONIC, as in the provider's log of calls."""
+    """The requests that were sent. Times are CLOCK_MONOTONIC, as in the provider's log of calls."""
 
     numbers: list[int] = field(default_factory=list)
     began: list[float] = field(default_factory=list)
@@ -66,10 +66,10 @@ async def send(requester: Any, spec: Spec) -> Sent:
         body = load.body(number, size=spec.size, call_ms=spec.call_ms, stream=spec.do == "first_part")
         began = time.monotonic()
         lane = spec.lanes[number % len(spec.lanes)]
-        came = await do(body, number=number, lane=lane, tenant=number % spec.tenants)
+        ended = await do(body, number=number, lane=lane, tenant=number % spec.tenants)
         into.numbers.append(number)
         into.began.append(began)
-        into.ended.append(came or time.monotonic())
+        into.ended.append(ended or time.monotonic())
 
     async def some(numbers: range, into: Sent) -> None:
         left = iter(numbers)

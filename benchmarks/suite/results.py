@@ -1,4 +1,4 @@
-"""The results of the suite, kept as JSON in `benchmarks/results/`."""
+"""The results of the suite. They are saved as JSON in `benchmarks/results/`."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from suite.medians import Median, ratio
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of one contestant: its figures, or why it has none."""
+    """One run of one contestant: its figures, or the error because of which it has none."""
 
     scenario: str
     contestant: str
@@ -23,7 +23,7 @@ class Run:
 
 @dataclass(kw_only=True)
 class Results:
-    """All runs of one call of the suite."""
+    """All runs of one start of the suite."""
 
     at: str
     machine: str
@@ -31,11 +31,11 @@ class Results:
     quick: bool = False
     took_s: float = 0.0
     left_out: list[str] = field(default_factory=list)
-    """What could not be measured, and why."""
+    """Descriptions of what could not be measured, with the reasons."""
     runs: list[Run] = field(default_factory=list)
 
     def of(self, scenario: str, contestant: str, figure: str) -> dict[int, float]:
-        """A figure of one contestant, by round."""
+        """A figure of one contestant in each round; keys are the numbers of the rounds."""
         return {
             run.round: run.figures[figure]
             for run in self.runs

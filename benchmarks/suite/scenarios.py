@@ -16,7 +16,7 @@ from suite.stage import LOOK_EVERY_S, Spoiled, Stage
 
 Figures = dict[str, float]
 WARM = 0.2
-"""The part of a drain's requests that is worked on before the measurement begins."""
+"""The fraction of a drain's requests that is answered before the measurement begins."""
 SLOTS = 50
 FEW = 8
 """The number of slots in scenarios that measure how much of them is used."""
@@ -73,7 +73,7 @@ async def drain(
 
 
 async def publish(stage: Stage, who: Contestant, *, requests: int) -> Figures:
-    """Confirmed publishing by the contestant's own client, fifty at once."""
+    """Publish with confirms by the contestant's own client, fifty at once."""
     await stage.reset(who)
     spec = Spec(do="publish", first=requests // 10, last=requests, warm=requests // 10, at_once=50)
     sent = await stage.send(who, spec, client=True)
@@ -84,8 +84,8 @@ async def publish(stage: Stage, who: Contestant, *, requests: int) -> Figures:
 
 
 async def rpc(stage: Stage, who: Contestant, *, alone: int, callers: int, idle: int) -> Figures:
-    """Requests with answers, by the contestant's own client: one caller, fifty callers, and single ones to an idle
-    worker."""
+    """Send requests by the contestant's own client and wait for the answers: one caller, then fifty callers, then
+    single requests to an idle worker."""
     await stage.reset(who)
     at, figures = 0, {}
 
@@ -108,7 +108,7 @@ async def rpc(stage: Stage, who: Contestant, *, alone: int, callers: int, idle: 
 
 
 async def few_callers(stage: Stage, who: Contestant, *, requests: int) -> Figures:
-    """Ten callers, so that ten requests wait or run at any time."""
+    """Ten callers send requests, so that ten requests wait or run at any time."""
     await stage.reset(who)
     async with stage.workers(who, slots=SLOTS) as pids:
         warm = requests // 5
@@ -121,7 +121,7 @@ async def few_callers(stage: Stage, who: Contestant, *, requests: int) -> Figure
 
 
 async def first_part(stage: Stage, who: Contestant, *, requests: int) -> Figures:
-    """The time from publishing to the first part of a streamed answer, with ten streams at a time."""
+    """Measure the time from publishing to the first part of a streamed answer, with ten streams at a time."""
     await stage.reset(who)
     async with stage.workers(who, slots=SLOTS) as pids:
         await stage.send(who, Spec(do="first_part", last=20, at_once=10), client=True)
@@ -134,8 +134,8 @@ async def first_part(stage: Stage, who: Contestant, *, requests: int) -> Figures
 
 
 async def flood(stage: Stage, who: Contestant, *, jobs: int, asks: int, every_s: float = 0.1) -> Figures:
-    """The wait, from publishing to the start of the call, of critical requests sent every 100 ms among batch jobs of 50
-    ms."""
+    """Measure the wait of critical requests, from publishing to the start of the call. They are sent every 100 ms while
+    batch jobs of 50 ms wait."""
     await stage.reset(who)
     await stage.send(who, Spec(do="publish", last=jobs, at_once=FILLING, call_ms=JOB_MS, lanes=("batch",)))
     async with stage.workers(who, slots=FEW):
@@ -148,8 +148,8 @@ async def flood(stage: Stage, who: Contestant, *, jobs: int, asks: int, every_s:
 
 
 async def mixed(stage: Stage, who: Contestant, *, seconds: float) -> Figures:
-    """Ten times the capacity of eight slots: calls of 200 ms, 400 requests a second; 1 of 40 is critical, 5 are
-    normal."""
+    """Send ten times as many requests as eight slots can answer: 400 a second, with calls of 200 ms. Of 40 requests 1
+    is critical, 5 are normal, the others are batch jobs."""
     call_ms, count = 200, int(seconds * 400)
     lanes = ("critical", *(6 * ("batch",) + ("normal",)) * 5, *4 * ("batch",))
     await stage.reset(who)
@@ -160,7 +160,7 @@ async def mixed(stage: Stage, who: Contestant, *, seconds: float) -> Figures:
             lane: [number for number in sent.numbers if lanes[number % len(lanes)] == lane]
             for lane in ("critical", "normal")
         }
-        # the last requests would begin after we stop looking
+        # the last requests would begin only after the measurement
         figures = await _waits(
             stage, who, sent, {lane: sorted(each)[: int(0.9 * len(each))] for lane, each in by_lane.items()}
         )
@@ -169,8 +169,8 @@ async def mixed(stage: Stage, who: Contestant, *, seconds: float) -> Figures:
 
 
 async def _waits(stage: Stage, who: Contestant, sent: Sent, lanes: Mapping[str, Sequence[int]]) -> Figures:
-    """The waits of critical requests, all of which must begin, and of normal ones (of those that have not begun: the
-    wait so far). And the used part of the `FEW` slots while requests were sent."""
+    """The waits of critical and normal requests, and the used part of the `FEW` slots while requests were sent. All
+    critical requests must begin; for a normal request that has not begun, its wait so far counts."""
     call_log, since, until = stage.call_log, min(sent.began), max(sent.began)
     async with asyncio.timeout(30):
         while not all(call_log.began[number] for number in lanes["critical"]):
@@ -191,7 +191,8 @@ async def _waits(stage: Stage, who: Contestant, sent: Sent, lanes: Mapping[str, 
 
 
 async def memory(stage: Stage, who: Contestant, *, requests: int) -> Figures:
-    """Resident memory: idle, with 200 requests in flight, and after a tenth and all of the requests of a deep queue."""
+    """Measure resident memory: idle, with 200 requests in flight, and after a tenth and all of the requests of a long
+    queue."""
     await stage.reset(who)
     async with stage.workers(who, slots=200) as (pid,):
         await asyncio.sleep(3)

@@ -1,7 +1,7 @@
-"""The call that every contestant makes, in the form that costs least: Anthropic's SDK, bytes in and bytes out.
+"""The call that every contestant makes, through Anthropic's SDK in its cheapest form: bytes in, bytes out.
 
-No models of request and answer, no retries, no spans, and for asyncio the transport on aiohttp. Lanekeeper's adapter
-(`consumers/providers/anthropic.py`) calls it in the same form.
+Request and answer are not parsed into models, retries and spans are off, and asyncio uses the transport on aiohttp.
+Lanekeeper's adapter (`consumers/providers/anthropic.py`) calls the SDK in the same form.
 """
 
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ _CLIENT: dict[str, Any] = {
 
 
 class Calling:
-    """Calls for asyncio."""
+    """Makes calls on asyncio."""
 
     def __init__(self, base_url: str) -> None:
         self._client = AsyncAnthropic(base_url=base_url, http_client=DefaultAioHttpClient(trust_env=False), **_CLIENT)
@@ -32,7 +32,7 @@ class Calling:
             await response.aclose()
 
     async def parts(self, body: bytes) -> AsyncIterator[bytes]:
-        """The stream as it comes."""
+        """Make a streamed call; yields the bytes of the answer as they arrive."""
         response = await self._client.post("/v1/messages", cast_to=httpx2.Response, content=body, stream=True)
         try:
             async for part in response.aiter_bytes():
@@ -42,7 +42,7 @@ class Calling:
 
 
 class BlockingCalling:
-    """Calls for threads; safe in several at once."""
+    """Makes blocking calls; several threads may use it at once."""
 
     def __init__(self, base_url: str) -> None:
         self._client = Anthropic(base_url=base_url, **_CLIENT)

@@ -1,4 +1,5 @@
-"""What runs take place on: broker and provider stay; workers and requesters are started for each run."""
+"""The environment of the runs. Broker and provider run all the time; workers and requesters are started for each
+run."""
 
 import asyncio
 import json
@@ -25,15 +26,15 @@ from topology.broker.admin.apply import apply
 LOOK_EVERY_S = 0.01
 START_WITHIN_S = 120.0
 MOST = 260_000
-"""All numbers of requests are below it."""
+"""All numbers of requests are smaller than this."""
 
 
 class Spoiled(Exception):
-    """A run that lost or repeated a request, or did not end: it has no figure."""
+    """A run lost or repeated a request, or did not end, so it yields no figure."""
 
 
 class Stage:
-    """Broker, provider and its log of calls. Runs follow one another."""
+    """Broker, provider and its log of calls. Only one run at a time may use them."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Stage:
         self._folder = folder
 
     async def reset(self, who: Contestant) -> None:
-        """Prepare a run of `who`: declare and empty its queues, clear the log of calls."""
+        """Prepare a run of `who`: declare and empty its queues, empty Redis, clear the log of calls."""
         topology = who.topology(self.version)
         await apply(topology, await self._connection.underlying())
         channel = await self._connection.raw_channel(confirms=False)
@@ -116,17 +117,17 @@ class Stage:
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            told, errors = await made.communicate()
+            output, errors = await made.communicate()
         finally:
             if made.returncode is None:
                 made.kill()
-        found = [line for line in told.decode().splitlines() if line.startswith("RESULT ")]
+        found = [line for line in output.decode().splitlines() if line.startswith("RESULT ")]
         if made.returncode or not found:
             raise Spoiled(f"{who.name}: its requester failed: {errors.decode()[-1500:]}")
         return Sent(**json.loads(found[0].removeprefix("RESULT ")))
 
     async def called(self, count: int, *, within_s: float = 60.0) -> None:
-        """Wait until the provider has had `count` calls."""
+        """Wait until the provider has got `count` calls. Raises Spoiled."""
         try:
             async with asyncio.timeout(within_s):
                 while self.call_log.calls < count:
@@ -153,10 +154,10 @@ class Stage:
         return sum(each.ready for each in (await depths(self._connection, queues or [who.queue])).values())
 
     async def nothing_lost(self, who: Contestant, count: int) -> None:
-        """After the workers have ended: check that those of `count` requests that were not called are in the queues.
-        Raises Spoiled."""
+        """Check, after the workers have ended, that each of `count` requests was called or is still in a queue. Raises
+        Spoiled."""
         try:
-            async with asyncio.timeout(5):  # what a worker returned takes a moment
+            async with asyncio.timeout(5):  # requests that a worker returned appear in the queue a moment later
                 while await self.waiting(who) + self.call_log.calls < count:
                     await asyncio.sleep(LOOK_EVERY_S)
         except TimeoutError:

@@ -1,4 +1,5 @@
-"""`lanekeeper` with a store that grants everything and keeps nothing: what the store costs is the difference.
+"""Runs `lanekeeper` with a store that grants every claim and stores nothing. The difference to a normal run is the cost
+of the store.
 
 python -m suite.storeless serve
 """
@@ -7,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 from unittest.mock import patch
 
-from consumers.state.base import Completion, Copy, Granted, Held, Identity
+from consumers.state.base import Completion, Fingerprint, Granted, Held, Identity, Taken
 
 
 class Forgetful:
-    """Grants everything, keeps nothing."""
+    """A store that grants every claim and stores nothing."""
 
     trouble = None
 
-    async def claim(self, identity: Identity, copy: Copy) -> Granted:
+    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted:
         return Granted(token=1)
 
     async def complete(
-        self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
+        self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion:
         return completion
 
@@ -28,6 +29,9 @@ class Forgetful:
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> None:
         return None
+
+    async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
+        return Taken(granted=True, used=amount, resets_in_s=period_s)
 
     async def probe(self) -> None:
         return None

@@ -1,1 +1,1 @@
-"""Fetches bodies of requests that are not in the message but in a store or on a host, if that place is allowed."""
+"""Fetches bodies of requests that lie in a store or on a host, if that place is allowed; keeps large answers."""

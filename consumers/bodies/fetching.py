@@ -6,11 +6,13 @@ from contextlib import suppress
 from consumers.background import Background
 from consumers.bodies.web import WebBodies
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyStore
-from lanekeeper.contract.messages import Kept, Message, kept_in
+from lanekeeper.contract.messages import BodyAddress, Message, body_address_in
 
 
 class Fetching:
-    """`own`: the store whose bodies are removed when their requests have ended. `others` and `web` are only read."""
+    """Fetches bodies of requests that are not in the message, from stores (folders or buckets) and by HTTP. `own`: the
+    store from which a body is removed when its request has ended. `others` and `web` are only read. `most_bytes`: a
+    larger body is refused."""
 
     def __init__(
         self, own: BodyStore | None, *, others: Sequence[BodyStore] = (), web: WebBodies | None = None, most_bytes: int
@@ -21,8 +23,9 @@ class Fetching:
         self._most_bytes = most_bytes
         self._background = Background()
 
-    async def fetch(self, kept: Kept) -> bytes:
-        """Raises BodyError, BodyTooLarge, BodiesUnavailable."""
+    async def fetch(self, kept: BodyAddress) -> bytes:
+        """Return the body that is stored at the address in `kept`, if that address is allowed. Raises BodyError,
+        BodyTooLarge, BodiesUnavailable."""
         for store in self._stores:
             if store.holds(kept.address):
                 return await store.fetch(kept, most_bytes=self._most_bytes)
@@ -31,15 +34,15 @@ class Fetching:
         raise BodyError("this address is not allowed (LANEKEEPER_BODIES__ALLOW)")
 
     def forget(self, message: Message) -> None:
-        """Remove the body of a request that has ended. If the process dies before, the body expires."""
-        if self._own is not None and (kept := kept_in(message.headers)) is not None:
-            self._background.begin(self._dropped(self._own, kept), name=f"drop the body of {message.message_id}")
+        """Begin to remove the stored body of a request that has ended. If the process dies before, the body expires."""
+        if self._own is not None and (kept := body_address_in(message.headers)) is not None:
+            self._background.begin(self._drop(self._own, kept), name=f"drop the body of {message.message_id}")
 
     async def aclose(self, *, within_s: float) -> None:
         await self._background.finish(within_s=within_s)
         for store in self._stores:
             store.close()
 
-    async def _dropped(self, store: BodyStore, kept: Kept) -> None:
+    async def _drop(self, store: BodyStore, kept: BodyAddress) -> None:
         with suppress(BodiesUnavailable):
             await store.drop(kept)

@@ -1,13 +1,14 @@
-"""Fetches bodies by HTTP, only from hosts that are allowed.
+"""Fetches bodies by HTTP, only from URLs that are allowed.
 
-Whoever publishes a request chooses the address that a worker calls. So only listed URLs are called, redirects are not
-followed, and a name that resolves to a private address is refused; the address that was checked is the one dialled.
+The publisher of a request chooses the address that a worker calls. So only allowed URLs are called, redirects are not
+followed, and a host name that resolves to a private address is refused. The connection uses the address that was
+checked, not the result of a second look-up.
 """
 
 import asyncio
 import socket
 from collections.abc import Sequence
-from ipaddress import ip_address
+from ipaddress import IPv4Address, ip_address, ip_network
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
@@ -15,11 +16,14 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from lanekeeper.bodies import PIECE_BYTES, BodiesUnavailable, BodyError, BodyTooLarge, checked
-from lanekeeper.contract.messages import Kept
+from lanekeeper.contract.messages import BodyAddress
 
 _PORTS: Final = {"https": 443, "http": 80}
+_NAT64: Final = ip_network("64:ff9b::/96")
 _GONE: Final = range(400, 500)
-_PASSING: Final = frozenset({408, 425, 429})
+"""Statuses that say that the body is not there."""
+_TEMPORARY: Final = frozenset({408, 425, 429})
+"""Statuses among them after which another try may succeed."""
 
 
 class PrivateAddress(OSError):
@@ -27,25 +31,27 @@ class PrivateAddress(OSError):
 
 
 class WebBodies:
-    """`allowed`: URLs; each allows what is below it. `private`: hosts may have private addresses."""
+    """Fetches bodies of requests by HTTP, from URLs that the operator allows. `allowed`: URLs; each allows all URLs
+    below it. `private`: True if hosts may have private addresses."""
 
     def __init__(self, allowed: Sequence[str], *, private: bool = False) -> None:
-        self._allowed = [urlsplit(each.rstrip("/")) for each in allowed]
+        self._allowed = [urlsplit(url.rstrip("/")) for url in allowed]
         self._private = private
 
     def holds(self, address: str) -> bool:
-        """Whether this address may be called."""
+        """Whether bodies may be fetched from this address."""
         try:
             asked = urlsplit(address)
-            return any(_is_below(asked, each) for each in self._allowed)
+            return any(_is_below(asked, allowed) for allowed in self._allowed)
         except ValueError:
             return False
 
-    async def fetch(self, kept: Kept, *, most_bytes: int) -> bytes:
-        """Raises BodyError, BodyTooLarge, BodiesUnavailable."""
+    async def fetch(self, kept: BodyAddress, *, most_bytes: int) -> bytes:
+        """Fetch a request's body from the address in `kept` by HTTP, and check it. Raises BodyError, BodyTooLarge,
+        BodiesUnavailable."""
         if not self._private and _is_private(urlsplit(kept.address).hostname or ""):
             raise BodyError("its host has a private address")
-        connector = aiohttp.TCPConnector(resolver=None if self._private else _Public())
+        connector = aiohttp.TCPConnector(resolver=None if self._private else _PublicResolver())
         try:
             async with (
                 aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False) as session,
@@ -62,18 +68,19 @@ class WebBodies:
                 raise BodyError("its host has a private address") from None
             raise BodiesUnavailable(f"its host: {error}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise BodiesUnavailable(f"its host: {type(error).__name__}: {error}") from error
+            # The error's text is left out: it may contain the URL, and the URL a signature.
+            raise BodiesUnavailable(f"its host: {type(error).__name__}") from None
         return await asyncio.to_thread(lambda: checked(bytes(body), kept, most_bytes=most_bytes))
 
 
-class _Public(AbstractResolver):
-    """Resolves names, and refuses those with a private address."""
+class _PublicResolver(AbstractResolver):
+    """Resolves host names; raises PrivateAddress for a name that has a private address."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
         found = await aiohttp.ThreadedResolver().resolve(host, port, family)
-        if any(_is_private(each["host"]) for each in found):
+        if any(_is_private(result["host"]) for result in found):
             raise PrivateAddress(f"{host} has a private address")
         return found
 
@@ -81,7 +88,7 @@ class _Public(AbstractResolver):
 
 
 def _check(response: aiohttp.ClientResponse, most_bytes: int) -> None:
-    if response.status in _GONE and response.status not in _PASSING:
+    if response.status in _GONE and response.status not in _TEMPORARY:
         raise BodyError(f"its host answered {response.status}")
     if 300 <= response.status < 400:
         raise BodyError(f"its host answered {response.status}, and redirects are not followed")
@@ -92,19 +99,26 @@ def _check(response: aiohttp.ClientResponse, most_bytes: int) -> None:
 
 
 def _is_private(host: str) -> bool:
+    """True if `host` is an address that is not public, or embeds one (IPv4 in IPv6). False for a name."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:
-        return False  # a name: it is checked when it is resolved
+        return False  # a name is checked when it is resolved
     mapped = getattr(address, "ipv4_mapped", None) or getattr(address, "sixtofour", None)
+    if address in _NAT64:
+        mapped = IPv4Address(int(address) & 0xFFFFFFFF)
     return not address.is_global or address.is_multicast or (mapped is not None and not mapped.is_global)
 
 
 def _is_below(asked: SplitResult, allowed: SplitResult) -> bool:
+    """True if `asked` has the scheme, host and port of `allowed`, and a path at or below its path."""
     where = (asked.scheme, asked.hostname, asked.port or _PORTS.get(asked.scheme))
     if where != (allowed.scheme, allowed.hostname, allowed.port or _PORTS.get(allowed.scheme)):
         return False
     if "@" in asked.netloc or asked.fragment or "\\" in asked.path:
         return False
-    steps = asked.path.replace("%2e", ".").replace("%2E", ".").split("/")
+    path = asked.path.lower()
+    if "%2f" in path or "%5c" in path:  # some hosts decode these to `/` and `\`
+        return False
+    steps = [step.split(";")[0] for step in path.replace("%2e", ".").split("/")]
     return ".." not in steps and "." not in steps and f"{asked.path}/".startswith(f"{allowed.path}/")

@@ -1,4 +1,4 @@
-"""Counts what a lane does: running requests, outcomes, waits. For `status` and the log; of bounded size."""
+"""Counts a lane's running requests and outcomes, and keeps its latest waits and run times, for `status` and the log."""
 
 import math
 import time
@@ -11,40 +11,47 @@ from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Ref
 SAMPLES = 256
 """How many of the latest waits and run times are kept for each lane."""
 WINDOW_S = 60
+"""The throughput counts the requests that ended within this time."""
 SHOWN = (
     "extra_slots", "slots_limit", "running", "answered", "failed", "retried", "deferred", "dropped", "replayed",
 )  # fmt: skip
-"""Figures that are shown as they are."""
+"""The attributes of `LaneActivity` that `snapshot` copies under the same name."""
 
 
 class LaneActivity:
-    """Counts of one lane in this process, since it started."""
+    """Counts a lane's running and ended requests in this process, and keeps its latest waits and run times, for the
+    `status` command."""
 
     def __init__(self, lane: str, *, slots: int, due_slots: int) -> None:
         self.lane = lane
         self._slots = slots
         self._due_slots = due_slots
         self.extra_slots = 0
-        """Slots added to its two queues, lent or grown."""
+        """How many slots the lane's two queues have in addition to their own (`lending.py`)."""
         self.slots_limit: str | None = None
-        """What keeps the lane from getting more slots although its requests wait too long; None: nothing."""
+        """Why the lane gets no more slots although its requests wait longer than its target; None: nothing prevents
+        it."""
         self.running = 0
         self.answered = 0
         self.failed = 0
         self.retried = 0
         self.deferred = 0
         self.deferred_for: Counter[str] = Counter()
-        """Deferred requests, by reason."""
+        """How many requests were deferred, by reason."""
         self.dropped = 0
+        self.ended = 0
+        """How many requests ended, with whatever outcome."""
         self.replayed = 0
         self._waits_ms: deque[int] = deque(maxlen=SAMPLES)
         self._runs_ms: deque[int] = deque(maxlen=SAMPLES)
         self._since_delivery: deque[bool] = deque(maxlen=SAMPLES)
+        """For each of the latest waits: whether it counts from the first delivery."""
         self._ended_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
+        """How many requests ended in each second: (the second, how many); seconds without an end are left out."""
 
     def record(self, outcome: Outcome, *, wait_ms: int, run_ms: int | None, since_delivery: bool = False) -> None:
-        """Count the outcome of a delivery. `run_ms`: None if the provider was not called. `since_delivery`: the time of
-        publishing is unknown, so the wait counts from the first delivery."""
+        """Count the outcome of a delivery. `run_ms`: None if no provider was called, or the attempt does not count.
+        `since_delivery`: whether the wait counts from the first delivery, because the time of publishing is unknown."""
         match outcome:
             case Answered():
                 self.answered += 1
@@ -58,8 +65,8 @@ class LaneActivity:
                 return
             case Dropped():
                 self.dropped += 1
-            case Replayed(retold=True):
-                return  # it was counted when it ended
+            case Replayed(is_reply_only=True):
+                return  # the request was counted when it ended
             case Replayed():
                 self.replayed += 1
         if run_ms is not None:
@@ -70,7 +77,8 @@ class LaneActivity:
             self._count_end()
 
     def snapshot(self) -> Mapping[str, Any]:
-        """The figures as JSON: counts, `throughput_per_min` of the last minute, and the latest waits and run times."""
+        """The lane's counts, its throughput of the last minute, and its latest waits and run times, as JSON values for
+        `status`."""
         since = int(time.monotonic()) - WINDOW_S
         return {
             "slots": self._slots,
@@ -84,6 +92,7 @@ class LaneActivity:
         }
 
     def _count_end(self) -> None:
+        self.ended += 1
         second = int(time.monotonic())
         if self._ended_by_second and self._ended_by_second[-1][0] == second:
             self._ended_by_second[-1] = (second, self._ended_by_second[-1][1] + 1)
@@ -92,5 +101,6 @@ class LaneActivity:
 
 
 def quantile(ordered: Sequence[int], share: float) -> int | None:
-    """The value that `share` (0 to 1) of the ordered values do not exceed (nearest rank); None of no values."""
+    """The quantile of values in ascending order, by nearest rank: the part `share` (0 to 1) of them are at most this
+    value. None if there are no values."""
     return ordered[max(0, math.ceil(len(ordered) * share) - 1)] if ordered else None

@@ -1,11 +1,13 @@
-"""Decides how many slots each queue gets in addition to its own. Pure arithmetic over what was seen of all queues.
+"""Decides how many slots each queue gets in addition to its own, by the load of all queues. Pure.
 
-Idle slots of a lane are lent to queues whose requests wait, the most urgent queue first; a lane keeps some. If that is
-not enough and waits exceed the lane's target, the queue grows by a quarter at a time, up to its maximum. A queue whose
-requests wait for the provider does not grow: more slots would only hold more waiting requests.
+First, idle slots are lent to queues whose requests wait, the most urgent queue first; each queue reserves some that it
+does not lend. If a queue's requests still wait longer than its lane's target, it grows: it gets further slots, a
+quarter more at a time, up to its maximum. A queue whose requests wait for a provider's budget does not grow, because
+more slots would only hold more waiting requests.
 
-To avoid moving slots back and forth, a slot is lent only after it was idle for a while, and given up only after it was
-unused for a while (`busiest` is the most that was in use meanwhile). Lent slots come back at once.
+So that slots do not move back and forth, a slot is lent only after it was idle for some seconds, and an additional slot
+is given up only after it was unused for some seconds (`busiest`). A lane that needs its lent slots gets them back at
+once.
 """
 
 from collections.abc import Sequence
@@ -17,73 +19,79 @@ AT_MOST = "slots_max"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """One queue: its settings, its slots, and its observed load."""
+class QueueLoad:
+    """What the decision needs to know of one queue: its settings, its slots, and its load in this worker."""
 
     slots: int
     """The queue's own slots."""
-    kept: int
-    """How many of them it never lends, even if idle."""
-    most: int
-    """The most slots that it may have, added ones included."""
+    reserved: int
+    """How many of its own slots the queue never lends, even if they are idle."""
+    max_slots: int
+    """How many slots the queue may have, including additional ones."""
     target_wait_s: float
+    """The queue may grow if its requests wait longer than this."""
     extra: int = 0
-    """The slots that it has now in addition to its own, `ending` included."""
+    """How many slots the queue has now in addition to its own, including `ending`."""
     grown: int = 0
-    """How many of these are grown and not lent."""
+    """How many of the additional slots are grown and not lent."""
     ending: int = 0
-    """Requests that still run on slots that were taken back."""
+    """How many requests still run on additional slots that were taken back."""
     busiest: int = 0
-    """The most requests that it held at the same time lately; it needed this many slots."""
+    """The highest number of requests that the queue had in this worker at a time, within the last seconds."""
     waiting: int = 0
-    """Requests that wait in the queue while all its slots are in use."""
+    """How many messages wait in the queue; 0 while it has free slots."""
     wait_s: float = 0.0
     """How long the waiting requests have waited."""
-    held: str | None = None
-    """Which part of the provider's budget its requests wait for; None: they do not."""
+    bottleneck: str | None = None
+    """The part of a provider's budget for which the queue's requests wait; None: they do not wait for budget."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ExtraSlots:
     """The slots that a queue should have in addition to its own."""
 
     lent: int = 0
+    """Idle slots of other queues."""
     grown: int = 0
+    """Slots beyond those that all queues have of their own."""
     limit: str | None = None
-    """Why it does not grow although its waits exceed the target; None: nothing limits it."""
+    """Why the queue does not grow although its requests wait longer than the target: `AT_MOST`, or
+    `QueueLoad.bottleneck`. None: nothing prevents it."""
 
     @property
-    def extra(self) -> int:
+    def total(self) -> int:
         return self.lent + self.grown
 
 
-def decide(queues: Sequence[Seen]) -> list[Share]:
-    """The slots that each queue should have, in the order given: the most urgent first."""
-    idle = sum(max(0, each.slots - each.kept - each.busiest) for each in queues) - sum(each.ending for each in queues)
-    shares = []
-    for each in queues:
-        wanted = _wanted(each)
-        lent = min(wanted, each.ending + max(0, idle))
-        idle -= max(0, lent - each.ending)
-        grown = min(each.grown, wanted - lent)
+def decide(queues: Sequence[QueueLoad]) -> list[ExtraSlots]:
+    """The additional slots that each queue should have. `queues`: the most urgent first; the result has their order."""
+    idle = sum(max(0, queue.slots - queue.reserved - queue.busiest) for queue in queues)
+    idle -= sum(queue.ending for queue in queues)
+    decided = []
+    for queue in queues:
+        wanted = _wanted(queue)
+        lent = min(wanted, queue.ending + max(0, idle))
+        idle -= max(0, lent - queue.ending)
+        grown = min(queue.grown, wanted - lent)
         limit = None
-        if each.waiting and each.wait_s > each.target_wait_s:
-            if each.held is not None:
-                limit = each.held
+        if queue.waiting and queue.wait_s > queue.target_wait_s:
+            if queue.bottleneck is not None:
+                limit = queue.bottleneck
             elif lent + grown < wanted:
-                grown = min(wanted - lent, grown + max(1, (each.slots + lent + grown) // GROWTH))
-            elif each.slots + wanted == each.most:
+                grown = min(wanted - lent, grown + max(1, (queue.slots + lent + grown) // GROWTH))
+            elif queue.slots + wanted == queue.max_slots:
                 limit = AT_MOST
-        shares.append(Share(lent, grown, limit))
-    return shares
+        decided.append(ExtraSlots(lent=lent, grown=grown, limit=limit))
+    return decided
 
 
-def _wanted(queue: Seen) -> int:
-    """How many more slots it could use. Waiting requests count, unless they would wait at the provider."""
+def _wanted(queue: QueueLoad) -> int:
+    """How many additional slots the queue could use: one for each waiting request, unless these would wait for a
+    provider's budget then."""
     if not queue.waiting:
         wanted = min(queue.extra, max(0, queue.busiest - queue.slots))
-    elif queue.held is None:
+    elif queue.bottleneck is None:
         wanted = queue.extra + queue.waiting
     else:
         wanted = queue.extra
-    return min(wanted, max(0, queue.most - queue.slots))
+    return min(wanted, max(0, queue.max_slots - queue.slots))

@@ -1,61 +1,63 @@
-"""Limits how many control messages a tenant may send. It decides before a message's body is read, except for users in
-`speakers`, who name a tenant in the body.
+"""Limits how many control messages a tenant may send. Messages over the limit are refused.
 
-A flood is read only as fast as its messages are processed, so each must cost little. Messages beyond the share are
-refused. As many refusals as the share allows are answered. Further ones are only counted and logged, at a tenth of a
-millisecond each."""
+All messages wait in one queue, behind those of a tenant that sends too many, so each of these must cost little. The
+same limit applies to answers that refuse a message: above it, messages are only counted and logged, which takes a tenth
+of a millisecond each. The decision does not need the message's body, unless its user is one of `speakers`: users that
+may name another tenant, which they do in the body."""
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from enum import Enum, auto
 
-from consumers.control.question import Question
-from consumers.share import Share
+from consumers.control.command import Command
+from consumers.rate_limit import RateLimit
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
 
 AT_ONCE_S = 5
-"""A tenant may send the share of this many seconds in a burst, because cancelling all of one's requests is no flood."""
+"""A burst may have as many messages as are allowed in this number of seconds, so that a tenant can cancel all of its
+requests at once."""
 
 
-class Due(Enum):
-    """What is done with a control message."""
+class Verdict(Enum):
+    """What happens to a control message: it is carried out, refused, or only counted."""
 
     CARRIED_OUT = auto()
     REFUSED = auto()
+    """It is refused with an answer that says so."""
     COUNTED = auto()
-    """The message is refused without an answer."""
+    """It is refused without an answer, and only counted."""
 
 
 class Allowance:
-    """Each tenant's share of control messages, in this process."""
+    """Limits how many control messages a tenant may send. Each process counts those that it gets. `per_tenant_s`: how
+    many a tenant may send a second."""
 
     def __init__(
-        self, *, per_tenant_s: float, speakers: Collection[str], question: Callable[[Message], Question | None]
+        self, *, per_tenant_s: float, speakers: Collection[str], read_command: Callable[[Message], Command | None]
     ) -> None:
-        self._share = Share(per_s=per_tenant_s, at_once=AT_ONCE_S * per_tenant_s)
-        self._answered = Share(per_s=per_tenant_s, at_once=AT_ONCE_S * per_tenant_s)
+        self._limit = RateLimit(per_s=per_tenant_s, at_once=AT_ONCE_S * per_tenant_s)
+        self._answered = RateLimit(per_s=per_tenant_s, at_once=AT_ONCE_S * per_tenant_s)
         self._speakers = frozenset(speakers)
-        self._question = question
+        self._read_command = read_command
         self.problem = RequestProblem(
             "too_many_control_messages",
             f"a tenant may send {per_tenant_s:g} control messages a second, and {AT_ONCE_S} times as many at "
             "once; this one was not carried out: send it again later",
         )
 
-    def due(self, message: Message) -> Due:
-        """Count a message, and return what is done with it."""
-        whose = self._whose(message)
-        if self._share.take(whose):
-            return Due.CARRIED_OUT
-        return Due.REFUSED if self._answered.take(whose) else Due.COUNTED
+    def decide(self, message: Message) -> Verdict:
+        """Count a control message against its tenant's limit, and decide what happens to it."""
+        tenant = self._tenant(message)
+        if self._limit.take(tenant):
+            return Verdict.CARRIED_OUT
+        return Verdict.REFUSED if self._answered.take(tenant) else Verdict.COUNTED
 
-    def _whose(self, message: Message) -> str:
-        """The tenant that the message is for. Only users that may act for other tenants can name one, so only their
-        messages are read to find it."""
+    def _tenant(self, message: Message) -> str:
+        """The tenant against whose limit a control message counts."""
         user = message.user_id or ""
         if user in self._speakers:
             with suppress(RequestProblem):
-                question = self._question(message)
-                return question.identity.tenant if question is not None else user
+                command = self._read_command(message)
+                return command.identity.tenant if command is not None else user
         return user

@@ -1,7 +1,8 @@
-"""Answers control messages. All answers have the header `x-lane-control`, except a result: it is the final reply again.
+"""Answers control messages. An answer has the header `x-lane-control`, unless it is a result: the final reply, again.
 
-Answers go only to queues that the broker named, to direct reply-to, and to `lane.reply.<user_id>` of the user who asked
-(threat T1). A message with another address, or none, cannot be answered: that is logged and counted.
+Answers are sent only to direct reply-to, to queues that the broker named, and to `lane.reply.<user_id>` of the
+message's user (threat T1). A message with any other address, or without one, cannot be answered: that is logged and
+counted.
 """
 
 import json
@@ -9,9 +10,10 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from consumers.rate_limit import LogThrottle
 from consumers.replies.address import ReplyRule, is_direct
 from consumers.replies.direct import DirectSender
-from consumers.share import Seldom
+from consumers.replies.reply import JSON, PROBLEM
 from consumers.state.base import Completion
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
@@ -20,14 +22,12 @@ from lanekeeper.contract.problems import BrokerError, MessageTooLarge, RequestPr
 from lanekeeper.telemetry import logs, signals
 from topology.broker.notices import Notices
 
-JSON = "application/json"
-PROBLEM = "application/problem+json"
 log = logs.logger()
 
 
 class Answers:
-    """Publishes the answers. `notices`: sends all but results, many in one write. They are not confirmed, because a
-    client without an answer asks again."""
+    """Publishes the answers to control messages (cancel, result). `notices`: sends all answers except results, many of
+    them in one write and without confirms, because a client that gets no answer asks again."""
 
     def __init__(
         self, publisher: Publisher, *, direct: DirectSender, rule: ReplyRule, notices: Notices | None = None
@@ -36,78 +36,82 @@ class Answers:
         self._direct = direct
         self._rule = rule
         self._notices = notices
-        self._seldom = Seldom()
+        self._log_throttle = LogThrottle()
         self.refused = 0
-        """Control messages that were malformed, too many, or about another tenant's request."""
+        """How many control messages were malformed, over the limit, or about another tenant's request."""
         self.unanswered = 0
-        """Control messages whose sender should have been answered, but could not be."""
+        """How many control messages should have been answered and could not be."""
 
     async def tell(
-        self, question: Message, body: Mapping[str, Any], *, id: str | None, as_: Literal["accepted", "pending"]
+        self, message: Message, body: Mapping[str, Any], *, id: str | None, control: Literal["accepted", "pending"]
     ) -> None:
-        """Answer with what was done, or with what is known of the request so far."""
-        await self._send(question, json.dumps(body).encode(), JSON, _headers(id, {n.CONTROL: as_}))
+        """Answer a control message with a JSON object. `id`: of the request that the message is about. `control`:
+        "accepted" for a cancellation that was recorded, "pending" for the state of a request that has not ended."""
+        await self._send(message, json.dumps(body).encode(), JSON, _headers(id, {n.CONTROL: control}))
 
-    async def refuse(self, question: Message, problem: RequestProblem, *, id: str | None) -> None:
-        """Answer with what is wrong with the message."""
-        self._log_refusal(question, problem)
+    async def refuse(self, message: Message, problem: RequestProblem, *, id: str | None) -> None:
+        """Answer a control message that is invalid, over the limit or failed, with a problem document. `id`: of the
+        request that the message is about; None: unknown."""
+        self._log_refusal(message, problem)
         document = problem.document(request=id or "", attempts=0)
-        await self._send(question, document, PROBLEM, _headers(id, {n.CONTROL: "error"}), is_due=True)
+        await self._send(message, document, PROBLEM, _headers(id, {n.CONTROL: "error"}), must_answer=True)
 
-    def refuse_silently(self, question: Message, problem: RequestProblem) -> None:
-        """Refuse without an answer, because there may be thousands: they are counted, and logged once a minute."""
-        self._log_refusal(question, problem)
+    def refuse_silently(self, message: Message, problem: RequestProblem) -> None:
+        """Refuse a control message without sending an answer, because there may be thousands: count it, and log it at
+        most once a minute."""
+        self._log_refusal(message, problem)
         self.unanswered += 1
 
-    def _log_refusal(self, question: Message, problem: RequestProblem) -> None:
+    def _log_refusal(self, message: Message, problem: RequestProblem) -> None:
         self.refused += 1
-        who = question.user_id or ""
-        if count := self._seldom.count(f"{problem.code} {who}"):
+        who = message.user_id or ""
+        if count := self._log_throttle.count(f"{problem.code} {who}"):
             log.warning(
                 signals.CONTROL_REFUSED,
-                type=(question.type or "")[:40],
-                key=question.routing_key[:40],
+                type=(message.type or "")[:40],
+                key=message.routing_key[:40],
                 user=who,
                 reason=problem.brief,
                 count=count,
                 refused=self.refused,
             )
 
-    async def replay(self, question: Message, completion: Completion, *, id: str) -> None:
-        """Answer with the request's final reply, the same as its requester got."""
+    async def replay(self, message: Message, completion: Completion, *, id: str) -> None:
+        """Answer a control message `result` with the final reply of the request, as its requester got it."""
         headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True}
         content_type = PROBLEM if completion.status == "error" else JSON
-        if not self._may_answer(question):
+        if not self._may_answer(message):
             return
         try:
-            await self._publish(question, _answer(question, completion.body, content_type, _headers(id, headers)))
+            await self._publish(message, _answer(message, completion.body, content_type, _headers(id, headers)))
         except MessageTooLarge as error:
-            await self.refuse(question, answer_too_large(error.size, error.limit), id=id)
+            await self.refuse(message, answer_too_large(error.size, error.limit), id=id)
 
     async def _send(
-        self, question: Message, body: bytes, content_type: str, headers: Mapping[str, Any], *, is_due: bool = False
+        self, message: Message, body: bytes, content_type: str, headers: Mapping[str, Any], *, must_answer: bool = False
     ) -> None:
-        if not self._may_answer(question, is_due=is_due):
+        if not self._may_answer(message, must_answer=must_answer):
             return
-        answer = _answer(question, body, content_type, headers)
-        address = question.reply_to or ""
-        is_apart = self._direct.is_apart and is_direct(address)
-        if self._notices is None or is_apart or not self._notices.send(answer, routing_key=address):
-            await self._publish(question, answer)
+        answer = _answer(message, body, content_type, headers)
+        address = message.reply_to or ""
+        needs_own_connection = self._direct.is_apart and is_direct(address)
+        if self._notices is None or needs_own_connection or not self._notices.send(answer, routing_key=address):
+            await self._publish(message, answer)
 
-    def _may_answer(self, question: Message, *, is_due: bool = False) -> bool:
-        """Whether its address is allowed; if not, that is counted. `is_due`: also count a message without address."""
-        address = question.reply_to or ""
-        may = self._rule.allows_control(address, user=question.user_id)
-        if not may and (address or is_due):
+    def _may_answer(self, message: Message, *, must_answer: bool = False) -> bool:
+        """Whether an answer may be sent to the `reply_to` of a control message. If not, count and log that; if the
+        message has no `reply_to`, only if `must_answer`."""
+        address = message.reply_to or ""
+        may = self._rule.allows_control(address, user=message.user_id)
+        if not may and (address or must_answer):
             self.unanswered += 1
-            if count := self._seldom.count(f"unanswered {question.user_id or ''}"):
+            if count := self._log_throttle.count(f"unanswered {message.user_id or ''}"):
                 log.warning(signals.CONTROL_UNANSWERED, reply_to=address[:100], count=count, unanswered=self.unanswered)
         return may
 
-    async def _publish(self, question: Message, answer: Message) -> None:
-        """Raises MessageTooLarge."""
-        address = question.reply_to or ""
+    async def _publish(self, message: Message, answer: Message) -> None:
+        """Publish the answer to a control message once. Raises MessageTooLarge; other errors are only logged."""
+        address = message.reply_to or ""
         try:
             if is_direct(address):
                 await self._direct.send(answer, address, traced=False)
@@ -119,13 +123,13 @@ class Answers:
             log.debug(signals.CONTROL_UNANSWERED, reply_to=address[:100], reason=str(error))
 
 
-def _answer(question: Message, body: bytes, content_type: str, headers: Mapping[str, Any]) -> Message:
+def _answer(message: Message, body: bytes, content_type: str, headers: Mapping[str, Any]) -> Message:
     return Message(
         body=body,
         headers=headers,
         content_type=content_type,
         message_id=uuid.uuid4().hex,
-        correlation_id=question.correlation_id,
+        correlation_id=message.correlation_id,
         persistent=False,
     )
 

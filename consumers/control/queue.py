@@ -1,8 +1,9 @@
-"""Works on control messages: records cancellations, and answers questions for results.
+"""Works on control messages: records cancellations, and answers requests for results.
 
-All workers share one queue, so that one of them takes each message. A cancellation stays there until the store has it.
-Many are worked on at once, so that the store writes them together. The queue is read in order, so a cancellation waits
-for everything before it; therefore messages beyond a tenant's share must cost next to nothing (`allowance.py`).
+All workers share one queue, and each message goes to one of them. A cancellation is acknowledged only after it is
+stored. Many messages are worked on at once, so that the store writes several cancellations together. The queue is read
+in order, so a cancellation waits for all messages before it; therefore messages over a tenant's limit must take very
+little time (`allowance.py`).
 """
 
 import asyncio
@@ -12,12 +13,12 @@ from functools import partial
 from typing import Any
 
 from consumers.claiming import Claiming
-from consumers.control.allowance import Allowance, Due
+from consumers.control.allowance import Allowance, Verdict
 from consumers.control.answer import Answers
-from consumers.control.question import Question, id_of, read
+from consumers.control.command import Command, id_of, read
 from consumers.job import NowMs, moment_text
+from consumers.rate_limit import LogThrottle
 from consumers.settle import Settler
-from consumers.share import Seldom
 from consumers.state.base import Cancelling, Completion, Found, Identity, StoreUnavailable
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -27,25 +28,28 @@ from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
 
 FAULTS_AT_MOST = 5
-"""A message that causes an internal error is given up at this delivery, because requests wait until all cancellations
-are stored."""
+"""A message that causes an internal error is refused at this delivery, because requests wait until the control queue
+is empty."""
 LOOK_EVERY_S = 0.05
 CATCH_UP_WITHIN_S = 5.0
-"""How long requests wait for the cancellations that came before the worker. Thousands are recorded in that time, and a
-flood may never end. The rest is recorded while requests run; a request that is cancelled too late runs."""
+"""How long requests wait for the cancellations that were in the queue when the worker connected. Thousands are stored
+in that time. If there are more, they are stored while requests run, and a request may run although it was cancelled."""
 QUIET_S = 0.5
-"""If the user may not see the queue's length, it counts as empty after this time without a delivery."""
+"""If the worker's user may not read the queue's length, the queue counts as empty after this time without a
+delivery."""
 GATHER_S = 0.01
-"""How long the first finished message waits for others, to be acknowledged with them: each write is a system call."""
-AT_A_TIME = 32
-"""After this many refused messages, other tasks get the event loop."""
+"""How long the first finished message waits for others, so that one write acknowledges all of them."""
+REFUSED_AT_A_TIME = 32
+"""After refusing this many messages without an answer, the reader lets other tasks run."""
 Ready = Callable[[], Awaitable[Mapping[str, int]]]
-"""How many messages wait in the control queue, under its name. Raises BrokerError."""
+"""Asks the broker how many messages wait in the control queue: a mapping with its name as the only key. Raises
+BrokerError."""
 log = logs.logger()
 
 
 class Control:
-    """Reads the control queue."""
+    """Consumes the control queue, which all workers share, and carries out its messages (cancel, result). `kept_s`: how
+    long the store keeps a cancellation of a request that has not arrived. `per_tenant_s`: see `Allowance`."""
 
     def __init__(
         self,
@@ -66,15 +70,18 @@ class Control:
         self._settler = settler
         self._answers = answers
         self._now_ms = now_ms
-        self._question = partial(read, speakers=speakers, needs_user_id=needs_user_id)
+        self._read_command = partial(read, speakers=speakers, needs_user_id=needs_user_id)
         self._ready = ready
         self._kept_s = kept_s
-        self._allowance = Allowance(per_tenant_s=per_tenant_s, speakers=speakers, question=self._question)
-        self._displaced = Seldom()
+        self._allowance = Allowance(per_tenant_s=per_tenant_s, speakers=speakers, read_command=self._read_command)
+        self._displaced_throttle = LogThrottle()
         self.displaced = 0
-        """Cancellations of unseen requests that were forgotten because their tenant sent newer ones."""
+        """How many cancellations of requests that had not arrived were deleted, because their tenant sent more."""
         self._is_behind = True
+        """True while the queue may have cancellations that were sent while no worker was connected, or the store was
+        unavailable."""
         self._received = 0
+        """How many messages have arrived."""
         self._in_hand: set[int] = set()
         self._done: list[Delivery] = []
         self._busy_at_s = 0.0
@@ -86,11 +93,11 @@ class Control:
 
     @property
     def behind(self) -> str | None:
-        """Why no request should be worked on yet: cancellations may be unread that came while there was no worker or no
-        store."""
+        """Why no request should be worked on yet (it may have been cancelled); None: requests may be worked on."""
         return "cancellations are waiting to be recorded" if self._is_behind else None
 
     async def run(self) -> None:
+        """Consume the control queue until `stop` is called and the messages that were taken are finished."""
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
                 self._is_behind, self._session = True, session
@@ -106,23 +113,24 @@ class Control:
                     catching_up.cancel()
 
     async def _read_all(self, session: Session, reading: asyncio.TaskGroup) -> None:
-        """Read messages, and start a task for each one that is not merely counted. Raises ChannelLost."""
+        """Read control messages from one channel. Start a task for each one, unless it is refused without an answer.
+        Raises ChannelLost."""
         self._in_hand, self._done, counted = set(), [], 0
         async for delivery in session:
             self._received += 1
-            due = self._allowance.due(delivery.message)
-            if due is not Due.COUNTED:
+            verdict = self._allowance.decide(delivery.message)
+            if verdict is not Verdict.COUNTED:
                 self._in_hand.add(delivery.tag)
-                reading.create_task(self._take(delivery, due, session, reading), name=f"control {delivery.tag}")
+                reading.create_task(self._take(delivery, verdict, session, reading), name=f"control {delivery.tag}")
                 continue
             self._answers.refuse_silently(delivery.message, self._allowance.problem)
             self._acknowledge(delivery, session, reading)
             counted += 1
-            if counted % AT_A_TIME == 0:
+            if counted % REFUSED_AT_A_TIME == 0:
                 await asyncio.sleep(0)
 
     def _acknowledge(self, delivery: Delivery, session: Session, reading: asyncio.TaskGroup) -> None:
-        """Acknowledge it soon, together with others."""
+        """Acknowledge a control message within `GATHER_S`, together with others."""
         if not self._done:
             reading.create_task(self._acknowledge_all(session), name="control acknowledging")
         self._done.append(delivery)
@@ -133,10 +141,12 @@ class Control:
         await self._settler.ack_together(session, done, in_hand=self._in_hand)
 
     async def _catch_up(self, session: Session) -> None:
-        """Find out when the backlog has been read, or takes too long: at first, and again after the store was away.
+        """Find out when the cancellations that waited in the queue are recorded: set `_is_behind` to False when the
+        queue was found empty, or `CATCH_UP_WITHIN_S` is over. If the store becomes unavailable, set it to True and
+        begin again.
 
-        This polls, because the broker does not announce that a queue is empty. The queue must be found empty twice in a
-        row: a message that the broker has sent and that has not arrived yet is counted by neither side."""
+        This polls, because the broker does not announce that a queue is empty. The queue must be found empty twice
+        without an arrival between: a message on its way from the broker is counted by neither side."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + CATCH_UP_WITHIN_S
         empty_after: int | None = None
@@ -156,11 +166,11 @@ class Control:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _waiting(self, session: Session) -> int:
-        """How many control messages are not finished; at least 1 if that is unknown."""
+        """How many control messages are in the queue or in work, or at least 1 if that is unknown."""
         try:
             ready = sum((await self._ready()).values())
             return ready + session.waiting + len(self._in_hand)
-        except AccessRefused:  # this user may only consume: the queue is empty if nothing comes
+        except AccessRefused:  # this user may only consume: the queue counts as empty if no message arrives
             is_quiet = asyncio.get_running_loop().time() - self._busy_at_s > QUIET_S
             return session.waiting + len(self._in_hand) or (0 if is_quiet else 1)
         except BrokerError:
@@ -170,27 +180,28 @@ class Control:
         """Read no more; `run` returns when the messages that were taken are finished."""
         await self._deliveries.stop()
 
-    async def _take(self, delivery: Delivery, due: Due, session: Session, reading: asyncio.TaskGroup) -> None:
+    async def _take(self, delivery: Delivery, verdict: Verdict, session: Session, reading: asyncio.TaskGroup) -> None:
         try:
-            if due is Due.REFUSED:
+            if verdict is Verdict.REFUSED:
                 message = delivery.message
                 await self._answers.refuse(message, self._allowance.problem, id=id_of(message))
-            elif not await self._is_done_with(delivery):
+            elif not await self._handle(delivery):
                 return
             self._acknowledge(delivery, session, reading)
         finally:
             self._in_hand.discard(delivery.tag)
             self._busy_at_s = asyncio.get_running_loop().time()
 
-    async def _is_done_with(self, delivery: Delivery) -> bool:
-        """Carry out a message; True if it may be acknowledged. An invalid message is refused. A cancellation that
-        cannot be recorded is returned to the queue; after `FAULTS_AT_MOST` internal errors it is refused, so that it is
-        not redelivered for ever."""
+    async def _handle(self, delivery: Delivery) -> bool:
+        """Carry out a control message. Return True if it may be acknowledged, False if it was returned to the queue.
+
+        An invalid message is refused. A message is returned to the queue if the store is unavailable, or after an
+        internal error; at its delivery `FAULTS_AT_MOST` an internal error refuses it, so that redeliveries end."""
         message = delivery.message
         try:
-            question = self._question(message)
-            if question is not None:
-                await self._carry_out(message, question)
+            command = self._read_command(message)
+            if command is not None:
+                await self._carry_out(message, command)
         except RequestProblem as problem:
             await self._answers.refuse(message, problem, id=id_of(message))
         except StoreUnavailable as away:
@@ -206,20 +217,21 @@ class Control:
             await self._answers.refuse(message, fault, id=id_of(message))
         return True
 
-    async def _carry_out(self, message: Message, question: Question) -> None:
-        """Raises StoreUnavailable."""
-        identity = question.identity
-        if question.kind == n.CANCEL_KEY:
-            outcome = await self._cancel(identity)
-            await self._answers.tell(message, outcome, id=identity.id, as_="accepted")
+    async def _carry_out(self, message: Message, command: Command) -> None:
+        """Carry out the command of a control message, and answer the message. Raises StoreUnavailable."""
+        identity = command.identity
+        if command.kind == n.CANCEL_KEY:
+            answer = await self._cancel(identity)
+            await self._answers.tell(message, answer, id=identity.id, control="accepted")
             return
         found = await self._claiming.find(identity)
         if found is not None and found.completion is not None:
             await self._answers.replay(message, found.completion, id=identity.id)
         else:
-            await self._answers.tell(message, _state(identity.id, found), id=identity.id, as_="pending")
+            await self._answers.tell(message, _state(identity.id, found), id=identity.id, control="pending")
 
     async def _cancel(self, identity: Identity) -> dict[str, Any]:
+        """Store the cancellation of a request, and return the answer to the control message."""
         known = await self._claiming.find(identity)
         attempts = known.attempts if known else 0
         problem = RequestProblem("cancelled", "cancelled by its owner")
@@ -230,23 +242,23 @@ class Control:
             headers={n.ATTEMPT: attempts},
             ended_ms=self._now_ms(),
         )
-        came_to = await self._claiming.cancel(identity, ending)
-        if came_to is Cancelling.DISPLACED:
+        result = await self._claiming.cancel(identity, ending)
+        if result is Cancelling.DISPLACED:
             self.displaced += 1
-            if count := self._displaced.count(identity.tenant):
+            if count := self._displaced_throttle.count(identity.tenant):
                 log.warning(
                     signals.CANCELLATION_DISPLACED, tenant=identity.tenant, count=count, displaced=self.displaced
                 )
-            came_to = Cancelling.UNSEEN
-        told = {"id": identity.id, "outcome": came_to.value}
-        if came_to is Cancelling.UNSEEN:
-            return {**told, "kept_until": moment_text(self._now_ms() + round(self._kept_s * 1000))}
-        return told
+            result = Cancelling.UNSEEN
+        answer = {"id": identity.id, "outcome": result.value}
+        if result is Cancelling.UNSEEN:
+            return {**answer, "kept_until": moment_text(self._now_ms() + round(self._kept_s * 1000))}
+        return answer
 
 
 def _state(id: str, found: Found | None) -> dict[str, Any]:
-    """The answer about a request that has not ended."""
+    """The answer to the control message `result` about a request that has not ended."""
     if found is None:
         return {"id": id, "status": "unknown", "attempts": 0}
-    told = {"id": id, "status": "running" if found.running else "waiting", "attempts": found.attempts}
-    return told if found.due_ms is None else {**told, "due_at": moment_text(found.due_ms)}
+    state = {"id": id, "status": "running" if found.running else "waiting", "attempts": found.attempts}
+    return state if found.due_ms is None else {**state, "due_at": moment_text(found.due_ms)}

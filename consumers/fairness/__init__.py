@@ -1,4 +1,4 @@
 """Whose request is next where tenants share a lane.
 
-Start at `turns.py`. Imported by `pool` and `service/worker`.
+Start at `lane_slots.py`. Imported by `pool` and `service/worker`.
 """

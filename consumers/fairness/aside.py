@@ -1,11 +1,12 @@
-"""Moves requests over their tenant's share into a side queue of their lane, where they delay nobody else.
+"""Sets requests aside: moves those over their tenant's share into a side queue of their lane, where they delay nobody.
 
-A request is published there with a confirm, and then acknowledged (`consumers/pool.py`). A worker that dies between the
-two leaves two messages of one request; the claim detects that. No claim is taken and no attempt counted.
+A request is published to the side queue, and acknowledged after the confirm (`consumers/pool.py`). If the worker dies
+between the two, there are two messages of one request; the claim then lets only one of them run. Setting aside takes no
+claim and counts no attempt.
 
-Each tenant has a side queue of its own while there are enough of them. A process knows which tenant a side queue
-belongs to if it holds the queue's first message (its head), or put a message there itself. For a moment two processes
-may choose different queues for one tenant; then that tenant's order is lost."""
+Each tenant gets a side queue of its own while there are enough of them. A process knows to which tenant a side queue
+belongs if it holds the queue's first message (its head), or has published a message there itself. Two processes that
+begin at the same time may choose different queues for one tenant; the order of its requests is then lost."""
 
 import asyncio
 from hashlib import blake2b
@@ -24,14 +25,16 @@ from topology.broker.heads import Heads
 from topology.lanes import LaneSpec
 
 PLACE_KEPT_S: Final = 1.0
-"""How long a tenant keeps its queue after the last request was put there, until the queue's head has been seen."""
+"""How long a side queue stays assigned to a tenant after its last request was published there. By then this process
+usually holds the queue's head."""
 FULL_FOR_S: Final = 1.0
-"""A queue that was full is not tried again earlier."""
+"""How long nothing is published to a side queue that was full."""
 LATER_MS: Final = 1000
 
 
-class Aside:
-    """The side queues of one lane, as this process knows them."""
+class SideQueues:
+    """Moves requests to the side queues of one lane, and notes which tenant has which of them. A side queue holds
+    requests of a tenant that has more than its share of the lane's slots."""
 
     def __init__(self, lane: LaneSpec, heads: Heads, *, publisher: Publisher, names: Names, now_ms: NowMs) -> None:
         self._lane = lane
@@ -39,48 +42,53 @@ class Aside:
         self._publisher = publisher
         self._names = names
         self._now_ms = now_ms
-        self._queues = {names.side(lane.name, each): each for each in range(lane.side_queues)}
+        self._numbers = {names.side(lane.name, number): number for number in range(lane.side_queues)}
+        """For each side queue, by name: its number."""
         self._tenants: dict[int, str] = {}
         """For each side queue: the tenant of the head that this process holds."""
         self._places: dict[str, tuple[int, float]] = {}
-        """For each tenant: the side queue that is kept for it, and since when."""
+        """For each tenant: the side queue that is assigned to it, and since when."""
         self._full_until_s: dict[int, float] = {}
+        """For each side queue that was full: until when nothing is published there."""
 
     def has(self, tenant: str) -> bool:
-        """Whether the tenant has requests set aside, as far as this process knows."""
+        """Whether a side queue has requests of the tenant, as far as this process knows."""
         return tenant in self._tenants.values() or self._placed(tenant) is not None
 
     def may_take(self, job: Job) -> bool:
-        """Whether a request may be moved. One with wrong headers may not, because the copy would lose them."""
+        """Whether a request may be moved to a side queue. One whose headers will be refused may not, because its copy
+        there does not have these headers."""
         message = job.message
         if job.trusted:
-            return not job.hop.reply_try  # only its reply is left, which needs no call
+            return not job.hop.reply_try  # if only the reply is left to send, the request needs no slot for long
         headers = message.headers
         return (
             message.exchange == self._names.requests
             and message.routing_key.split(".", 1)[0] == self._lane.name
             and (message.priority or 0) <= HIGHEST
-            and not any(each in headers for each in (UNREADABLE, n.DEATH, n.CC, n.BCC))
+            and not any(header in headers for header in (UNREADABLE, n.DEATH, n.CC, n.BCC))
         )
 
-    def arrived(self, job: Job) -> None:
-        """The head of a side queue is held now."""
-        number = self._queues[job.delivery.queue]
+    def head_arrived(self, job: Job) -> None:
+        """Note that the head (the first message) of a side queue was delivered to this process."""
+        number = self._numbers[job.delivery.queue]
         self._tenants[number] = job.identity.tenant
 
-    def left(self, job: Job) -> None:
-        """The head is being worked on, or is gone: the next one may be fetched."""
-        number = self._queues[job.delivery.queue]
+    def head_left(self, job: Job) -> None:
+        """Note that the head of a side queue got a slot, was moved, or is lost: the queue's next message may be
+        fetched."""
+        number = self._numbers[job.delivery.queue]
         if self._tenants.pop(number, None) is not None:
             self._keep(job.identity.tenant, number)
         self._heads.pass_on(job.delivery.queue)
 
-    def passed_over(self, queue: str) -> None:
-        """The head of a side queue cannot be read: the next one may be fetched."""
+    def head_unread(self, queue: str) -> None:
+        """Note that the head of a side queue could not be read: the queue's next message may be fetched."""
         self._heads.pass_on(queue)
 
     async def put(self, job: Job) -> Outcome | None:
-        """Move a request and wait for the confirm. If there is no room, return the outcome. Raises BrokerError."""
+        """Publish a request to a side queue, and wait for the confirm. Return None, or the request's outcome if the
+        queue is full. Raises BrokerError."""
         number = self._place(job.identity.tenant)
         if asyncio.get_running_loop().time() < self._full_until_s.get(number, 0):
             return self._full(job)
@@ -100,6 +108,8 @@ class Aside:
         return None
 
     def _full(self, job: Job) -> Outcome:
+        """The outcome of a request whose side queue is full: it is refused if it comes directly from its publisher, and
+        deferred if it comes from a delay or a side queue."""
         if job.is_fresh and not job.trusted:
             return Refused(
                 RequestProblem(
@@ -111,27 +121,33 @@ class Aside:
         return Deferred(delay_ms=LATER_MS, reason="too many waiting", due_ms=job.hop.due_ms)
 
     def _place(self, tenant: str) -> int:
-        """The tenant's own queue, else the first of its preferences that no tenant has, else the shortest."""
+        """The number of the side queue for a tenant's requests: the queue that has them already; else the first free
+        one, in an order that depends on the tenant; else the shortest."""
         now_s = asyncio.get_running_loop().time()
         for number, owner in self._tenants.items():
             if owner == tenant:
                 return number
         if (placed := self._placed(tenant)) is not None:
             return placed
-        others = {queue for queue, at_s in self._places.values() if at_s + PLACE_KEPT_S > now_s}
-        waiting = {each: self._heads.ready_in(queue) for queue, each in self._queues.items()}
-        preferred = sorted(waiting, key=lambda each: blake2b(f"{each} {tenant}".encode(), digest_size=8).digest())
-        return min(
-            preferred, key=lambda each: (each in others or each in self._tenants or waiting[each] > 0, waiting[each])
-        )
+        assigned = {number for number, at_s in self._places.values() if at_s + PLACE_KEPT_S > now_s}
+        waiting = {number: self._heads.ready_in(queue) for queue, number in self._numbers.items()}
+        preferred = sorted(waiting, key=lambda number: blake2b(f"{number} {tenant}".encode(), digest_size=8).digest())
+
+        def is_used(number: int) -> bool:
+            return number in assigned or number in self._tenants or waiting[number] > 0
+
+        return min(preferred, key=lambda number: (is_used(number), waiting[number]))
 
     def _placed(self, tenant: str) -> int | None:
-        queue, at_s = self._places.get(tenant, (0, -PLACE_KEPT_S))
-        return queue if at_s + PLACE_KEPT_S > asyncio.get_running_loop().time() else None
+        """The number of the side queue that was assigned to the tenant at most `PLACE_KEPT_S` ago; None if there is
+        none."""
+        number, at_s = self._places.get(tenant, (0, -PLACE_KEPT_S))
+        return number if at_s + PLACE_KEPT_S > asyncio.get_running_loop().time() else None
 
     def _keep(self, tenant: str, number: int) -> None:
+        """Assign a side queue (`number`) to the tenant from now on."""
         now_s = asyncio.get_running_loop().time()
         self._places.pop(tenant, None)
         self._places[tenant] = number, now_s
-        while (oldest := next(iter(self._places))) and self._places[oldest][1] + PLACE_KEPT_S <= now_s:
+        while self._places[oldest := next(iter(self._places))][1] + PLACE_KEPT_S <= now_s:
             del self._places[oldest]

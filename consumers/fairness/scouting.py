@@ -1,12 +1,13 @@
-"""Looks ahead in slow queues, so that one tenant's requests do not hide those of another.
+"""Takes more requests from slow queues, so that requests of one tenant do not hold up those of another behind them.
 
-A queue delivers in order of priority and age, whatever the tenant. If all slots of a queue were taken for a second, a
-scout consumes it too. A scout is a pool without slots. What it takes gets the next free slot if it is its tenant's
-turn, waits here while within its tenant's share, and is set aside otherwise (`consumers/fairness/turns.py`).
+A queue delivers in order of priority and age, whatever the tenant. If all slots of a queue were in use for a second, a
+scout consumes the queue in addition. A scout is a pool without slots of its own. A request that it takes gets the next
+free slot of the queue if its tenant is next, waits in the worker while it is within its tenant's share, and is set
+aside otherwise (`consumers/fairness/lane_slots.py`).
 
-Moving a request costs half of what such a request costs in all. So for a single tenant no scout is sent while a slot
-becomes free every quarter of a second on average. If several tenants had requests lately, one is sent as soon as
-requests wait longer than a second.
+Setting a request aside costs half as much as a whole request, so a scout is sent only where it helps: if several
+tenants had requests lately, as soon as requests wait longer than a second; otherwise, only if a request holds its slot
+for longer than a quarter of a second on average.
 """
 
 import asyncio
@@ -15,23 +16,25 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from consumers.background import every
-from consumers.capacity.slots import Depths
-from consumers.fairness.turns import Bench
+from consumers.capacity.scaling import Depths
+from consumers.fairness.lane_slots import QueueSlots
 from lanekeeper.contract.problems import BrokerError
 
 LOOK_EVERY_S: Final = 0.25
-"""If slots become free within this time, nothing is moved."""
-GOES_OUT_AFTER: Final = 4
-"""How many looks in a row must find the lane full. In shorter bursts the queue's own order holds."""
-GOES_AFTER: Final = 8
+"""The time between two looks at a queue."""
+SENT_AFTER_LOOKS: Final = 4
+"""How many looks in a row must find all slots in use before a scout is sent. In shorter bursts the queue's own order is
+kept."""
+CALLED_BACK_AFTER_LOOKS: Final = 8
 """How many looks in a row must find free slots before the scout is called back."""
-AHEAD: Final = 32
-"""A scout's prefetch, and so how many requests are moved at a time: 390 a second on a busy machine. With 64, a chat in
-another lane of the process waited twice as long meanwhile."""
+SCOUT_PREFETCH: Final = 32
+"""A scout's prefetch, and so how many requests it sets aside at a time: 390 a second on a busy machine. With 64, a chat
+in another lane of the process waited twice as long during that."""
 
 
 class Scout(Protocol):
-    """A pool without slots."""
+    """A further consumer of a queue (`consumers/pool.py`). It has no slots: its requests get a slot of the queue's own
+    pool, or are moved to a side queue."""
 
     async def run(self) -> None: ...
     async def stop(self) -> None: ...
@@ -40,25 +43,30 @@ class Scout(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Scouted:
-    """A queue that is watched, and what the looks found."""
+    """A queue that may get a scout (a further consumer without slots), and what the regular looks at it have found."""
 
     queue: str
-    bench: Bench
+    slots: QueueSlots
     scout: Callable[[], Scout]
+    """Creates a scout for the queue."""
     begun: int = 0
-    """How many requests had begun at the last look."""
-    full: int = 0
-    """How many looks in a row found it full."""
-    slow: int = 0
-    """In how many of these looks its slots became free too seldom."""
-    idle: int = 0
+    """How many requests had got a slot until the last look."""
+    full_looks: int = 0
+    """How many looks in a row found all slots in use."""
+    slow_looks: int = 0
+    """How many looks in a row found that, and fewer new requests than slots since the look before."""
+    idle_looks: int = 0
     """How many looks in a row found free slots."""
-    at_work: "Scout | None" = None
-    leaving: list[Scout] = field(default_factory=list)
+    active: "Scout | None" = None
+    """The scout that was sent; None: none."""
+    ending: list[Scout] = field(default_factory=list)
+    """Scouts that were called back and still have running requests."""
 
 
 class Scouting:
-    """Sends scouts out and calls them back. It is paused and stopped as pools are."""
+    """Starts a scout (a further consumer without slots) for each queue whose slots are all in use for long, so that
+    requests of other tenants behind are delivered, and stops it when slots are free. It is paused and stopped like a
+    pool."""
 
     def __init__(self, queues: Sequence[Scouted], *, depths: Depths) -> None:
         self._queues = queues
@@ -68,20 +76,23 @@ class Scouting:
         self._group = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Send scouts out and call them back until stopped; return when all have ended. Cancel it to end at once."""
+        """Start and stop scouts until `stop` is called and all have ended. Cancel it to end at once."""
         async with self._group:
             async for _ in every(LOOK_EVERY_S, until=self._stopping):
-                for each in self._queues:
-                    await self._look(each)
+                for scouted in self._queues:
+                    await self._look(scouted)
 
     async def stop(self) -> None:
+        """Stop all scouts (consumers without slots) and start no more; `run` returns when their running requests have
+        ended."""
         self._stopping.set()
         await self._call_all_back()
 
     def give_back_waiting(self) -> None:
-        """After `stop`: return deliveries of scouts whose call has not begun (`Pool.give_back_waiting`)."""
-        for each in self._queues:
-            for scout in each.leaving:
+        """After `stop`: return requests whose call has not begun to the broker (`Pool.give_back_waiting`), from all
+        scouts."""
+        for scouted in self._queues:
+            for scout in scouted.ending:
                 scout.give_back_waiting()
 
     @property
@@ -89,51 +100,53 @@ class Scouting:
         return self._paused
 
     async def pause(self, reason: str) -> None:
-        """Call all scouts back and send none."""
+        """Stop all scouts (consumers without slots), and start none until `resume`."""
         self._paused = True
         await self._call_all_back()
 
     async def resume(self) -> None:
-        """Send scouts again when needed."""
+        """After `pause`: start scouts (consumers without slots) again when they are needed."""
         self._paused = False
 
-    async def _look(self, each: Scouted) -> None:
-        begun, each.begun = each.bench.begun - each.begun, each.bench.begun
-        if self._paused or not each.bench.is_full:
-            each.idle += 1
-            each.full = each.slow = 0
-            if each.at_work is not None and each.idle >= GOES_AFTER:
-                await self._call_back(each)
+    async def _look(self, scouted: Scouted) -> None:
+        begun, scouted.begun = scouted.slots.begun - scouted.begun, scouted.slots.begun
+        if self._paused or not scouted.slots.is_full:
+            scouted.idle_looks += 1
+            scouted.full_looks = scouted.slow_looks = 0
+            if scouted.active is not None and scouted.idle_looks >= CALLED_BACK_AFTER_LOOKS:
+                await self._call_back(scouted)
             return
-        each.idle = 0
-        each.full += 1
-        each.slow = each.slow + 1 if begun < each.bench.slots else 0
-        is_slow = each.slow >= GOES_OUT_AFTER
-        if each.at_work is not None or not (is_slow or (each.full >= GOES_OUT_AFTER and each.bench.is_shared)):
+        scouted.idle_looks = 0
+        scouted.full_looks += 1
+        scouted.slow_looks = scouted.slow_looks + 1 if begun < scouted.slots.size else 0
+        is_slow = scouted.slow_looks >= SENT_AFTER_LOOKS
+        is_full_and_shared = scouted.full_looks >= SENT_AFTER_LOOKS and scouted.slots.is_shared
+        if scouted.active is not None or not (is_slow or is_full_and_shared):
             return
         try:
-            waiting = (await self._depths([each.queue]))[each.queue]
+            waiting = (await self._depths([scouted.queue]))[scouted.queue]
         except BrokerError:  # the pools report it
             return
-        is_long = waiting > (begun if is_slow else GOES_OUT_AFTER * begun)
+        # at the rate since the last look, the waiting requests need longer than a quarter second, or than a second
+        is_long = waiting > (begun if is_slow else SENT_AFTER_LOOKS * begun)
         if is_long and not self._paused and not self._stopping.is_set():
-            each.at_work = each.scout()
-            each.bench.sort(True)
-            self._group.create_task(self._work(each, each.at_work), name=f"scout {each.queue}")
+            scouted.active = scouted.scout()
+            scouted.slots.set_surplus_aside(True)
+            self._group.create_task(self._work(scouted, scouted.active), name=f"scout {scouted.queue}")
 
-    async def _work(self, each: Scouted, scout: Scout) -> None:
+    async def _work(self, scouted: Scouted, scout: Scout) -> None:
         try:
             await scout.run()
         finally:
-            if scout in each.leaving:
-                each.leaving.remove(scout)
+            if scout in scouted.ending:
+                scouted.ending.remove(scout)
 
-    async def _call_back(self, each: Scouted) -> None:
-        if (scout := each.at_work) is not None:
-            each.at_work = None
-            each.bench.sort(False)
-            each.leaving.append(scout)
+    async def _call_back(self, scouted: Scouted) -> None:
+        if (scout := scouted.active) is not None:
+            scouted.active = None
+            scouted.slots.set_surplus_aside(False)
+            scouted.ending.append(scout)
             await scout.stop()
 
     async def _call_all_back(self) -> None:
-        await asyncio.gather(*(self._call_back(each) for each in self._queues))
+        await asyncio.gather(*(self._call_back(scouted) for scouted in self._queues))

@@ -1,16 +1,19 @@
-"""A gate: a check before the provider is called. What it takes in `enter` it gives back in `leave`."""
+"""A gate: a check before a provider is called. What a gate takes in `enter` (a claim, budget), it gives back in
+`leave`."""
 
 from typing import Protocol
 
-from consumers.job import Asked, Job
+from consumers.job import Decoded, Job
 from consumers.outcomes import Outcome
 
 
 class Gate(Protocol):
-    """`enter` lets the job pass (None) or ends its delivery with an outcome; `leave` is called, in reverse order, for
-    every gate that let it pass, whatever the outcome."""
+    """A check that a request passes before a provider is called for it. `leave` is called for every gate that let the
+    job pass, whatever its outcome, the last gate first."""
 
-    async def enter(self, job: Job, asked: Asked) -> Outcome | None: ...
+    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
+        """Return None to let the job pass, or the outcome of its delivery."""
 
-    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
-        """`outcome` is None if the delivery was lost or the worker stops: then nothing is known."""
+    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
+        """Give back what `enter` took. `outcome`: None if the job was cancelled, because its delivery was lost or the
+        worker stops."""

@@ -1,27 +1,29 @@
-"""The body gate: fetches a request's body if it is not in the message. It comes after the claim, so that a request
-that has ended, or is worked on elsewhere, is not fetched."""
+"""The body gate: fetches a request's body if it is not in the message. It comes after the claim gate, so that no body
+is fetched for a request that has ended or that another worker runs."""
 
 from dataclasses import replace
 
 from consumers.bodies.fetching import Fetching
 from consumers.decoding import Decoding
-from consumers.job import Asked, Job, NowMs
+from consumers.job import Decoded, Job, NowMs
 from consumers.outcomes import Deferred, Outcome, ended_by, stopped_by
 from consumers.providers.routes import Routes
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
-from lanekeeper.contract.messages import Kept
+from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.names import BODY
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
 
 FETCH_WITHIN_S = 60.0
 AGAIN_MS = 2000
-"""A store that is away is asked again after this time, until the request's deadline is over."""
+"""If the body's store is unavailable, the request is deferred by this time, and then fetches its body again, until its
+deadline."""
 log = logs.logger()
 
 
 class BodyGate:
-    """Completes `job.asked` with the body. What is fetched stays in memory until the attempt is over."""
+    """Fetches the body of a request whose message has only the body's address, and decodes it into `job.decoded`. The
+    body stays in memory until the attempt is over."""
 
     def __init__(self, fetching: Fetching, decoding: Decoding, routes: Routes, *, now_ms: NowMs) -> None:
         self._fetching = fetching
@@ -29,23 +31,23 @@ class BodyGate:
         self._routes = routes
         self._now_ms = now_ms
 
-    async def enter(self, job: Job, asked: Asked) -> Outcome | None:
-        kept = asked.request.kept
-        return None if kept is None else await self._fetch(job, asked, kept)
+    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
+        kept = decoded.request.kept
+        return None if kept is None else await self._fetch(job, decoded, kept)
 
-    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
+    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
         """Does nothing: nothing was taken."""
 
-    async def _fetch(self, job: Job, asked: Asked, kept: Kept) -> Outcome | None:
+    async def _fetch(self, job: Job, decoded: Decoded, kept: BodyAddress) -> Outcome | None:
         raw: bytes | None = None
-        left_s = max(0.0, (asked.request.deadline_ms - self._now_ms()) / 1000)
+        left_s = max(0.0, (decoded.request.deadline_ms - self._now_ms()) / 1000)
         try:
             async with job.interruptible(min(FETCH_WITHIN_S, left_s)):
                 raw = await self._fetching.fetch(kept)
             if raw is not None:
-                request = await self._decoding.request_of(raw, job, asked.lane)
-                chain = self._routes.of(asked.lane.name, job.identity.tenant, request.model)
-                job.asked = replace(asked, request=request, chain=chain)
+                request = await self._decoding.request_of(raw, job, decoded.lane)
+                chain = self._routes.of(decoded.lane.name, job.identity.tenant, request.model)
+                job.decoded = replace(decoded, request=request, chain=chain)
                 return None
         except BodyTooLarge as error:
             return ended_by(RequestProblem("too_large", f"header {BODY}: {error}"))
@@ -54,7 +56,7 @@ class BodyGate:
         except RequestProblem as problem:
             return ended_by(problem)
         except BodiesUnavailable as error:
-            log.warning(signals.BODY_UNAVAILABLE, error=str(error))
+            log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
         if job.stopped is not None:
             return stopped_by(job.stopped, doing="was fetched", due_ms=job.hop.due_ms)
         return Deferred(delay_ms=AGAIN_MS, reason="body unavailable", due_ms=job.hop.due_ms)

@@ -1,7 +1,8 @@
-"""The budget gate: before its call a request waits for its turn, and until the account has enough budget left.
+"""The budget gate: a request waits until it is first in the line for a provider's account and the account has enough
+budget for it.
 
-A waiting request keeps its slot if the requests behind it would wait as well (`waiting_room.py` decides that). A
-request that cannot be in time is refused at once, with the figures.
+A waiting request keeps its slot if the requests behind it would wait too (`waiting_room.py` decides that). A request
+that cannot be answered before its deadline is refused at once, with the expected times.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from consumers.chain import Route
 from consumers.gates.waiting_room import WaitingRoom
 from consumers.interruptible import Interruptible
-from consumers.job import Asked, Job, NowMs, Reserved
+from consumers.job import Decoded, Job, NowMs, Reserved
 from consumers.limits.accounts import Budgets
 from consumers.limits.amounts import PAUSED, Amounts
 from consumers.limits.base import Wait, WaitTooLong
@@ -24,21 +25,22 @@ from topology.codec.request import Request
 from topology.lanes import LaneSpec
 
 REPORTED_FROM_S = 1.0
-"""A shorter wait is not reported."""
+"""`on_wait` is not called for a shorter wait."""
 LATER_MS = 1000
 BACK_WITHIN_MS = 15_000
-"""A deferred request is back in line after this time at most, because the forecast may be too long."""
+"""The longest time for which a request is deferred so that others can pass it: the predicted wait may be too long."""
 AT_ONCE_S = 0.25
-"""A start within this time counts as immediate: looking for a faster route would take as long."""
+"""A call that could begin within this time is always tried, even if it may not end before the deadline."""
 SPREAD_S = 60.0
 """Requests that wait for a paused account come back spread over this time. The first one finds out whether the account
-works again; a call that is refused ends its request, so the others should not all try."""
+works again. Each refused call ends its request, so the others should not come at the same time."""
 OnWait = Callable[[Job, Wait], None]
 
 
 class BudgetGate:
-    """Reserves budget for a job, on the best route that has enough. `on_wait` is called at the beginning of each wait
-    that is not short."""
+    """Reserves a provider's budget (requests and tokens per minute) for the call of a job: of the first provider in its
+    chain that has enough soon, else of the one with the shortest wait. `on_wait` is called when a wait begins that is
+    predicted to last at least `REPORTED_FROM_S`."""
 
     def __init__(
         self,
@@ -58,34 +60,36 @@ class BudgetGate:
         self._spec = spec
         self._now_ms = now_ms
         self._on_wait = on_wait
-        self._room = WaitingRoom()
+        self._waiting_room = WaitingRoom()
 
-    async def enter(self, job: Job, asked: Asked) -> Outcome | None:
-        routes = self._breakers.callable(asked.chain.routes)
+    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
+        routes = self._breakers.usable(decoded.chain.routes)
         route = routes[0]
-        until = self._start_by(job, asked.request, route)
+        until = self._start_by(job, decoded.request, route)
         began_s = asyncio.get_running_loop().time()
         try:
-            async with job.interruptible(self._spec.hold_s) as wait:
-                if len(routes) > 1 and (found := await self._overflowing(job, asked, routes, wait)) is not None:
+            async with job.interruptible(self._spec.hold_s) as limit:
+                if len(routes) > 1 and (found := await self._overflowing(job, decoded, routes, limit)) is not None:
                     job.reserved = found
                     return None
-                route = await self._soonest(job, asked.request, routes)
-                until = self._start_by(job, asked.request, route)
-                job.reserved = await self._reserve(job, asked, route, until, wait)
+                route = await self._soonest(job, decoded.request, routes)
+                until = self._start_by(job, decoded.request, route)
+                job.reserved = await self._reserve(job, decoded, route, until, limit)
                 return None
         except WaitTooLong as too_long:
-            return self._too_long(job, asked.request, route, too_long.wait)
-        return await self._held(job, asked.request, route, asyncio.get_running_loop().time() - began_s)
+            return self._too_long(job, decoded.request, route, too_long.wait)
+        return await self._interrupted(job, decoded.request, route, asyncio.get_running_loop().time() - began_s)
 
     def _start_by(self, job: Job, request: Request, route: Route) -> float:
-        """When its call must begin to be answered in time. A call that may begin at once is always tried."""
+        """The latest time at which the call may begin, by the event loop's clock: its usual run time before the
+        deadline, but not before `AT_ONCE_S` from now, if the deadline allows that."""
         left_s = (request.deadline_ms - self._now_ms()) / 1000
         spare_s = max(left_s - self._estimates.run_s(self._usage_class(job, route)), min(left_s, AT_ONCE_S))
         return asyncio.get_running_loop().time() + spare_s
 
-    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
-        """Give back what was not used. If it is unknown what a failed call used, all that was reserved counts."""
+    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
+        """Settle the reservation with the amounts that the call used; if they are unknown, with all that was reserved.
+        Without a call, return the whole reservation."""
         reserved, job.reserved = job.reserved, None
         if reserved is None:
             return
@@ -100,15 +104,16 @@ class BudgetGate:
         if isinstance(outcome, Answered) and usage is not None:
             self._estimates.learn(
                 kind,
-                body_bytes=asked.request.text_bytes,
+                body_bytes=decoded.request.text_bytes,
                 input_tokens=usage.input_tokens,
                 output_tokens=usage.output_tokens,
             )
 
-    async def move(self, job: Job, asked: Asked, route: Route, used: Amounts | None) -> bool:
-        """Reserve for another route at once; False if that is not possible. If it is, the reservation for the earlier
-        route is settled by what its call used, or given back if no call was made (None)."""
-        amounts = self.amounts(job, asked.request, route)
+    async def move(self, job: Job, decoded: Decoded, route: Route, used: Amounts | None) -> bool:
+        """Move a job's reservation to another provider: reserve budget for `route` without waiting, and settle the
+        earlier reservation. Return False, and change nothing, if the other account has too little budget. `used`: what
+        the call on the earlier route used; None: no call was made."""
+        amounts = self.amounts(job, decoded.request, route)
         found = await self._budgets.try_reserve(route.account, lane=job.lane_name, amounts=amounts)
         if found is None:
             return False
@@ -118,7 +123,7 @@ class BudgetGate:
         return True
 
     def amounts(self, job: Job, request: Request, route: Route) -> Amounts:
-        """What the request is expected to use on that route."""
+        """The amounts (one request, and tokens) that the request is expected to use of the route's account."""
         return Amounts(
             1.0,
             self._estimates.input_tokens(route.model, request.text_bytes),
@@ -126,61 +131,68 @@ class BudgetGate:
         )
 
     async def _overflowing(
-        self, job: Job, asked: Asked, routes: Sequence[Route], wait: Interruptible
+        self, job: Job, decoded: Decoded, routes: Sequence[Route], limit: Interruptible
     ) -> Reserved | None:
-        """The first route that has room soon enough."""
-        patience_s = asked.lane.target_wait_s if self._spec.overflow_s is None else self._spec.overflow_s
+        """Reserve budget on the first route whose predicted wait is at most `overflow_s` (a setting; by default the
+        lane's target wait). None if there is no such route."""
+        patience_s = decoded.lane.target_wait_s if self._spec.overflow_s is None else self._spec.overflow_s
         for route in routes:
-            until = self._start_by(job, asked.request, route)
+            until = self._start_by(job, decoded.request, route)
             soon = min(until, asyncio.get_running_loop().time() + patience_s)
-            if (await self._wait(job, asked.request, route)).seconds > soon - asyncio.get_running_loop().time():
+            if (await self._wait(job, decoded.request, route)).seconds > soon - asyncio.get_running_loop().time():
                 continue
             try:
-                return await self._reserve(job, asked, route, soon, wait)
+                return await self._reserve(job, decoded, route, soon, limit)
             except WaitTooLong:
                 continue
         return None
 
     async def _soonest(self, job: Job, request: Request, routes: Sequence[Route]) -> Route:
+        """The route with the shortest predicted wait for its account's budget."""
         if len(routes) == 1:
             return routes[0]
         waits = [await self._wait(job, request, route) for route in routes]
-        return routes[min(range(len(routes)), key=lambda each: waits[each].seconds)]
+        return routes[min(range(len(routes)), key=lambda index: waits[index].seconds)]
 
-    async def _reserve(self, job: Job, asked: Asked, route: Route, until: float, held: Interruptible) -> Reserved:
+    async def _reserve(self, job: Job, decoded: Decoded, route: Route, until: float, limit: Interruptible) -> Reserved:
+        """Wait for budget on a route, and reserve it. Raises WaitTooLong if the call could not begin by `until`, by the
+        event loop's clock."""
         has_to_wait = False
 
         def on_wait(wait: Wait) -> None:
             nonlocal has_to_wait
             has_to_wait = True
-            self._waits(job, asked.lane, route, wait, held)
+            self._wait_begins(job, decoded.lane, route, wait, limit)
 
-        amounts, arrived = self.amounts(job, asked.request, route), self._arrived(job, asked.request)
-        held_until = held.until_s
+        amounts, arrived = self.amounts(job, decoded.request, route), self._arrived(job, decoded.request)
+        ends_s = limit.until_s
         try:
             reservation = await self._budgets.reserve(
                 route.account, lane=job.lane_name, amounts=amounts, until=until, arrived=arrived, on_wait=on_wait
             )
         except WaitTooLong:
-            held.bound(held_until)  # then the wait ends and the request is deferred
+            limit.reschedule(ends_s)  # undo the shorter limit of `_wait_begins`: another route may be tried
             raise
         finally:
             if has_to_wait:
-                self._room.leave(job.lane_name, route.account)
+                self._waiting_room.leave(job.lane_name, route.account)
         if not has_to_wait:
-            self._room.passed(job.lane_name, route.account)
+            self._waiting_room.passed(job.lane_name, route.account)
         return Reserved(route, reservation)
 
-    def _waits(self, job: Job, lane: LaneSpec, route: Route, wait: Wait, held: Interruptible) -> None:
-        patience_s = self._room.enter(lane.name, route.account, slots=lane.slots)
+    def _wait_begins(self, job: Job, lane: LaneSpec, route: Route, wait: Wait, limit: Interruptible) -> None:
+        """When a wait for budget begins: shorten it if the request must let others of its lane pass, and report it if
+        it will be long. `wait`: the forecast."""
+        patience_s = self._waiting_room.enter(lane.name, route.account, slots=lane.slots)
         if patience_s is not None:
-            held.bound(asyncio.get_running_loop().time() + min(patience_s, self._spec.hold_s))
+            limit.reschedule(asyncio.get_running_loop().time() + min(patience_s, self._spec.hold_s))
         if self._on_wait is not None and wait.seconds >= REPORTED_FROM_S:
             self._on_wait(job, wait)
 
     def _arrived(self, job: Job, request: Request) -> float | None:
-        """The time that decides its place in the line. A request that was deferred, or taken over from another worker,
-        keeps its place. None: a new one, which takes its place now whatever its headers say."""
+        """The time by which a request gets its place in the line, by the event loop's clock. A request that was
+        deferred or redelivered keeps its place. None for a new request: it goes to the end of the line, whatever time
+        its headers give."""
         if not job.came_before:
             return None
         return asyncio.get_running_loop().time() - max(0, self._now_ms() - request.start_ms) / 1000
@@ -190,6 +202,8 @@ class BudgetGate:
         return await self._budgets.predicted_wait(route.account, lane=job.lane_name, amounts=amounts)
 
     def _too_long(self, job: Job, request: Request, route: Route, wait: Wait) -> Outcome:
+        """The outcome if the call could not begin in time: the request is refused, or deferred if the account is paused
+        and works again before the deadline."""
         left_s = (request.deadline_ms - self._now_ms()) / 1000
         run_s = self._estimates.run_s(self._usage_class(job, route))
         if wait.reason == PAUSED and wait.seconds < left_s:
@@ -205,14 +219,14 @@ class BudgetGate:
             )
         )
 
-    async def _held(self, job: Job, request: Request, route: Route, held_s: float) -> Outcome:
-        """The outcome of a wait that was ended: by a stop, by the longest time that a delivery may be held, or to let
-        others of its lane pass."""
+    async def _interrupted(self, job: Job, request: Request, route: Route, waited_s: float) -> Outcome:
+        """The outcome if the wait was ended: because the job was stopped, after `hold_s` (the longest time that a
+        delivery may wait here), or earlier, to let other requests of the lane pass."""
         if job.stopped is not None:
             return stopped_by(job.stopped, doing="waited for the budget", due_ms=job.hop.due_ms)
         wait = await self._wait(job, request, route)
-        passing = held_s < self._spec.hold_s
-        delay_ms = max(LATER_MS, min(BACK_WITHIN_MS, round(1000 * wait.seconds))) if passing else LATER_MS
+        lets_others_pass = waited_s < self._spec.hold_s
+        delay_ms = max(LATER_MS, min(BACK_WITHIN_MS, round(1000 * wait.seconds))) if lets_others_pass else LATER_MS
         return Deferred(delay_ms=delay_ms, reason=wait.reason, due_ms=job.hop.due_ms)
 
     def _usage_class(self, job: Job, route: Route) -> UsageClass:

@@ -1,11 +1,12 @@
-"""The gate of daily caps: takes what a request is expected to use before its call, and corrects it afterwards."""
+"""The caps gate: counts what a request is expected to use against the daily caps before its call, and corrects that
+after it (`consumers/spending.py`)."""
 
 import random
 from collections.abc import Callable
 from functools import partial
 
 from consumers.chain import Route
-from consumers.job import Asked, Attempted, Job, NowMs
+from consumers.job import Attempted, Decoded, Job, NowMs
 from consumers.limits.amounts import Amounts
 from consumers.outcomes import Answered, Deferred, Outcome, Refused, ended_by
 from consumers.prices import MILLION, Price, Prices
@@ -18,11 +19,14 @@ from topology.codec.request import Request
 SPREAD_MS = 60_000
 """Requests that wait for the next day come back spread over this time."""
 STORE_AWAY_MS = 1000
+"""How long a request is deferred if the store is unavailable."""
 Estimate = Callable[[Job, Request, Route], Amounts]
 
 
 class CapsGate:
-    """`estimate`: what a request is expected to use on a route (`BudgetGate.amounts`). `tell`: as `Lifecycle.tell`."""
+    """Lets a request pass if its lane and its tenant have enough left of their daily caps (limits of requests, tokens
+    and dollars, set by the operator). `estimate`: the amounts that a request is expected to use on a route
+    (`BudgetGate.amounts`). `publish`: `Lifecycle.publish`."""
 
     def __init__(
         self,
@@ -33,10 +37,10 @@ class CapsGate:
         estimate: Estimate,
         now_ms: NowMs,
         rng: random.Random,
-        tell: Callable[..., None],
+        publish: Callable[..., None],
     ) -> None:
         self._spending = spending
-        self._tell = tell
+        self._publish = publish
         self._breakers = breakers
         self._prices = prices
         self._estimate = estimate
@@ -44,14 +48,14 @@ class CapsGate:
         self._rng = rng
         self._held: dict[Job, Hold] = {}
 
-    async def enter(self, job: Job, asked: Asked) -> Outcome | None:
+    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
         tenant = job.identity.tenant
         bounds = self._spending.bounds(job.lane_name, tenant)
         if not bounds or job.stopped is not None:
             return None
-        route = self._breakers.callable(asked.chain.routes)[0]
+        route = self._breakers.usable(decoded.chain.routes)[0]
         price = self._prices.of(route.model)
-        if price is None and any(each.what == "usd" for each in bounds):
+        if price is None and any(bound.what == "usd" for bound in bounds):
             return ended_by(
                 RequestProblem(
                     "forbidden_model",
@@ -60,17 +64,18 @@ class CapsGate:
                 )
             )
         try:
-            wanted = _spent(self._estimate(job, asked.request, route), price)
-            found = await self._spending.take(bounds, wanted, tell=partial(self._tell, job))
-        except StoreUnavailable:  # a cap that cannot be checked counts as reached
+            wanted = _spent(self._estimate(job, decoded.request, route), price)
+            found = await self._spending.take(bounds, wanted, publish=partial(self._publish, job))
+        except StoreUnavailable:  # while a cap cannot be checked, no provider is called
             return Deferred(delay_ms=STORE_AWAY_MS, reason="store", due_ms=job.hop.due_ms)
         if isinstance(found, Over):
-            return self._over(job, asked.request, found)
+            return self._over(job, decoded.request, found)
         self._held[job] = found
         return None
 
-    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
-        """An answer counts what it used. A failure counts nothing, or the estimate if it may have been paid."""
+    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
+        """Correct what was counted in `enter`: to the used amounts after an answer; after a failure to nothing, or to
+        the estimate if the failed call may have to be paid. Add the calls of `Attempted.lost`."""
         hold, attempted = self._held.pop(job, None), job.attempted
         used = Spent()
         if isinstance(outcome, Answered):
@@ -87,6 +92,8 @@ class CapsGate:
             self._spending.correct(hold, used)
 
     def _over(self, job: Job, request: Request, over: Over) -> Outcome:
+        """The outcome if too little is left of a cap: the request is deferred to the next day, or refused if its
+        deadline is before that or its estimate exceeds the whole cap."""
         left_ms = request.deadline_ms - self._now_ms()
         wait_ms = round(1000 * over.resets_in_s)
         if wait_ms >= left_ms or over.wanted > over.bound.limit:
@@ -100,11 +107,12 @@ class CapsGate:
 
 
 def _may_be_paid(attempted: Attempted) -> bool:
-    """Whether the call was interrupted (by the provider, its deadline or its owner) and may have been paid."""
+    """Whether a call without an answer may have to be paid: the used amounts are unknown, or include output tokens."""
     return attempted.usage is None or attempted.usage.output_tokens > 0
 
 
 def _spent(amounts: Amounts, price: Price | None) -> Spent:
+    """The amounts of one request, with their price in dollars; 0 dollars if the model has no price."""
     usd = 0.0
     if price is not None:
         usd = (amounts.input_tokens * price.input + amounts.output_tokens * price.output) / MILLION

@@ -1,36 +1,39 @@
-"""The claim gate: only one delivery of a request is worked on at a time; an ended request is answered from the
+"""The claim gate: lets only one delivery of a request pass at a time. A request that has ended is answered from the
 store."""
 
 from typing import assert_never
 
 from consumers.claiming import Claiming
-from consumers.job import Asked, Job, NowMs
+from consumers.job import Decoded, Job, NowMs
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.state.base import Conflict, Ended, Granted, Running
 from lanekeeper.contract.problems import RequestProblem
 
 DEATHS_AT_MOST = 4
-"""A request is dead-lettered after this many holders of its claim have died: at its fifth delivery. The broker's count
-is not used, because it also counts lost connections, after which the worker still lives and releases the claim."""
+"""After this many workers have died while they held a request's claim, the request goes to `lane.dead`: at its fifth
+delivery. The broker's delivery count is not used, because it also counts lost connections, after which the worker still
+lives and releases the claim."""
 SUSPECT_FROM = 2
-"""After this many deaths a request is a suspect, and only one suspect is worked on at a time. So the request that kills
-workers is found, and a request that merely ran beside it is answered."""
+"""After this many such deaths a request is a suspect, and a worker runs only one suspect at a time. So the
+request that kills workers is found, and a request that only ran at the same time is answered."""
 SUSPECT_WAIT_MS = 1000
 LEAST_WAIT_MS = 200
 LONGEST_WAIT_MS = 5_000
 
 
 class ClaimGate:
-    """Takes the claim of (tenant, message id). `settle` completes it; a request that has not ended gives it back
-    here."""
+    """Takes the claim of a request (identified by tenant and message id) from the store, so that no other delivery of
+    it runs at the same time. When the request has ended, `settle.py` completes the claim; otherwise this gate releases
+    it."""
 
     def __init__(self, claiming: Claiming, *, now_ms: NowMs) -> None:
         self._claiming = claiming
         self._now_ms = now_ms
         self._suspect: Job | None = None
 
-    async def enter(self, job: Job, asked: Asked) -> Outcome | None:
-        """Raises StoreUnavailable if the store stays away: no provider is called without a claim."""
+    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
+        """Take the claim, or return the outcome of the delivery if it is not granted. Raises StoreUnavailable if the
+        store does not answer: no provider is called without a claim."""
         match await self._claiming.claim(job):
             case Granted(deaths=deaths) if deaths >= DEATHS_AT_MOST:
                 return Buried(
@@ -47,11 +50,11 @@ class ClaimGate:
             case Granted():
                 return None
             case Running(for_ms=for_ms):
-                # wait as long as it has run already, which doubles the time between checks
+                # wait as long as the other delivery has run already, which doubles the time between two checks
                 wait_ms = min(LONGEST_WAIT_MS, max(LEAST_WAIT_MS, for_ms))
                 return Deferred(delay_ms=wait_ms, reason="running elsewhere", due_ms=job.hop.due_ms)
-            case Ended(completion=completion, same_copy=same_copy):
-                return Replayed(completion=completion, buries=same_copy and job.came_before)
+            case Ended(completion=completion, is_same_message=is_same_message):
+                return Replayed(completion=completion, buries=is_same_message and job.came_before)
             case Conflict():
                 return Refused(
                     RequestProblem(
@@ -60,8 +63,9 @@ class ClaimGate:
                     )
                 )
 
-    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
-        """A request that has ended keeps its claim until the store has its outcome."""
+    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
+        """Release the claim of a request that has not ended. One that has ended keeps it until its outcome is
+        stored."""
         if self._suspect is job:
             self._suspect = None
         if job.trail is not None and isinstance(outcome, Retried):

@@ -1,28 +1,28 @@
-"""The deadline gate: a request past its deadline is answered `deadline_exceeded`, and the provider is not called."""
+"""The deadline gate: a request past its deadline is answered with `deadline_exceeded`, and no provider is called."""
 
-from consumers.job import Asked, Job, NowMs
+from consumers.job import Decoded, Job, NowMs
 from consumers.outcomes import Outcome, Refused
 from lanekeeper.contract.problems import RequestProblem
 
 
 class DeadlineGate:
-    """Ends a request that is past its deadline, wherever it spent the time."""
+    """Refuses a request that is past its deadline."""
 
     def __init__(self, *, now_ms: NowMs) -> None:
         self._now_ms = now_ms
 
-    async def enter(self, job: Job, asked: Asked) -> Outcome | None:
-        if self._now_ms() < asked.request.deadline_ms:
+    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
+        if self._now_ms() < decoded.request.deadline_ms:
             return None
-        return Refused(exceeded(job, asked))
+        return Refused(exceeded(job, decoded))
 
-    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
+    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
         """Does nothing: nothing was taken."""
 
 
-def exceeded(job: Job, asked: Asked) -> RequestProblem:
-    """The problem of a request past its deadline; its detail says where the time was spent."""
-    bound_ms = asked.request.deadline_ms - asked.request.start_ms
+def exceeded(job: Job, decoded: Decoded) -> RequestProblem:
+    """The problem of a request past its deadline. Its detail says how long the request waited and ran."""
+    bound_ms = decoded.request.deadline_ms - decoded.request.start_ms
     spent = f"{job.wait_ms} ms waiting"
     if job.attempts:
         spent += f", {job.run_ms} ms in attempt {job.attempts}" if job.run_ms else f", {job.attempts} attempts made"

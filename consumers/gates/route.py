@@ -1,12 +1,13 @@
-"""The route gate: which providers a request may be sent to, and whether one of them is known to answer.
+"""The route gate: lets a request pass if its lane and tenant may use its model, and a provider may be called for it.
 
-A request waits here for a breaker for a short time only; after that it is deferred, so that others can pass it.
+While the breakers of all its providers are open, a request waits here for at most `HOLD_S`. If that is not enough, it
+is deferred, so that others can pass it.
 """
 
 import asyncio
 import random
 
-from consumers.job import Asked, Job, NowMs
+from consumers.job import Decoded, Job, NowMs
 from consumers.outcomes import Deferred, Outcome, Refused, ended_by, stopped_by
 from consumers.providers.breakers import Breakers
 from lanekeeper.contract.problems import RequestProblem
@@ -15,47 +16,49 @@ REASON = "breaker"
 HOLD_S = 3.0
 LEAST_WAIT_MS = 200
 STAGGER_S = 0.2
-"""One of the waiting requests makes the probe; the others wait this much longer, for its result."""
+"""Each waiting request waits up to this much longer, at random. So one of them makes the probe (the first call after an
+outage), and the others come after its result."""
 SHARE_OF_OUTAGE = 0.25
-"""How long a request is delayed, as a part of the time that the provider has been down. After a long outage requests
-come back less often than every few seconds; after an outage of a minute they are back soon."""
+"""A deferred request is delayed by this part of the time that the provider has been down: in a long outage it does not
+come back every few seconds, and after an outage of a minute it is back soon."""
 MOST_TARGETS = 5
-"""A request is delayed by at most this many times its lane's target wait; in critical that is five seconds."""
+"""The delay is at most the target wait of the request's lane times this, which is five seconds in `critical`."""
 SPREAD = 0.5
-"""The delay is lengthened at random by up to this part, so that one request makes the probe before the others come
-back."""
+"""The delay is lengthened at random by up to this part of it, so that one request makes the probe before the others
+come back."""
 
 
 class RouteGate:
-    """Ends requests for a model that their lane or tenant may not use; holds or defers the others while no provider may
-    be called."""
+    """Refuses requests for a model that their lane or tenant may not use. Holds or defers the others while no provider
+    may be called."""
 
     def __init__(self, breakers: Breakers, *, now_ms: NowMs, rng: random.Random) -> None:
         self._breakers = breakers
         self._now_ms = now_ms
         self._rng = rng
 
-    async def enter(self, job: Job, asked: Asked) -> Outcome | None:
-        if asked.chain.forbidden:
-            return ended_by(RequestProblem("forbidden_model", asked.chain.forbidden))
+    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
+        if decoded.chain.forbidden:
+            return ended_by(RequestProblem("forbidden_model", decoded.chain.forbidden))
         clock = asyncio.get_running_loop().time
-        left_s = (asked.request.deadline_ms - self._now_ms()) / 1000
+        left_s = (decoded.request.deadline_ms - self._now_ms()) / 1000
         until_s = clock() + min(HOLD_S, left_s)
-        while (wait_s := self._breakers.least_wait_s(asked.chain.routes)) > 0:
+        while (wait_s := self._breakers.least_wait_s(decoded.chain.routes)) > 0:
             if job.stopped is not None:
                 return stopped_by(job.stopped, doing="waited for a provider", due_ms=job.hop.due_ms)
             if clock() + wait_s >= until_s:
-                return self.later(job, asked, wait_s)
+                return self.later(job, decoded, wait_s)
             async with job.interruptible(None):
                 await asyncio.sleep(wait_s + self._rng.uniform(0, STAGGER_S))
         return None
 
-    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
+    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
         """Does nothing: nothing was taken."""
 
-    def later(self, job: Job, asked: Asked, wait_s: float) -> Outcome:
-        """The outcome of a job for which no provider may be called."""
-        left_ms = asked.request.deadline_ms - self._now_ms()
+    def later(self, job: Job, decoded: Decoded, wait_s: float) -> Outcome:
+        """The outcome of a job for which no provider may be called for `wait_s`: it is deferred, or refused if its
+        deadline is before that."""
+        left_ms = decoded.request.deadline_ms - self._now_ms()
         wait_ms = max(LEAST_WAIT_MS, round(1000 * wait_s))
         if wait_ms >= left_ms:
             return Refused(
@@ -65,10 +68,11 @@ class RouteGate:
                     f"and {max(0, left_ms)} ms are left",
                 )
             )
-        stay_s = min(SHARE_OF_OUTAGE * self._down_s(asked), MOST_TARGETS * asked.lane.target_wait_s)
+        stay_s = min(SHARE_OF_OUTAGE * self._down_s(decoded), MOST_TARGETS * decoded.lane.target_wait_s)
         delay_ms = round(max(wait_ms, 1000 * stay_s) * (1 + self._rng.uniform(0, SPREAD)))
         return Deferred(delay_ms=min(delay_ms, max(wait_ms, left_ms // 2)), reason=REASON, due_ms=job.hop.due_ms)
 
-    def _down_s(self, asked: Asked) -> float:
+    def _down_s(self, decoded: Decoded) -> float:
+        """How long all providers of the request have been down."""
         now_s = asyncio.get_running_loop().time()
-        return min(self._breakers.down_s(each, now_s) for each in asked.chain.routes)
+        return min(self._breakers.down_s(route, now_s) for route in decoded.chain.routes)

@@ -1,61 +1,65 @@
-"""The schedule gate: a request that is not due yet goes into the delay cascade; no worker holds it meanwhile."""
+"""The schedule gate: a request that is not due yet is sent into the delay cascade, so that no worker holds it."""
 
 from consumers.claiming import Claiming
-from consumers.job import Asked, Job, NowMs
+from consumers.job import Decoded, Job, NowMs
 from consumers.outcomes import Deferred, Outcome, Refused
-from consumers.state.base import Room
+from consumers.state.base import WaitingLimit
 from lanekeeper.contract.problems import RequestProblem
 
 UNCOUNTED_MS = 60_000
-"""Shorter waits are not counted: the speed of publishing limits how many there can be."""
+"""A wait of at most this time is not counted against the limits of waiting requests: no tenant can publish very many
+requests in that time."""
 UNIT_BYTES = 16 * 1024
-"""Each begun 16 KiB of a body counts as one waiting request."""
-WHOSE = {
-    Room.TENANT_FULL: "its tenant has as many requests waiting as one may (each 16 KiB of a body count as one)",
-    Room.FULL: "as many requests wait as may in all",
+"""A waiting request counts as one, and as one more for each full 16 KiB of its body."""
+WHICH_LIMIT = {
+    WaitingLimit.TENANT: "its tenant has as many requests waiting as one may (each 16 KiB of a body count as one)",
+    WaitingLimit.TOTAL: "as many requests wait as may in all",
 }
 
 
 class ScheduleGate:
     """Defers a request until its due time (`x-lane-delay-ms`, `x-lane-at`).
 
-    The store notes the wait before the request enters the cascade, because afterwards another worker may claim it at
-    any time. A long wait takes space on the broker's disks, so it is counted first, and refused if the tenant has no
-    room. A request that was cancelled or had ended before it arrived does not wait: the claim gate answers it.
+    The wait is stored before the request enters the cascade, because after that another worker may claim the request at
+    any time. Long waits take space on the broker's disks, so they are counted, and refused above a limit. A request
+    that has ended already, or was cancelled before it arrived, does not wait: the claim gate answers it.
     """
 
     def __init__(self, claiming: Claiming, *, now_ms: NowMs) -> None:
         self._claiming = claiming
         self._now_ms = now_ms
 
-    async def enter(self, job: Job, asked: Asked) -> Outcome | None:
-        """Raises StoreUnavailable if a long wait can be neither counted nor noted."""
-        due_ms = asked.request.due_ms
+    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
+        """Return None if the request is due or has ended, else its deferral or refusal. Raises StoreUnavailable if a
+        long wait cannot be stored and counted."""
+        due_ms = decoded.request.due_ms
         if due_ms is None:
             return None
         left_ms = due_ms - self._now_ms()
         if left_ms <= 0:
             return None
-        is_new = job.hop.due_ms is None  # a request that we defer ourselves is counted already, and is never refused
+        is_new = job.hop.due_ms is None  # a request that a worker has deferred is counted already, and is not refused
         defer = self._claiming.defer_for_long if is_new and left_ms > UNCOUNTED_MS else self._claiming.defer
-        if not await defer(job, due_ms=due_ms, deadline_ms=asked.request.deadline_ms):
+        if not await defer(job, due_ms=due_ms, deadline_ms=decoded.request.deadline_ms):
             return None
-        if is_new and left_ms > UNCOUNTED_MS and (full := await self._without_room(job, due_ms)) is not None:
-            return full
-        # read the clock again, because the store took some time
+        if is_new and left_ms > UNCOUNTED_MS and (refused := await self._count(job, due_ms)) is not None:
+            return refused
+        # the clock is read again, because the store may have needed some time
         return Deferred(delay_ms=max(0, due_ms - self._now_ms()), reason="scheduled", due_ms=due_ms)
 
-    async def _without_room(self, job: Job, due_ms: int) -> Outcome | None:
-        room = await self._claiming.reserve(job, weight=1 + len(job.message.body) // UNIT_BYTES, until_ms=due_ms)
-        if room is Room.KEPT:
+    async def _count(self, job: Job, due_ms: int) -> Outcome | None:
+        """Count a long wait against the limits of its tenant and of all tenants. Return the refusal if one of them is
+        exceeded, else None."""
+        limit = await self._claiming.reserve(job, weight=1 + len(job.message.body) // UNIT_BYTES, until_ms=due_ms)
+        if limit is WaitingLimit.WITHIN:
             return None
         return Refused(
             RequestProblem(
                 "too_many_waiting",
-                f"x-lane-delay-ms or x-lane-at is {UNCOUNTED_MS // 1000} s ahead or more, and {WHOSE[room]}: "
+                f"x-lane-delay-ms or x-lane-at is {UNCOUNTED_MS // 1000} s ahead or more, and {WHICH_LIMIT[limit]}: "
                 "wait until some are due, or ask for a shorter delay",
             )
         )
 
-    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
+    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
         """Does nothing: nothing was taken."""

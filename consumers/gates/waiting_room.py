@@ -1,32 +1,38 @@
-"""Decides how long a request may wait for its budget in a slot of its lane. Pure.
+"""Decides how long a request may hold a slot of its lane while it waits for budget. Pure.
 
-A request that waits for the budget keeps its slot, because the requests behind it would wait as well. But a lane may
-have requests for several accounts, and those for one must not hold up those for another. So if all slots of a lane but
-one wait for the same account, the next request for that account is deferred after a moment and keeps its place in the
-line; its slot takes the request behind it. While only requests for that account follow, the moments grow, because
-deferring helps nobody then.
+A request that waits for the budget of an account keeps its slot, because requests behind it for the same account would
+wait too. But requests for another account must not be held up. So if all slots of a lane but one are waiting for the
+same account, the next request for that account may wait for a short time only (its patience). Then it is deferred,
+which frees its slot for the request behind it; it keeps its place in the account's line. As long as only requests for
+that account follow, the patience doubles each time, because deferring then helps no request.
 """
 
 from collections import Counter, OrderedDict
 
 SHORTEST_S = 0.25
+"""The shortest patience."""
 LONGEST_S = 15.0
+"""The longest patience."""
 LANES_KNOWN = 64
+"""The patience is kept for this many lanes."""
 
 
 class WaitingRoom:
-    """Counts the waiting requests of all lanes and accounts of this process."""
+    """Counts the requests of this process that wait for a provider's budget, by lane and account, and decides how long
+    each may wait."""
 
     def __init__(self) -> None:
         self._waiting: Counter[tuple[str, str]] = Counter()
         self._patience_s: OrderedDict[str, float] = OrderedDict()
 
     def enter(self, lane: str, account: str, *, slots: int) -> float | None:
-        """After how many seconds it must be deferred; None: it may keep waiting. Call `leave` afterwards."""
+        """Count a request that begins to wait for budget of this account. Return for how many seconds it may wait
+        before it must be deferred to let others pass; None: it need not be. Call `leave` when the wait has ended.
+        `slots`: how many slots the lane has."""
         waiting = self._waiting[lane, account]
         self._waiting[lane, account] += 1
-        if sum(count for (each, _), count in self._waiting.items() if each == lane) > waiting + 1:
-            self._patience_s[lane] = SHORTEST_S  # requests for other accounts follow, too
+        if sum(count for (waiting_lane, _), count in self._waiting.items() if waiting_lane == lane) > waiting + 1:
+            self._patience_s[lane] = SHORTEST_S  # requests for other accounts follow too: deferring helps them
         if waiting < max(1, slots - 1):
             return None
         patience_s = self._patience_s.pop(lane, SHORTEST_S)
@@ -36,13 +42,13 @@ class WaitingRoom:
         return patience_s
 
     def leave(self, lane: str, account: str) -> None:
-        """A request has ended its wait, for whatever reason."""
+        """Note that a request of this lane waits no longer for budget of this account, for whatever reason."""
         self._waiting[lane, account] -= 1
         if not self._waiting[lane, account]:
             del self._waiting[lane, account]
 
     def passed(self, lane: str, account: str) -> None:
-        """Note that a request was granted at once. If requests of its lane wait for another account, deferring those
-        was useful."""
-        if any(each == lane and other != account for each, other in self._waiting):
+        """Note that a request got its budget without a wait. If other requests of its lane wait for another account,
+        deferring them was useful: the time that the lane's requests may wait becomes short again."""
+        if any(waiting_lane == lane and other != account for waiting_lane, other in self._waiting):
             self._patience_s[lane] = SHORTEST_S

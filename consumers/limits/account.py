@@ -1,18 +1,19 @@
 """START HERE for the budget: one account's buckets, lines and calls, and whose turn it is. Pure; time is passed in.
 
-After every change the account decides anew whose turn it is. It looks at the lanes in order of rank, and grants the
-first one whose first request may take from all three buckets (the rule is in `bucket.py`). A lane may always spend what
-it has saved of its share. Beyond that a request goes by rank, and only if the reserves of the lanes above stay whole.
-Waiting longer changes nothing between lanes. When concurrency is the bottleneck (`concurrency.py`), each lane has a
-share of the calls too.
+An account has a limit of requests, input tokens and output tokens per minute, and a token bucket for each limit. After
+every change the account decides which request is granted next: it looks at the lanes in order of rank, and grants the
+first request of the first lane whose request may take from all three buckets (`bucket.py` has the rule). Each lane
+saves its share of what flows into a bucket, and may always spend these savings. Beyond them, it may spend only what
+leaves the reserves of the lanes above untouched. How long a request has waited does not matter between lanes. When
+concurrency is the bottleneck (`concurrency.py`), each lane has a share of the calls as well.
 """
 
 from collections.abc import Sequence
 from math import inf
 
 from consumers.limits.adaptive import Adaptive
-from consumers.limits.amounts import CONCURRENCY, NOTHING, PAUSED, Amounts
-from consumers.limits.base import Heard, Kind, Reservation
+from consumers.limits.amounts import CONCURRENCY, INPUT, NOTHING, PAUSED, Amounts
+from consumers.limits.base import Feedback, Kind, Reservation
 from consumers.limits.buckets import Buckets
 from consumers.limits.burst import Bursts
 from consumers.limits.call_credit import CallCredit
@@ -21,18 +22,17 @@ from consumers.limits.demand import Demand
 from consumers.limits.headers import RateHeaders
 from consumers.limits.learned import Learned
 from consumers.limits.lines import Lines
+from consumers.limits.running_calls import RunningCalls
 from consumers.limits.spec import BudgetSpec
-from consumers.limits.underway import Underway
 from consumers.limits.waiter import Waiter
 
 HOLD_AT_MOST_S = 60.0
 """A longer `retry-after` is cut to this: a bucket refills within a minute."""
-INPUT = 1
-"""The place of the input tokens in `Amounts` and among the buckets."""
 
 
 class Account:
-    """Lanes are numbered by rank, as they stand in the spec."""
+    """The budget of one account at a provider: its three token buckets, the requests that wait for it, and its running
+    calls. Lanes are numbered by rank: 0 is the first one in the spec, the most urgent."""
 
     def __init__(self, name: str, spec: BudgetSpec, *, now_s: float) -> None:
         self.name = name
@@ -50,34 +50,34 @@ class Account:
         self.lines = Lines(len(self.lanes))
         self.concurrency = Concurrency(caps.concurrency)
         self._credit = CallCredit(self.shares)
-        self._underway = Underway()
+        self._running_calls = RunningCalls()
         self.paused_until_s = self.held_until_s = -inf
         self.is_pressed = False
-        """True if a request had to wait since a guessed limit was last raised."""
-        self.elsewhere: Sequence[Sequence[float]] = ()
-        """For each lane: what its waiters in other processes need together."""
-        self.nobody_elsewhere()
+        """True if a request has waited since a guessed limit was last raised."""
+        self.waiting_elsewhere: Sequence[Sequence[float]] = ()
+        """For each lane: the amounts that its waiting requests in other processes need together."""
+        self.forget_elsewhere()
 
     @property
     def is_idle(self) -> bool:
-        """Nobody waits, and no call runs."""
+        """True if no request waits and no call runs."""
         return self.lines.is_empty and not self.concurrency.running
 
     def refill(self, now_s: float) -> None:
         self.buckets.refill(now_s)
 
     def paused_s(self, now_s: float) -> float:
-        """For how many seconds nothing is granted because of a spend limit."""
+        """For how many seconds no request is granted because of a spend limit."""
         return _left_s(self.paused_until_s, now_s, self.spec.spend_pause_s)
 
     def stopped_s(self, now_s: float) -> float:
-        """For how many seconds nothing is granted because of a spend limit or a `retry-after`."""
+        """For how many seconds no request is granted because of a spend limit or a `retry-after`."""
         return max(self.paused_s(now_s), _left_s(self.held_until_s, now_s, HOLD_AT_MOST_S))
 
     # ---- the line ----------------------------------------------------------------------------------------------------
 
     def join(self, waiter: Waiter) -> bool:
-        """Join the line; True if it is now the first of its lane, so that `turn` may grant it."""
+        """Put a waiting request into its lane's line; True if it is now the first there: `turn` may grant it."""
         if self._bursts.margin:
             waiter.amounts = waiter.amounts._replace(
                 input_tokens=waiter.amounts.input_tokens * (1 + self._bursts.margin)
@@ -88,16 +88,15 @@ class Account:
         return True
 
     def leave(self, waiter: Waiter) -> bool:
-        """Leave the line without a grant; True if another waiter is now the first of its lane."""
+        """Take a waiting request out of its line without a grant; True if another one is now the first of its lane."""
         if not self.lines.leave(waiter):
             return False
         self._head_changed(waiter.lane)
         return True
 
     def turn(self, now_s: float) -> tuple[Waiter | None, float]:
-        """Take the next waiter that may go out of its line and give it a reservation. If there is none: in how many
-        seconds to look again, unless something changes before; infinite if time alone changes nothing.
-        """
+        """Grant the next waiting request, if the budget allows it: take it out of its line and give it a reservation.
+        Returns it or None, and the seconds after which to call again; infinite if time alone changes nothing."""
         self.refill(now_s)
         if self.lines.is_empty:
             return None, inf
@@ -123,54 +122,55 @@ class Account:
     # ---- after a call ------------------------------------------------------------------------------------------------
 
     def settle(self, reservation: Reservation, used: Amounts | None, now_s: float) -> None:
-        """Give back what was not used; take what was used beyond the reservation."""
+        """After a call: give back what was reserved for it and not used, and take what it used beyond that."""
         if reservation.is_settled:
             return
         reservation.is_settled = True
-        self._underway.end(reservation)
+        self._running_calls.end(reservation)
         self.concurrency.end(now_s - reservation.at_s)
         lane = self.lanes.index(reservation.lane)
         self.refill(now_s)
         used = used or NOTHING
-        self.buckets.settle(lane, reservation.amounts, own=reservation.own, used=used)
+        self.buckets.settle(lane, reservation.amounts, from_savings=reservation.from_savings, used=used)
         reserved = reservation.amounts
         self.demand.add(lane, Amounts(used[0] - reserved[0], used[1] - reserved[1], used[2] - reserved[2]), now_s)
 
-    def learn(self, heard: Heard, now_s: float) -> bool:
-        """Learn from one response. True if the limits fell, so that earlier forecasts no longer hold."""
+    def learn(self, feedback: Feedback, now_s: float) -> bool:
+        """Learn the account's limits from one response of the provider. True if the limits fell, so that earlier
+        forecasts no longer hold."""
         self.refill(now_s)
         before = self._adaptive.per_minute()
         has_limits, stopped, missing = False, False, 0.0
-        if heard.rate is not None:
-            has_limits = self._adaptive.hear(heard.rate, now_s)
-            if self._bursts.hear(heard.rate, heard.counted) or has_limits:
+        if feedback.rate is not None:
+            has_limits = self._adaptive.learn(feedback.rate, now_s)
+            if self._bursts.learn(feedback.rate, feedback.counted) or has_limits:
                 self._resize()
             level = self.buckets[INPUT].level
-            self.buckets.believe(heard.rate, took_s=heard.took_s, of_refusal=heard.kind is Kind.RATE_LIMITED)
+            self.buckets.lower(feedback.rate, took_s=feedback.took_s, of_refusal=feedback.kind is Kind.RATE_LIMITED)
             missing = level - self.buckets[INPUT].level
         if self._adaptive.is_stale(now_s):
             self._adaptive.forget(now_s)
             self._bursts.forget(self._adaptive.guessed())
             self._resize()
-        match heard.kind:
+        match feedback.kind:
             case Kind.ANSWERED:
                 self.concurrency.answered()
-                if heard.rate is None and self._adaptive.heard_nothing():
+                if feedback.rate is None and self._adaptive.learn_no_rate():
                     self._resize()
-                if not has_limits:  # else the limits change once, as in Redis, and rise with the next response
+                if not has_limits:  # new limits were announced: they may rise only with the next response
                     if self._adaptive.answered(now_s, pressed=self.is_pressed):
                         self._resize()
                         self.is_pressed = False
                     if self._bursts.answered(now_s):
                         self._resize()
             case Kind.RATE_LIMITED:
-                if not has_limits and not self._underway.hold(missing, now_s):
-                    self._refused(heard.rate, now_s)
-                is_explained = heard.rate is not None and (
-                    any(self._bursts.spent(heard.rate)) or self._is_large(heard.rate)
+                if not has_limits and not self._running_calls.hold(missing, now_s):
+                    self._refused(feedback.rate, now_s)
+                is_explained = feedback.rate is not None and (
+                    any(self._bursts.spent(feedback.rate)) or self._is_large(feedback.rate)
                 )
-                if heard.retry_after_s is not None and heard.retry_after_s > 0 and not is_explained:
-                    until_s = now_s + min(heard.retry_after_s, HOLD_AT_MOST_S)
+                if feedback.retry_after_s is not None and feedback.retry_after_s > 0 and not is_explained:
+                    until_s = now_s + min(feedback.retry_after_s, HOLD_AT_MOST_S)
                     self.held_until_s = max(self.held_until_s, until_s)
                     stopped = True
             case Kind.OVERLOADED:
@@ -183,14 +183,14 @@ class Account:
         return stopped or any(new < old for new, old in zip(self._adaptive.per_minute(), before, strict=True))
 
     def is_stale(self, now_s: float) -> bool:
-        """True if a limit that the provider announced long ago may delay requests. The next response corrects it."""
+        """True if a limit that the provider announced long ago may delay requests."""
         return self._adaptive.is_stale(now_s)
 
     def per_minute(self) -> Amounts:
         return self._adaptive.per_minute()
 
     def reason(self, waiter: Waiter, now_s: float) -> str:
-        """What the first of a lane waits for."""
+        """The name of the limit for which the first waiter of a lane waits, or `paused`."""
         if self.paused_s(now_s) > 0:
             return PAUSED
         if self.stopped_s(now_s) == 0 and self.concurrency.is_full:
@@ -213,52 +213,54 @@ class Account:
         """The clock has jumped by `jump_s`: move all times, so that what was learned gets neither older nor younger."""
         self.lines.shift(jump_s)
         self.load(self.learned().shifted(jump_s))
-        self._underway.shift(jump_s)
+        self._running_calls.shift(jump_s)
         self.concurrency.shift(jump_s)
         self.demand.shift(jump_s)
 
-    def nobody_elsewhere(self) -> None:
-        """Forget the waiters of other processes, because their latest news is too old."""
-        self.elsewhere = [NOTHING for _ in self.lanes]
+    def forget_elsewhere(self) -> None:
+        """Stop counting the waiting requests of other processes: the latest news of them is too old."""
+        self.waiting_elsewhere = [NOTHING for _ in self.lanes]
 
     def due_for_a_call(self) -> list[bool]:
-        """When concurrency is the bottleneck: the lanes that wait and are due for a call. They go first."""
+        """For each lane: True if the number of calls is limited, and the lane has a waiting request and has saved a
+        whole call from its share of the calls (`call_credit.py`). These lanes go first."""
         is_limited = self.concurrency.is_limited
         return [
             is_limited and head is not None and self._credit.is_due(lane) for lane, head in enumerate(self.lines.heads)
         ]
 
     def calls_before(self, lane: int, count: int) -> int:
-        """When concurrency is the bottleneck: the most calls that can begin before that of a request which has `count`
-        others of its lane before it."""
+        """When the number of calls is limited: how many calls can begin at most before that of a request that has
+        `count` requests of its lane before it."""
         return self._credit.calls_before(lane, count)
 
-    def begin(self, waiter: Waiter, *, own: Amounts, now_s: float) -> bool:
-        """Take over a grant by Redis, `own` of it from the lane's savings. False if the waiter has left its line."""
+    def begin(self, waiter: Waiter, *, from_savings: Amounts, now_s: float) -> bool:
+        """Give a waiter the reservation that Redis has granted. `from_savings`: how much of it came from the lane's
+        savings. Returns False if the waiter has left its line."""
         if waiter not in self.lines:
             return False
-        self._begin(waiter, own, now_s)
+        self._begin(waiter, from_savings, now_s)
         return True
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _by_credit(self) -> Sequence[int]:
-        """The lanes by rank. When concurrency is the bottleneck, those that are due for a call go first."""
+        """The lanes by rank, but first those with a whole call saved from their share of calls (`call_credit.py`)."""
         lanes = range(len(self.lanes))
         if not self.concurrency.is_limited:
             return lanes
         return sorted(lanes, key=lambda lane: not self._credit.is_due(lane))
 
-    def _begin(self, waiter: Waiter, own: Amounts, now_s: float) -> None:
-        lane = waiter.lane
+    def _begin(self, waiter: Waiter, from_savings: Amounts, now_s: float) -> None:
+        lane, amounts = waiter.lane, waiter.amounts
         if self.concurrency.is_limited:
             self._credit.begin(lane, self.lines.heads)
         self.lines.leave(waiter)
-        self.demand.add(lane, waiter.amounts, now_s)
+        self.demand.add(lane, amounts, now_s)
         waiter.reservation = Reservation(
-            account=self.name, lane=self.lanes[lane], amounts=waiter.amounts, own=own, at_s=now_s
+            account=self.name, lane=self.lanes[lane], amounts=amounts, from_savings=from_savings, at_s=now_s
         )
-        self._underway.begin(waiter.reservation)
+        self._running_calls.begin(waiter.reservation)
         self.concurrency.begin()
         self._head_changed(lane)
 
@@ -267,8 +269,9 @@ class Account:
         self.buckets.want(lane, waiter.amounts if waiter else NOTHING)
 
     def _refused(self, rate: RateHeaders | None, now_s: float) -> None:
-        """Reduce the burst if the response says how much is left; lower the limits if that did not help."""
-        if rate is None or all(told.remaining is None for told in rate):
+        """React to a 429. If the response says how much is left: reduce the burst; the limits only if that did not
+        help. Otherwise reduce the limits."""
+        if rate is None or all(header.remaining is None for header in rate):
             self._adaptive.refused(now_s)
         elif self._is_large(rate):
             self._bursts.widen(now_s)
@@ -277,10 +280,9 @@ class Account:
         self._resize()
 
     def _is_large(self, rate: RateHeaders) -> bool:
-        """True if the refused call was merely large: much input was left, but less than that call may have needed.
-        Such a refusal says nothing about other calls."""
+        """True if much input was left at a refusal, but less than the largest running call may need."""
         left = rate.input_tokens.remaining
-        return left is not None and not self._bursts.spent(rate)[1] and self._underway.needs(left)
+        return left is not None and not self._bursts.spent(rate)[1] and self._running_calls.needs(left)
 
     def _resize(self) -> None:
         was_guessed, self.guessed = self.guessed, self._adaptive.guessed()
@@ -292,6 +294,7 @@ class Account:
 
 
 def _left_s(until_s: float, now_s: float, most_s: float) -> float:
-    """0 if the stop is over, or lasts longer than any stop can: then the clock was set back."""
+    """Seconds until a stop of the account is over (`until_s`); 0 if it is over. Also 0 if it would last longer than
+    `most_s`, because then the clock was set back."""
     left_s = until_s - now_s
     return left_s if 0 < left_s < most_s + 1 else 0.0

@@ -1,6 +1,6 @@
 """The budgets of all accounts: reserve before a call, settle after it, learn from responses.
 
-Requests wait in the lines of an account until `Turns` says whose turn it is. Processes may share accounts.
+Requests wait in the lines of an account until its `Turns` grants them. Processes may share accounts.
 """
 
 import asyncio
@@ -9,18 +9,19 @@ from typing import Any, Final, Generic, TypeVar
 
 from consumers.limits import forecast
 from consumers.limits.amounts import PAUSED, REASONS, Amounts
-from consumers.limits.base import NO_NEWS, Heard, Reservation, Wait, Waiting, WaitTooLong
+from consumers.limits.base import NO_FEEDBACK, Feedback, Reservation, Wait, Waiting, WaitTooLong
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.turns import Turns
 from consumers.limits.waiter import Waiter
 
 MOST: Final = 256
-"""If a new account would exceed this number, those that nobody uses are forgotten."""
+"""The most accounts: if a new one would exceed this number, idle accounts are removed."""
 AnyTurns = TypeVar("AnyTurns", bound=Turns)
 
 
 class Accounts(Generic[AnyTurns]):
-    """`open_turns` makes the turns of the account with a given name. Times are the event loop's."""
+    """The budgets of the providers' accounts that this process calls, by name. `open_turns` creates the `Turns` of an
+    account (its budget, and the decision whose turn it is). Times are the event loop's."""
 
     def __init__(self, spec: BudgetSpec, open_turns: Callable[[str], AnyTurns]) -> None:
         self._open_turns = open_turns
@@ -34,7 +35,8 @@ class Accounts(Generic[AnyTurns]):
         return name in self._known
 
     def turns(self, name: str) -> AnyTurns:
-        """The turns of the account with that name; opened if they are not known yet."""
+        """The budget of the account with that name, and the decision whose turn it is; created if the account is
+        new."""
         if (turns := self._known.get(name)) is None:
             if len(self._known) >= MOST:
                 self._forget_idle()
@@ -51,11 +53,12 @@ class Accounts(Generic[AnyTurns]):
         arrived: float | None = None,
         on_wait: Callable[[Wait], None] | None = None,
     ) -> Reservation:
-        """Wait in line for a reservation; `on_wait` is called if it is not granted at once. `arrived`: when the request
-        first asked, if that was before now; its place in line goes by it.
+        """Wait until budget of an account is reserved for a call. `amounts`: what the call is expected to use. `until`:
+        the latest time at which it may begin. `arrived`: when the request first waited, if it was deferred and comes
+        back: it gets its old place in the line. `on_wait` is called with the forecast if it has to wait.
 
-        Raises WaitTooLong if the account is paused, and as soon as known limits show that it cannot be granted before
-        `until`. A request that is cancelled leaves the line.
+        Raises WaitTooLong if the account is paused, or as soon as known limits show that the request cannot be granted
+        before `until`. A request that is cancelled leaves the line.
         """
         turns = self._current_turns(name)
         account, now_s = turns.account, turns.now_s()
@@ -65,7 +68,7 @@ class Accounts(Generic[AnyTurns]):
         if (paused_s := account.paused_s(now_s)) > 0:
             raise WaitTooLong(Wait(paused_s, PAUSED, paused_s))
         waiter = Waiter(self._ranks[lane], amounts, arrived_s=arrived_s, until_s=until_s)
-        account.refill(now_s)  # budget that came in until now is saved by the lanes that were waiting
+        account.refill(now_s)  # what has flowed in until now belongs to lanes that waited already
         if account.join(waiter):
             turns.step()
             if waiter.reservation is not None:
@@ -83,7 +86,7 @@ class Accounts(Generic[AnyTurns]):
         return await _turn_of(waiter, turns, until)
 
     async def try_reserve(self, name: str, *, lane: str, amounts: Amounts) -> Reservation | None:
-        """Reserve at once, or return None."""
+        """Reserve budget of an account for a call, without waiting; None if that is not possible now."""
         turns = self._current_turns(name)
         account, now_s = turns.account, turns.now_s()
         waiter = Waiter(self._ranks[lane], amounts, arrived_s=now_s)
@@ -102,21 +105,22 @@ class Accounts(Generic[AnyTurns]):
         return waiter.reservation
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
-        """Settle after the call. `used` None: the provider counted nothing."""
+        """After a call: give back what was reserved and not used, and take what was used beyond that. `used`: None if
+        the provider has counted nothing."""
         if not reservation.is_settled:
             self.turns(reservation.account).settle(reservation, used)
 
-    def learn(self, name: str, heard: Heard) -> None:
-        """Learn from every response, errors included."""
-        self.turns(name).learn(heard)
+    def learn(self, name: str, feedback: Feedback) -> None:
+        """Learn an account's limits from a provider's response, which may be an error."""
+        self.turns(name).learn(feedback)
 
     async def predicted_wait(self, name: str, *, lane: str, amounts: Amounts) -> Wait:
-        """The forecast for a request that would join its lane's line now."""
+        """How long a request of this lane would wait for budget of an account, if it began to wait now."""
         turns = self._current_turns(name)
         return forecast.wait(turns.account, self._ranks[lane], amounts, turns.now_s())
 
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
-        """For each account and lane: how many requests wait in this process, and for what."""
+        """For each account and lane: how many requests wait in this process for budget, and for which limit."""
         found: dict[str, dict[str, Waiting]] = {}
         for name, turns in self._known.items():
             account, now_s = turns.account, turns.now_s()
@@ -132,36 +136,37 @@ class Accounts(Generic[AnyTurns]):
         return found
 
     def paused(self) -> Mapping[str, float]:
-        """For each account that a spend limit has paused: for how many seconds more."""
+        """For each account that a spend limit has paused: the seconds until the pause ends."""
         left_s = {name: turns.account.paused_s(turns.now_s()) for name, turns in self._known.items()}
         return {name: seconds for name, seconds in left_s.items() if seconds > 0}
 
     async def aclose(self) -> None:
-        """End all timers, and send other processes the remaining news. No request may wait any more."""
+        """Stop all timers, and send the remaining changes to Redis. Call it when no request waits any more."""
         for turns in list(self._known.values()):
             await turns.aclose()
 
     def _current_turns(self, name: str) -> AnyTurns:
-        """The turns for a new request. Limits announced too long ago are forgotten first, because they could block the
-        request."""
+        """The budget of an account, for a new request. Limits that the provider announced too long ago are discarded
+        first, because they could block the request."""
         turns = self.turns(name)
         if turns.account.is_stale(turns.now_s()):
-            turns.learn(NO_NEWS)
+            turns.learn(NO_FEEDBACK)
         return turns
 
     def _forget_idle(self) -> None:
-        """Forget accounts that nobody uses. Requests name models, so there may be any number of accounts."""
+        """Remove accounts in which no request waits and no call runs, because requests can name any number of models,
+        each with an account."""
         for name, turns in list(self._known.items()):
             if turns.is_idle:
                 del self._known[name]
 
 
 Budgets = Accounts[Any]
-"""Whoever decides on the turns."""
+"""Accounts with any implementation of `Turns`."""
 
 
 async def _turn_of(waiter: Waiter, turns: Turns, until: float | None) -> Reservation:
-    """Wait until a waiter is granted its reservation."""
+    """Wait until a request is granted its budget. Returns its reservation; raises WaitTooLong at `until`."""
     waiter.turn = asyncio.get_running_loop().create_future()
     try:
         async with asyncio.timeout_at(until):
@@ -182,6 +187,6 @@ async def _turn_of(waiter: Waiter, turns: Turns, until: float | None) -> Reserva
 
 
 def _leave(turns: Turns, waiter: Waiter) -> None:
-    """Take the waiter out of its line, if it is still there."""
+    """Take a waiting request out of its line, if it is still there."""
     if turns.account.leave(waiter):
         turns.step()

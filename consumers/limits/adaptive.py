@@ -1,10 +1,10 @@
 """The assumed limits of an account: announced by the provider, capped by settings, or learned by trial. Pure.
 
-Limits that the provider does not announce begin low, and grow by a step every few seconds if requests waited for them
-and none was refused. A provider whose answers have no headers about limits is assumed to have none until it refuses a
-call: a self-hosted model behind a compatible API, for example. A refusal (429) without figures halves the limits.
-Refusals with figures lower them only if using less at once (`burst.py`) did not help: then somebody else uses the
-account, or the provider counts differently. The limits come back step by step."""
+A limit that the provider does not announce begins low, and rises by a step every few seconds while requests wait for it
+and none is refused. If a provider's answers have no headers about limits (a self-hosted model behind a compatible API,
+for example), it is assumed to have none until it refuses a call. A refusal is a 429. A refusal without figures halves
+the limits. A refusal that says how much is left lowers them only if smaller bursts (`burst.py`) did not help: then
+somebody else uses the account, or the provider counts differently. Lowered limits rise again step by step."""
 
 from collections.abc import Sequence
 from math import inf
@@ -15,27 +15,29 @@ from consumers.limits.learned import LearnedLimits
 from consumers.limits.spec import AccountCaps
 
 STEP = 0.1
-"""One step up: this part of the first guess, or of the whole limit if refusals have lowered it."""
+"""By how much a limit rises at once: this part of the first guess, or of the whole limit if refusals lowered it."""
 STEP_EVERY_S = 10.0
 PATIENCE_S = 5.0
 """Calls that began before a halving may still be refused: within this time refusals count once."""
 LEAST_FACTOR = 1 / 64
+"""Refusals never lower a limit below this part of it."""
 LESS = 0.8
-"""A limit that a refusal's figures show to be spent falls to this part, if taking less of it at once has not helped."""
+"""The factor for a limit of which a refusal's figures show that nothing is left, if smaller bursts have not helped."""
 NEAR = 0.7
 NEAR_STEP = STEP / 4
-"""The step above `NEAR`, where the limit may soon be too high again."""
+"""A smaller step for limits above the part `NEAR` of the whole, where the next refusal is near."""
 FORGOTTEN_AFTER_S = 180.0
-"""An announced limit below the first guess is forgotten if it is not announced again within this time."""
+"""An announced limit below the first guess is discarded if it is not announced again within this time."""
 NEWS_S = 60.0
 """The repeated announcement of a limit is recorded, and sent to other processes, at most this often."""
-NOTHING_IS = (False, False, False)
+NONE_SPENT = (False, False, False)
 NO_LIMIT = 1e9
 """Stands for no limit. It is finite, so that buckets can be computed with it."""
 
 
 class Adaptive:
-    """The three limits of one account, per minute."""
+    """The limits of one account (requests, input tokens, output tokens per minute) as this process assumes them, and
+    what they were learned from."""
 
     __slots__ = (
         "_announced",
@@ -72,65 +74,62 @@ class Adaptive:
         )
 
     def load(self, learned: LearnedLimits) -> None:
-        told, told_s, grown, self._is_silent, factors, self._halved_s, self._moved_s = learned
-        self._announced, self._announced_s, self._grown, self._factors = (
-            list(told),
-            list(told_s),
-            list(grown),
-            list(factors),
-        )
+        self._announced, self._announced_s = list(learned.told), list(learned.told_s)
+        self._grown, self._factors = list(learned.grown), list(learned.factors)
+        self._is_silent, self._halved_s, self._moved_s = learned.is_silent, learned.halved_s, learned.moved_s
 
     def per_minute(self) -> Amounts:
-        return Amounts(*(self._of(each) * self._factors[each] for each in range(3)))
+        return Amounts(*(self._of(index) * self._factors[index] for index in range(3)))
 
     def guessed(self) -> tuple[bool, ...]:
-        """For each limit: True if it is a guess: not announced, not set, and not treated as absent because the provider
-        is silent."""
+        """For each limit: True if it is a guess: not announced by the provider, not set by the operator, and not
+        treated as absent because the provider announces no limits."""
         return tuple(
-            told is None and cap is None and not self._is_silent
-            for told, cap in zip(self._announced, self._caps, strict=True)
+            announced is None and cap is None and not self._is_silent
+            for announced, cap in zip(self._announced, self._caps, strict=True)
         )
 
-    def hear(self, rate: RateHeaders, now_s: float) -> bool:
-        """Take over the limits in a response's headers. True if one has changed."""
+    def learn(self, rate: RateHeaders, now_s: float) -> bool:
+        """Take over the limits that a response's headers announce. Returns True if one has changed."""
         changed = False
-        for each, told in enumerate(rate):
-            if told.limit is None:
+        for index, header in enumerate(rate):
+            if header.limit is None:
                 continue
-            if told.limit != self._announced[each]:
-                self._announced[each], self._announced_s[each] = told.limit, now_s
+            if header.limit != self._announced[index]:
+                self._announced[index], self._announced_s[index] = header.limit, now_s
                 changed = True
-            elif not 0 <= now_s - self._announced_s[each] < NEWS_S:
-                self._announced_s[each] = now_s
+            elif not 0 <= now_s - self._announced_s[index] < NEWS_S:
+                self._announced_s[index] = now_s
         return changed
 
     def is_stale(self, now_s: float) -> bool:
-        """True if a low limit slows the account down and was not announced for minutes. If it blocks all calls, no
-        response would ever correct it."""
-        for told, start, told_s in zip(self._announced, self._start, self._announced_s):  # noqa: B905  asked before every call
-            if told is not None and told < start and not 0 <= now_s - told_s < FORGOTTEN_AFTER_S:
+        """True if an assumed limit is low and no response has confirmed it for minutes. It must be discarded, because
+        if it blocked all calls, no response could correct it."""
+        for limit, start, at_s in zip(self._announced, self._start, self._announced_s):  # noqa: B905  asked before every call
+            if limit is not None and limit < start and not 0 <= now_s - at_s < FORGOTTEN_AFTER_S:
                 return True
         return now_s - self._moved_s >= FORGOTTEN_AFTER_S and min(self._factors) < 1
 
     def forget(self, now_s: float) -> None:
-        """Forget stale limits: they are guessed again."""
-        for each, told in enumerate(self._announced):
-            is_old = not 0 <= now_s - self._announced_s[each] < FORGOTTEN_AFTER_S
-            if told is not None and told < self._start[each] and is_old:
-                self._announced[each], self._grown[each] = None, 0.0
+        """Discard limits that no response has confirmed for long (`is_stale`): they are guessed again."""
+        for index, limit in enumerate(self._announced):
+            is_old = not 0 <= now_s - self._announced_s[index] < FORGOTTEN_AFTER_S
+            if limit is not None and limit < self._start[index] and is_old:
+                self._announced[index], self._grown[index] = None, 0.0
         if now_s - self._moved_s >= FORGOTTEN_AFTER_S:
             self._factors, self._moved_s = [1.0, 1.0, 1.0], now_s
 
-    def heard_nothing(self) -> bool:
-        """Learn from an answer without headers about limits. True if that changes the limits."""
-        if self._is_silent or any(told is not None for told in self._announced) or self._halved_s > -inf:
+    def learn_no_rate(self) -> bool:
+        """Learn from an answer whose headers announce no limits: then none are assumed, unless the provider announced
+        or enforced some before. Returns True if that changes the limits."""
+        if self._is_silent or any(limit is not None for limit in self._announced) or self._halved_s > -inf:
             return False
         self._is_silent = True
         return True
 
-    def refused(self, now_s: float, is_spent: Sequence[bool] = NOTHING_IS) -> bool:
-        """Lower the limits after a refusal: spent ones a little, or all by half if none is spent. False if an earlier
-        refusal has just done so."""
+    def refused(self, now_s: float, is_spent: Sequence[bool] = NONE_SPENT) -> bool:
+        """Lower the assumed limits after a refusal (a 429): those with nothing left (`is_spent`) by the factor `LESS`,
+        or all by half if there are none. Returns False if an earlier refusal has just lowered them."""
         self._moved_s = now_s
         if self._is_silent:
             self._is_silent, self._halved_s = False, now_s
@@ -138,30 +137,31 @@ class Adaptive:
         if 0 <= now_s - self._halved_s < PATIENCE_S:
             return False
         self._halved_s = now_s
-        for each, factor in enumerate(self._factors):
-            if is_spent[each] or not any(is_spent):
-                self._factors[each] = max(LEAST_FACTOR, factor * (LESS if is_spent[each] else 0.5))
+        for index, factor in enumerate(self._factors):
+            if is_spent[index] or not any(is_spent):
+                self._factors[index] = max(LEAST_FACTOR, factor * (LESS if is_spent[index] else 0.5))
         return True
 
     def answered(self, now_s: float, *, pressed: bool) -> bool:
-        """Raise limits that refusals lowered; else guessed ones, if a request waited (`pressed`). True if any rose."""
+        """After an answer: raise the limits that refusals have lowered; if there are none, raise the guessed limits if
+        a request has waited for them (`pressed`). At most every `STEP_EVERY_S`. Returns True if a limit rose."""
         if 0 <= now_s - self._moved_s < STEP_EVERY_S:  # less than 0: the clock was set back
             return False
         self._moved_s = now_s
         if min(self._factors) < 1:
             self._factors = [min(1.0, factor + (STEP if factor < NEAR else NEAR_STEP)) for factor in self._factors]
             return True
-        guessed = [each for each in range(3) if self._announced[each] is None and self._caps[each] is None]
+        guessed = [index for index in range(3) if self._announced[index] is None and self._caps[index] is None]
         if not pressed or not guessed:
             return False
-        for each in guessed:
-            self._grown[each] += STEP * self._start[each]
+        for index in guessed:
+            self._grown[index] += STEP * self._start[index]
         return True
 
-    def _of(self, each: int) -> float:
-        cap, told = self._caps[each], self._announced[each]
-        if told is not None:
-            return told if cap is None else min(told, cap)
+    def _of(self, index: int) -> float:
+        cap, announced = self._caps[index], self._announced[index]
+        if announced is not None:
+            return announced if cap is None else min(announced, cap)
         if self._is_silent:
             return NO_LIMIT if cap is None else cap
-        return self._start[each] + self._grown[each] if cap is None else cap
+        return self._start[index] + self._grown[index] if cap is None else cap

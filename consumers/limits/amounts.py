@@ -4,7 +4,7 @@ from typing import Final, NamedTuple
 
 
 class Amounts(NamedTuple):
-    """What one call uses, or the limits per minute."""
+    """What a call to a provider uses, or an account's limits per minute."""
 
     requests: float = 0.0
     input_tokens: float = 0.0
@@ -12,6 +12,8 @@ class Amounts(NamedTuple):
 
 
 NOTHING: Final = Amounts()
+INPUT: Final = 1
+"""The index of the input tokens in `Amounts`."""
 REASONS: Final = ("rpm", "itpm", "otpm")
 """Names of the limits that a request may wait for: requests, input tokens, output tokens per minute."""
 CONCURRENCY: Final = "concurrency"

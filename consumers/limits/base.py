@@ -1,4 +1,4 @@
-"""What a reservation is, how long it is waited for, and what responses say about an account."""
+"""Values of the budget: reservations, forecasts of waits, and feedback from responses."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,52 +11,56 @@ from lanekeeper.contract.problems import LanekeeperError
 
 @dataclass(slots=True, kw_only=True)
 class Reservation:
-    """What a call may use. Settle it once, however the call ended; settling it again does nothing."""
+    """What is reserved of an account's budget (requests and tokens) for one call. It must be settled when the call has
+    ended; settling it again has no effect."""
 
     account: str
     lane: str
     amounts: Amounts
-    own: Amounts = NOTHING
-    """How much of it the lane had saved."""
+    from_savings: Amounts = NOTHING
+    """The part of `amounts` that came from the lane's savings (`bucket.py`)."""
     at_s: float = 0.0
+    """When it was granted."""
     is_settled: bool = False
 
 
 class Wait(NamedTuple):
-    """How long a request would wait now, and mostly for what: rpm, itpm, otpm, concurrency or paused."""
+    """A forecast: how long a request would wait for budget, and for which limit mainly (`reason`: rpm, itpm, otpm,
+    concurrency or paused)."""
 
     seconds: float
     """The expected wait."""
     reason: str
     least_s: float = 0.0
-    """The shortest possible wait, by known limits only: no request is refused because of a guess."""
+    """The shortest possible wait. It follows from known limits only, so that no request is refused because of a
+    guess."""
     is_known: bool = True
     """False if `seconds` follows from a guessed limit, neither announced by the provider nor set."""
 
 
 class WaitTooLong(LanekeeperError):
-    """The request cannot be granted in time."""
+    """The request would have to wait for budget until it is too late."""
 
     def __init__(self, wait: Wait) -> None:
         self.wait = wait
-        """The forecast at that moment."""
+        """The forecast that was the reason."""
         super().__init__(f"{wait.least_s:.1f} s for {wait.reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """The requests of one lane that wait for one account."""
+    """How many requests of one lane wait for the budget of one account, and why."""
 
     count: int
     reason: str
-    """What the first of them waits for, and so all of them."""
+    """The limit for which the first of them waits, and so all of them."""
     oldest_s: float
     is_known: bool = True
-    """False if that limit is a guess: it was neither announced nor set."""
+    """False if that limit is a guess: neither announced by the provider nor set."""
 
 
 class Kind(StrEnum):
-    """What a response says about the account."""
+    """The kind of a provider's response, as far as the budget learns from it."""
 
     ANSWERED = "answered"
     RATE_LIMITED = "rate_limited"
@@ -67,16 +71,18 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
-    """What one response tells about an account."""
+class Feedback:
+    """What one response of the provider says about its account: its limits, what is left of them, and when to come
+    back."""
 
     kind: Kind
     rate: RateHeaders | None = None
     retry_after_s: float | None = None
     counted: Amounts = NOTHING
-    """What the provider had counted for the call when it sent `rate`, whose amounts are those left after that."""
+    """The amounts that the provider had counted for this call when it sent `rate`, which says what is left after
+    them."""
     took_s: float = 0.0
-    """How long ago the call began. `rate` is no older, because its headers come before the answer."""
+    """The time since the call began, in seconds: `rate` may be this old."""
 
 
-NO_NEWS: Final = Heard(kind=Kind.FAILED)
+NO_FEEDBACK: Final = Feedback(kind=Kind.FAILED)

@@ -1,56 +1,76 @@
-"""One bucket of an account: what is there, what each lane has saved of it, and when a request may take from it. Pure.
+"""One token bucket of an account, and the rule when a request of a lane may take from it. Pure.
 
-`level` is what the provider will accept. It refills at the limit, up to the bucket's size. Every lane saves its share
-of what comes in, up to its reserve (its share of the size), or up to what its first request needs if that is more.
+The level is the amount that the provider will accept now. It rises at the rate of the limit, up to the bucket's size. A
+lane's savings (its entry of `savings`) are the part of the level that belongs to this lane. They grow by the lane's
+share of what flows in, up to the lane's reserve (its share of the bucket's size), or up to what the lane's first
+request needs if that is more.
 
-A request may go 1. if its lane has saved enough for it; 2. otherwise, if the level covers the request, the whole
-reserves of the lanes above, what their first requests need, and what is held for the lanes below. For a request of the
-top lane that is larger than the lane's reserve, that reserve counts instead: it takes the rest from what is held for
-others; 3. otherwise, when the bucket is full, if no request waits in a lane above, and no lane below has saved all that
-its first request needs: more will never be left over.
+A request may take from the bucket in one of three cases:
 
-So the whole reserve of a lane above is kept for its next request. What a lane has saved is held for it. For a large
-request a lane saves more than its reserve; of that, only as much is held as leaves room for the top lane, until the
-lane has saved all that the request needs. Then all of it is held, and the request goes next. A bucket of a minute's
-worth has room for all that lanes save; a bucket of a second's worth is too small to hold much for a large request.
+1. Its lane's savings cover the request.
+2. The level covers the request, the whole reserves of the lanes above, the needs of their first requests, and the
+   savings held for the lanes below. (If the request is of the top lane and larger than the lane's reserve, only the
+   reserve is counted: the request takes the rest from what is held for other lanes.)
+3. The bucket is full, no request waits in a lane above, and no lane below has saved all that its first request needs.
+   The level cannot rise further, so waiting would not help.
+
+A lane's savings are held: lanes above may not spend them. If a lane saves more than its reserve for a large request,
+the excess is held only as far as it leaves room for the top lane. When the savings cover the request, all of them are
+held, and the request is granted next. A bucket that holds a minute's worth of the limit has room for all savings; one
+that holds a second's worth is too small to hold much for a large request.
 """
 
 from collections.abc import Sequence
 from math import inf
 from typing import Final
 
-LEAST: Final = 1e-6
-"""Added to what a request needs, so that rounding never makes the provider's bucket have less than ours."""
+ROUNDING: Final = 1e-6
+"""Added to what a request needs, so that rounding errors never make our level higher than the provider's."""
 
 
 class Bucket:
-    """Lanes are numbered in the order of their rank."""
+    """The token bucket of one limit (requests, input tokens or output tokens per minute) of a provider's account, and
+    what each lane has saved of it. Lanes are numbered by urgency; 0 is the most urgent."""
 
-    __slots__ = ("_at_s", "_caps", "_holds", "_wants", "burst", "level", "most", "parts", "per_s", "reserves", "shares")
+    __slots__ = (
+        "_at_s",
+        "_caps",
+        "_holds",
+        "_wants",
+        "burst",
+        "level",
+        "most",
+        "per_s",
+        "reserves",
+        "savings",
+        "shares",
+    )
 
     def __init__(
-        self, per_minute: float, *, burst_s: float, shares: Sequence[float], now_s: float, late: float = 0.0
+        self, per_minute: float, *, burst_s: float, shares: Sequence[float], now_s: float, lost_part: float = 0.0
     ) -> None:
         self.shares = tuple(shares)
         self._at_s = now_s
         self.per_s = per_minute / 60
         self.burst = _burst(per_minute, burst_s)
         """The bucket's size."""
-        self.most = (1 - late) * self.burst
+        self.most = (1 - lost_part) * self.burst
+        """The highest level from which a call takes: a full bucket loses the part `lost_part` then (see `Size`)."""
         self.level = self.burst
         self._wants = [0.0 for _ in self.shares]
         self.reserves = [share * self.burst for share in self.shares]
         self._caps = list(self.reserves)
         self._holds = list(self.reserves)
-        self.parts = list(self.reserves)
-        """What each lane has saved; below 0: what it used beyond that and has to save first."""
+        self.savings = list(self.reserves)
+        """Each lane's savings; below 0: a debt, which the lane must pay before it saves again."""
 
-    def resize(self, per_minute: float, *, burst_s: float, late: float, fills: bool) -> None:
-        """Change the limit, after a refill; what no longer fits is lost. `fills`: the bucket held more from the
-        beginning than we assumed. `late`: see `Size`."""
+    def resize(self, per_minute: float, *, burst_s: float, lost_part: float, fills: bool) -> None:
+        """Change the limit and the size; call `refill` before. What no longer fits is lost. `fills`: raise the level by
+        the growth of the size, because the bucket was larger from the beginning than assumed. `lost_part`: see
+        `Size`."""
         self.per_s = per_minute / 60
         before, self.burst = self.burst, _burst(per_minute, burst_s)
-        self.most = (1 - late) * self.burst
+        self.most = (1 - lost_part) * self.burst
         self.reserves = [share * self.burst for share in self.shares]
         self._caps = [
             max(reserve, min(wanted, self.burst)) for reserve, wanted in zip(self.reserves, self._wants, strict=True)
@@ -59,15 +79,15 @@ class Bucket:
         self._share_out()
         if fills and (more := self.burst - before) > 0:
             self.level += more
-            self.parts = [part + share * more for part, share in zip(self.parts, self.shares, strict=True)]
+            self.savings = [saved + share * more for saved, share in zip(self.savings, self.shares, strict=True)]
         self.lower(self.burst)
 
-    def correct(self, level: float, parts: Sequence[float], now_s: float) -> None:
-        """Take over the level that Redis has computed."""
-        self.level, self.parts, self._at_s = level, list(parts), now_s
+    def correct(self, level: float, savings: Sequence[float], now_s: float) -> None:
+        """Replace the level and the lanes' savings by those that Redis has computed for all processes."""
+        self.level, self.savings, self._at_s = level, list(savings), now_s
 
     def refill(self, now_s: float) -> None:
-        """Refill the bucket by what has come in since the last call."""
+        """Add what has flowed into the bucket since the last refill to its level and to the lanes' savings."""
         passed_s = now_s - self._at_s
         if passed_s <= 0:
             return
@@ -75,16 +95,16 @@ class Bucket:
         gained = passed_s * self.per_s
         level = self.level + gained
         self.level = level if level < self.burst else self.burst
-        parts, caps = self.parts, self._caps
+        savings, caps = self.savings, self._caps
         for lane, share in enumerate(self.shares):
-            part, cap, saved = parts[lane], caps[lane], gained * share
-            if part < cap:
-                parts[lane] = part + saved if part + saved < cap else cap
-            elif part > cap:  # saved for a large request that has left its line, perhaps for a moment
-                parts[lane] = part - saved if part - saved > cap else cap
+            saved, cap, step = savings[lane], caps[lane], gained * share
+            if saved < cap:
+                savings[lane] = saved + step if saved + step < cap else cap
+            elif saved > cap:  # the lane saved for a large request that has left its line; it may come back soon
+                savings[lane] = saved - step if saved - step > cap else cap
 
     def want(self, lane: int, amount: float) -> None:
-        """Set what the first waiter of a lane needs; 0: nobody waits."""
+        """Set the amount that the first waiting request of a lane needs; 0: no request waits."""
         self._wants[lane] = amount
         reserve = self.reserves[lane]
         cap = reserve if amount <= reserve else min(amount, self.burst)
@@ -94,7 +114,7 @@ class Bucket:
         self._share_out()
 
     def _share_out(self) -> None:
-        """Find out how much of what each lane may save is held for it."""
+        """Compute for each lane up to which amount its savings are protected from the lanes above (`_holds`)."""
         room = self.burst - self._caps[0] - sum(self.reserves[1:])
         for other in range(1, len(self.reserves)):
             more = max(0.0, min(self._caps[other] - self.reserves[other], room))
@@ -102,66 +122,71 @@ class Bucket:
             room -= more
 
     def held(self, lane: int) -> float:
-        """What other lanes must leave for this lane, unless they spend their own savings."""
-        part = self.parts[lane]
-        if part <= self._holds[lane] or part >= self._caps[lane]:
-            return part if part > 0 else 0.0
+        """The part of this lane's savings that more urgent lanes may not spend."""
+        saved = self.savings[lane]
+        if saved <= self._holds[lane] or saved >= self._caps[lane]:
+            return saved if saved > 0 else 0.0
         return self._holds[lane]
 
     def take(self, lane: int, amount: float) -> float:
-        """Spend an amount; return how much of it the lane had saved. More than the bucket holds leaves a debt."""
-        part, level, most = self.parts[lane], self.level, self.most
-        taken = amount if amount <= part or part >= self.burst else max(part, 0.0)
+        """Take an amount out of the bucket for a call of this lane. Returns how much of it came from the lane's
+        savings. The level may fall below 0."""
+        saved, level, most = self.savings[lane], self.level, self.most
+        from_savings = amount if amount <= saved or saved >= self.burst else max(saved, 0.0)
         self.level = (level if level < most else most) - amount
-        self.parts[lane] = part - taken
-        return taken
+        self.savings[lane] = saved - from_savings
+        return from_savings
 
-    def give_back(self, lane: int, amount: float, *, own: float) -> None:
-        """Give back what was not used; up to `own` of it returns to what the lane has saved."""
+    def give_back(self, lane: int, amount: float, *, from_savings: float) -> None:
+        """Give back an amount that was taken and not used. `from_savings`: how much of what was taken came from the
+        lane's savings; as much returns to them."""
         self.level = min(self.burst, self.level + amount)
-        part = self.parts[lane]
-        self.parts[lane] = max(part, min(self._caps[lane], part + min(amount, own)))
+        saved = self.savings[lane]
+        self.savings[lane] = max(saved, min(self._caps[lane], saved + min(amount, from_savings)))
 
     def lower(self, level: float) -> None:
-        """The provider has less than we assumed: lanes cannot have saved more than that."""
+        """Lower the level to `level`, the quota that the provider says is left. If the lanes' savings add up to more,
+        scale them down to that level; debts stay."""
         if level >= self.level:
             return
         self.level = level
-        saved = sum(part for part in self.parts if part > 0)
-        if saved > level:
-            self.parts = [part * max(level, 0.0) / saved if part > 0 else part for part in self.parts]
+        total = sum(saved for saved in self.savings if saved > 0)
+        if total > level:
+            self.savings = [saved * max(level, 0.0) / total if saved > 0 else saved for saved in self.savings]
 
     def wait_s(self, lane: int, amount: float) -> float:
-        """Seconds until the amount may go, by what comes in alone; 0: now."""
-        need, level, part = amount + LEAST, self.level, self.parts[lane]
+        """Seconds until a request of this lane may take the amount, if nothing else is taken or given back; 0: now."""
+        need, level, saved = amount + ROUNDING, self.level, self.savings[lane]
         whole = need if need < self.burst else self.burst
         level_s = (whole - level) / self.per_s if level < whole else 0.0
-        saved = amount if amount < self.burst else self.burst
-        if part >= saved:
+        enough = amount if amount < self.burst else self.burst
+        if saved >= enough:
             return level_s
         reserve = self.reserves[lane]
-        kept, is_first = need if lane or amount < reserve else reserve + LEAST, True
+        kept, is_first = need if lane or amount < reserve else reserve + ROUNDING, True
         for other in range(lane):
             wanted = self._wants[other]
             kept += self.reserves[other] + wanted
             is_first = is_first and wanted == 0
         below = range(lane + 1, len(self.shares))
-        for other in below:  # one that has saved all that its first request needs goes first at a full bucket
+        for other in below:  # at a full bucket, a lane below that has saved all that its first request needs goes first
             wanted = self._wants[other]
-            is_first = is_first and not 0 < min(wanted, self.burst) <= self.parts[other]
+            is_first = is_first and not 0 < min(wanted, self.burst) <= self.savings[other]
         left_s = max(level_s, self._left_in_s(kept, below, is_first=is_first))
         if left_s == 0:
             return 0.0
         share = self.shares[lane]
-        own_s = max(level_s, (saved - part) / (share * self.per_s)) if share else inf
+        own_s = max(level_s, (enough - saved) / (share * self.per_s)) if share else inf
         return own_s if own_s < left_s else left_s
 
     def _left_in_s(self, kept: float, below: Sequence[int], *, is_first: bool) -> float:
-        """Seconds until the level covers `kept` and what the lanes below have saved by then."""
+        """Seconds until a request may take what other lanes leave: until the level covers `kept` (the request, and what
+        is kept for the lanes above) and the savings that will then be held for the lanes `below`. `is_first`: a full
+        bucket is enough."""
         level, burst = self.level, self.burst
         if is_first and level >= burst:
             return 0.0
-        need, parts = kept, self.parts
+        need, savings = kept, self.savings
         for other in below:
             need += self.held(other)
         missing = need - level
@@ -170,12 +195,12 @@ class Bucket:
         full_s = (burst - level) / self.per_s
         slope, passed_s = 1.0, 0.0
         filling = []
-        for other in below:  # they get their share of what comes in until they have saved all that they may
-            share, part = self.shares[other], parts[other]
-            if share and part < self._holds[other]:
-                if part < 0:  # it must pay its debt before it saves: this is the earliest time
+        for other in below:  # each saves its share of what flows in, until its savings reach `_holds`
+            share, saved = self.shares[other], savings[other]
+            if share and saved < self._holds[other]:
+                if saved < 0:  # the lane must pay its debt before it saves, so this is the earliest time
                     return min(full_s if is_first else inf, missing / self.per_s)
-                filling.append(((self._holds[other] - part) / (share * self.per_s), share))
+                filling.append(((self._holds[other] - saved) / (share * self.per_s), share))
                 slope -= share
         filling.sort()
         for in_s, share in filling:
@@ -190,5 +215,5 @@ class Bucket:
 
 
 def _burst(per_minute: float, burst_s: float) -> float:
-    """The bucket's size, at least one request or token, because less could never be spent."""
+    """The size of a bucket: at least one request or token, because a smaller one could never be spent."""
     return max(1.0, per_minute * burst_s / 60)

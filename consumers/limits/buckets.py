@@ -9,25 +9,25 @@ from consumers.limits.headers import ROUNDED_BY, RateHeaders
 
 
 class Buckets:
-    """The three buckets, in the order of `Amounts`."""
+    """The token buckets of an account: of requests, input tokens and output tokens, in this order."""
 
     __slots__ = ("_all",)
 
     def __init__(self, per_minute: Amounts, *, sizes: Sequence[Size], shares: Sequence[float], now_s: float) -> None:
         self._all = tuple(
-            Bucket(limit, burst_s=size.burst_s, late=size.late, shares=shares, now_s=now_s)
+            Bucket(limit, burst_s=size.burst_s, lost_part=size.lost_part, shares=shares, now_s=now_s)
             for limit, size in zip(per_minute, sizes, strict=True)
         )
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._all)
 
-    def __getitem__(self, each: int) -> Bucket:
-        return self._all[each]
+    def __getitem__(self, index: int) -> Bucket:
+        return self._all[index]
 
     def resize(self, per_minute: Amounts, *, sizes: Sequence[Size], fills: Sequence[bool]) -> None:
         for bucket, limit, size, fill in zip(self._all, per_minute, sizes, fills, strict=True):
-            bucket.resize(limit, burst_s=size.burst_s, late=size.late, fills=fill)
+            bucket.resize(limit, burst_s=size.burst_s, lost_part=size.lost_part, fills=fill)
 
     def refill(self, now_s: float) -> None:
         for bucket in self._all:
@@ -45,7 +45,7 @@ class Buckets:
         return longest_s
 
     def reason(self, lane: int, amounts: Amounts) -> str:
-        """The bucket that makes it wait longest."""
+        """The name of the limit whose bucket makes a request wait longest."""
         waits_s = [
             bucket.wait_s(lane, amount) if amount > 0 else 0.0
             for bucket, amount in zip(self._all, amounts, strict=True)
@@ -53,7 +53,8 @@ class Buckets:
         return REASONS[waits_s.index(max(waits_s))]
 
     def take(self, lane: int, amounts: Amounts) -> Amounts:
-        """Spend the amounts. Returns how much of them came from what the lane has saved."""
+        """Take the amounts out of the buckets for a call of this lane. Returns how much of each came from the lane's
+        savings."""
         requests, input_tokens, output_tokens = self._all
         return Amounts(
             requests.take(lane, amounts.requests),
@@ -61,18 +62,19 @@ class Buckets:
             output_tokens.take(lane, amounts.output_tokens),
         )
 
-    def settle(self, lane: int, taken: Amounts, *, own: Amounts, used: Amounts) -> None:
-        """Give back what was not used; take what was used beyond the reservation (`taken`)."""
-        for bucket, amount, from_part, spent in zip(self._all, taken, own, used, strict=True):
+    def settle(self, lane: int, taken: Amounts, *, from_savings: Amounts, used: Amounts) -> None:
+        """After a call: give back what was taken for it and not used, and take what it used beyond that.
+        `from_savings`: the result of `take`."""
+        for bucket, amount, saved, spent in zip(self._all, taken, from_savings, used, strict=True):
             if amount > spent:
-                bucket.give_back(lane, amount - spent, own=from_part)
+                bucket.give_back(lane, amount - spent, from_savings=saved)
             elif spent > amount:
                 bucket.take(lane, spent - amount)
 
-    def believe(self, rate: RateHeaders, *, took_s: float, of_refusal: bool) -> None:
-        """Lower our levels if the provider announces less. `took_s`: its figures may be this old, so the refill of that
-        time is added. Figures of a refusal get no allowance for rounding, because there was less than the call
-        needed."""
-        for bucket, told, rounded_by in zip(self._all, rate, ROUNDED_BY, strict=True):
-            if told.remaining is not None:
-                bucket.lower(told.remaining + (0 if of_refusal else rounded_by) + took_s * bucket.per_s)
+    def lower(self, rate: RateHeaders, *, took_s: float, of_refusal: bool) -> None:
+        """Lower the levels to what the provider says is left, if that is less. `took_s`: the age of its figures at
+        most; what flows in during that time is added. The provider may have rounded its figures down, so that is added
+        as well, except for a refusal, which proves that less was left than the call needed."""
+        for bucket, header, rounded_by in zip(self._all, rate, ROUNDED_BY, strict=True):
+            if header.remaining is not None:
+                bucket.lower(header.remaining + (0 if of_refusal else rounded_by) + took_s * bucket.per_s)

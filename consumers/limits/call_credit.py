@@ -1,7 +1,7 @@
-"""Each lane's share of the calls when concurrency is the bottleneck. Pure.
+"""When concurrency is the bottleneck: each lane's credit of calls, by its share. Pure.
 
-Whenever a call begins, every lane that waits gains its share of a call, up to one call. A lane that has saved a whole
-call is due: it goes before the lanes above it.
+Whenever a call begins, the credit of every lane with a waiter grows by the lane's share, up to one call. A lane with a
+credit of one call is due: it is granted before the lanes above it.
 """
 
 from collections.abc import Sequence
@@ -11,29 +11,31 @@ from typing import Final
 from consumers.limits.waiter import Waiter
 
 WHOLE: Final = 1 - 1e-9
-"""One, with room for rounding errors."""
+"""A credit of one call, less rounding errors."""
 
 
 class CallCredit:
-    """The credit of the lanes of one account."""
+    """Counts how many calls of one account each lane may claim as its share, while the number of calls at a time is
+    limited. A lane's credit grows with every call that begins, and a lane with a credit of one call goes first."""
 
-    __slots__ = ("_saved", "_shares")
+    __slots__ = ("_credit", "_shares")
 
     def __init__(self, shares: Sequence[float]) -> None:
         self._shares = shares
-        self._saved = [0.0 for _ in shares]
+        self._credit = [0.0 for _ in shares]
 
     def is_due(self, lane: int) -> bool:
-        return self._saved[lane] >= WHOLE
+        return self._credit[lane] >= WHOLE
 
     def begin(self, lane: int, heads: Sequence[Waiter | None]) -> None:
-        """A call of this lane begins. `heads`: the first waiter of each lane, this one included."""
+        """Count a call of this lane that begins. `heads`: the first waiting request of each lane, including the one
+        whose call begins."""
         if self.is_due(lane):
-            self._saved[lane] -= 1
-        for each, waiter in enumerate(heads):
+            self._credit[lane] -= 1
+        for other, waiter in enumerate(heads):
             if waiter is not None:
-                self._saved[each] = min(1.0, self._saved[each] + self._shares[each])
+                self._credit[other] = min(1.0, self._credit[other] + self._shares[other])
 
     def calls_before(self, lane: int, count: int) -> int:
-        """The most calls that can begin before that of a request which has `count` others of its lane before it."""
-        return ceil((count + 1 - self._saved[lane]) / self._shares[lane]) + 1
+        """How many calls can begin at most before that of a request that has `count` requests of its lane before it."""
+        return ceil((count + 1 - self._credit[lane]) / self._shares[lane]) + 1

@@ -1,24 +1,27 @@
-"""How many calls an account may have at once: no limit unless one is set, until the provider is overloaded (529). Pure.
+"""How many calls an account may have at once. Pure.
 
-Then the limit is half of the calls that ran. As in TCP, it rises by one each time that as many calls as the limit were
-answered. It also rises by one after some time without an answer, because calls can stream for minutes. A single 529
-says nothing about the account's calls, and must not make a chat wait for the end of another one."""
+There is no limit, or that of the settings, until the provider answers often with 529 (overloaded). Then the limit is
+half of the calls that ran. As in TCP, it rises by one each time that as many calls as the limit were answered. It also
+rises by one after some time without a 529, because calls can stream for minutes. A single 529 does not lower the limit,
+because it may have nothing to do with this account's calls."""
 
 from math import inf
 
 PATIENCE_S = 1.0
-"""Calls that began before the limit was lowered report the same overload: within this time it counts once."""
+"""Overloads within this time lower the limit once, because calls that began before report the same overload."""
 SMOOTHING = 0.1
+"""The weight of the latest call in smoothed values."""
 REGAIN_S = 5.0
-"""After each such time without 529, a lowered limit rises by one call. If the provider is still overloaded, it refuses
-that one call, once in five seconds. Without this, two long streams blocked every lane for as long as they ran."""
+"""A lowered limit rises by one call after each such time without a 529. If the provider is still overloaded, it refuses
+only that call. Without this rule, two long streams would block all lanes for as long as they run."""
 OFTEN = 0.25
-"""The limit falls if this part of the latest responses (smoothed) is 529; if none came before, that is the third in a
-row."""
+"""The limit falls if 529s are at least this part of the latest responses (smoothed). Without earlier ones, that is
+reached by the third 529 in a row."""
 
 
 class Concurrency:
-    """`ceiling`: the limit that is set; None: no limit."""
+    """How many calls of one account may run at a time, and how many run. `ceiling`: the limit of the settings; None: no
+    limit."""
 
     __slots__ = ("_backed_off_s", "_ceiling", "_overloads", "_peak", "_regained_s", "call_s", "limit", "running")
 
@@ -28,11 +31,11 @@ class Concurrency:
         self._overloads = 0.0
         self._peak = 1
         self._regained_s = 0.0
-        """The time from which on the next rise by time is counted."""
+        """When the last overload came, or `regain` last raised the limit."""
         self.limit = self._ceiling
         self.running = 0
         self.call_s = 0.0
-        """How long a call takes, smoothed."""
+        """The duration of a call, smoothed."""
 
     @property
     def is_full(self) -> bool:
@@ -40,12 +43,13 @@ class Concurrency:
 
     @property
     def is_limited(self) -> bool:
-        """True if there is a limit at all."""
+        """True if there is a limit of calls at a time, set by the operator or learned."""
         return self.limit < inf
 
     @property
     def is_set(self) -> bool:
-        """True if the limit is the setting's; False if an overload has lowered it by a guess."""
+        """True if the limit is the operator's setting, or none; False if it was lowered by a guess, after overloads
+        (529)."""
         return self.limit == self._ceiling
 
     def begin(self) -> None:
@@ -58,7 +62,8 @@ class Concurrency:
         self.call_s += (max(0.0, took_s) - self.call_s) * (SMOOTHING if self.call_s else 1.0)
 
     def overloaded(self, now_s: float) -> bool:
-        """Lower the limit if overloads are frequent; True if it was lowered now."""
+        """Count an answer 529 (overloaded), and lower the limit of calls if such answers are frequent. Returns True if
+        it was lowered."""
         self._overloads += (1 - self._overloads) * SMOOTHING
         self._regained_s = now_s
         if self._overloads < OFTEN or 0 <= now_s - self._backed_off_s < PATIENCE_S:
@@ -69,13 +74,13 @@ class Concurrency:
         return True
 
     def answered(self) -> None:
-        """Raise a lowered limit by one call for as many answers as the limit allows calls."""
+        """Count an answer: raise a lowered limit by one call after as many answers as the limit allows calls."""
         self._overloads -= self._overloads * SMOOTHING
         if not self.is_set:
             self._allow(1 / self.limit)
 
     def regain(self, now_s: float) -> None:
-        """Raise a limit that an overload has lowered, by the time that has passed."""
+        """Raise a limit that an overload (529) has lowered: by one call for every `REGAIN_S` without an overload."""
         if self.is_set or now_s < self._regained_s + REGAIN_S:
             return
         calls = (now_s - self._regained_s) // REGAIN_S
@@ -83,7 +88,7 @@ class Concurrency:
         self._allow(calls)
 
     def regains_in_s(self, now_s: float) -> float:
-        """The seconds until the limit rises by one with time; infinite if it was not lowered."""
+        """The seconds until the limit of calls rises by one with time; infinite if it was not lowered."""
         return inf if self.is_set else max(0.0, self._regained_s + REGAIN_S - now_s)
 
     def shift(self, jump_s: float) -> None:
@@ -96,7 +101,7 @@ class Concurrency:
             self.limit = self._ceiling
 
     def wait_s(self, ahead: int) -> float:
-        """Roughly how many seconds until one more call may begin, behind `ahead` others; 0 if there is room."""
+        """Roughly the seconds until one more call may begin after `ahead` others; 0 if it may begin now."""
         if self.limit == inf:
             return 0.0
         missing = self.running + ahead + 1 - self.limit // 1

@@ -1,4 +1,5 @@
-"""How fast each lane has spent lately. Forecasts for lower lanes assume that it goes on. Pure; time is passed in."""
+"""How fast each lane has spent lately. Forecasts assume that the lanes above go on like this. Pure; time is passed
+in."""
 
 from collections.abc import Sequence
 from math import exp
@@ -6,11 +7,11 @@ from math import exp
 from consumers.limits.amounts import Amounts
 
 WITHIN_S = 60.0
-"""The weight of what was spent falls to about a third (1/e) within this time."""
+"""The weight of an amount falls to about a third (1/e) within this time."""
 
 
 class Demand:
-    """The spending of each lane from each bucket."""
+    """How much each lane has taken from each token bucket of an account lately, weighted by age."""
 
     __slots__ = ("_at_s", "_spent")
 
@@ -19,7 +20,7 @@ class Demand:
         self._at_s = [now_s for _ in range(lanes)]
 
     def add(self, lane: int, amounts: Amounts, now_s: float) -> None:
-        """Add an amount that was granted, or used beyond the grant; below 0: an amount that was given back."""
+        """Add the amounts that a lane was granted, or used beyond that; below 0: amounts that it gave back."""
         requests, input_tokens, output_tokens = self._spent[lane]
         passed_s = now_s - self._at_s[lane]
         self._at_s[lane] = now_s
@@ -33,9 +34,10 @@ class Demand:
     def shift(self, jump_s: float) -> None:
         self._at_s = [at_s + jump_s for at_s in self._at_s]
 
-    def per_s(self, lanes: Sequence[int], each: int, now_s: float) -> float:
-        """What these lanes take per second from one bucket (`each`: its place in `Amounts`)."""
+    def per_s(self, lanes: Sequence[int], index: int, now_s: float) -> float:
+        """The amount that these lanes together spend per second from one bucket. `index`: the bucket's index in
+        `Amounts`."""
         return sum(
-            max(0.0, self._spent[lane][each]) * exp(min(0.0, self._at_s[lane] - now_s) / WITHIN_S) / WITHIN_S
+            max(0.0, self._spent[lane][index]) * exp(min(0.0, self._at_s[lane] - now_s) / WITHIN_S) / WITHIN_S
             for lane in lanes
         )

@@ -1,21 +1,22 @@
-"""Estimates what a request will use: input by its size, output by what its kind used before. Pure.
+"""Estimates what a request will use: input tokens by the size of its body, output tokens by earlier requests of its
+kind (lane, task and model). Pure.
 
-The estimated amount is reserved and later corrected, so estimates have to be right on average, not each time.
+The estimated amount is reserved and later corrected, so estimates must be right on average, not each time.
 """
 
 from collections import OrderedDict
 from typing import NamedTuple
 
 KINDS = 4096
-"""How many kinds are remembered: the latest ones."""
+"""The most kinds that are kept: those that were used last."""
 WEIGHT = 0.1
+"""The weight of the latest value in a mean."""
 SPREAD = 1.0
-"""The estimate is the mean plus this many mean deviations: seldom less than an answer uses, and less than
-`max_tokens`."""
+"""An estimate is the mean plus this many mean deviations, so that few answers use more."""
 
 
 class UsageClass(NamedTuple):
-    """Requests that are likely to use about the same."""
+    """Requests of one lane, task and model, which are likely to use similar numbers of tokens."""
 
     lane: str
     task: str
@@ -28,8 +29,8 @@ def task_of(routing_key: str) -> str:
     return ".".join(routing_key.split(".", 3)[1:3])
 
 
-class _Seen:
-    """Mean and mean deviation of the observed values; the latest one weighs most."""
+class _Average:
+    """Mean and mean deviation of observed values; the latest values weigh most."""
 
     __slots__ = ("deviation", "mean")
 
@@ -41,20 +42,21 @@ class _Seen:
     def expected(self) -> float:
         return self.mean + SPREAD * self.deviation
 
-    def see(self, value: float) -> None:
+    def add(self, value: float) -> None:
         off = value - self.mean
         self.mean += WEIGHT * off
         self.deviation += WEIGHT * (abs(off) - self.deviation)
 
 
 class Estimates:
-    """Learns from every answer; remembers at most `KINDS` kinds."""
+    """Estimates how many tokens a request will use and how long its call will take, from earlier answers to requests of
+    the same lane, task and model. At most `KINDS` such kinds are kept."""
 
     def __init__(self, *, first_output_tokens: float, first_bytes_per_token: float) -> None:
         self._first_output = first_output_tokens
         self._first_ratio = 1 / first_bytes_per_token
-        self._outputs: OrderedDict[UsageClass, _Seen] = OrderedDict()
-        self._runs: OrderedDict[UsageClass, _Seen] = OrderedDict()
+        self._outputs: OrderedDict[UsageClass, _Average] = OrderedDict()
+        self._runs: OrderedDict[UsageClass, _Average] = OrderedDict()
         self._tokens_per_byte: OrderedDict[str, float] = OrderedDict()
 
     def input_tokens(self, model: str, body_bytes: int) -> float:
@@ -66,18 +68,19 @@ class Estimates:
         return max(1.0, min(float(max_tokens), expected))
 
     def run_s(self, kind: UsageClass) -> float:
-        """How long a call is likely to take at most; 0 if that is not known."""
+        """How long a call of this kind takes, in seconds: few take longer. 0 if no call of the kind has ended yet."""
         known = self._runs.get(kind)
         return 0.0 if known is None else known.expected
 
     def learn_run(self, kind: UsageClass, run_s: float, *, was_cut: bool) -> None:
-        """Learn how long a call took. `was_cut`: its deadline ended it, and it would have taken longer."""
+        """Learn how long a call took. `was_cut`: the deadline ended the call, which would have taken longer."""
         if not was_cut or run_s > self.run_s(kind):
-            _see(self._runs, kind, run_s)
+            _learn_value(self._runs, kind, run_s)
 
     def learn(self, kind: UsageClass, *, body_bytes: int, input_tokens: float, output_tokens: float) -> None:
-        """Learn what one answer used. Input is what counts against the limit: without what was read from the cache."""
-        _see(self._outputs, kind, output_tokens)
+        """Learn how many tokens one answer has used. `input_tokens`: only those that count against the limit, so not
+        those read from the cache."""
+        _learn_value(self._outputs, kind, output_tokens)
         if body_bytes > 0:
             ratio = self._tokens_per_byte.pop(kind.model, None)
             found = input_tokens / body_bytes
@@ -86,12 +89,12 @@ class Estimates:
                 self._tokens_per_byte.popitem(last=False)
 
 
-def _see(seen: OrderedDict[UsageClass, _Seen], kind: UsageClass, value: float) -> None:
-    known = seen.pop(kind, None)
+def _learn_value(known_kinds: OrderedDict[UsageClass, _Average], kind: UsageClass, value: float) -> None:
+    known = known_kinds.pop(kind, None)
     if known is None:
-        known = _Seen(value)
+        known = _Average(value)
     else:
-        known.see(value)
-    seen[kind] = known
-    if len(seen) > KINDS:
-        seen.popitem(last=False)
+        known.add(value)
+    known_kinds[kind] = known
+    if len(known_kinds) > KINDS:
+        known_kinds.popitem(last=False)

@@ -1,8 +1,8 @@
-"""How long a request would wait, by the rule that grants it (`bucket.py`). Pure.
+"""Forecasts how long a request will wait, by the rule that grants it (`bucket.py`). Pure.
 
-There are two answers. The shortest wait assumes that no more requests come in the lanes above. A request is
-refused only because of this one, and only if the limits are known. The expected wait assumes that the lanes above go on
-spending as they did in the last minute. What calls give back later makes both shorter.
+A forecast has two values. The shortest wait assumes that no further requests come in the lanes above; a request is
+refused only because of this value, and only if the limits are known. The expected wait assumes that the lanes above go
+on spending as in the last minute. Calls that give back unused amounts make both waits shorter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,31 +16,32 @@ from consumers.limits.waiter import Waiter
 
 
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
-    """The forecast for a request that would join the end of its lane's line now."""
+    """How long a request of this lane would wait for the account's budget, if it joined the end of the line now."""
     account.refill(now_s)
-    ahead = [x + y for x, y in zip(account.lines.sums(lane), account.elsewhere[lane], strict=True)]
+    ahead = [x + y for x, y in zip(account.lines.sums(lane), account.waiting_elsewhere[lane], strict=True)]
     return _wait(account, lane, amounts, now_s, ahead=ahead, count=account.lines.count(lane))
 
 
 def of(account: Account, waiter: Waiter, now_s: float) -> Wait:
-    """For a waiter that has just joined the line. A deferred request that returns may go before waiters of other
-    processes."""
+    """How long a request will wait that has just joined its lane's line. For a new request, the waiting requests of its
+    lane in other processes count as before it; for a deferred request that comes back they do not."""
     account.refill(now_s)
     lane, amounts = waiter.lane, waiter.amounts
     ahead, count = account.lines.before(waiter)
     if waiter.arrived_s >= now_s:
-        ahead = [x + y for x, y in zip(ahead, account.elsewhere[lane], strict=True)]
+        ahead = [x + y for x, y in zip(ahead, account.waiting_elsewhere[lane], strict=True)]
     return _wait(account, lane, amounts, now_s, ahead=ahead, count=count)
 
 
 def first(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
-    """The forecast for the first waiter of a lane."""
+    """How long the first waiting request of a lane will wait for the account's budget."""
     account.refill(now_s)
     return _wait(account, lane, amounts, now_s, ahead=NOTHING, count=0)
 
 
 def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
-    """The waiters that will be too late, with their forecasts. Expensive: it looks at every waiter."""
+    """The waiting requests that will certainly be granted too late, each with its forecast. Expensive: it looks at
+    every waiting request."""
     account.refill(now_s)
     lane, count, ahead = -1, 0, [0.0, 0.0, 0.0]
     lines: list[_Line] = []
@@ -53,8 +54,8 @@ def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
             yield waiter, found
         else:
             count += 1
-            for each, amount in enumerate(waiter.amounts):
-                ahead[each] += amount
+            for index, amount in enumerate(waiter.amounts):
+                ahead[index] += amount
 
 
 def _wait(
@@ -67,18 +68,19 @@ def _wait(
     count: int,
     lines: "Sequence[_Line] | None" = None,
 ) -> Wait:
-    """The forecast for one request. `ahead`: what the requests before it in its lane's line need; `count`: the number
-    of those in this process; `lines`: the lane's lines, if they are computed already."""
+    """How long one request of a lane will wait for the account. `ahead`: the amounts that the requests before it in its
+    lane need; `count`: how many of these are in this process; `lines`: the result of `_lines` for the lane, if it is
+    known already."""
     if (paused_s := account.paused_s(now_s)) > 0:
         return Wait(paused_s, PAUSED, paused_s)
     longest_s, least_s, reason, is_known = 0.0, 0.0, REASONS[0], True
-    for each, line in enumerate(_lines(account, lane, now_s) if lines is None else lines):
-        if amounts[each] + ahead[each] <= 0:
+    for index, line in enumerate(_lines(account, lane, now_s) if lines is None else lines):
+        if amounts[index] + ahead[index] <= 0:
             continue
-        if (in_s := line.wait_s(ahead[each], amounts[each], line.taken_per_s)) > longest_s:
-            longest_s, reason, is_known = in_s, REASONS[each], not account.guessed[each]
-        if in_s > least_s and not account.guessed[each]:
-            least_s = max(least_s, line.wait_s(ahead[each], amounts[each], earliest=True))
+        if (in_s := line.wait_s(ahead[index], amounts[index], line.taken_per_s)) > longest_s:
+            longest_s, reason, is_known = in_s, REASONS[index], not account.guessed[index]
+        if in_s > least_s and not account.guessed[index]:
+            least_s = max(least_s, line.wait_s(ahead[index], amounts[index], earliest=True))
     stopped_s = account.stopped_s(now_s)
     longest_s, least_s = max(longest_s, stopped_s), max(least_s, stopped_s)
     if account.concurrency.is_limited:
@@ -91,33 +93,34 @@ def _wait(
 
 
 def _lines(account: Account, lane: int, now_s: float) -> "list[_Line]":
-    """The lane's line before each bucket."""
+    """The line of a lane's waiting requests, as each of the three buckets sees it."""
     above = [_ahead_of(account, other) for other in range(lane)]
-    lines = [_Line(account, each, bucket, lane, above) for each, bucket in enumerate(account.buckets)]
-    for each, line in enumerate(lines):
-        line.taken_per_s = account.demand.per_s(range(lane), each, now_s)
+    lines = [_Line(account, index, bucket, lane, above) for index, bucket in enumerate(account.buckets)]
+    for index, line in enumerate(lines):
+        line.taken_per_s = account.demand.per_s(range(lane), index, now_s)
     return lines
 
 
 def _ahead_of(account: Account, lane: int) -> Sequence[float]:
-    """What a lane above will take before those below it. It waits longest for one bucket; from the others it meanwhile
-    takes no more than its first request needs."""
-    sums = [x + y for x, y in zip(account.lines.sums(lane), account.elsewhere[lane], strict=True)]
+    """The amounts that the waiters of a lane will take before the lanes below. They wait longest for one bucket, and
+    take all they need from it; from the other buckets, until then, only what the first waiter needs."""
+    sums = [x + y for x, y in zip(account.lines.sums(lane), account.waiting_elsewhere[lane], strict=True)]
     if sums[0] == 0 or (head := account.lines.heads[lane]) is None:
         return sums
     waits_s = [(total - bucket.level) / bucket.per_s for total, bucket in zip(sums, account.buckets, strict=True)]
-    most = waits_s.index(max(waits_s))
-    return [total if each == most else head.amounts[each] for each, total in enumerate(sums)]
+    scarcest = waits_s.index(max(waits_s))
+    return [total if index == scarcest else head.amounts[index] for index, total in enumerate(sums)]
 
 
 class _Line:
-    """A lane's waiting requests, for one bucket. The requests ahead count as one sum; the request itself follows the
-    bucket's rule."""
+    """Computes how long a request of one lane waits for one bucket, behind other requests of that lane. For the
+    requests before it only the sum of their amounts counts; for the request itself the bucket's rule (`bucket.py`) is
+    applied."""
 
     __slots__ = ("_above", "_bucket", "_filling", "_held", "_is_top", "_lane", "_slope", "taken_per_s")
 
     def __init__(
-        self, account: Account, each: int, bucket: Bucket, lane: int, above: Sequence[Sequence[float]]
+        self, account: Account, index: int, bucket: Bucket, lane: int, above: Sequence[Sequence[float]]
     ) -> None:
         self._bucket = bucket
         self._lane = lane
@@ -125,36 +128,39 @@ class _Line:
         self.taken_per_s = 0.0
         """The rate at which the lanes above are expected to keep spending."""
         self._above = self._held = 0.0
-        """`_above`: what the lanes above will take. `_held`: what the level must cover besides the request."""
+        """`_above`: the amount that the lanes above will take. `_held`: the amount that the level must cover in
+        addition to the request."""
         for other, takes in enumerate(above):
-            self._above += takes[each]
+            self._above += takes[index]
             self._held += bucket.reserves[other]
         self._slope = 1.0
-        """The part of what comes in for this lane and those above, while the lanes below spend or save their shares."""
+        """The part of the inflow that reaches this lane and those above, while lanes below spend or save their
+        shares."""
         self._filling: list[tuple[float, float]] = []
-        """For each lane below that only saves: in how many seconds it has saved all, and its share."""
+        """For each lane below that saves and has no waiter: the seconds until its reserve is full, and its share."""
         for other in range(lane + 1, len(bucket.shares)):
-            saved, share = bucket.held(other), bucket.shares[other]
-            self._held += saved
-            if account.lines.sums(other)[each] + account.elsewhere[other][each] > 0:
+            held, share = bucket.held(other), bucket.shares[other]
+            self._held += held
+            if account.lines.sums(other)[index] + account.waiting_elsewhere[other][index] > 0:
                 self._slope -= share
-            elif share and (missing := bucket.reserves[other] - saved) > 0:
+            elif share and (missing := bucket.reserves[other] - held) > 0:
                 self._slope -= share
                 self._filling.append((missing / (share * bucket.per_s), share))
         self._filling.sort()
 
     def wait_s(self, ahead: float, amount: float, taken_per_s: float = 0.0, *, earliest: bool = False) -> float:
-        """Seconds until the request may go, after those `ahead` of it: with the lane's savings alone, or with what
-        other lanes leave. `taken_per_s`: the part of the latter that the lanes above take."""
+        """Seconds until the request is granted, after those that need `ahead`: from the lane's savings, or from what
+        other lanes leave, whichever is sooner. `taken_per_s`: what the lanes above take of the latter.
+        `earliest`: the shortest possible wait."""
         bucket = self._bucket
         whole = ahead + (amount if amount < bucket.burst else bucket.burst)
         level_s, before = (whole - bucket.level) / bucket.per_s, ahead + self._above - bucket.level
-        part, share = bucket.parts[self._lane], bucket.shares[self._lane]
-        if whole <= part:
+        saved, share = bucket.savings[self._lane], bucket.shares[self._lane]
+        if whole <= saved:
             return max(0.0, level_s)
-        own_s = (whole - part) / (share * bucket.per_s) if share else inf
+        own_s = (whole - saved) / (share * bucket.per_s) if share else inf
         if earliest and ahead > 0 and share:
-            # Earliest if those ahead use only what other lanes leave, and this request its lane's savings.
+            # The shortest wait: those before use only what other lanes leave, and this request the lane's savings.
             own_s = min(own_s, max(0.0, before) / bucket.per_s + (whole - ahead) / (share * bucket.per_s))
         return max(0.0, level_s, min(own_s, self._left_s(ahead, amount, taken_per_s)))
 

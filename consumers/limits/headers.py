@@ -1,7 +1,7 @@
 """Reads the account's limits from a response's headers: `anthropic-ratelimit-{requests,input-tokens,output-tokens}-*`.
 
-Each has `limit` (per minute), `remaining` (tokens rounded to thousands) and `reset` (RFC 3339, when it is full again);
-docs/facts.md, section 10. What cannot be true is ignored.
+For each of the three buckets there are `limit` (per minute), `remaining` (tokens are rounded to thousands) and `reset`
+(RFC 3339: when the bucket will be full); see docs/facts.md, section 10. Impossible values are ignored.
 """
 
 import math
@@ -11,27 +11,31 @@ from datetime import datetime
 from typing import NamedTuple
 
 MOST = 1e12
+"""Larger numbers are ignored."""
 FARTHEST_RESET_S = 86_400.0
-"""A reset further away than this is not believed: a bucket refills within a minute."""
+"""If `reset` is further away than this, the bucket's headers are ignored, because a bucket refills within a minute."""
 ROUNDED_BY: tuple[float, float, float] = (1.0, 500.0, 500.0)
-"""How much less than the true value `remaining` may be, in the order of `Amounts`: requests are whole numbers."""
+"""By how much `remaining` may be below the true value, in the order of `Amounts`. Requests are rounded to whole
+numbers."""
 ROUNDED_UP_BY: tuple[float, float, float] = (0.0, 500.0, 500.0)
-"""How much more than the true value `remaining` may be."""
+"""By how much `remaining` may be above the true value."""
 LEAST: tuple[float, float, float] = (1.0, 1000.0, 1000.0)
-"""Lower limits per minute are not believed (order as in `Amounts`): nobody sells less, and it would block all calls."""
+"""Lower limits per minute are ignored (in the order of `Amounts`), because no account has them, and because they would
+block all calls."""
 _NAMES = ("requests", "input-tokens", "output-tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketHeaders:
-    """The headers about one bucket. None: missing, or impossible."""
+    """What a response's headers say about one limit (requests, input or output tokens): the limit per minute, and how
+    much is left. None: the header is missing, or its value is impossible."""
 
     limit: float | None = None
     remaining: float | None = None
 
 
 class RateHeaders(NamedTuple):
-    """The headers of one response about all buckets, in the order of `Amounts`."""
+    """What the headers of one response say about an account's limits, in the order of `Amounts`."""
 
     requests: BucketHeaders
     input_tokens: BucketHeaders
@@ -39,16 +43,16 @@ class RateHeaders(NamedTuple):
 
 
 def read(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
-    """The limits in the headers; None if there are none. `headers`: by names in lower case (a dict: httpx2 searches all
-    of them at each look-up); `now_s`: since 1970."""
+    """Read the limits from the headers; None if they have none. `headers`: by names in lower case, as a dict because a
+    look-up in httpx2's own type searches all headers; `now_s`: seconds since 1970."""
     found = [
-        _told(headers, name, least, rounded_up_by, now_s)
+        _bucket(headers, name, least, rounded_up_by, now_s)
         for name, least, rounded_up_by in zip(_NAMES, LEAST, ROUNDED_UP_BY, strict=True)
     ]
-    return RateHeaders(*found) if any(each.limit or each.remaining is not None for each in found) else None
+    return RateHeaders(*found) if any(header.limit or header.remaining is not None for header in found) else None
 
 
-def _told(headers: Mapping[str, str], name: str, least: float, rounded_up_by: float, now_s: float) -> BucketHeaders:
+def _bucket(headers: Mapping[str, str], name: str, least: float, rounded_up_by: float, now_s: float) -> BucketHeaders:
     prefix = f"anthropic-ratelimit-{name}-"
     reset = headers.get(f"{prefix}reset")
     if reset is not None and not _is_near(reset, now_s):

@@ -15,33 +15,45 @@ MOST: Final = 1e12
 
 
 class UnreadableError(ValueError):
-    """Another version wrote it, or it is damaged."""
+    """A text about learned limits was written by another version of Lanekeeper, or is damaged."""
 
 
 class LearnedLimits(NamedTuple):
-    """What was learned about the three limits per minute, in the order of `Amounts`. `adaptive.py` explains the
-    fields."""
+    """What was learned about an account's limits per minute: requests, input tokens, output tokens, in this order. The
+    names of the fields are part of the JSON that processes exchange."""
 
     told: tuple[float | None, ...]
+    """The limits that the provider announced; None: it announced none."""
     told_s: tuple[float, ...]
+    """When it last announced them."""
     grown: tuple[float, ...]
+    """By how much the guessed limits were raised above the first guess."""
     is_silent: bool
+    """True if the provider's answers announce no limits: none are assumed."""
     factors: tuple[float, ...]
+    """The limits are multiplied by these, because calls were refused: 1 or less."""
     halved_s: float
+    """When a refusal last lowered the limits."""
     moved_s: float
+    """When the limits were last lowered, or raised by a step."""
 
 
 class LearnedBursts(NamedTuple):
-    """What was learned about the sizes of the three buckets. `burst.py` explains the fields."""
+    """What was learned about the sizes of an account's three token buckets (`burst.py`). The names of the fields are
+    part of the JSON that processes exchange."""
 
     proven_s: tuple[float | None, ...]
+    """What each bucket is proven to hold, in seconds' worth of its limit; None: nothing is proven."""
     cut: tuple[float, ...]
+    """The sizes are multiplied by these, because calls were refused: 1 or less."""
     cut_s: float
+    """When a refusal last reduced the sizes."""
     moved_s: float
+    """When the sizes were last reduced, or raised by a step."""
 
 
 class Learned(NamedTuple):
-    """All that was learned about an account."""
+    """What was learned about the limits of an account, as processes exchange it. Times are in seconds since 1970."""
 
     limits: LearnedLimits
     bursts: LearnedBursts
@@ -53,7 +65,7 @@ class Learned(NamedTuple):
         limits, bursts = self.limits, self.bursts
         return Learned(
             limits._replace(
-                told_s=tuple(each + jump_s for each in limits.told_s),
+                told_s=tuple(at_s + jump_s for at_s in limits.told_s),
                 halved_s=limits.halved_s + jump_s,
                 moved_s=limits.moved_s + jump_s,
             ),
@@ -63,8 +75,8 @@ class Learned(NamedTuple):
         )
 
 
-def write(learned: Learned) -> str:
-    """As JSON."""
+def to_json(learned: Learned) -> str:
+    """What was learned about an account as JSON text, which `read` reads."""
     return json.dumps(
         {
             "version": VERSION,
@@ -76,7 +88,8 @@ def write(learned: Learned) -> str:
 
 
 def read(text: str | bytes) -> Learned:
-    """Read the text. The only error it raises, for any text, is UnreadableError."""
+    """Read the JSON text that `to_json` has made of what was learned about an account. Raises UnreadableError, and no
+    other error, for any other text."""
     try:
         found = json.loads(text)
         if (version := found["version"]) != VERSION:
@@ -118,12 +131,12 @@ def _bursts(found: Mapping[str, Any]) -> LearnedBursts:
 
 def _three_or_none(values: Any, *, least: float) -> tuple[float | None, ...]:
     first, second, third = values
-    return tuple(None if each is None else _number(each, least=least, most=MOST) for each in (first, second, third))
+    return tuple(None if value is None else _number(value, least=least, most=MOST) for value in (first, second, third))
 
 
 def _three(values: Any, *, least: float, most: float = MOST) -> tuple[float, ...]:
     first, second, third = values
-    return tuple(_number(each, least=least, most=most) for each in (first, second, third))
+    return tuple(_number(value, least=least, most=most) for value in (first, second, third))
 
 
 def _moment(value: Any) -> float:

@@ -1,7 +1,6 @@
 """The requests of an account that wait: one line for each lane, by arrival. Pure.
 
-A request that was deferred and comes back has its old place. Between lanes the rank decides, however long a request has
-waited (`account.py`).
+A request that was deferred and comes back gets its old place. `account.py` chooses between the lanes.
 """
 
 from bisect import bisect_left, insort
@@ -15,7 +14,7 @@ def _place(waiter: Waiter) -> tuple[float, int]:
 
 
 class Lines:
-    """One line for each lane, by arrival."""
+    """The requests that wait for the budget of one account: one line for each lane, in the order of arrival."""
 
     __slots__ = ("_lines", "_next", "_sums", "heads")
 
@@ -33,28 +32,28 @@ class Lines:
         return self._at(waiter) is not None
 
     def __iter__(self) -> Iterator[Waiter]:
-        """All waiters, lane by lane, in order."""
+        """All waiting requests, lane by lane, in the order of their lines."""
         for line in self._lines:
             yield from line
 
     @property
     def is_empty(self) -> bool:
-        """True if nobody waits."""
+        """True if no request waits."""
         return not any(self.heads)
 
     def count(self, lane: int) -> int:
         return len(self._lines[lane])
 
     def firsts(self, lane: int, most: int) -> Sequence[Waiter]:
-        """The first `most` of one lane, in order."""
+        """The first waiting requests of a lane, at most `most`, in order."""
         return self._lines[lane][:most]
 
     def sums(self, lane: int) -> Sequence[float]:
-        """What all waiters of a lane need together, in the order of `Amounts`."""
+        """What all waiting requests of a lane need together, in the order of `Amounts`."""
         return self._sums[lane]
 
     def before(self, waiter: Waiter) -> tuple[Sequence[float], int]:
-        """What the waiters before it in its line need together, and how many they are."""
+        """What the requests before this one in its line need together, and how many they are."""
         line = self._lines[waiter.lane]
         if line[-1] is waiter:
             sums = self._sums[waiter.lane]
@@ -62,12 +61,13 @@ class Lines:
         before = line[: bisect_left(line, _place(waiter), key=_place)]
         sums = [0.0, 0.0, 0.0]
         for other in before:
-            for each, amount in enumerate(other.amounts):
-                sums[each] += amount
+            for index, amount in enumerate(other.amounts):
+                sums[index] += amount
         return sums, len(before)
 
     def join(self, waiter: Waiter) -> bool:
-        """Put a waiter in line by its arrival; True if it is now the first of its lane."""
+        """Put a waiting request in its lane's line, at the place of its arrival. Returns True if it is now the first
+        there."""
         self._next += 1
         waiter.number = self._next
         lane = waiter.lane
@@ -77,33 +77,34 @@ class Lines:
         else:
             insort(line, waiter, key=_place)
         sums = self._sums[lane]
-        for each, amount in enumerate(waiter.amounts):
-            sums[each] += amount
+        for index, amount in enumerate(waiter.amounts):
+            sums[index] += amount
         if line[0] is not waiter:
             return False
         self.heads[lane] = waiter
         return True
 
     def leave(self, waiter: Waiter) -> bool:
-        """Take a waiter out if it is in line; True if another is now the first of its lane."""
+        """Take a waiting request out of its line, if it is there. Returns True if another one is now the first of the
+        lane."""
         at = self._at(waiter)
         if at is None:
             return False
         lane = waiter.lane
         line, sums = self._lines[lane], self._sums[lane]
         del line[at]
-        if not line:  # clear rounding errors as well
+        if not line:  # set to exactly 0, to clear rounding errors
             sums[:] = (0.0, 0.0, 0.0)
         else:
-            for each, amount in enumerate(waiter.amounts):
-                sums[each] -= amount
+            for index, amount in enumerate(waiter.amounts):
+                sums[index] -= amount
         if at > 0:
             return False
         self.heads[lane] = line[0] if line else None
         return True
 
     def shift(self, jump_s: float) -> None:
-        """The clock has jumped by `jump_s`: move all times of the waiters."""
+        """Move all times of the waiting requests by `jump_s`, because the clock has jumped."""
         for line in self._lines:
             for waiter in line:
                 waiter.arrived_s += jump_s

@@ -1,4 +1,4 @@
-"""The turns of an account that only this process uses: decided at once, after each change and when a timer fires."""
+"""The turns of an account that only this process uses. They are decided after each change, and when a timer fires."""
 
 import asyncio
 from math import inf
@@ -6,27 +6,27 @@ from math import inf
 from consumers.limits.account import Account
 from consumers.limits.accounts import Accounts
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import Heard, Reservation
+from consumers.limits.base import Feedback, Reservation
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.turns import LATE_S, log_learned, refuse_hopeless
 from consumers.limits.waiter import Waiter
 
 
 def own_accounts(spec: BudgetSpec) -> "Accounts[OwnTurns]":
-    """The budgets of a process that shares them with no other."""
+    """The budgets of all accounts for a process that shares them with no other process."""
     return Accounts(spec, lambda name: OwnTurns(name, spec))
 
 
 class OwnTurns:
-    """Implements `Turns` within this process."""
+    """Implements `Turns` for an account that only this process uses: decides without asking any other process."""
 
     def __init__(self, name: str, spec: BudgetSpec) -> None:
         self.account = Account(name, spec, now_s=self.now_s())
         self._timer: asyncio.Handle | None = None
         self._fires_s = inf
-        """When the timer fires. uvloop's handle does not know this for less than half a millisecond."""
+        """When the timer fires. Kept here, because uvloop returns a handle without `when` for delays below 0.5 ms."""
         self.wake_ups = 0
-        """How often the timer fired."""
+        """The number of times that the timer has fired, for tests."""
 
     @property
     def is_idle(self) -> bool:
@@ -39,40 +39,40 @@ class OwnTurns:
         account, now_s = self.account, self.now_s()
         waiter, in_s = account.turn(now_s)
         while waiter is not None:
-            if not waiter.wake():  # it was cancelled: the next in line gets its amounts
+            if not waiter.wake():  # its task was cancelled: the next waiter gets the amounts
                 assert waiter.reservation is not None
                 account.settle(waiter.reservation, None, now_s)
             waiter, in_s = account.turn(now_s)
-        self._look_at(now_s + in_s + LATE_S)
+        self._step_at(now_s + in_s + LATE_S)
 
     async def decided(self, waiter: Waiter) -> None:
-        """Returns at once: `step` has decided already."""
+        """Does nothing: `step` has decided already, because it asks no other process."""
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         self.account.settle(reservation, used, self.now_s())
         self.step()
 
-    def learn(self, heard: Heard) -> None:
+    def learn(self, feedback: Feedback) -> None:
         before = self.account.per_minute()
-        is_less = self.account.learn(heard, self.now_s())
-        log_learned(self.account, heard, before=before)
+        is_less = self.account.learn(feedback, self.now_s())
+        log_learned(self.account, feedback, before=before)
         if is_less:
             refuse_hopeless(self.account, self.now_s())
         self.step()
 
     async def aclose(self) -> None:
-        self._look_at(inf)
+        self._step_at(inf)
 
-    def _look_at(self, when_s: float) -> None:
+    def _step_at(self, when_s: float) -> None:
         if self._timer is not None:
             if abs(self._fires_s - when_s) < LATE_S:
                 return
             self._timer.cancel()
             self._timer = None
         if when_s < inf:
-            self._timer, self._fires_s = asyncio.get_running_loop().call_at(when_s, self._look), when_s
+            self._timer, self._fires_s = asyncio.get_running_loop().call_at(when_s, self._on_timer), when_s
 
-    def _look(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         self.wake_ups += 1
         self.step()

@@ -10,11 +10,11 @@ from topology.lanes import BATCH, CRITICAL, NORMAL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneBudget:
-    """The settings of one lane's budget."""
+    """The settings of one lane for every account's budget."""
 
     share: float
-    """The lane's share of every bucket, above 0 and up to 1: saved for it alone out of what comes in. This reserve
-    keeps a lane from starving; waiting longer does not."""
+    """The lane's share of every bucket, above 0 and up to 1: this part of what flows in is saved for the lane alone. It
+    keeps the lane from starving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,14 @@ DEFAULT_LANES: Mapping[str, LaneBudget] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetSpec:
-    """All settings of the budget. The defaults suit an unknown account: its limits are learned from its answers."""
+    """All settings of the budget of provider calls. The defaults suit an unknown account: its limits are learned from
+    its answers."""
 
     lanes: Mapping[str, LaneBudget] = field(default_factory=lambda: DEFAULT_LANES)
     """The budgets of the lanes, the most urgent lane first."""
     burst_s: float = 60.0
-    """A bucket holds as many seconds' worth of its limit as the provider's is proven to hold (up to 60), at most this.
-    A smaller bucket saves less during a lull, for later bursts and large requests."""
+    """The largest size of a bucket, in seconds' worth of its limit (up to 60). Within it, the size is what the
+    provider's bucket is proven to hold (`burst.py`). A smaller bucket leaves less for bursts and large requests."""
     accounts: Mapping[str, AccountCaps] = field(default_factory=dict)
     """Caps by the name of an account (`Route.account`) or of a provider; those of a provider apply to each of its
     accounts."""
@@ -57,15 +58,18 @@ class BudgetSpec:
     first_output_tokens: int = 512
     """The expected length of an answer while no request of its kind has ended yet."""
     first_bytes_per_token: float = 3.5
+    """The expected bytes of a body for each input token, while no request for its model has ended yet."""
     overflow_s: float | None = None
     """A request that would wait longer than this goes to the next provider of the chain, if the wait there is shorter.
     None: the time that the lane's requests should wait at most (`LaneSpec.target_wait_s`)."""
     hold_s: float = 120.0
-    """How long a request may wait at the gate. Then it is deferred, so that the broker does not take it back."""
+    """How long a request may wait at the gate. Then it is deferred, because the broker takes back a delivery that is
+    not settled for long."""
     spend_pause_s: float = 900.0
     """For how long an account that has reached its spend limit is not called."""
 
     def caps(self, account: str) -> AccountCaps:
+        """The caps of an account, or else those of its provider (the part of its name before `/`)."""
         return self.accounts.get(account) or self.accounts.get(account.partition("/")[0], NO_CAPS)
 
 

@@ -1,4 +1,4 @@
-"""The seam below `Accounts`: who decides whose turn it is at one account.
+"""The interface below `Accounts`: it decides which waiter of one account is granted next.
 
 A process that has the account for itself decides by itself (`own_turns.py`). Processes that share an account let a
 script in Redis decide (`consumers/state/redis/shared_turns.py`).
@@ -9,64 +9,68 @@ from typing import Final, Protocol
 from consumers.limits import forecast
 from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import Heard, Kind, Reservation, Wait
+from consumers.limits.base import Feedback, Kind, Reservation, Wait
 from consumers.limits.waiter import Waiter
 from lanekeeper.telemetry import logs, signals
 
 LATE_S: Final = 0.0005
-"""A timer is set this much later than the moment it waits for. If it fired too early, it would have to fire twice."""
+"""A timer fires this much later than computed. If it fired slightly too early, it would have to be set again."""
 log = logs.logger()
 
 
 class Turns(Protocol):
-    """The turns of one account."""
+    """Decides which of the requests that wait for one account gets its budget next, and when."""
 
     account: Account
 
     @property
     def is_idle(self) -> bool:
-        """No request waits, no call runs, and no news has to be sent to Redis: the account may be forgotten."""
+        """True if no request waits for this account, no call runs, and nothing has to be sent to Redis, so that the
+        account may be removed."""
 
     def now_s(self) -> float:
-        """The clock of the account."""
+        """The time by the clock that the account uses."""
 
     def step(self) -> None:
-        """Grant all waiters that may go now, and look again when more has come in. May return before deciding."""
+        """Grant all waiting requests that may be granted now, and set a timer for the next one. It may return before
+        the decision: `decided` waits for that."""
 
     async def decided(self, waiter: Waiter) -> None:
-        """Wait for the decision whether this waiter, which has just joined the line, may go at once."""
+        """Wait until it is decided whether this request, which has just begun to wait, is granted at once."""
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
-        """Settle a reservation that is not settled yet. `used`: the amounts that were used."""
+        """After a call, settle its reservation, which must not be settled yet. `used`: the amounts that the call used;
+        None: nothing."""
 
-    def learn(self, heard: Heard) -> None:
-        """Learn from one response."""
+    def learn(self, feedback: Feedback) -> None:
+        """Learn the account's limits from one response of the provider."""
 
     async def aclose(self) -> None:
-        """End the timers. No request may wait any more."""
+        """Stop the timer, and send what is left to Redis. Call it when no request waits any more."""
 
 
 def refuse(account: Account, waiter: Waiter, wait: Wait) -> None:
-    """Take a waiter out of line, and tell its task that it cannot be granted in time."""
+    """Take a waiting request out of its line; its task gets WaitTooLong with this forecast."""
     account.leave(waiter)
     waiter.refuse(wait)
 
 
 def refuse_hopeless(account: Account, now_s: float) -> None:
-    """Refuse the waiters whose turn would come too late."""
+    """Refuse the waiting requests whose turn will certainly come too late."""
     for waiter, wait in list(forecast.hopeless(account, now_s)):
         refuse(account, waiter, wait)
 
 
-def log_learned(account: Account, heard: Heard, *, before: Amounts) -> None:
-    """Log what a response changed. `before`: the limits before it."""
-    if heard.kind is Kind.SPEND_LIMIT:
+def log_learned(account: Account, feedback: Feedback, *, before: Amounts) -> None:
+    """Log how a provider's response has changed an account's limits, or that it paused the account. `before`: the
+    limits before the response."""
+    if feedback.kind is Kind.SPEND_LIMIT:
         log.error(signals.ACCOUNT_PAUSED, account=account.name, for_s=account.spec.spend_pause_s)
     if (after := account.per_minute()) != before:
         log.info(
             signals.LIMITS_LEARNED,
             account=account.name,
-            kind=str(heard.kind),
+            kind=str(feedback.kind),
             requests=after.requests,
             input_tokens=after.input_tokens,
             output_tokens=after.output_tokens,

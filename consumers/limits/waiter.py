@@ -7,7 +7,8 @@ from consumers.limits.base import Reservation, Wait, WaitTooLong
 
 
 class Waiter:
-    """`lane` is the lane's rank: 0 goes first."""
+    """A request that waits for the budget of an account. `lane`: the rank of its lane, 0 for the most urgent.
+    `until_s`: the latest time at which its call may begin."""
 
     __slots__ = ("amounts", "arrived_s", "lane", "number", "reservation", "turn", "until_s")
 
@@ -15,17 +16,18 @@ class Waiter:
         self.lane = lane
         self.amounts = amounts
         self.arrived_s = arrived_s
-        """When it first asked; before now if it was deferred and came back."""
+        """When the request first joined the line; earlier than now if it was deferred and came back."""
         self.until_s = until_s
         self.number = 0
-        """Counts up in the order of joining, over all lanes."""
+        """The number of this waiter among all that have joined a line of the account."""
         self.reservation: Reservation | None = None
         """The waiter's reservation, set when it is granted."""
         self.turn: asyncio.Future[None] | None = None
-        """What its task awaits. None before the task waits, and for a request that does not wait."""
+        """The future that its task awaits. None before the task waits, and for a request that does not wait."""
 
     def wake(self) -> bool:
-        """Tell its task that it is granted. False: the task was cancelled and nobody takes the reservation."""
+        """Wake the task of this request, because it was granted its budget. Returns False if the task was cancelled:
+        the caller must then settle the reservation."""
         if self.turn is None:
             return True  # its task is not waiting yet, and will find `reservation` set
         if self.turn.done():
@@ -34,6 +36,6 @@ class Waiter:
         return True
 
     def refuse(self, wait: Wait) -> None:
-        """Tell its task that it cannot be granted in time."""
+        """End the wait of this request's task with WaitTooLong."""
         if self.turn is not None and not self.turn.done():
             self.turn.set_exception(WaitTooLong(wait))

@@ -1,4 +1,5 @@
-"""What counts as an answer: a whole Message that says why it stopped. Anything else after HTTP 200 is a failure."""
+"""Reads answers that came with HTTP 200. An answer must be a whole Message with a `stop_reason`; all else is a
+failure."""
 
 from collections.abc import AsyncIterable
 from typing import Any, Final
@@ -11,19 +12,21 @@ from consumers.limits.headers import RateHeaders
 from consumers.providers.base import Answer, Usage
 
 MOST_TOKENS: Final = 10_000_000
-"""No call uses more. A larger count is ignored, because the budget would be in debt for it for ever."""
+"""No call uses more tokens. A larger count is ignored, because the budget could never pay such a debt."""
 _NAME_CHARACTERS: Final = 256
 
 
 def pieces(response: httpx2.Response) -> AsyncIterable[bytes]:
-    """The body of an answer, unpacked. A body that is not packed is read as it comes: 40 % of httpx2's own time."""
+    """The body of an answer in pieces, decompressed. A body that is not compressed is read from the stream itself,
+    which takes 40 % of the time of httpx2's own method."""
     if "content-encoding" not in response.headers and isinstance(response.stream, httpx2.AsyncByteStream):
         return response.stream
     return response.aiter_bytes()
 
 
 def parse_message(body: bytes, content_type: str) -> dict[str, Any]:
-    """The Message of an answer that was not streamed; empty if it is no object. Raises `TransientError` if not JSON."""
+    """The JSON object of an answer that was not streamed; empty if the JSON is no object. Raises `TransientError` if
+    the body is not JSON."""
     try:
         message = jiter.from_json(body, allow_inf_nan=False, cache_mode="keys")
     except ValueError as error:
@@ -37,25 +40,26 @@ def parse_message(body: bytes, content_type: str) -> dict[str, Any]:
 def read_answer(
     message: dict[str, Any], body: bytes, *, provider: str, request_id: str | None, rate: RateHeaders | None = None
 ) -> Answer:
-    """The answer, if `message` is whole; `body` is its JSON. Raises `TransientError` otherwise."""
+    """Turn the provider's Message into an `Answer`. `body`: the Message as JSON. Raises `TransientError` if the Message
+    is not whole."""
     stop_reason = message.get("stop_reason")
     if message.get("type") != "message" or not isinstance(message.get("content"), list):
         raise TransientError("the answer is JSON, but no Message", type="broken_answer", request_id=request_id)
-    if not _word(stop_reason):
+    if not _name(stop_reason):
         raise TransientError("the answer has no stop_reason", type="unfinished", request_id=request_id)
     return Answer(
         body=body,
-        model=_word(message.get("model")),
+        model=_name(message.get("model")),
         provider=provider,
         usage=_usage(message.get("usage")),
         request_id=request_id,
-        stop_reason=_word(stop_reason),
+        stop_reason=_name(stop_reason),
         rate=rate,
     )
 
 
-def _word(value: object) -> str:
-    """A name for headers and spans; empty if the value cannot be a name."""
+def _name(value: object) -> str:
+    """The value, if it is a short text that headers and spans can hold; otherwise empty."""
     return value if isinstance(value, str) and len(value) <= _NAME_CHARACTERS else ""
 
 

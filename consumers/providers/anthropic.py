@@ -1,8 +1,8 @@
-"""Anthropic's Messages API through the vendor's own clients: bytes in, bytes out.
+"""Calls Anthropic's Messages API through the vendor's own clients. Requests and answers are bytes.
 
-The client makes the HTTP call (authentication, version, pool, TLS) and chooses the exception class. The rest is
-switched off or not used: its retries (`consumers/retry.py` decides), its spans (`lanekeeper/telemetry/tracing.py` makes
-them), and its models of requests and answers (they cost several times the call).
+The client makes the HTTP call (authentication, version, pool, TLS) and chooses the exception class. We do not use its
+retries (`consumers/retry.py` decides), its spans (`lanekeeper/telemetry/tracing.py` makes them), and its models of
+requests and answers, which take several times as much CPU as the call.
 """
 
 import asyncio
@@ -12,43 +12,41 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
-from ipaddress import ip_address
-from typing import Any, Final, Protocol, Self, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, Final, Protocol, Self
 
 import httpx2
-from anthropic import AsyncAnthropic, DefaultAioHttpClient
+from anthropic import AsyncAnthropic
 
 from consumers.failures import TIMEOUT, AnswerTooLargeError, ProviderError, TransientError
 from consumers.limits import headers as rate_headers
+from consumers.parsing import Parsing
 from consumers.providers.answers import parse_message, pieces, read_answer
 from consumers.providers.base import Answer, OnEvent
-from consumers.providers.error_body import bound_error_body
+from consumers.providers.client_options import client_options
 from consumers.providers.events import EventSplitter
 from consumers.providers.repeating import PATH, Repeating
-from consumers.providers.stream_field import say_stream
+from consumers.providers.stream_field import set_stream
 from consumers.providers.streamed import StreamedMessage, parse_event, to_json
 from consumers.providers.translation import NETWORK_ERRORS, border, from_event, one_line, plain
-from consumers.reading import Reading
 from topology.codec import bounds
 from topology.codec.request import Request
 from topology.lanes import urgency
 
 MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
-"""More may take longer than ten minutes, at the rate that the vendor's client assumes. Such an answer is streamed."""
-_EVENTS: Final = 4
-"""An event may have at most a quarter of the bytes of the largest answer, because no answer is a single event."""
+"""A request with more `max_tokens` is always streamed, because its answer may take longer than ten minutes at the rate
+that the vendor's client assumes."""
+_LEAST_EVENTS: Final = 4
+"""The largest event that is accepted has the bytes of the largest answer divided by this number."""
 _OVERHEAD: Final = 4
-"""A stream may be this many times as large as the largest answer: a token is an event of some 130 bytes."""
+"""A stream may be this many times as large as the largest answer, because each token is an event of some 130 bytes."""
 _SLICE_BYTES: Final = 16 * 1024
-"""Two thousand of the smallest events, which take 10 ms."""
-_DRAIN_S: Final = 0.1
-CONNECT_TIMEOUT_S: Final = 5.0
-_T = TypeVar("_T")
+"""How much of a stream is parsed at once: up to two thousand of the smallest events, which takes 10 ms."""
+DRAIN_S: Final = 0.1
+"""How long to wait for the end of a body after its last event."""
 
 
 class Client(Protocol):
-    """Any of the vendor's clients."""
+    """Any of the asynchronous clients of Anthropic's SDK."""
 
     @property
     def post(self) -> Callable[..., Any]: ...
@@ -57,35 +55,32 @@ class Client(Protocol):
 
 
 class Splitter(Protocol):
-    """Splits a stream into events, as `EventSplitter` does."""
+    """Splits the bytes of a stream into events, as `EventSplitter` does."""
 
     def feed(self, chunk: bytes) -> list[bytes]: ...
 
 
-def sse(max_event_bytes: int) -> Splitter:
-    """Server-Sent Events, as Anthropic streams."""
-    return EventSplitter(max_event_bytes=max_event_bytes)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How another cloud's API differs from Anthropic's. The vendor's client makes URL and signature (`cloud.py`)."""
+    """How a cloud's API for Claude differs from Anthropic's own. URL and signature are not part of it: Anthropic's
+    client for that cloud makes them (`cloud.py`)."""
 
-    as_fields: bool = False
-    """The client changes fields of the body, so it needs the fields, not bytes."""
-    splitter: Callable[[int], Splitter] = sse
+    needs_dict: bool = False
+    """True if the client changes fields of the body, so that it needs a dict instead of bytes."""
+    splitter: Callable[[int], Splitter] = EventSplitter
+    """Creates the splitter of a stream. Its argument is the largest size of one event, in bytes."""
     signing_errors: tuple[type[Exception], ...] = ()
-    """What the client raises when there are no credentials at present."""
+    """The exceptions that the client raises if it finds no credentials."""
 
 
 ANTHROPIC: Final = Dialect()
 
 
 class AnthropicProvider:
-    """Adapter for Anthropic, and for every cloud that the vendor has a client for.
+    """Adapter for Anthropic, and for every cloud for which the vendor has a client.
 
-    `secret`, the key, is kept out of errors. `traceparent` returns the header for the current span; the provider gets
-    nothing else of the trace.
+    `secret`: the API key, which is removed from error texts. `traceparent` returns the header of that name for the
+    current span. `max_values`: the most keys and values of an answer's JSON.
     """
 
     def __init__(
@@ -97,12 +92,12 @@ class AnthropicProvider:
         dialect: Dialect = ANTHROPIC,
         traceparent: Callable[[], str | None] = lambda: None,
         max_answer_bytes: int = bounds.ANSWER_BYTES,
-        values: int = bounds.VALUES,
-        reading: Reading | None = None,
+        max_values: int = bounds.VALUES,
+        parsing: Parsing | None = None,
         http: httpx2.AsyncClient | None = None,
     ) -> None:
-        """`http`: the HTTP client of `client`, if every call may be sent as the first one was, because the key does not
-        change."""
+        """`http`: the HTTP client of `client`, if the key does not change, so that later calls may repeat the headers
+        of the first one (`repeating.py`)."""
         self.name = name
         self._client = client
         self._repeating = None if http is None else Repeating(client.post, http)
@@ -110,13 +105,13 @@ class AnthropicProvider:
         self._dialect = dialect
         self._traceparent = traceparent
         self._max_answer_bytes = max_answer_bytes
-        self._values = values
-        self._reading = reading or Reading()
+        self._max_values = max_values
+        self._parsing = parsing or Parsing()
 
     @classmethod
     def at(cls, base_url: str, *, api_key: str, name: str = "anthropic", **more: Any) -> Self:
         """The adapter for Anthropic, or for a compatible API, at `base_url`."""
-        # key and address are given, so that neither the environment nor a profile of the client changes them
+        # Key and address are arguments, so that the client does not take them from the environment or a profile.
         options = client_options(base_url)
         client = AsyncAnthropic(api_key=api_key, base_url=base_url, **options)
         return cls(client, name=name, secret=api_key, http=options["http_client"], **more)
@@ -124,8 +119,8 @@ class AnthropicProvider:
     async def stream(self, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
         streamed = parts is not None or request.max_tokens > MAX_TOKENS_AT_ONCE
         urgent = urgency(request.lane)
-        say = partial(say_stream, request.body, streamed, is_stated=request.states_stream)
-        asked = await self._turn(say, urgent, len(request.body))
+        set_field = partial(set_stream, request.body, streamed, is_stated=request.states_stream)
+        asked = await self._parsing.run(set_field, rank=(urgent, len(request.body)))
         response: httpx2.Response | None = None
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -136,8 +131,8 @@ class AnthropicProvider:
                         collected = await self._read_stream(
                             response, urgent=urgent, limit=limit, pause_s=timeout_s, parts=parts
                         )
-                        message = await self._turn(collected.message, urgent, collected.size)
-                        body = await self._turn(partial(to_json, message), urgent, collected.size)
+                        message = await self._parsing.run(collected.message, rank=(urgent, collected.size))
+                        body = await self._parsing.run(partial(to_json, message), rank=(urgent, collected.size))
                     else:
                         body = await self._read_whole(response)
                         message = await self._parse(body, response, urgent=urgent)
@@ -159,8 +154,8 @@ class AnthropicProvider:
         await self._client.close()
 
     async def _send(self, body: bytes, *, beta: str | None) -> httpx2.Response:
-        """Send, and return the answer with its body unread. `stream=True` only means that we read the body ourselves;
-        the provider may answer with or without streaming."""
+        """Send a request, and return the response with its body unread. `stream=True` means only that we read the body
+        ourselves; it does not ask the provider for a stream."""
         headers: dict[str, str] = {}
         if (traceparent := self._traceparent()) is not None:
             headers["traceparent"] = traceparent
@@ -170,24 +165,21 @@ class AnthropicProvider:
             with border(secret=self._key):
                 if self._repeating is not None:
                     return await self._repeating.send(body, headers)
-                said: dict[str, Any] = {"body": json.loads(body)} if self._dialect.as_fields else {"content": body}
+                given: dict[str, Any] = {"body": json.loads(body)} if self._dialect.needs_dict else {"content": body}
                 response = await self._client.post(
-                    PATH, cast_to=httpx2.Response, options={"headers": headers}, stream=True, **said
+                    PATH, cast_to=httpx2.Response, options={"headers": headers}, stream=True, **given
                 )
         except self._dialect.signing_errors as error:
             raise TransientError(f"no credentials for {self.name}: {one_line(error)}", type="credentials") from error
         assert isinstance(response, httpx2.Response)
         return response
 
-    async def _turn(self, work: Callable[[], _T], urgent: int, size: int) -> _T:
-        return await self._reading.turn(work, rank=(urgent, size))
-
     async def _parse(self, body: bytes, response: httpx2.Response, *, urgent: int) -> dict[str, Any]:
-        excess = await self._reading.excess(body, values=self._values, rank=(urgent, len(body)))
+        excess = await self._parsing.excess(body, max_values=self._max_values, rank=(urgent, len(body)))
         if excess is not None:
             raise AnswerTooLargeError(excess, request_id=_request_id(response))
         content_type = response.headers.get("content-type", "")
-        return await self._turn(partial(parse_message, body, content_type), urgent, len(body))
+        return await self._parsing.run(partial(parse_message, body, content_type), rank=(urgent, len(body)))
 
     async def _read_whole(self, response: httpx2.Response) -> bytes:
         announced = response.headers.get("content-length", "")
@@ -195,10 +187,10 @@ class AnthropicProvider:
             raise self._too_large(response, self._max_answer_bytes)
         with border(secret=self._key):
             body = b"".join([chunk async for chunk in self._chunks(response, self._max_answer_bytes)])
-        came = response.num_bytes_downloaded or len(body)  # packed, or as it came
-        if announced.isdigit() and int(announced) != came:
+        received = response.num_bytes_downloaded or len(body)  # 0 for a body that is not compressed (`pieces`)
+        if announced.isdigit() and int(announced) != received:
             raise TransientError(
-                f"the answer has {came} of its {announced} bytes",
+                f"the answer has {received} of its {announced} bytes",
                 type="truncated",
                 request_id=_request_id(response),
             )
@@ -207,11 +199,11 @@ class AnthropicProvider:
     async def _read_stream(
         self, response: httpx2.Response, *, urgent: int, limit: asyncio.Timeout, pause_s: float, parts: OnEvent | None
     ) -> StreamedMessage:
-        """Forward the events and put them together. The time limit does not count the time that `parts` and our own
-        parsing take."""
-        splitter = self._dialect.splitter(self._max_answer_bytes // _EVENTS)
+        """Forward the events of a stream, and put them together to a Message. The time of `parts` and of our own
+        parsing does not count towards `limit`. `pause_s`: the time limit for the next event."""
+        splitter = self._dialect.splitter(self._max_answer_bytes // _LEAST_EVENTS)
         collected, clock = (
-            StreamedMessage(max_bytes=self._max_answer_bytes, values=self._values),
+            StreamedMessage(max_bytes=self._max_answer_bytes, max_values=self._max_values),
             asyncio.get_running_loop().time,
         )
         async with aclosing(self._slices(response)) as slices:
@@ -225,7 +217,7 @@ class AnthropicProvider:
                     )
                 until_s, came_s = limit.when(), clock()
                 limit.reschedule(None)
-                events = await self._turn(partial(self._events, splitter, piece), urgent, len(piece))
+                events = await self._parsing.run(partial(self._events, splitter, piece), rank=(urgent, len(piece)))
                 for data, event in events:
                     if event.get("type") == "error":
                         raise from_event(event, request_id=_request_id(response), secret=self._key)
@@ -243,10 +235,10 @@ class AnthropicProvider:
         return collected
 
     def _events(self, splitter: Splitter, piece: bytes) -> list[tuple[bytes, dict[str, Any]]]:
-        return [(data, parse_event(data, values=self._values)) for data in splitter.feed(piece)]
+        return [(data, parse_event(data, max_values=self._max_values)) for data in splitter.feed(piece)]
 
     async def _slices(self, response: httpx2.Response) -> AsyncGenerator[bytes, None]:
-        """A stream in pieces that are quickly parsed, however much arrives at once."""
+        """The body of a streamed answer in pieces of at most `_SLICE_BYTES`, however much arrives at once."""
         async with aclosing(self._chunks(response, _OVERHEAD * self._max_answer_bytes)) as chunks:
             async for chunk in chunks:
                 for at in range(0, len(chunk), _SLICE_BYTES):
@@ -261,35 +253,16 @@ class AnthropicProvider:
             yield chunk
 
     def _too_large(self, response: httpx2.Response, most: int) -> AnswerTooLargeError:
-        return AnswerTooLargeError(f"more than {most} bytes", request_id=_request_id(response))
-
-
-def client_options(base_url: str) -> dict[str, Any]:
-    """The options of every client of the vendor: no retries and spans of its own, the fastest transport."""
-    return {
-        "max_retries": 0,
-        "open_telemetry": False,
-        "timeout": httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S),
-        # calls to this machine itself do not use the environment's proxy
-        # a redirect would send the prompt to an address that nobody set
-        "http_client": DefaultAioHttpClient(
-            event_hooks={"response": [bound_error_body]}, trust_env=not _is_here(base_url), follow_redirects=False
-        ),
-    }
-
-
-def _is_here(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return AnswerTooLargeError(
+            f"more than {most} bytes ({bounds.ANSWER_SETTINGS})", request_id=_request_id(response)
+        )
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:
-    """Read the rest of the body, so that the connection can be reused. It ends immediately after message_stop."""
+    """Read the rest of a streamed answer's body, so that the connection can be reused. It should end right after
+    `message_stop`."""
     with suppress(ProviderError, *NETWORK_ERRORS):
-        async with asyncio.timeout(_DRAIN_S):
+        async with asyncio.timeout(DRAIN_S):
             async for _ in chunks:
                 pass
 

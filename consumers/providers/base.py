@@ -1,4 +1,4 @@
-"""The seam to a model provider: one method. A call returns an `Answer` or raises one of `consumers/failures.py`."""
+"""The interface to a model provider. A call returns an `Answer`, or raises an exception of `consumers/failures.py`."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from topology.codec.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of one call, as the provider counted them."""
+    """How many tokens one call used, as the provider counted them."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -20,10 +20,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A whole Message from the provider."""
+    """A provider's answer to one call: a whole Message."""
 
     body: bytes
-    """JSON of Anthropic's Message: the provider's own bytes or, if streamed, put together from the events."""
+    """The Message as JSON: the provider's own bytes or, for a stream, put together from its events."""
     model: str
     provider: str
     usage: Usage = field(default_factory=Usage)
@@ -36,11 +36,11 @@ class Answer:
 
 
 OnEvent = Callable[[bytes], Awaitable[None]]
-"""Takes one event of the stream, as JSON. Called in order, awaited before the next event is read."""
+"""Takes the JSON of one event of the stream. Events come in order; the next one is read after the call has returned."""
 
 
 class Provider(Protocol):
-    """One adapter. Its client's own retries are switched off: one place decides to retry (`consumers/retry.py`)."""
+    """The adapter that calls one provider. It does not retry: `consumers/retry.py` decides that."""
 
     name: str
 

@@ -1,11 +1,12 @@
-"""A circuit breaker: a provider whose calls fail is not called for a while, then tried with one call. Pure.
+"""A circuit breaker: if the calls of a provider fail, it is not called for a while, and then tried with one call (the
+probe). Pure.
 
     closed ──failures in a row──> open ──its time is over──> probing ──answered──> closed
                                    ^                            │
                                    └───────── failed: twice as long
 
-Failures in a row are counted, not a share of the calls. If calls fail by chance (30 % with a 529, for example), a retry
-answers most of them, and an open breaker would only add waiting. Three failures to connect in a row are enough,
+Only failures in a row count, not the share of calls that fail. If calls fail by chance (30 % with a 529, for example),
+most retries succeed, and an open breaker would only make requests wait. Three failures to connect in a row are enough,
 because no request can cause them.
 """
 
@@ -16,28 +17,30 @@ from math import inf
 from typing import NamedTuple
 
 FAILURES = 10
-"""Failures in a row that open it. If 30 % of all calls fail by chance, that happens once in 240,000 calls."""
+"""The number of failures in a row that opens a breaker. If 30 % of all calls fail by chance, that happens once in
+240,000 calls."""
 REQUESTS = 3
 """The failures must come from at least this many requests, because one request that the provider cannot handle must not
 block others."""
 UNREACHED = 3
-"""Failures to connect in a row that open it, whatever requests they come from."""
+"""The number of failures to connect in a row that opens a breaker, whatever requests they come from."""
 DOUBTED_FROM = 3
-"""After this many failures in a row, each further failure makes us check whether another process has opened its
+"""From this many failures in a row on, the process checks at each failure whether another process has opened its
 breaker."""
 WINDOW_S = 120.0
-"""Older failures do not count. It is longer than a hanging call may take (60 s in critical, 120 s in normal)."""
+"""Older failures do not count. The time is not shorter than a call may take (60 s in critical, 120 s in normal)."""
 OPEN_S = 1.0
+"""How long a breaker stays open at first; this doubles each time that the probe fails."""
 OPEN_MOST_S = 5.0
-"""The longest time that a breaker stays open, and so the longest wait for a provider that is back."""
+"""The longest time that a breaker stays open."""
 PROBE_WITHIN_S = 30.0
-"""A probe that takes longer no longer prevents another probe."""
+"""After this time another call may probe, even if the first probe has not ended."""
 LOOK_S = 1.0
-"""How long to wait before looking again, while another call probes."""
+"""While a probe runs: after how many seconds another request asks again for a permit."""
 
 
 class State(StrEnum):
-    """The state of a breaker."""
+    """The state of a circuit breaker: CLOSED lets all calls pass, OPEN none, PROBING one."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -45,7 +48,7 @@ class State(StrEnum):
 
 
 class Failure(NamedTuple):
-    """A call that failed."""
+    """A failed call, as the circuit breaker counts it."""
 
     at_s: float
     request: str
@@ -53,8 +56,8 @@ class Failure(NamedTuple):
 
 
 class Breaker:
-    """The breaker of one provider and model, kept from its first failure until it answers; times are the event
-    loop's."""
+    """The circuit breaker of one provider and model: after failures in a row no call is made for a while. It is created
+    at the first failure, and removed at the next answer. Times are the event loop's."""
 
     __slots__ = ("_failed", "_openings", "_rng", "_until_s", "down_since_s", "state")
 
@@ -68,7 +71,7 @@ class Breaker:
         self._rng = rng
 
     def wait_s(self, now_s: float) -> float:
-        """Seconds until a call may be made, as far as is known; 0: now."""
+        """Seconds until a call may be made, as far as the circuit breaker knows; 0: now."""
         if self.state is State.CLOSED:
             return 0.0
         if self.state is State.PROBING and now_s < self._until_s:
@@ -77,18 +80,20 @@ class Breaker:
 
     @property
     def is_doubted(self) -> bool:
-        """Whether it is closed although `DOUBTED_FROM` or more calls have failed in a row."""
+        """True if the circuit breaker lets calls pass (is closed) although `DOUBTED_FROM` or more calls have failed in
+        a row."""
         return self.state is State.CLOSED and len(self._failed) >= DOUBTED_FROM
 
     def probe(self, now_s: float) -> float:
-        """Let the call that is made now be the probe, because the breaker has been open long enough. Returns the
-        probe's time limit in seconds."""
+        """Let the next call be the probe, which finds out whether the provider works again. Returns its time limit in
+        seconds."""
         self.state = State.PROBING
         self._until_s = now_s + PROBE_WITHIN_S
         return PROBE_WITHIN_S
 
     def failed(self, failure: Failure, *, probe: bool) -> None:
-        """A call failed: open if there are too many failures now, or if it was the probe."""
+        """Count a failed call. Open the circuit breaker, so that no more calls are made, if there were too many
+        failures, or if the call was the probe."""
         if self.state is State.CLOSED:
             while self._failed and failure.at_s - self._failed[0].at_s > WINDOW_S:
                 self._failed.popleft()
@@ -99,14 +104,14 @@ class Breaker:
             self.open(failure.at_s)
 
     def unknown(self, now_s: float, *, probe: bool) -> None:
-        """The call ended without showing whether the provider works. If it was the probe, the next call is the
-        probe."""
+        """Tell the circuit breaker about a call that has not shown whether the provider works. If it was the probe, the
+        next call will be the probe."""
         if probe and self.state is State.PROBING:
             self.state = State.OPEN
             self._until_s = now_s
 
     def open(self, now_s: float) -> None:
-        """Open for a while, longer than the last time."""
+        """Open the circuit breaker: no call is made for a while, which is longer each time."""
         step_s = min(OPEN_MOST_S, OPEN_S * 2**self._openings)
         self._openings = min(self._openings + 1, 16)
         self._failed.clear()
@@ -116,6 +121,6 @@ class Breaker:
 
     def _is_too_many(self) -> bool:
         latest = list(self._failed)[-UNREACHED:]
-        if len(latest) == UNREACHED and all(each.is_unreached for each in latest):
+        if len(latest) == UNREACHED and all(failure.is_unreached for failure in latest):
             return True
-        return len(self._failed) == FAILURES and len({each.request for each in self._failed}) >= REQUESTS
+        return len(self._failed) == FAILURES and len({failure.request for failure in self._failed}) >= REQUESTS

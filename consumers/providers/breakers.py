@@ -1,11 +1,11 @@
-"""The circuit breakers of a process, one for each provider and model that failed (`breaker.py`).
+"""The circuit breakers of a process, one for each provider and model that has failed (`breaker.py`).
 
-A request that the provider refuses (a 4xx, a 429) shows that the provider works. A timeout is counted only if the call
-was given enough time: a requester with a short deadline must not block a provider for others.
+A refused request (a 4xx, a 429) is no failure, because the provider works. A timeout counts only if the call had enough
+time, so that requesters with short deadlines do not block a provider for others.
 
-A process that opens a breaker holds a lease in the store while it is open. Another process that meets a few failures
-itself finds the lease and opens its own breaker; only one of them probes. While the store is away, each process finds
-out by itself.
+A process holds a lease in the store while its breaker is open. Another process that counts a few failures finds the
+lease, and opens its own breaker early. Only the owner of the lease probes. While the store is away, the breakers of the
+processes are independent.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from consumers.state.base import Leases, StoreUnavailable
 from lanekeeper.telemetry import logs, signals
 
 FAIR_S = 5.0
-"""The timeout of a call that was given less time than this is not counted."""
+"""A timeout does not count if the call had less time than this."""
 STORE_WITHIN_S = 1.0
-"""No call waits longer for the store."""
+"""How long a call waits for the store at most; after that the store counts as away."""
 REMEMBERED = 1000
-"""How many breakers are kept at most: requesters can name any number of models."""
+"""The most breakers that are kept, because requesters can name any number of models."""
 log = logs.logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """How a breaker changed: published as the event `breaker` of the request that caused it."""
+    """A change of a circuit breaker's state. It is published as the event `breaker` of the request that caused it."""
 
     provider: str
     model: str
@@ -43,61 +43,65 @@ class Change:
     retry_in_s: float | None = None
 
     def figures(self) -> dict[str, Any]:
-        """The fields of the event `breaker`."""
+        """The fields of the life-cycle event `breaker`."""
         found = {"provider": self.provider, "model": self.model, "state": self.state.value}
         return found if self.error is None else {**found, "error": self.error, "retry_in_s": self.retry_in_s}
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """The permission to make one call. After the call, pass it to `answered`, `failed` or `unknown`."""
+class Permit:
+    """A circuit breaker's permission to make one call. After the call it is passed to `answered`, `failed` or
+    `unknown`."""
 
     route: Route
     request: str
     is_probe: bool = False
     change: Change | None = None
-    """How the breaker changed to let this call through."""
+    """The change of the breaker that this permit has caused: from open to probing."""
 
 
 class Breakers:
-    """All breakers of this process. A change is logged and returned to the caller, who publishes it."""
+    """The circuit breakers of this process, one for each provider and model whose calls fail. A change of a breaker is
+    logged, and returned to the caller, who publishes it."""
 
     def __init__(self, leases: Leases | None = None, *, rng: random.Random | None = None) -> None:
         self._leases = leases
         self._rng = rng or random.Random()
         self._owner = uuid.uuid4().hex
         self._all: dict[tuple[str, str], Breaker] = {}
-        """The breakers by provider and model: those that have failed and not answered since."""
+        """The breakers of those providers and models that have not answered since their last failure."""
 
     def wait_s(self, route: Route, now_s: float) -> float:
-        """Seconds until a call may be made there, as far as is known; 0: now."""
+        """Seconds until a call of this route may be made, as far as that is known; 0: now."""
         found = self._all.get(_key(route))
         return 0.0 if found is None else found.wait_s(now_s)
 
     def least_wait_s(self, routes: Iterable[Route]) -> float:
-        """Seconds until one of them may be called, as far as is known; 0: now."""
+        """Seconds until a call of one of these routes may be made, as far as that is known; 0: now."""
         if not self._all:
             return 0.0
         now_s = asyncio.get_running_loop().time()
-        return min(self.wait_s(each, now_s) for each in routes)
+        return min(self.wait_s(route, now_s) for route in routes)
 
-    def callable(self, routes: Sequence[Route]) -> Sequence[Route]:
-        """The routes that are not known to fail now; all of them if none is left."""
+    def usable(self, routes: Sequence[Route]) -> Sequence[Route]:
+        """The routes whose circuit breaker lets a call pass now; all routes if none does."""
         if not self._all:
             return routes
         now_s = asyncio.get_running_loop().time()
-        return [each for each in routes if self.wait_s(each, now_s) <= 0] or routes
+        return [route for route in routes if self.wait_s(route, now_s) <= 0] or routes
 
     def down_s(self, route: Route, now_s: float) -> float:
-        """For how many seconds no call could be made there; 0: one may be made."""
+        """For how many seconds the provider of the route has been down: since its circuit breaker was first opened. 0:
+        it is not down."""
         found = self._all.get(_key(route))
         return 0.0 if found is None else max(0.0, now_s - found.down_since_s)
 
-    async def enter(self, route: Route, now_s: float, *, request: str) -> Pass | None:
-        """Ask to make one call there; None: not now."""
+    async def enter(self, route: Route, now_s: float, *, request: str) -> Permit | None:
+        """Ask whether the provider of this route may be called now: return a permit for one call, or None if its
+        circuit breaker is open."""
         breaker = self._all.get(_key(route))
         if breaker is None or breaker.state is State.CLOSED:
-            return Pass(route, request)
+            return Permit(route, request)
         if breaker.wait_s(now_s) > 0:
             return None
         within_s = breaker.probe(now_s)
@@ -106,30 +110,32 @@ class Breakers:
         except BaseException:
             breaker.unknown(now_s, probe=True)
             raise
-        if not is_ours:  # another process has it open, or probes
+        if not is_ours:  # the breaker of another process is open, or probes
             breaker.open(now_s)
             return None
-        return Pass(route, request, is_probe=True, change=_changed(route, breaker, now_s))
+        return Permit(route, request, is_probe=True, change=_changed(route, breaker, now_s))
 
-    async def answered(self, entered: Pass, now_s: float) -> Change | None:
-        """The provider answered, even if it refused. Returns how that changed the breaker, if it did."""
-        breaker = self._all.pop(_key(entered.route), None)
+    async def answered(self, permit: Permit, now_s: float) -> Change | None:
+        """Report to the circuit breaker that the provider answered, or refused the request. Returns the change of the
+        breaker, if there is one."""
+        breaker = self._all.pop(_key(permit.route), None)
         was_open = breaker is not None and breaker.state is not State.CLOSED
         change = None
         if breaker is not None and was_open:
             breaker.state = State.CLOSED
-            change = _changed(entered.route, breaker, now_s)
-        if was_open or entered.is_probe:
-            await self._let_go(entered.route)
+            change = _changed(permit.route, breaker, now_s)
+        if was_open or permit.is_probe:
+            await self._let_go(permit.route)
         return change
 
-    async def failed(self, entered: Pass, error: ProviderError, now_s: float, *, timeout_s: float) -> Change | None:
-        """The call failed: counted if the provider caused it. Returns how that changed the breaker, if it did."""
+    async def failed(self, permit: Permit, error: ProviderError, now_s: float, *, timeout_s: float) -> Change | None:
+        """Report a failed call to the circuit breaker, which counts it if the provider caused the failure. Returns the
+        change of the breaker, if there is one."""
         match error.means.trips:
             case Trips.NO:
-                return await self.answered(entered, now_s)
+                return await self.answered(permit, now_s)
             case Trips.IN_TIME if timeout_s < FAIR_S:
-                await self.unknown(entered, now_s)
+                await self.unknown(permit, now_s)
                 return None
             case Trips.YES | Trips.IN_TIME:
                 is_unreached = False
@@ -137,11 +143,11 @@ class Breakers:
                 is_unreached = True
             case never:
                 assert_never(never)
-        route = entered.route
+        route = permit.route
         breaker = self._of(route)
         was = breaker.state
-        failure = Failure(now_s, entered.request, is_unreached=is_unreached)
-        breaker.failed(failure, probe=entered.is_probe)
+        failure = Failure(now_s, permit.request, is_unreached=is_unreached)
+        breaker.failed(failure, probe=permit.is_probe)
         if breaker.state is not was:
             change = _changed(route, breaker, now_s, error)
             await self._lease(route, for_s=breaker.wait_s(now_s))
@@ -151,31 +157,33 @@ class Breakers:
             return _changed(route, breaker, now_s, error)
         return None
 
-    async def unknown(self, entered: Pass, now_s: float) -> None:
-        """The call was cancelled or had too little time, and so says nothing about the provider."""
-        if (breaker := self._all.get(_key(entered.route))) is not None:
-            breaker.unknown(now_s, probe=entered.is_probe)
-        if entered.is_probe:
-            await self._let_go(entered.route)
+    async def unknown(self, permit: Permit, now_s: float) -> None:
+        """Report a call that has not shown whether the provider works: it was cancelled, or had too little time."""
+        if (breaker := self._all.get(_key(permit.route))) is not None:
+            breaker.unknown(now_s, probe=permit.is_probe)
+        if permit.is_probe:
+            await self._let_go(permit.route)
 
     def states(self, now_s: float) -> Mapping[str, Mapping[str, str | float]]:
-        """The breakers that are not closed, by provider and model: state and seconds until the next probe."""
+        """For each circuit breaker that is not closed, by provider and model: its state, and the seconds until the next
+        probe."""
         return {
-            f"{provider} {model}": {"state": each.state.value, "retry_in_s": round(each.wait_s(now_s), 1)}
-            for (provider, model), each in self._all.items()
-            if each.state is not State.CLOSED
+            f"{provider} {model}": {"state": breaker.state.value, "retry_in_s": round(breaker.wait_s(now_s), 1)}
+            for (provider, model), breaker in self._all.items()
+            if breaker.state is not State.CLOSED
         }
 
     def _of(self, route: Route) -> Breaker:
         if (found := self._all.get(_key(route))) is None:
             if len(self._all) >= REMEMBERED:
-                closed = (key for key, each in self._all.items() if each.state is State.CLOSED)
+                closed = (key for key, breaker in self._all.items() if breaker.state is State.CLOSED)
                 del self._all[next(closed, next(iter(self._all)))]
             found = self._all[_key(route)] = Breaker(self._rng)
         return found
 
     async def _lease(self, route: Route, *, for_s: float) -> bool:
-        """Take or renew the lease. False: another process has it."""
+        """Take or renew the lease in the store by which one process at a time holds the open breaker of this route.
+        Returns False if another process has the lease; True if the store is away."""
         if self._leases is None:
             return True
         try:

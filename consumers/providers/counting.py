@@ -1,11 +1,11 @@
-"""What a provider's answers and failures mean for the budget: what the provider counted, and what it says about the
-account."""
+"""What a call means for the budget: the amounts that the provider has counted for it, and the feedback about the
+account's limits."""
 
 from typing import assert_never
 
 from consumers.failures import Paid, ProviderError
 from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import Heard, Kind
+from consumers.limits.base import Feedback, Kind
 from consumers.limits.headers import RateHeaders
 from consumers.providers.base import Answer, Usage
 
@@ -13,13 +13,14 @@ ONE_REQUEST = Amounts(requests=1)
 
 
 def counted(usage: Usage) -> Amounts:
-    """What an answer used. Tokens read from the cache count against no limit (docs/facts.md, section 10)."""
+    """What an answer has used of its account's limits: one request, and its tokens. Tokens read from the cache count
+    against no limit (docs/facts.md, section 10)."""
     return Amounts(1, usage.input_tokens + usage.cache_creation_input_tokens, usage.output_tokens)
 
 
 def spent(error: ProviderError, reserved: Amounts) -> Amounts:
-    """What a failed call used. If its answer was cut off or did not come in time, the usage is unknown, and the whole
-    reservation counts."""
+    """What a failed call has used of its account's limits. `reserved`: what was reserved for it. If its answer was cut
+    off or did not come in time, the usage is unknown, and the whole reservation counts."""
     match error.paid:
         case Paid.NOTHING:
             return NOTHING
@@ -31,12 +32,13 @@ def spent(error: ProviderError, reserved: Amounts) -> Amounts:
             assert_never(never)
 
 
-def answered(answer: Answer, *, took_s: float) -> Heard:
-    """What an answer says about the account. Output is left out: it is counted only after the headers."""
+def answered(answer: Answer, *, took_s: float) -> Feedback:
+    """What an answer says about its account, for the budget. Its output tokens are left out, because the provider
+    counts them after it has sent the headers."""
     counts = counted(answer.usage)._replace(output_tokens=0)
-    return Heard(kind=Kind.ANSWERED, rate=answer.rate, counted=counts, took_s=took_s)
+    return Feedback(kind=Kind.ANSWERED, rate=answer.rate, counted=counts, took_s=took_s)
 
 
-def failed(error: ProviderError, rate: RateHeaders | None, *, took_s: float) -> Heard:
-    """What a failure says about the account."""
-    return Heard(kind=error.means.says, rate=rate, retry_after_s=error.retry_after_s, took_s=took_s)
+def failed(error: ProviderError, rate: RateHeaders | None, *, took_s: float) -> Feedback:
+    """What a failed call says about its account, for the budget."""
+    return Feedback(kind=error.means.says, rate=rate, retry_after_s=error.retry_after_s, took_s=took_s)

@@ -1,9 +1,9 @@
-"""Amazon's event stream (`application/vnd.amazon.eventstream`), in which Bedrock sends the events of a Message.
+"""Reads Amazon's event stream (`application/vnd.amazon.eventstream`), in which Bedrock sends the events of a Message.
 
-A frame: total length, length of the headers, CRC of these eight bytes; headers; payload; CRC of all before it. Numbers
-are big-endian. The payload of an event is `{"bytes": "<base64 of Anthropic's event>"}`; a fault is a frame of its own.
-(Amazon Transcribe's documentation, "Event stream encoding"; the vendor's client reads it with botocore, which is needed
-only to sign requests.)
+A frame has: its length, the length of its headers, the CRC of these eight bytes; the headers; the payload; the CRC of
+all before it. Numbers are big-endian. The payload of an event is `{"bytes": "<base64 of Anthropic's event>"}`; an error
+is a frame with other headers. (See Amazon Transcribe's documentation, "Event stream encoding". The vendor's client
+reads frames with botocore, which we need only to sign requests.)
 """
 
 import base64
@@ -19,7 +19,8 @@ from topology.codec import bounds
 _PRELUDE: Final = struct.Struct(">III")
 _CRC: Final = struct.Struct(">I")
 _SIZES: Final = {0: 0, 1: 0, 2: 1, 3: 2, 4: 4, 5: 8, 8: 8, 9: 16}
-"""Bytes of a header's value, by its type; 6 (bytes) and 7 (text) say their length."""
+"""The length in bytes of a header's value, by its type. Values of the types 6 (bytes) and 7 (text) begin with their
+length."""
 _FIELDS: Final = 100
 """The most keys and values of a frame's payload, which has two or three."""
 _TYPES: Final[Mapping[str, str]] = {
@@ -28,18 +29,20 @@ _TYPES: Final[Mapping[str, str]] = {
     "serviceUnavailableException": "overloaded_error",
     "modelTimeoutException": "timeout_error",
 }
-"""Anthropic's names for Bedrock's faults in the middle of a stream. All others count as faults of the service."""
+"""Anthropic's error types for Bedrock's exceptions in the middle of a stream. All others become `api_error`."""
 
 
 class FrameSplitter:
-    """Takes the bytes of a stream in any pieces and returns the data of each event, as `EventSplitter` does."""
+    """Splits Bedrock's event stream into events: takes its bytes in any pieces and returns the data of each event, as
+    `EventSplitter` does for Server-Sent Events."""
 
-    def __init__(self, *, max_event_bytes: int) -> None:
+    def __init__(self, max_event_bytes: int) -> None:
         self._max_event_bytes = max_event_bytes
         self._rest = bytearray()
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of the events that end in this piece. Raises `TransientError` if it is no such stream."""
+        """The data of the events that end in this piece. Raises `TransientError` if the stream is damaged or of another
+        format, and `AnswerTooLargeError` if an event is too large."""
         self._rest += chunk
         found = []
         while len(self._rest) >= _PRELUDE.size:
@@ -61,11 +64,14 @@ class FrameSplitter:
 
 
 def _data(headers: Mapping[str, str], payload: bytes) -> bytes | None:
+    """Anthropic's event in a frame of Bedrock's event stream, as JSON; None if the frame has none."""
     kind = headers.get(":message-type")
     if kind in ("exception", "error"):
         code = headers.get(":exception-type") or headers.get(":error-code") or ""
-        said = headers.get(":error-message") or _field(payload, "message") or code
-        return json.dumps({"type": "error", "error": {"type": _TYPES.get(code, "api_error"), "message": said}}).encode()
+        message = headers.get(":error-message") or _field(payload, "message") or code
+        return json.dumps(
+            {"type": "error", "error": {"type": _TYPES.get(code, "api_error"), "message": message}}
+        ).encode()
     if (encoded := _field(payload, "bytes")) is None:
         return None
     try:
@@ -75,7 +81,8 @@ def _data(headers: Mapping[str, str], payload: bytes) -> bytes | None:
 
 
 def _field(payload: bytes, name: str) -> str | None:
-    if bounds.excess(payload, values=_FIELDS) is not None:
+    """A text field in the payload of a frame of Bedrock's event stream; None if the payload does not have it."""
+    if bounds.excess(payload, max_values=_FIELDS) is not None:
         return None
     try:
         fields = json.loads(payload)
@@ -86,7 +93,7 @@ def _field(payload: bytes, name: str) -> str | None:
 
 
 def _headers(raw: bytes) -> dict[str, str]:
-    """The headers that are text."""
+    """The headers of a frame of Bedrock's event stream, except those whose values are not text."""
     found: dict[str, str] = {}
     at = 0
     try:

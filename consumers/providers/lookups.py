@@ -1,4 +1,4 @@
-"""Anthropic's calls besides Messages: counting tokens, listing models. They cost no tokens and change nothing."""
+"""Calls of Anthropic's API other than Messages: count tokens, list models. They cost no tokens and change nothing."""
 
 import asyncio
 import json
@@ -11,26 +11,28 @@ import httpx2
 
 from consumers.failures import TIMEOUT, AnswerTooLargeError, TransientError
 from consumers.providers.answers import pieces
-from consumers.providers.anthropic import client_options
+from consumers.providers.client_options import client_options
 from consumers.providers.translation import border, plain
 
 WITHIN_S: Final = 30.0
 ANSWER_BYTES: Final = 4 * 1024 * 1024
-"""The largest answer that is read. A page has a thousand models at most, which take less."""
+"""The largest answer that is read. A page has at most a thousand models, which take less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The provider's answer (or Anthropic's error): the bytes as they came."""
+    """The provider's response to a call other than Messages: an answer, or an error in Anthropic's format. The body is
+    unchanged."""
 
     status: int
     headers: Mapping[str, str]
-    """By their names in lower case."""
+    """The headers, by their names in lower case."""
     body: bytes
 
 
 class Lookups:
-    """Makes the calls, with the provider's key. `secret`, the key, appears in no answer and no error."""
+    """Makes calls of Anthropic's API other than Messages (count tokens, list models). `secret`: the API key, which is
+    kept out of answers and errors."""
 
     def __init__(self, client: anthropic.AsyncAnthropic, *, secret: str) -> None:
         self._client = client
@@ -38,14 +40,15 @@ class Lookups:
 
     @classmethod
     def at(cls, base_url: str, *, api_key: str) -> Self:
-        """Calls of Anthropic, or of a compatible API, at `base_url`."""
+        """The calls to Anthropic, or to a compatible API, at `base_url`."""
         client = anthropic.AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))
         return cls(client, secret=api_key)
 
     async def call(
         self, path: str, *, body: bytes | None = None, query: Mapping[str, str], beta: str | None = None
     ) -> Found:
-        """POST the body, or GET where there is none. Raises ProviderError if nothing of Anthropic's came back."""
+        """Call a path of the API: POST with `body`, or GET if that is None. Raises ProviderError if the response is
+        neither an answer nor an error in Anthropic's format."""
         options: dict[str, Any] = {"params": dict(query)}
         if beta is not None:
             options["headers"] = {"anthropic-beta": beta}
@@ -73,9 +76,10 @@ class Lookups:
                 await response.aclose()
 
     def _refusal(self, error: anthropic.APIStatusError) -> Found:
-        """An error in Anthropic's shape. Raises the exception again for any other."""
+        """The response to pass on, if it is an error in Anthropic's format. Raises `error` again otherwise, and if the
+        API key is in the body."""
         body = error.response.content
-        if error.status_code < 400 or not _is_anthropics(body) or self._key.encode() in body:
+        if error.status_code < 400 or not _is_anthropic_error(body) or self._key.encode() in body:
             raise error
         return Found(status=error.status_code, headers=plain(error.response.headers), body=body)
 
@@ -92,7 +96,7 @@ async def _whole(response: httpx2.Response) -> bytes:
     return bytes(found)
 
 
-def _is_anthropics(body: bytes) -> bool:
+def _is_anthropic_error(body: bytes) -> bool:
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The providers of this process. A call is made under one CLIENT span and priced, and the budget learns from it."""
+"""The providers of this process. Each call gets a CLIENT span and a price, and the budget learns from it."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from consumers.chain import Route
 from consumers.failures import ProviderError
-from consumers.limits.base import Heard, Kind
+from consumers.limits.base import Feedback, Kind
 from consumers.prices import Prices
 from consumers.providers import counting
 from consumers.providers.base import Answer, OnEvent, Provider
@@ -16,29 +16,30 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.request import Request
 
 SPEND_REFUSALS = 10
-"""After this many refusals in a row for its spend limit an account is paused, because only a person can raise that
+"""After this many refusals in a row because of its spend limit, an account is paused: only a person can raise that
 limit."""
 log = logs.logger()
 
 
 class Registry:
-    """Makes calls. `learn` is called with the account and with what each response says about its limits."""
+    """Makes calls to the providers of this process, each with a trace span and a price. `learn` is called after each
+    response, with the name of the account and what the response says about its limits."""
 
     def __init__(
         self,
         *providers: Provider,
         tracing: Tracing,
         prices: Prices | None = None,
-        learn: Callable[[str, Heard], None] = lambda _, __: None,
+        learn: Callable[[str, Feedback], None] = lambda _, __: None,
     ) -> None:
-        self._providers = {each.name: each for each in providers}
+        self._providers = {provider.name: provider for provider in providers}
         self._tracing = tracing
         self._prices = prices or Prices()
         self._learn = learn
         self._spend_refusals: dict[str, int] = {}
 
     async def call(self, route: Route, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
-        """Make one call, as `Provider.stream`, and add to the answer what it cost."""
+        """Make one call to the provider of this route, like `Provider.stream`, and add its cost to the answer."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
         with self._tracing.chat(
@@ -49,7 +50,7 @@ class Registry:
                     asking_for(request, route.name), timeout_s=timeout_s, parts=parts
                 )
             except ProviderError as error:
-                self._learn(route.account, self._heard(route.account, error, took_s=clock() - began_s))
+                self._learn(route.account, self._feedback(route.account, error, took_s=clock() - began_s))
                 raise
             self._spend_refusals.pop(route.account, None)
             self._learn(route.account, counting.answered(answer, took_s=clock() - began_s))
@@ -67,20 +68,20 @@ class Registry:
             )
             return answer
 
-    def _heard(self, account: str, error: ProviderError, *, took_s: float) -> Heard:
-        """What a failure says about the account. A spend limit counts as an ordinary failure until `SPEND_REFUSALS` in
-        a row; the first one is logged."""
-        heard = counting.failed(error, error.rate, took_s=took_s)
-        if heard.kind is not Kind.SPEND_LIMIT:
-            return heard
-        met = self._spend_refusals[account] = self._spend_refusals.get(account, 0) + 1
-        if met == 1:
+    def _feedback(self, account: str, error: ProviderError, *, took_s: float) -> Feedback:
+        """What a failed call says about its account, for the budget. The first refusal because of a spend limit is
+        logged. Such refusals count as ordinary failures until there are `SPEND_REFUSALS` in a row."""
+        feedback = counting.failed(error, error.rate, took_s=took_s)
+        if feedback.kind is not Kind.SPEND_LIMIT:
+            return feedback
+        count = self._spend_refusals[account] = self._spend_refusals.get(account, 0) + 1
+        if count == 1:
             log.error(signals.SPEND_LIMIT_MET, account=account, pauses_after=SPEND_REFUSALS, error=error.brief)
-        return heard if met >= SPEND_REFUSALS else replace(heard, kind=Kind.FAILED)
+        return feedback if count >= SPEND_REFUSALS else replace(feedback, kind=Kind.FAILED)
 
 
 def asking_for(request: Request, model: str) -> Request:
-    """A copy of the request with another name of the model; the request itself if it already has that name."""
+    """A copy of the request with the provider's name of the model; the request itself if it has that name already."""
     if model == request.model:
         return request
     body = json.dumps({**json.loads(request.body), "model": model}).encode()

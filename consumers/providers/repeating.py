@@ -1,8 +1,9 @@
-"""Sends a call as the vendor's client sent the one before it: the same address and headers, another body.
+"""Sends calls with the URL and the headers that the vendor's client has made for the first call.
 
-The client builds each call anew (address, headers, a model of the options), which takes 40 % of the CPU of a call. With
-a key that does not change, only body, trace and beta differ from call to call. So the client makes the first call; the
-ones after it repeat what it sent, over the same HTTP client, and raise the same exceptions.
+The vendor's client builds URL, headers and a model of the options for each call, which takes 40 % of the CPU of a call.
+If the API key does not change, only the body and the headers for trace and beta differ between calls. So the vendor's
+client makes the first call. Later calls repeat its URL and other headers, over the same HTTP client, and raise the same
+exceptions.
 """
 
 import json
@@ -17,7 +18,8 @@ _LENGTH: Final = "Content-Length"
 
 
 class Repeating:
-    """Calls that differ in their body and a few headers. `post`: the client's own; `http`: the HTTP client it uses."""
+    """Makes calls that differ only in their body and a few headers, faster than Anthropic's SDK. `post`: the method of
+    the SDK's client; `http`: the HTTP client that it uses."""
 
     def __init__(self, post: Callable[..., Any], http: httpx2.AsyncClient) -> None:
         self._post = post
@@ -27,18 +29,19 @@ class Repeating:
         self._extensions: dict[str, Any] = {}
 
     async def send(self, body: bytes, headers: Mapping[str, str]) -> httpx2.Response:
-        """Send one call and return the answer with its body unread. Raises what the vendor's client raises."""
+        """Send one call, and return the response with its body unread. Raises the same exceptions as the vendor's
+        client."""
         if self._url is None:
             response: httpx2.Response = await self._post(
                 PATH, cast_to=httpx2.Response, options={"headers": headers}, stream=True, content=body
             )
-            self._keep(response.request, but={_LENGTH.lower(), *headers})
+            self._keep(response.request, except_for={_LENGTH.lower(), *headers})
             return response
-        own = httpx2.Headers(self._headers, encoding="ascii")  # otherwise httpx detects it at each look-up
+        own = httpx2.Headers(self._headers, encoding="ascii")  # without `encoding`, httpx2 detects it at each look-up
         own[_LENGTH] = str(len(body))
         if headers:
             own.update(headers)
-        # given a stream, httpx2 does not look for headers to add: a third of the time
+        # With `stream` instead of `content` httpx2 does not look for headers to add, and takes a third of the time.
         request = httpx2.Request(
             "POST", self._url, headers=own, stream=httpx2.ByteStream(body), extensions=self._extensions
         )
@@ -53,15 +56,17 @@ class Repeating:
             raise await _failure(response)
         return response
 
-    def _keep(self, sent: httpx2.Request, *, but: set[str]) -> None:
+    def _keep(self, sent: httpx2.Request, *, except_for: set[str]) -> None:
+        """Keep the URL and the headers of the first call for the later ones, except the named headers (in lower
+        case)."""
         self._url, self._extensions = sent.url, dict(sent.extensions)
         self._headers = httpx2.Headers(
-            [(name, value) for name, value in sent.headers.raw if name.decode().lower() not in but]
+            [(name, value) for name, value in sent.headers.raw if name.decode().lower() not in except_for]
         )
 
 
 async def _failure(response: httpx2.Response) -> anthropic.APIStatusError:
-    """The exception that the vendor's client would raise for this error answer; its body may be JSON or not."""
+    """The exception that Anthropic's SDK would raise for this error response. Its body need not be JSON."""
     text = (await response.aread()).decode(errors="replace").strip()
     try:
         body = json.loads(text)

@@ -1,7 +1,8 @@
-"""Which provider is called for a model, and which ones may be called after it. Pure.
+"""Makes the chain of a request: the providers and models that may be called for it, in order. Pure.
 
-The chain of a request: every provider of its lane that has the model, in order; then the same for the model's fallback,
-for that one's fallback, and so on. Models that the lane or the tenant may not use are left out.
+The chain has first the providers of the lane that have the requested model; then those that have the model's fallback;
+then those that have the fallback of that fallback, and so on. Models that the lane or the tenant may not use are left
+out.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -13,24 +14,25 @@ from typing import NamedTuple
 from consumers.chain import Chain, Route
 
 MODEL_CLASSES = ("fable", "mythos", "opus", "sonnet", "haiku")
-"""Anthropic counts by class: all Sonnets share one limit (docs/facts.md, section 10)."""
+"""Anthropic's limits are for a class of models: all Sonnet models share one limit (docs/facts.md, section 10)."""
 CACHED = 10_000
-MADE_UP = 256
-"""This many models that are in no setting get their own account. All others share one account for each provider, so
-that requests with invented model names do not fill the memory."""
+"""The most chains that are kept."""
+UNCONFIGURED = 256
+"""The most models outside the settings that get an account of their own. All others share one account for each
+provider, so that requests with invented model names do not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProviderModels:
-    """The models of one provider."""
+    """The models that one provider offers."""
 
     name: str
     models: Mapping[str, str] | None = None
-    """The provider's own name for each of its models; None: it has all models, under Anthropic's names."""
+    """For each of its models: the provider's own name. None: it has all models, under Anthropic's names."""
 
 
 class Problem(NamedTuple):
-    """An error in one of the settings for chains."""
+    """An error in the settings that say which providers and models may be called."""
 
     place: tuple[str, ...]
     text: str
@@ -38,48 +40,49 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutesSpec:
-    """The settings for chains."""
+    """The settings that say which providers and models may be called for a request."""
 
     providers: tuple[ProviderModels, ...]
     """The providers in the order in which they are called."""
     lanes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Lanes with other providers, or in another order: the names of the providers."""
+    """For lanes with other providers or another order: the names of their providers, in order."""
     lane_models: Mapping[str, Collection[str] | None] = field(default_factory=dict)
-    """Lanes that may use some models only. (The codec checks the model that a request names; this is for fallbacks.)"""
+    """For lanes that may use only some models: these models. They limit the fallbacks; the codec checks the model that
+    a request names."""
     fallbacks: Mapping[str, str] = field(default_factory=dict)
-    """For a model: the model that is called when no provider can answer with it."""
+    """For a model: the model to call if no provider can answer with the first one."""
     tenants: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """Tenants that may use some models only."""
+    """For tenants that may use only some models: these models."""
 
     def problems(self, *, known: Collection[str]) -> list[Problem]:
-        """All that is wrong, except fallbacks that go in a circle. `known`: models that a lane uses or that have a
+        """The errors in these settings, except those of `circles`. `known`: models that a lane uses or that have a
         price."""
         return [*self._of_lanes(), *self._of_models(known), *self._of_lane_models()]
 
     def _of_lanes(self) -> Iterator[Problem]:
-        names = [each.name for each in self.providers]
+        names = [provider.name for provider in self.providers]
         for lane, wanted in self.lanes.items():
             for name in wanted:
                 if name not in names:
                     yield Problem(("lanes", lane, "providers"), f"no provider {name!r}; there are {', '.join(names)}")
 
     def circles(self) -> Iterator[str]:
-        """What is wrong with fallbacks that go in a circle."""
-        told: set[str] = set()
+        """An error text for each circle of fallback models (a model that is, by way of others, its own fallback)."""
+        reported: set[str] = set()
         for model in self.fallbacks:
             way = [model]
             while (following := self.fallbacks.get(way[-1])) is not None and following not in way:
                 way.append(following)
-            if following == model and model not in told:
-                told.update(way)
+            if following == model and model not in reported:
+                reported.update(way)
                 yield f"{' -> '.join([*way, model])} goes in a circle; take one of them out"
 
     def _of_models(self, known: Collection[str]) -> Iterator[Problem]:
-        for each in self.providers:
-            for model in each.models or ():
+        for provider in self.providers:
+            for model in provider.models or ():
                 if model not in known:
-                    yield Problem(("providers", each.name, "models"), unknown(model, known))
-        known = {*known, *(model for each in self.providers for model in each.models or ())}
+                    yield Problem(("providers", provider.name, "models"), unknown(model, known))
+        known = {*known, *(model for provider in self.providers for model in provider.models or ())}
         for model in dict.fromkeys([*self.fallbacks, *self.fallbacks.values()]):
             if model not in known:
                 yield Problem(("models", "fallbacks"), unknown(model, known))
@@ -98,30 +101,30 @@ class RoutesSpec:
         """Whether a provider of the lane has the model."""
         names = self.lanes.get(lane)
         return any(
-            (names is None or each.name in names) and (each.models is None or model in each.models)
-            for each in self.providers
+            (names is None or provider.name in names) and (provider.models is None or model in provider.models)
+            for provider in self.providers
         )
 
 
 def unknown(model: str, known: Collection[str]) -> str:
-    """The error message for an unknown model."""
+    """The error message for a model in the settings that is not known."""
     near = get_close_matches(model, known, n=1, cutoff=0.8)
     meant = f"did you mean {near[0]}? Else" if near else f"known are {', '.join(sorted(known))};"
     return f"unknown model {model!r}; {meant} give it a price in prices.models (LANEKEEPER_PRICES__MODELS)"
 
 
 class Routes:
-    """Makes the chains of requests."""
+    """Finds the providers and models that may be called for a request, in order (its `Chain`)."""
 
     def __init__(self, spec: RoutesSpec) -> None:
         self._spec = spec
-        self._by_name = {each.name: each for each in spec.providers}
-        self._settled = {*spec.fallbacks, *spec.fallbacks.values()}.union(
-            *(each.models or () for each in spec.providers),
+        self._by_name = {provider.name: provider for provider in spec.providers}
+        self._configured = {*spec.fallbacks, *spec.fallbacks.values()}.union(
+            *(provider.models or () for provider in spec.providers),
             *spec.tenants.values(),
             *(models or () for models in spec.lane_models.values()),
         )
-        self._made_up: set[str] = set()
+        self._unconfigured: set[str] = set()
         self.of = lru_cache(maxsize=CACHED)(self._of)
         """The chain for a lane, a tenant and a model."""
 
@@ -141,11 +144,12 @@ class Routes:
                 chain += self._with(lane, following)
             following = spec.fallbacks.get(following)
         if not chain:
-            has = sorted({each for provider in spec.providers for each in provider.models or ()})
+            has = sorted({name for provider in spec.providers for name in provider.models or ()})
             return Chain(forbidden=f"no provider of lane {lane} has model {model[:80]!r}; there are {', '.join(has)}")
         return Chain(tuple(chain))
 
     def _with(self, lane: str, model: str) -> Iterator[Route]:
+        """The providers of the lane that have the model, as routes."""
         for name in self._spec.lanes.get(lane, self._by_name):
             provider = self._by_name[name]
             if provider.models is None or model in provider.models:
@@ -153,18 +157,19 @@ class Routes:
                 yield Route(provider=name, model=model, name=called, account=f"{name}/{self._class(model)}")
 
     def _class(self, model: str) -> str:
+        """The second part of the name of a route's budget account: the model's class, or the model, or `other`."""
         found = model_class(model)
-        if found != model or model in self._settled or model in self._made_up:
+        if found != model or model in self._configured or model in self._unconfigured:
             return found
-        if len(self._made_up) >= MADE_UP:
+        if len(self._unconfigured) >= UNCONFIGURED:
             return "other"
-        self._made_up.add(model)
+        self._unconfigured.add(model)
         return model
 
 
 def model_class(model: str) -> str:
-    """The class whose limits a model shares; a model of no such class has limits of its own."""
-    return next((each for each in MODEL_CLASSES if each in model), model)
+    """The class of models (such as sonnet) whose limits a model shares; the model itself if it belongs to no class."""
+    return next((name for name in MODEL_CLASSES if name in model), model)
 
 
 def _may(model: str, allowed: Collection[str] | None) -> bool:

@@ -1,4 +1,4 @@
-"""Puts a Message together from the events of its stream. Fields that are not known here are kept."""
+"""Puts a Message together from the events of its stream. Unknown fields are kept."""
 
 import json
 from typing import Any
@@ -11,54 +11,55 @@ from topology.codec.bounds import Measure
 
 _JSON_DELTA = "input_json_delta"
 _JSON = "partial_json"
-_KEPT = frozenset({"content_block_delta", "content_block_start", "message_start", "message_delta"})
+_WITH_CONTENT = frozenset({"content_block_delta", "content_block_start", "message_start", "message_delta"})
 _REPLACED = frozenset({"signature"})
-"""Strings that a delta replaces; to all others it appends."""
-_NONSENSE = (KeyError, TypeError, AttributeError, ValueError)
-"""What reading a malformed event raises."""
+"""String fields whose value a delta replaces; to the value of all other string fields it appends."""
+_MALFORMED = (KeyError, TypeError, AttributeError, ValueError)
+"""The exceptions that reading a malformed event may raise."""
 
 
 class StreamedMessage:
-    """Takes the events in order. The kept data is limited, in bytes and in keys and values."""
+    """Puts a provider's Message together from the events of its stream, which it takes in order. What it keeps is
+    limited: to `max_bytes` bytes, and to `max_values` keys and values."""
 
-    def __init__(self, *, max_bytes: int = bounds.ANSWER_BYTES, values: int = bounds.VALUES) -> None:
+    def __init__(self, *, max_bytes: int = bounds.ANSWER_BYTES, max_values: int = bounds.VALUES) -> None:
         self._message: dict[str, Any] | None = None
         self._blocks: dict[int, _Block] = {}
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._measure = Measure(values)
-        self._left = values
+        self._measure = Measure(max_values)
+        self._left = max_values
 
     def add(self, event: dict[str, Any], data: bytes = b"") -> bool:
-        """Add an event. Returns whether it was the last one, `message_stop`. `data`: the event's JSON.
+        """Add an event. Returns True if it was the last one, `message_stop`. `data`: the event's JSON.
 
-        Raises `TransientError` if the event is malformed or cannot follow those before it, `AnswerTooLargeError` if all
-        together are too large.
+        Raises `TransientError` if the event is malformed or cannot follow the events before it, and
+        `AnswerTooLargeError` if all events together are too large.
         """
         try:
-            self._keep(event, data)
+            self._count(event, data)
             return self._add(event)
-        except _NONSENSE as error:
+        except _MALFORMED as error:
             raise _broken(f"at an event {str(event.get('type'))[:50]!r}", error) from error
 
     @property
     def size(self) -> int:
-        """Bytes that are kept."""
+        """The number of bytes of the stream that are kept."""
         return self._bytes
 
     def message(self) -> dict[str, Any]:
-        """The Message as a JSON object; its blocks in the order of their index. Raises `TransientError` if the events
-        are malformed."""
+        """The Message that was put together from the events, as a JSON object; its content blocks in the order of their
+        index. Raises `TransientError` if the events are malformed."""
         try:
             return self._finished()
-        except _NONSENSE as error:
+        except _MALFORMED as error:
             raise _broken("in its content", error) from error
 
-    def _keep(self, event: dict[str, Any], data: bytes) -> None:
-        """Count what the event adds to the kept data. Of a piece of a string only the bytes count, because it is
-        appended to an existing string."""
+    def _count(self, event: dict[str, Any], data: bytes) -> None:
+        """Count the bytes, keys and values that the event adds to what is kept. If the event only appends to strings,
+        only the bytes of the appended text count."""
         kind = event["type"]
-        if kind not in _KEPT:
+        if kind not in _WITH_CONTENT:
             return
         block = self._blocks.get(event["index"]) if kind == "content_block_delta" else None
         if block is None or (pieces := block.pieces(event["delta"])) is None:
@@ -70,7 +71,7 @@ class StreamedMessage:
         self._left = measure.left
         self._bytes += size
         if self._bytes > self._max_bytes:
-            excess = f"more than {self._max_bytes} bytes"
+            excess = f"more than {self._max_bytes} bytes ({bounds.ANSWER_SETTINGS})"
         if excess is not None:
             raise AnswerTooLargeError(excess)
 
@@ -91,7 +92,8 @@ class StreamedMessage:
         return False
 
     def _finish(self, event: dict[str, Any]) -> None:
-        """The counts of a message_delta are totals and replace earlier ones; missing or null ones change nothing."""
+        """Merge the event `message_delta` into the Message. Its token counts are totals, which replace earlier ones; a
+        missing or null count changes nothing."""
         if self._message is None:
             raise ValueError("message_delta before message_start")
         usage = self._message.get("usage") or {}
@@ -112,7 +114,8 @@ def _broken(where: str, error: Exception) -> TransientError:
 
 
 class _Block:
-    """One content block. Pieces of strings are kept apart until the end: appending to a long string copies it."""
+    """One content block of a streamed Message. The pieces of its strings are joined at the end, because each appending
+    would copy the whole string."""
 
     __slots__ = ("_fields", "_json", "_lists", "_strings", "measure")
 
@@ -120,12 +123,13 @@ class _Block:
         self._fields = {**fields}
         self._lists: dict[str, list[Any]] = {}
         self.measure = Measure(0)
-        """Measures the JSON of its input."""
+        """Counts the keys and values in the JSON of a tool's input."""
         self._strings: dict[str, list[str]] = {}
         self._json: list[str] = []
 
     def pieces(self, delta: dict[str, Any]) -> dict[str, str] | None:
-        """The pieces of strings in a delta; None if it holds anything else, or the first piece of a string."""
+        """The text that a delta appends to existing strings, by field. None if the delta contains anything else, such
+        as the first piece of a string."""
         known = (_JSON,) if delta["type"] == _JSON_DELTA else self._strings
         pieces = {key: value for key, value in delta.items() if key in known and isinstance(value, str)}
         return pieces if len(pieces) == len(delta) - 1 else None
@@ -149,7 +153,8 @@ class _Block:
                 self._fields[key] = value
 
     def _extend(self, key: str, items: list[Any]) -> None:
-        """Extend the list in place: a copy at every delta would take quadratic time."""
+        """Append items to a list field of the content block in place, because a copy at each delta would take quadratic
+        time."""
         if self._fields.get(key) is not self._lists.get(key) or key not in self._lists:
             self._lists[key] = self._fields[key] = [*(self._fields.get(key) or ())]
         self._lists[key].extend(items)
@@ -163,10 +168,10 @@ class _Block:
         return fields
 
 
-def parse_event(data: bytes, *, values: int = bounds.VALUES) -> dict[str, Any]:
-    """One event of the stream. Raises `TransientError` if it is not a JSON object, `AnswerTooLargeError` if it would
-    take long to parse."""
-    if (excess := bounds.excess(data, values=values)) is not None:
+def parse_event(data: bytes, *, max_values: int = bounds.VALUES) -> dict[str, Any]:
+    """Parse one event of the stream. Raises `TransientError` if it is not a JSON object, and `AnswerTooLargeError` if
+    it exceeds a limit, so that it would take long to parse."""
+    if (excess := bounds.excess(data, max_values=max_values)) is not None:
         raise AnswerTooLargeError(excess)
     try:
         event = jiter.from_json(data, allow_inf_nan=False, cache_mode="keys")
@@ -178,8 +183,8 @@ def parse_event(data: bytes, *, values: int = bounds.VALUES) -> dict[str, Any]:
 
 
 def _tool_input(text: str) -> Any:
-    # A tool's input may end in the middle if max_tokens was reached: return what is there, as the vendor's own client
-    # does. With fine-grained streaming it may be no JSON at all: wrap it, as Anthropic's guide advises.
+    # If max_tokens was reached, the JSON of a tool's input may be cut: return its complete part, like the vendor's own
+    # client. With fine-grained streaming it may be no JSON at all: wrap it, as Anthropic's guide advises.
     try:
         return jiter.from_json(text.encode(), allow_inf_nan=False, partial_mode=True)
     except ValueError:
@@ -197,7 +202,7 @@ def _merge(into: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def to_json(message: dict[str, Any]) -> bytes:
-    """The assembled Message as bytes. Raises `TransientError` if a number is too large (1e999)."""
+    """The Message as JSON. Raises `TransientError` if a number is too large (1e999)."""
     try:
         return json.dumps(message, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except ValueError as error:

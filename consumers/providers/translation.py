@@ -1,7 +1,8 @@
-"""The border to the provider: its error answers and its client's exceptions become those of `consumers/failures.py`.
+"""Translates the provider's error responses, and the exceptions of its client, into those of `consumers/failures.py`.
 
-An error is classified by its code, then its type, then the HTTP status: after HTTP 200 a stream can still bring any of
-them, and a 429 can be a rate limit, which passes, or a spend limit, which does not.
+An error is classified by its code, then by its type, then by the HTTP status. The status alone is not enough: after
+HTTP 200 a stream can contain any error, and a 429 can mean a rate limit, which soon ends, or a spend limit, which does
+not.
 """
 
 import email.utils
@@ -42,23 +43,25 @@ _STATUS_OF_TYPE: Final[Mapping[str, int]] = {
     "timeout_error": 504,
     "overloaded_error": 529,
 }
-_PASSING: Final = frozenset({408, 409, 424, 425})
-"""4xx after which another try may succeed: 408 (timeout), 409 (conflict with a call that still runs), 424 (a fault of
-the model, Bedrock), 425 (too early in the handshake)."""
-_SPENT: Final = ("You have reached your specified API usage limits", "Your credit balance is too low")
-"""Spend limits: both come as a 400 without a code."""
+_TEMPORARY: Final = frozenset({408, 409, 424, 425})
+"""Statuses below 500 after which another try may succeed: 408 (timeout), 409 (conflict with a call that still runs),
+424 (a fault of the model, Bedrock), 425 (too early in the handshake)."""
+_SPEND_LIMIT_TEXTS: Final = ("You have reached your specified API usage limits", "Your credit balance is too low")
+"""Texts in the errors of spend limits that come as a 400 without a code."""
 _LONGEST_WAIT_S: Final = 86_400.0
 _MESSAGE_CHARACTERS: Final = 300
 _TYPE_CHARACTERS: Final = 60
 _READ_CHARACTERS: Final = 10_000
-"""How much of an error's message is read: it may have millions of characters."""
+"""The most characters of an error's message that are read: it may have millions."""
 NETWORK_ERRORS: Final = (httpx2.RequestError, aiohttp.ClientError, OSError)
-"""What the client and its transport raise, raw or as a cause, when the network fails."""
+"""The exceptions of the client's transport if the network fails. The client raises them, or its own with one of them as
+the cause."""
 
 
 @contextmanager
 def border(*, secret: str) -> Iterator[None]:
-    """Translate what the client raises inside. `secret`, the key, appears in no detail."""
+    """Translate the exceptions that Anthropic's SDK raises in the `with` block into those of `consumers/failures.py`.
+    `secret`: the API key, which is removed from error texts."""
     try:
         yield
     except anthropic.APIStatusError as error:
@@ -74,27 +77,28 @@ def border(*, secret: str) -> Iterator[None]:
         is_there = not isinstance(getattr(cause, "__cause__", None) or cause, aiohttp.ClientConnectorError)
         raise TransientError(
             f"{'the connection to the provider was lost' if is_there else 'no connection to the provider'}: "
-            f"{_line(_said(cause), secret)}",
+            f"{_line(_text_of(cause), secret)}",
             type="connection" if is_there else UNREACHABLE,
         ) from error
     except httpx2.TimeoutException as error:
         raise TransientError("the provider's answer stopped coming", type=TIMEOUT) from error
     except NETWORK_ERRORS as error:
         raise TransientError(
-            f"the provider's answer broke off: {_line(_said(error), secret)}", type="connection"
+            f"the provider's answer broke off: {_line(_text_of(error), secret)}", type="connection"
         ) from error
 
 
 def from_event(event: Mapping[str, Any], *, request_id: str | None, secret: str) -> ProviderError:
-    """The failure that an `error` event in the middle of a stream means."""
+    """The exception for an `error` event that the provider sent in the middle of a stream. `secret`: the API key, which
+    is removed from its text."""
     error = event.get("error")
     fields = error if isinstance(error, dict) else {}
-    kind = _word(fields.get("type"), secret)
+    kind = _short(fields.get("type"), secret)
     details = fields.get("details")
     found = classify(
         status=_STATUS_OF_TYPE.get(kind, 500),
         type=kind,
-        code=_word(details.get("error_code"), secret) if isinstance(details, dict) else "",
+        code=_short(details.get("error_code"), secret) if isinstance(details, dict) else "",
         message=_line(f"in the middle of the stream: {fields.get('message') or ''}", secret),
         retry_after_s=None,
         request_id=request_id,
@@ -106,23 +110,24 @@ def from_event(event: Mapping[str, Any], *, request_id: str | None, secret: str)
 def classify(
     *, status: int, type: str, code: str, message: str, retry_after_s: float | None, request_id: str | None
 ) -> ProviderError:
-    """The failure that an error answer means. `type` and `code` are those in Anthropic's error, or empty."""
+    """The exception of `consumers/failures.py` for an error response of the provider. `type`, `code`: the values in
+    Anthropic's error, or empty."""
     detail = f"{status} {type}: {message}" if type else f"{status}: {message}"
-    told: dict[str, Any] = {"status": status, "type": type or f"http_{status}", "request_id": request_id}
-    is_spent = any(text in message for text in _SPENT)
+    fields: dict[str, Any] = {"status": status, "type": type or f"http_{status}", "request_id": request_id}
+    is_spent = any(text in message for text in _SPEND_LIMIT_TEXTS)
     if code.endswith("spend_limit_reached") or type == "billing_error" or is_spent:
-        return SpendLimitError(detail, **told)
+        return SpendLimitError(detail, **fields)
     if type == "rate_limit_error" or (not type and status == 429):
-        return RateLimitedError(detail, retry_after_s=retry_after_s, **told)
+        return RateLimitedError(detail, retry_after_s=retry_after_s, **fields)
     # a 503 that says when to come back means the same as a 529
     if type == "overloaded_error" or status == 529 or (status == 503 and retry_after_s is not None):
-        return OverloadedError(detail, retry_after_s=retry_after_s, **told)
+        return OverloadedError(detail, retry_after_s=retry_after_s, **fields)
     effective = _STATUS_OF_TYPE.get(type, status)
-    if effective >= 500 or effective in _PASSING:
-        return TransientError(detail, **told)
+    if effective >= 500 or effective in _TEMPORARY:
+        return TransientError(detail, **fields)
     if effective == 429:
-        return RateLimitedError(detail, retry_after_s=retry_after_s, **told)
-    return RejectedError(detail, **told)
+        return RateLimitedError(detail, retry_after_s=retry_after_s, **fields)
+    return RejectedError(detail, **fields)
 
 
 def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | None:
@@ -144,18 +149,19 @@ def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | N
         wait_s = email.utils.mktime_tz(date) - now_s
     except (ValueError, OverflowError):  # the year 99999
         return None
-    # a date in the past means that the clocks differ: come back at once
+    # a date in the past means that the clocks differ: do not wait
     return max(0.0, wait_s) if abs(wait_s) <= _LONGEST_WAIT_S else None
 
 
 def plain(headers: httpx2.Headers) -> dict[str, str]:
-    """Headers by their names in lower case, for several look-ups."""
+    """The headers of a response as a dict, by names in lower case: its look-ups are faster than those of
+    `httpx2.Headers`."""
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers.raw}
 
 
 def _redirected(response: httpx2.Response) -> RejectedError:
-    """A redirect is not followed. Only the target's host is reported, because the rest of the address may contain a
-    secret."""
+    """The exception for a provider's redirect, which is not followed. It names only the host of the target, because the
+    rest of the address may contain a secret."""
     try:
         host = urlsplit(response.headers.get("location", "")).hostname or "another path of it"
     except ValueError:
@@ -179,8 +185,8 @@ def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderErr
         message = f"not an error body of Anthropic's ({_line(headers.get('content-type', 'no content type'), secret)})"
     found = classify(
         status=error.status_code,
-        type=_word(error.type, secret),
-        code=_word(error.error_code, secret),
+        type=_short(error.type, secret),
+        code=_short(error.error_code, secret),
         message=message,
         retry_after_s=read_retry_after_s(headers, now_s=now_s),
         request_id=error.request_id,
@@ -190,25 +196,25 @@ def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderErr
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an exception on one line. Only for exceptions that cannot contain a key."""
-    return _line(_said(error), "")
+    """The class and the text of an exception, on one line. Not for exceptions whose text may contain an API key."""
+    return _line(_text_of(error), "")
 
 
-def _said(error: BaseException | None) -> str:
+def _text_of(error: BaseException | None) -> str:
     return f"{error.__class__.__name__} {error}".strip() if error is not None else "unknown"
 
 
-def _word(value: object, secret: str) -> str:
-    """A type or a code, cut to a short line; empty if it is no text."""
+def _short(value: object, secret: str) -> str:
+    """The type or the code of a provider's error, cut to a short line; empty if the value is no text."""
     return _line(value, secret)[:_TYPE_CHARACTERS] if isinstance(value, str) else ""
 
 
 def _line(text: str, secret: str) -> str:
-    """One line of at most 300 printable characters, without the key."""
+    """The text as one line of at most 300 printable characters, without the API key (`secret`)."""
     cut = len(text) > _READ_CHARACTERS
     text = text[:_READ_CHARACTERS]
     if secret:
         text = text.replace(secret, "***")
-        if cut:  # the text may be cut in the middle of a key
+        if cut:  # the text may have been cut in the middle of a key
             text = text[: -len(secret)]
     return re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", " ", text).strip()[:_MESSAGE_CHARACTERS]

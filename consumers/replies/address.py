@@ -1,11 +1,13 @@
-"""Decides where replies may go, by the address and the user that the broker has checked. Pure.
+"""Decides to which addresses replies may be sent, by the request's `reply_to` and its user. Pure.
 
-A worker may write to every queue, so a `reply_to` could make it write where its requester may not (threat T1).
+A worker may publish to every queue. Without this rule a requester could name, in `reply_to`, a queue to which it has no
+right to publish, and the worker would publish there for it (threat T1). The rule has two modes:
 
-open    the default: names that nobody can choose (`amq.gen-…`, direct reply-to), `lane.reply.…`, and any queue outside
-        `lane.` and `amq.`. A publisher who knows the name of another's queue can send answers there
-bound   direct reply-to, and `lane.reply.<user_id>` and `lane.reply.<user_id>.…` of the user that published; of any
-        other queue the owner is unknown
+open    the default. Allowed are names that no client can choose (`amq.gen-…`, direct reply-to), `lane.reply.…`, and any
+        queue outside `lane.` and `amq.`. A requester who knows the name of another client's queue can have answers
+        sent there
+bound   Allowed are direct reply-to, and the queues `lane.reply.<user_id>` and `lane.reply.<user_id>.…` of the
+        request's user. The owner of any other queue is unknown
 """
 
 import re
@@ -17,10 +19,11 @@ from lanekeeper.contract.problems import RequestProblem
 
 LONGEST = 255
 _BROKER_NAMED = re.compile(r"amq\.gen-[A-Za-z0-9_-]{22}")
-"""A queue that the broker named: clients cannot create one (docs/facts.md, section 6)."""
+"""The name of a queue that the broker named. Clients cannot create one with such a name (docs/facts.md, section 6)."""
 _DIRECT = re.compile(r"amq\.rabbitmq\.reply-to\.[A-Za-z0-9._+/=-]{1,200}")
 _USER = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""User names as `topology export` allows them. With dots, one user's name could be the beginning of another's queue."""
+"""User names as `topology export` allows them. Dots are excluded: `lane.reply.a.b` could belong to user `a` or
+`a.b`."""
 _SHOWN = 100
 
 
@@ -31,27 +34,30 @@ def is_direct(address: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyRule:
-    """`allow`: only addresses of these patterns. `bound`: only queues of the user who published."""
+    """The rule with its settings. `bound`: whether the mode is `bound`, else `open`. `allow`: patterns, one of which an
+    address must match in addition; None: no such condition."""
 
     names: Names
     allow: Sequence[re.Pattern[str]] | None = None
     bound: bool = False
 
     def allows(self, address: str, *, user: str | None) -> bool:
-        """Whether a reply may go there; `user`: who published, as the broker has checked."""
+        """Whether a reply may be sent to an address. `user`: the `user_id` of the request, which the broker has
+        checked; None: it has none."""
         if len(address) > LONGEST:
             return False
         may = self._is_bound(address, user) if self.bound else self._is_open(address)
         return may and (self.allow is None or any(pattern.fullmatch(address) for pattern in self.allow))
 
     def allows_control(self, address: str, *, user: str | None) -> bool:
-        """Whether the answer to a control message may go there: never to a queue whose name a client can choose."""
+        """Whether the answer to a control message may be sent to an address: to direct reply-to, a queue of the user,
+        or (in mode `open`) a queue that the broker named."""
         if len(address) > LONGEST:
             return False
         return self._is_bound(address, user) or (not self.bound and _BROKER_NAMED.fullmatch(address) is not None)
 
     def refusal(self, address: str, *, user: str | None) -> RequestProblem:
-        """The problem of an address that is not allowed."""
+        """The error for a reply address that is not allowed. Its detail says which are."""
         reply = self.names.reply_prefix
         if not self.bound:
             may = f"a queue that the broker named, direct reply-to, {reply}…, or a queue of the application's own"

@@ -1,13 +1,16 @@
 """Direct reply-to: replies without a queue, to the channel that published the request.
 
-Before RabbitMQ 4.3.5 a forged address kills the connection that answers it (docs/facts.md, section 6). There the first
-reply to an address is sent over a connection of its own, one at a time, so that we know which address killed it. An
-address that has taken a reply is genuine: further replies use the ordinary connection.
+A broker before RabbitMQ 4.3.5 closes the connection that publishes to a forged address (docs/facts.md, section 6). With
+such a broker the first reply to each address is sent over a separate connection, one at a time, so that we know which
+address was forged. If the broker confirms that reply, the address is genuine, and further replies to it use the
+ordinary connection.
 """
 
 import asyncio
+from functools import partial
 from typing import Any
 
+from lanekeeper.amqp.confirming import Answer
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
@@ -15,52 +18,77 @@ from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
 KILLED_WITHIN_S = 2.0
 TRIES = 3
 KEPT = 1000
-"""How many forged addresses are remembered, so that each kills the connection only once; and as many genuine ones."""
+"""How many forged addresses are remembered, so that each closes the connection only once, and how many genuine ones."""
 
 
 class DirectSender:
-    """Publishes to direct reply-to addresses. `own`: a publisher on a connection of its own, for brokers before 4.3.5.
+    """Publishes replies to direct reply-to addresses. `own`: a publisher on a separate connection, for brokers before
+    4.3.5, which close the connection that publishes to a forged address; None: it is not needed.
 
-    It never sets `mandatory`: brokers before 4.3 report delivered direct replies as unroutable (docs/facts.md, section
-    6).
+    Messages are never `mandatory`, because brokers before 4.3 report delivered direct replies as unroutable
+    (docs/facts.md, section 6).
     """
 
     def __init__(self, publisher: Publisher, *, own: Publisher | None) -> None:
         self._publisher = publisher
         self._own = own
         self._one_by_one = asyncio.Lock()
-        self._deadly: dict[str, None] = {}
-        self._good: dict[str, None] = {}
+        self._forged: dict[str, None] = {}
+        self._genuine: dict[str, None] = {}
 
     @property
     def is_apart(self) -> bool:
-        """Whether direct replies have a separate connection."""
+        """Whether the first reply to an address is sent over a separate connection, because the broker closes a
+        connection that publishes to a forged address."""
         return self._own is not None
 
     def refusal(self, address: str) -> RequestProblem | None:
-        """The problem of an address that killed the connection before; None for any other."""
-        return _deadly() if address in self._deadly else None
+        """The error for a direct reply-to address that is known to be forged; None for any other."""
+        return _forged() if address in self._forged else None
 
     async def send(self, message: Message, address: str, **how: Any) -> None:
-        """Send it once. Raises RequestProblem if the address kills the connection, now or before; else as
-        `Publisher.publish`."""
+        """Publish a message once. `how`: options of `Publisher.publish`. Raises RequestProblem if the address is
+        forged; other errors like `Publisher.publish`."""
         how |= {"exchange": "", "routing_key": address, "mandatory": False}
         if self._own is None:
             await self._publisher.publish(message, **how)
-        elif address in self._good:
+        elif address in self._genuine:
             try:
                 await self._publisher.publish(message, **how)
-            except ConfirmUnknown:  # perhaps this address killed the connection: the next try finds out
-                self._good.pop(address, None)
+            except ConfirmUnknown:  # this address may have closed the connection: the next message tests it again
+                self._genuine.pop(address, None)
                 raise
         else:
-            await self._find_out(self._own, message, address, how)
+            await self._test_address(self._own, message, address, how)
 
-    async def _find_out(self, own: Publisher, message: Message, address: str, how: dict[str, Any]) -> None:
+    async def write(self, message: Message, address: str, *, timeout_s: float) -> "asyncio.Future[Answer]":
+        """Write a message once, and return the broker's confirm as a future. If the address must be tested over the
+        separate connection, the future is already done. Raises like `send`."""
+        if self._own is not None and address not in self._genuine:
+            await self.send(message, address, timeout_s=timeout_s, traced=False)
+            confirmed: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            confirmed.set_result(None)
+            return confirmed
+        try:
+            answer = await self._publisher.write(message, exchange="", routing_key=address, timeout_s=timeout_s)
+        except ConfirmUnknown:
+            self._genuine.pop(address, None)
+            raise
+        if self._own is not None:
+            answer.add_done_callback(partial(self._on_answer, address))
+        return answer
+
+    def _on_answer(self, address: str, answer: "asyncio.Future[Answer]") -> None:
+        if not answer.cancelled() and answer.exception() is not None:  # as in `send`: test the address again
+            self._genuine.pop(address, None)
+
+    async def _test_address(self, own: Publisher, message: Message, address: str, how: dict[str, Any]) -> None:
+        """Publish a message over the separate connection `own`, and remember whether its address is forged or
+        genuine."""
         async with self._one_by_one:
             if (known := self.refusal(address)) is not None:
                 raise known
-            # make sure that the connection which is watched is the one that is open now
+            # wait until the connection is open, so that `loss` is that of the connection which publishes
             await own.connection.underlying()
             loss = own.connection.loss
             try:
@@ -68,35 +96,37 @@ class DirectSender:
             except ConfirmUnknown as error:
                 if not await _killed_by_the_broker(loss):
                     raise
-                _remember(address, self._deadly)
-                raise _deadly() from error
-            _remember(address, self._good)
+                _remember(address, self._forged)
+                raise _forged() from error
+            _remember(address, self._genuine)
 
     async def send_surely(self, message: Message, address: str) -> None:
-        """Send it until the broker has it. Raises as `send`."""
+        """Publish a message, repeatedly if necessary, until the broker confirms it; at most `TRIES` times if the broker
+        is one that closes connections because of forged addresses. Raises like `send`."""
         if self._own is None:
             return await self._publisher.publish_surely(message, exchange="", routing_key=address, mandatory=False)
         for left in reversed(range(TRIES)):
             try:
                 return await self.send(message, address)
-            except ConfirmUnknown:  # the connection was lost for another reason
+            except ConfirmUnknown:  # the connection was lost, but not because of this address
                 if not left:
                     raise
         return None
 
 
-def _remember(address: str, among: dict[str, None]) -> None:
-    among[address] = None
-    if len(among) > KEPT:
-        del among[next(iter(among))]
+def _remember(address: str, addresses: dict[str, None]) -> None:
+    addresses[address] = None
+    if len(addresses) > KEPT:
+        del addresses[next(iter(addresses))]
 
 
-def _deadly() -> RequestProblem:
+def _forged() -> RequestProblem:
     return RequestProblem("forbidden_reply_to", "reply_to: a direct reply-to address that the broker did not make")
 
 
 async def _killed_by_the_broker(loss: asyncio.Future[str]) -> bool:
-    """Whether the broker ended the connection because of what was sent on it (541 INTERNAL_ERROR)."""
+    """Whether the broker closed the connection with 541 INTERNAL_ERROR, as it does after a forged address. `loss`: why
+    the connection was lost."""
     try:
         async with asyncio.timeout(KILLED_WITHIN_S):
             return "INTERNAL_ERROR" in await asyncio.shield(loss)

@@ -1,5 +1,7 @@
-"""Builds and sends replies. The final reply is persistent and confirmed; the parts before it are not."""
+"""Builds and sends replies. The final reply is persistent and confirmed; the parts before it (`parts.py`) are not
+persistent."""
 
+import asyncio
 import uuid
 from typing import Any
 
@@ -7,13 +9,13 @@ from consumers.job import Job
 from consumers.replies.address import ReplyRule, is_direct
 from consumers.replies.direct import DirectSender
 from consumers.state.base import Completion
+from lanekeeper.amqp.confirming import Answer
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import (
     PROBLEMS,
     AccessRefused,
-    BrokerError,
     MessageTooLarge,
     PublishRefused,
     RequestProblem,
@@ -29,9 +31,14 @@ log = logs.logger()
 
 
 class Replies:
-    """Publishes replies to the default exchange."""
+    """Publishes replies to the default exchange. `loses_large_parts`: what happens to a part of a stream that is larger
+    than a message may be. True: it is left out, because a large final answer can be stored beside the broker. False: it
+    ends the request, because the final reply would be too large too."""
 
-    def __init__(self, publisher: Publisher, *, direct: DirectSender, rule: ReplyRule) -> None:
+    def __init__(
+        self, publisher: Publisher, *, direct: DirectSender, rule: ReplyRule, loses_large_parts: bool = False
+    ) -> None:
+        self._loses_large_parts = loses_large_parts
         self._publisher = publisher
         self._direct = direct
         self._rule = rule
@@ -46,13 +53,14 @@ class Replies:
         return self._rule.refusal(address, user=job.user_id)
 
     async def final(self, job: Job, completion: Completion, *, replayed: bool = False) -> bool:
-        """Send the final reply, once. False: the reply queue is full and refused it.
+        """Send the final reply. Return False if the reply queue is full and refused it.
 
-        A requester that has gone is no error. Raises BrokerError if the broker does not take the reply.
+        If the reply queue does not exist any more, that is logged and is no error. Raises BrokerError if the broker
+        does not confirm the reply.
         """
         if completion.code and not PROBLEMS[completion.code].answered:
             return True
-        # a cancellation that was recorded before the request arrived does not know its wait
+        # a cancellation that was stored before the request arrived has no headers about its wait: add them here
         wait = {n.WAIT_MS: job.wait_ms, n.RUN_MS: job.run_ms, n.WAIT_FROM: job.published.by}
         headers: dict[str, Any] = {n.STATUS: completion.status, n.REQUEST_ID: job.id, **wait, **completion.headers}
         if replayed:
@@ -62,21 +70,17 @@ class Replies:
             return await self._final(
                 job, body=completion.body, content_type=JSON if is_answer else PROBLEM, headers=headers
             )
-        except MessageTooLarge as error:  # it was stored while the broker accepted larger messages: send a short error
+        except MessageTooLarge as error:  # stored while the broker accepted larger messages: send a short error
             log.error(signals.ANSWER_UNSENT, size=error.size, limit=error.limit)
-            told = answer_too_large(error.size, error.limit).document(request=job.id, attempts=job.attempts)
-            return await self._final(job, body=told, content_type=PROBLEM, headers={**headers, n.STATUS: "error"})
-
-    def parts(self, job: Job) -> "Parts":
-        """An object that sends the events of a stream, one for each call."""
-        return Parts(self, job)
+            problem = answer_too_large(error.size, error.limit).document(request=job.id, attempts=job.attempts)
+            return await self._final(job, body=problem, content_type=PROBLEM, headers={**headers, n.STATUS: "error"})
 
     async def _final(self, job: Job, *, body: bytes, content_type: str, headers: dict[str, Any]) -> bool:
         address = job.message.reply_to
         if not address or not self._rule.allows(address, user=job.user_id):
             return True
-        if (deadly := self._direct.refusal(address)) is not None:
-            raise deadly
+        if (forged := self._direct.refusal(address)) is not None:
+            raise forged
         message = Message(
             body=body,
             headers=headers,
@@ -97,11 +101,11 @@ class Replies:
             return False
         return True
 
-    async def part(self, job: Job, address: str, *, part: str, seq: int, body: bytes) -> str | None:
-        """Send one part. Return why it was not sent; None: it was. A lost part does not fail the attempt.
+    async def part(self, job: Job, address: str, *, part: str, seq: int, body: bytes) -> "asyncio.Future[Answer]":
+        """Write one part, and return the broker's confirm as a future.
 
-        Raises RequestProblem for an address that nothing may be sent to, and for a part that is too large: the final
-        reply would be too large as well.
+        Raises BrokerError if the part was not sent (MessageTooLarge if it may be left out), and RequestProblem if the
+        address is forged or the part is too large.
         """
         headers: dict[str, Any] = {n.REQUEST_ID: job.id, n.ATTEMPT: job.attempts, n.PART: part, n.SEQ: seq}
         if job.lane is not None:
@@ -113,58 +117,11 @@ class Replies:
             correlation_id=job.message.correlation_id,
             persistent=False,
         )
-        how: dict[str, Any] = {"timeout_s": PART_TIMEOUT_S, "traced": False}
         try:
             if is_direct(address):
-                await self._direct.send(message, address, **how)
-            else:
-                await self._publisher.publish(message, exchange="", routing_key=address, mandatory=False, **how)
+                return await self._direct.write(message, address, timeout_s=PART_TIMEOUT_S)
+            return await self._publisher.write(message, exchange="", routing_key=address, timeout_s=PART_TIMEOUT_S)
         except MessageTooLarge as error:
-            raise answer_too_large(error.size, error.limit) from error
-        except BrokerError as error:
-            return str(error)
-        return None
-
-
-class Parts:
-    """The parts of one attempt, counted from 0.
-
-    Before the first event of a later attempt, or of a second call within an attempt, a part `restart` tells the
-    requester to forget the events so far.
-    """
-
-    def __init__(self, replies: Replies, job: Job) -> None:
-        self._replies = replies
-        self._job = job
-        self._seq = -1
-        self._restarted = False
-        self._has_lost = False
-        self.has_sent = False
-        """Whether anything was sent that the requester must forget if another attempt follows."""
-
-    async def __call__(self, event: bytes, /) -> None:
-        address, trail = self._job.message.reply_to, self._job.trail
-        if not address and trail is None:
-            return
-        self.has_sent = True
-        if self._seq < 0 and (self._restarted or self._job.attempts > 1 or self._job.redelivered):
-            await self._send(address, "restart", b"{}")
-        await self._send(address, "event", event)
-
-    async def _send(self, address: str | None, part: str, body: bytes) -> None:
-        self._seq += 1
-        if not address:
-            if self._job.trail is not None:
-                self._job.trail.part(part, body)
-            return
-        why = await self._replies.part(self._job, address, part=part, seq=self._seq, body=body)
-        if why is not None and not self._has_lost:  # logged once: a full queue loses all later parts too
-            self._has_lost = True
-            log.info(signals.PART_LOST, reason=why)
-
-    def restart(self) -> bool:
-        """The next events are of another call. Returns whether events had been sent."""
-        had_begun = self._seq >= 0
-        if had_begun:
-            self._seq, self._restarted = -1, True
-        return had_begun
+            if self._loses_large_parts:
+                raise
+            raise answer_too_large(error.size, error.limit, setting="LANEKEEPER_BODIES__URL") from error

@@ -1,8 +1,8 @@
-"""What workers remember about requests outside the broker: one protocol, implemented in SQLite and in Redis.
+"""The store: what workers remember about requests outside the broker. One protocol, implemented in SQLite and in Redis.
 
-It knows who works on a request and how it ended (at most one completion is kept for each identity), what can be read of
-a request afterwards, how many requests wait in the broker for a delay, how much of something was used in a period, and
-which process does a job that only one may do at a time.
+The store keeps which worker has claimed a request and how the request ended (at most one completion for each identity),
+how many requests wait in the broker for a delay, how much of an allowance was used in a period, and leases for jobs
+that only one process may do at a time.
 
 The store is not the system of record: losing it can cause a repeated call to a provider, but loses no request.
 Every method raises `StoreUnavailable` if the store cannot answer, or cannot make a change durable.
@@ -17,17 +17,18 @@ from lanekeeper.contract.names import ATTEMPT
 from lanekeeper.contract.problems import LanekeeperError
 
 LEASE_S = 10.0
-"""How long a claim is valid without renewal. Only a second message with the same identity waits until it ends: the
-message that was granted the claim, redelivered, takes over at once."""
+"""How long a claim is valid without renewal. Another message with the same identity waits until the lease ends. The
+message that was granted the claim takes it over at once when it is redelivered."""
 
 
 class StoreUnavailable(LanekeeperError):
-    """The store is away, locked, full, read-only, corrupt or of a newer version; the text says which and what helps."""
+    """The store is away, locked, full, read-only, corrupt or of a newer version; the error's text says which of these,
+    and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Two messages with the same identity are the same request."""
+    """Identifies a request: messages with the same identity are the same request."""
 
     tenant: str
     """Empty if the request has no tenant."""
@@ -36,101 +37,110 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """The properties of a message that the store compares."""
+class Fingerprint:
+    """The properties of one message that the store compares with those of other messages of the same identity."""
 
     body_hash: bytes
     """A hash (16 bytes) of the body as it was published: the same id with another body is a conflict."""
     mark: bytes
     """A hash (16 bytes) of what differs between two publishes of a request, such as reply address and send time."""
     redelivered: bool
-    """True if the message's last delivery was never settled: the worker that had it died, or lost its channel."""
+    """True if an earlier delivery of the message was not settled: its worker died, or lost its channel."""
     nonce: bytes = b""
-    """8 bytes unique to this delivery. If it asks again because the answer was lost, it gets the claim that it has."""
+    """8 random bytes for this delivery. If its worker asks for a claim again because the store's answer was lost, the
+    store recognises it, and grants the same claim."""
     dead_at_ms: int | None = None
     """For a dead letter that was published again: when the request had ended (ms since 1970)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """How a request ended. Every reply to its requester is made from this, so that all say the same."""
+    """How a request ended. Every reply to its requester is made from it, so that repeated replies are equal."""
 
     status: Literal["ok", "error"]
     code: str = ""
-    """For an error: one of `PROBLEMS`."""
+    """For an error: its code, one of `PROBLEMS`."""
     body: bytes
-    """The Message's or the problem document's JSON."""
+    """The JSON of the Message or, for an error, of the problem document."""
     headers: Mapping[str, str | int] = field(default_factory=dict)
-    """The reply's headers besides its status: lane, model, provider, attempt, wait, run time."""
+    """The reply's headers except its status: lane, model, provider, attempt, wait, run time."""
     ended_ms: int
-    """When it ended, by the clock of the worker that ended it; ms since 1970."""
+    """When the request ended, by the clock of the worker that ended it; ms since 1970."""
+    mark: bytes | None = field(default=None, compare=False, repr=False)
+    """Set by the store: the `Fingerprint.mark` of the message that ended the request. If the request was cancelled
+    before a message of it came: the mark of the first message that came. None: no message has come yet."""
 
     @property
     def is_untried(self) -> bool:
-        """True if the request failed before any attempt was made."""
+        """True if the request ended with an error before any attempt was made."""
         return self.status == "error" and self.headers.get(ATTEMPT) == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """The caller may work on the request. Its token is higher than any before: earlier holders cannot complete it."""
+    """The answer to a claim: the caller holds it now, and may work on the request."""
 
     token: int
+    """Higher than the token of every earlier claim of the request, so that earlier holders can no longer complete
+    it."""
     deaths: int = 0
-    """How many earlier holders never gave the claim back, because they died or hung."""
+    """How many earlier holders did not release their claim, because they died or hung."""
     followed: bool = field(default=False, repr=False)
-    """Whether the store keeps the request's life (`following.py`)."""
+    """True if the store keeps the request's entries, so that clients can follow it (`following.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """Another delivery of the same request is being worked on, and its lease is alive."""
+    """The answer to a claim: it is not granted, because a worker holds it for another delivery of the same request, and
+    its lease is valid."""
 
     for_ms: int
-    """How long ago its claim was granted."""
+    """How long ago that claim was granted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The request has ended before."""
+    """The answer to a claim: the request has ended before."""
 
     completion: Completion
-    same_copy: bool
-    """True if, by the mark, this very message had ended: its reply may not have been sent. Also if no mark is kept."""
+    is_same_message: bool
+    """True if this message is the one that ended, by its mark: its reply may not have been sent. Also true if the store
+    has no mark."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """The id was used with another body."""
+    """The answer to a claim: the id was used with another body."""
 
 
 class Stop(StrEnum):
-    """Why a holder must stop."""
+    """Why a worker that holds a claim must stop working on the request."""
 
     CANCELLED = "cancelled"
     FENCED = "fenced"
-    """Another delivery took the claim over."""
+    """Another delivery has taken the claim over."""
 
 
 class Cancelling(StrEnum):
-    """The result of a cancellation."""
+    """The result of `Store.cancel`: what the cancellation found."""
 
     RECORDED = "recorded"
-    """The request ends as cancelled, wherever it waits."""
+    """The request waited, and has ended as cancelled."""
     UNSEEN = "unseen"
-    """No worker has seen the request: it is queued, or not published yet. It ends as cancelled when it comes."""
+    """No worker has seen the request: it is queued, or not published yet. It ends as cancelled when a worker gets
+    it."""
     DISPLACED = "displaced"
-    """No worker has seen the request, and the tenant was at its limit of unseen cancellations, so its oldest was
-    forgotten."""
+    """Like UNSEEN, but the tenant had reached its limit of unseen cancellations, so its oldest one was removed."""
     TOLD = "told"
-    """The request runs: its holder learns of the cancellation at the next renewal."""
+    """The request runs. The worker that holds its claim learns of the cancellation at its next renewal."""
     ENDED = "ended"
     """The request had ended before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A claim that a worker holds."""
+    """A claim that a worker holds: the store's record that it works on the request. `token`: the fencing token, higher
+    than that of every earlier claim of the request."""
 
     identity: Identity
     token: int
@@ -138,125 +148,138 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What is known about a request. Without a completion it runs, or waits for its next attempt."""
+    """What the store knows about a request: how it ended, or whether it runs or waits."""
 
     completion: Completion | None
+    """None: the request runs, or waits for its next attempt."""
     running: bool
     attempts: int = 0
     due_ms: int | None = None
     """When its next attempt may begin (ms since 1970), if it waits and this is known."""
 
 
-class Room(StrEnum):
-    """Whether one more request may wait."""
+class WaitingLimit(StrEnum):
+    """The result of `Store.reserve`: whether one more request may wait in the broker for a delay."""
 
-    KEPT = "kept"
-    TENANT_FULL = "tenant"
-    """The tenant has reached its limit of waiting requests."""
-    FULL = "all"
+    WITHIN = "kept"
+    """It may: it is within the limits, and is counted."""
+    TENANT = "tenant"
+    """Its tenant has reached its limit of waiting requests."""
+    TOTAL = "all"
     """All tenants together have reached the limit of waiting requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """The answer to `Allowances.take`."""
+    """The result of `Allowances.take`: whether the amount was counted as used, and how much of the allowance is
+    used."""
 
     granted: bool
     used: float
-    """The amount used in this period, including what was granted now."""
+    """The amount used in this period, including the amount of this call if it was granted."""
     resets_in_s: float
 
 
 class Allowances(Protocol):
-    """How much of something may be used in a period; periods are counted from 1970 (UTC days begin at midnight)."""
+    """Counts how much of something was used in a period, and refuses more than a limit. Periods are counted from 1970,
+    so that days are UTC days."""
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
-        """Use `amount` if the period's sum then stays within `limit`; otherwise use nothing."""
+        """Count `amount` as used of the allowance `name` if its sum in this period stays within `limit`; otherwise
+        count nothing."""
 
     async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
-        """Subtract from what was taken in this period. A negative amount adds to it, whatever the limit."""
+        """Subtract an amount that was counted as used of the allowance `name` and was not used. A negative amount is
+        added, even beyond the limit."""
 
 
 class Leases(Protocol):
-    """Decide which process does a job that only one may do at a time (sweeping)."""
+    """Decide which process does a job that only one may do at a time, for example the removal of expired results."""
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
-        """Take or renew a lease. Returns its fencing token, higher for each new owner; None while another holds it."""
+        """Take or renew a lease. Returns its fencing token, which rises with each new owner; None if another owner
+        holds the lease."""
 
     async def let_go(self, name: str, owner: str) -> None:
-        """End a lease early. Does nothing if another owner holds it."""
+        """Release a lease before it ends. Does nothing if another owner holds it."""
 
 
 class Store(Allowances, Leases, Protocol):
-    """Everything over one medium, open from `__aenter__` to `__aexit__`.
+    """All that one store can do. It is open from `__aenter__` to `__aexit__`.
 
-    Entering never fails: if the medium cannot be used then, or breaks later, every call tries it again.
+    Entering never raises an error. If the file or the server cannot be used, every call tries it again.
     """
 
     @property
     def trouble(self) -> str | None:
-        """Why the last call failed; None if it succeeded."""
+        """Why the last call failed, as text for operators; None if it succeeded."""
 
     async def probe(self) -> None:
         """Check that the store can be written durably. Raises StoreUnavailable."""
 
-    async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
+    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
         """Ask for the claim of a request, before its provider is called.
 
-        Granted: nobody holds it, or the holder's lease has expired, or the holder has lost this very message (it was
-        redelivered). Ended: the request has ended. A dead letter that is published again (`dead_at_ms` is the time of
-        the stored error) is granted all the same, even with another body. Conflict: the id was used with another body.
-        What `note` or `defer` stored has no effect here.
+        Granted: no worker holds the claim, or its lease has expired, or this is the holder's own message, redelivered.
+        A dead letter that is published again (`dead_at_ms` is the time of the stored error) is also granted, even with
+        another body. Running: another worker holds the claim. Ended: the request has ended. Conflict: the id was used
+        with another body. What `note` and `defer` have stored has no effect on the result.
         """
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
-        """Renew leases in one step. Returns the claims whose holder must stop; the others are valid for another lease.
+        """Renew several claims, so that they do not expire. Returns the claims whose holder must stop, with the reason;
+        the others are valid for another lease.
 
-        A claim that the store has forgotten is not returned: nobody else holds it, and its completion will be stored.
+        A claim that the store has lost is not returned: no other worker holds it, so its completion will be stored.
         """
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
-        """Give up a claim without a completion: the request waits for its next attempt, which may begin at `due_ms`. If
-        the claim was taken over meanwhile, its holder no longer counts as dead."""
+        """Give up a claim without a completion: the request waits for its next attempt, which may begin at `due_ms`.
+        If another delivery has taken the claim over, this holder no longer counts in `Granted.deaths`."""
 
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
-        """Store, for status questions, that an unclaimed request waits until it is due.
+        """Store that an unclaimed request waits until `due_ms`, so that status questions can be answered.
 
-        Later claims are granted all the same. Forgotten at `keep_until_ms`. Stores nothing if the identity is claimed
-        or has ended. Returns whether the request may wait: False if it has ended.
+        The entry does not prevent a claim, and is removed at `keep_until_ms`. Stores nothing if the request was claimed
+        or has ended. Returns False if it has ended, so that it need not wait.
         """
 
     async def complete(
-        self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
+        self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion | None:
-        """Store how a request ended. The first completion stays.
+        """Store how a request ended, unless a completion is stored already.
 
-        Returns the completion that is valid: the given or an earlier one. None: another delivery holds the claim (with
-        `token`: it took it over). `token` None: the caller holds no claim (the deadline passed before it asked for one,
-        or the message is poison); it may complete if `claim` would be granted. If `claim` would be a Conflict, the
-        given completion is returned but not stored: only this message ends with it, not the request that has the id.
+        Returns the valid completion: this one, or the one that was stored first. None: another delivery holds the
+        claim. `token` None: the caller holds no claim, because the deadline passed before it asked for one, or because
+        the message cannot be decoded. Then the completion is stored if `claim` would be granted. If `claim` would
+        return a Conflict, the given completion is returned but not stored: it concerns only this message, not the
+        request that owns the id.
         """
 
     async def note(self, identity: Identity, completion: Completion) -> None:
-        """Store how a request ended that was refused before it could be claimed, so that its result can be asked for.
+        """Store how a request ended that was refused before it could be claimed, so that its result can be read.
 
-        The same id with a valid body still runs. Stores nothing if the identity is claimed, deferred or has ended.
+        A valid message with the same id can still be claimed. Stores nothing if the request was claimed or deferred, or
+        has ended.
         """
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        """End a request as cancelled: at once if no worker holds it, otherwise its holder learns of it at its next
-        renewal."""
+        """End a request as cancelled: at once if no worker holds its claim; otherwise its holder learns of it at its
+        next renewal."""
 
     async def find(self, identity: Identity) -> Found | None:
-        """What is known about a request; None if no worker has seen it, or if its keeping time is over."""
+        """What the store knows about a request; None if no worker has seen it, or if its keeping time is over."""
 
     async def sweep(self) -> int:
-        """Remove results whose keeping time is over and, if the store is too large, the oldest. Returns how many. Each
-        call does a limited amount of work: call it again until it returns 0."""
+        """Remove results whose keeping time is over; if the store is too large, the oldest results as well. Returns the
+        number of removed rows. Each call does a limited amount of work: call it again until it returns 0."""
 
-    async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
-        """Count a message until `until_ms`: until then it stays in the broker, whatever happens to the request. A
-        redelivered message is counted once; each other message of the same request counts separately."""
+    async def reserve(
+        self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
+    ) -> WaitingLimit:
+        """Count a message that waits in the broker until `until_ms`, as `weight` requests, if the limits of waiting
+        requests allow it. It counts until then even if the request ends before, because the broker still holds it. A
+        redelivered message is counted once; other messages of the same request are counted separately."""
 
     async def __aenter__(self) -> Self: ...
 

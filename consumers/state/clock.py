@@ -10,7 +10,7 @@ class Clock:
     """This machine's clocks. All processes on it read the same."""
 
     def since_boot_ms(self) -> int:
-        """Continues during sleep, does not depend on the calendar, and starts again at each boot."""
+        """Milliseconds since boot. Counts on while the machine sleeps, and is not changed by setting the calendar."""
         clock = getattr(time, "CLOCK_BOOTTIME", None)  # Linux
         return (time.monotonic_ns() if clock is None else time.clock_gettime_ns(clock)) // 1_000_000
 

@@ -1,7 +1,8 @@
-"""What the store keeps of a request whose life can be followed: when it was submitted, and entries, numbered from 1.
+"""What the store keeps of a request that clients can follow: its submission, and entries numbered from 1.
 
-Followed are requests that the gateway submitted (`follow`), and streamed ones without `reply_to`. Their worker appends
-the entries; any process that uses the store reads them. They are kept as long as the request's result.
+Clients can follow requests that the gateway submitted (`follow`), and streamed requests without `reply_to`. The worker
+that holds the claim appends entries; any process that uses the store can read them. Entries are kept as long as the
+request's result.
 
 Every method raises `StoreUnavailable` if the store cannot answer.
 """
@@ -15,15 +16,15 @@ from consumers.state.base import Held, Identity, Store
 
 QUEUED = "queued"
 EVENT = "event"
-"""An event of the provider's stream. All other kinds tell of the request's life."""
+"""An event of the provider's stream. Entries of all other kinds are steps of the request, such as `queued`."""
 RESTART = "restart"
-"""Forget the events before: they are removed, and those of another call follow."""
+"""Another call begins: the events before this entry are removed, and readers must discard them."""
 ENTRIES_AT_ONCE = 200
-"""The most entries of one request that one look returns."""
+"""The most entries of one request that one call of `look` returns."""
 
 
-class Told(NamedTuple):
-    """An entry to append."""
+class NewEntry(NamedTuple):
+    """An entry to append to the progress of a request: one step, or one event of the answer's stream."""
 
     kind: str
     body: bytes
@@ -31,7 +32,7 @@ class Told(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry that was appended."""
+    """An entry in the progress of a request, with its number (from 1)."""
 
     number: int
     kind: str
@@ -40,10 +41,11 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What was submitted. Times are ms since 1970."""
+    """A request as its client submitted it, kept so that clients can follow it: its lane, whether its answer is
+    streamed, and when it was submitted, is due, and must be answered (ms since 1970)."""
 
     body_hash: bytes
-    """As in `Copy`."""
+    """As in `Fingerprint`."""
     lane: str
     streams: bool
     submitted_ms: int
@@ -52,7 +54,7 @@ class Submission:
 
 
 class Submitted(StrEnum):
-    """The result of `follow`."""
+    """The result of `follow`: whether the request was submitted before."""
 
     NEW = "new"
     KNOWN = "known"
@@ -63,54 +65,61 @@ class Submitted(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Entries of one claim, in order."""
+    """Entries of one request to append, in order, by the worker that holds its claim (`held`)."""
 
     held: Held
     submission: Submission
-    """For a request that nobody submitted by `follow`: it was published without the gateway."""
-    told: Sequence[Told]
+    """Stored with the first entry if the request was published without the gateway, so that `follow` was not
+    called."""
+    entries: Sequence[NewEntry]
 
 
 class Refused(StrEnum):
-    """Why entries were not appended."""
+    """Why the store did not append entries to the progress of a request."""
 
     FENCED = "fenced"
     """The claim was taken over or forgotten, or the request has ended."""
     FULL = "full"
-    """The events would exceed their limit."""
+    """The events would exceed the limit of their number or bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What is new of a request."""
+    """What has happened to a followed request since the entry that a client has read last."""
 
     entries: Sequence[Entry] = ()
     last: int = 0
-    """The number of its last entry, which may come with the next look."""
+    """The number of the request's last entry. `entries` may end before it; the next look returns the rest."""
     ended: bool = False
     is_known: bool = True
-    """False: the store knows nothing of it, or has forgotten it."""
+    """False if the store does not know the request, or no longer."""
 
 
 class Following(Protocol):
-    """Submissions and entries."""
+    """The part of the store that keeps the progress of requests, so that clients can follow them: how each was
+    submitted, and entries for its steps and the events of its answer."""
 
-    async def follow(self, identity: Identity, submission: Submission, *, told: Told, keep_until_ms: int) -> Submitted:
-        """Store that a request is about to be published, with its first entry, until a worker sees it. A request that
-        a worker has seen, or that has ended, is not changed."""
+    async def follow(
+        self, identity: Identity, submission: Submission, *, first_entry: NewEntry, keep_until_ms: int
+    ) -> Submitted:
+        """Store the submission of a request that is about to be published, and its first entry. Both are removed at
+        `keep_until_ms` unless a worker sees the request before. Changes nothing if a worker has seen the request, or
+        if it has ended."""
 
     async def unfollow(self, identity: Identity) -> None:
-        """Forget a submission that was not published. Does nothing if a worker has seen the request."""
+        """Remove the submission of a request that could not be published. Does nothing if a worker has seen it."""
 
     async def submission(self, identity: Identity) -> Submission | None:
-        """What was submitted; None: not known."""
+        """A followed request as it was submitted; None if the store does not have it."""
 
     async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
-        """Append entries, those of each part together or not at all. Need not survive a power cut."""
+        """Append the entries of each part; a part's entries are appended together or not at all. Returns for each part
+        why it was refused, or None. A power cut may lose entries that were appended last."""
 
     async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[Look | None]:
-        """For each request what is new after an entry's number; None: nothing."""
+        """For each request, given with the number of the last entry that was read: the entries after it. None: there is
+        no news."""
 
 
 class FollowedStore(Store, Following, Protocol):
-    """A store that can do both."""
+    """A store for claims and results, and for requests that clients follow."""

@@ -4,7 +4,7 @@ sqlite:///state/lane.sqlite            relative to the working folder
 sqlite:////var/lib/lane.sqlite         absolute
 redis://:password@host:6379/0          rediss:// with TLS
 
-Redis's client is imported only where it is used: it takes 4 MiB.
+The client library of Redis is imported only if the URL needs it, because it takes 4 MiB of memory.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ SQLITE = "sqlite:///"
 
 
 def open_store(url: str, *, namespace: str, spec: StoreSpec) -> FollowedStore:
-    """The store at this URL, not entered yet. Settings have checked the URL, so a ValueError is a bug."""
+    """Returns the store at this URL, not entered yet. The settings have checked the URL, so a ValueError is a bug."""
     if url.startswith(SQLITE):
         return SqliteStore(Path(unquote(url.removeprefix(SQLITE))), namespace=namespace, spec=spec)
     if url.startswith(("redis://", "rediss://")):
@@ -29,7 +29,8 @@ def open_store(url: str, *, namespace: str, spec: StoreSpec) -> FollowedStore:
 
 
 async def redis_risks(url: str) -> list[str]:
-    """Why a Redis with these settings could lose acknowledged writes; empty if it does not show its settings."""
+    """Reasons why the Redis at `url` could lose acknowledged writes, by its settings. Empty if there are none, or if
+    the settings cannot be read."""
     from consumers.state.redis.client import RedisClient
 
     client = RedisClient(url)

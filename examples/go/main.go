@@ -15,14 +15,14 @@ import (
 	amqp "github.com/rabbitmq/amqp091-go"
 )
 
-// Replies come to the channel that published: that needs no right to declare a queue.
+// Direct reply-to: replies come to the channel that published. It needs no right to declare a queue.
 const directReplyTo = "amq.rabbitmq.reply-to"
 
 type answer struct {
-	Title, Detail   string                  // of a problem document
-	Content         []struct{ Text string } // of an answer
-	Delta           struct{ Text string }   // of an event of a stream
-	Outcome, Status any                     // of an answer to a control message
+	Title, Detail   string                  // in a problem document
+	Content         []struct{ Text string } // in an answer
+	Delta           struct{ Text string }   // in an event of a stream
+	Outcome, Status any                     // in an answer to a control message
 	DueAt           string                  `json:"due_at"`
 }
 
@@ -42,7 +42,7 @@ func main() {
 	channel, err := connection.Channel()
 	check(err)
 	check(channel.Confirm(false))
-	// on this channel, before what it answers is published
+	// must be on the channel that publishes, and before the publish
 	replies, err := channel.Consume(directReplyTo, "", true, false, false, false, nil)
 	check(err)
 
@@ -71,7 +71,7 @@ func main() {
 	confirm, err := channel.PublishWithDeferredConfirm(exchange, key, false, false, message)
 	check(err)
 	if taken, err := confirm.WaitContext(waiting); err != nil || !taken {
-		log.Fatal("the broker did not take it: the lane is full; try again later")
+		log.Fatal("the broker did not confirm the message: the lane may be full; try again later")
 	}
 	for {
 		select {
@@ -85,7 +85,7 @@ func main() {
 	}
 }
 
-// isLast prints a reply, and tells whether it is the last.
+// isLast prints a reply, and returns whether it is the last one.
 func isLast(reply amqp.Delivery) bool {
 	var found answer
 	check(json.Unmarshal(reply.Body, &found))
@@ -97,13 +97,13 @@ func isLast(reply amqp.Delivery) bool {
 		fmt.Println(found.Outcome)
 	case control == "pending": // running, waiting or unknown
 		fmt.Println(found.Status, found.DueAt)
-	case reply.Headers["x-lane-part"] == "restart": // an attempt failed: forget what came so far
+	case reply.Headers["x-lane-part"] == "restart": // an attempt failed: discard the parts so far
 		fmt.Println("\n[from the beginning]")
 		return false
 	case reply.Headers["x-lane-part"] == "event":
 		fmt.Print(found.Delta.Text)
 		return false
-	default: // the whole answer; streamed, it has been printed
+	default: // the whole answer; if it was streamed, it has been printed already
 		if os.Args[1] != "stream" {
 			for _, block := range found.Content {
 				fmt.Print(block.Text)

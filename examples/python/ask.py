@@ -10,7 +10,7 @@ import pika
 
 connection = pika.BlockingConnection(pika.URLParameters(os.environ.get("AMQP_URL", "amqp://localhost:5672/")))
 channel = connection.channel()
-channel.confirm_delivery()  # basic_publish now raises unless the broker took the request
+channel.confirm_delivery()  # basic_publish now raises if the broker does not confirm the request
 
 
 def read(channel, _method, properties, body):
@@ -38,4 +38,4 @@ channel.basic_publish(
     ),
 )
 channel.start_consuming()
-connection.close()  # before the answer came? It is kept for a day: `lanekeeper result` with the request's id
+connection.close()  # if it is lost before the answer comes, `lanekeeper result ID` fetches the answer, for a day

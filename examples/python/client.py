@@ -1,4 +1,7 @@
-"""Everything with our own client: python client.py ask|stream|publish PROMPT, python client.py cancel|result ID
+"""Ask, stream, publish, cancel and fetch with our own client:
+
+    python client.py ask|stream|publish PROMPT
+    python client.py cancel|result ID
 
 AMQP_URL is the broker's address, or a gateway's: http(s)://…, with its key in GATEWAY_KEY."""
 

@@ -1,4 +1,4 @@
-"""Cancel a request, or fetch how it ended, with pika alone: python control.py cancel ID, python control.py result ID"""
+"""Cancel a request, or fetch its result, with pika alone: python control.py cancel ID, python control.py result ID"""
 
 import json
 import os
@@ -28,7 +28,7 @@ def read(_channel, _method, properties, body):
 
 
 answered = False
-channel.basic_consume("amq.rabbitmq.reply-to", read, auto_ack=True)  # on this channel, before the question is published
+channel.basic_consume("amq.rabbitmq.reply-to", read, auto_ack=True)  # on this channel, before the message is published
 channel.basic_publish(
     exchange="lane.control",
     routing_key=what,

@@ -21,7 +21,7 @@ def read(channel, _method, properties, body):
     if status == "ok":  # the whole answer, put together
         print()
         channel.stop_consuming()
-    elif part == "restart":  # an attempt failed: forget what came so far
+    elif part == "restart":  # an attempt failed: discard the parts so far
         print("\n[from the beginning]")
     else:  # one event of Anthropic's stream
         print(reply.get("delta", {}).get("text", ""), end="", flush=True)

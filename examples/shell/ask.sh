@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Ask over RabbitMQ with Debian's amqp-tools alone: ./ask.sh "Name three rivers."
-# They can set no message id and no type: to name, stream, cancel or fetch a request, use `lanekeeper send`, `cancel`,
-# `result`. A user that may declare nothing has a queue for its replies: REPLY_QUEUE=lane.reply.NAME ./ask.sh …
+# These tools can set neither a message id nor a type: to choose a request's id, to stream, cancel or fetch it, use
+# `lanekeeper send`, `cancel` and `result`. If your user may not declare queues, use the one that was declared for its
+# replies: REPLY_QUEUE=lane.reply.NAME ./ask.sh …
 set -euo pipefail
 url=${AMQP_URL:-amqp://localhost:5672}
-url=${url%/} # amqp-tools take a slash at the end for a virtual host without a name
+url=${url%/} # for amqp-tools a slash at the end means a virtual host without a name
 queue=${REPLY_QUEUE:-examples.shell.$$}
 if [[ -z ${REPLY_QUEUE:-} ]]; then
   amqp-declare-queue --url="$url" --queue="$queue" >/dev/null

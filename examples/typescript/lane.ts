@@ -9,7 +9,7 @@ const connection = await amqp.connect(process.env.AMQP_URL ?? "amqp://localhost:
 const channel = await connection.createConfirmChannel();
 const directReplyTo = "amq.rabbitmq.reply-to"; // needs no right to declare a queue
 
-// on this channel, before what it answers is published
+// must be on the channel that publishes, and before the publish
 const ended = new Promise<void>((resolve) =>
   channel.consume(directReplyTo, (reply) => reply && isLast(reply) && resolve(), { noAck: true }),
 );
@@ -33,16 +33,16 @@ if (what === "cancel" || what === "result") {
     headers: { "x-lane-sent-ms": Date.now(), "x-lane-stream": what === "stream" },
   });
 }
-await channel.waitForConfirms(); // rejects where the lane is full
+await channel.waitForConfirms(); // rejects if the lane is full
 await ended;
 await connection.close();
 
-/** Print a reply; whether it is the last. */
+/** Prints a reply, and returns whether it is the last one. */
 function isLast(reply: amqp.ConsumeMessage): boolean {
   const headers = reply.properties.headers ?? {};
   const found = JSON.parse(reply.content.toString());
   if (headers["x-lane-part"] === "restart") {
-    console.log("\n[from the beginning]"); // an attempt failed: forget what came so far
+    console.log("\n[from the beginning]"); // an attempt failed: discard the parts so far
     return false;
   }
   if (headers["x-lane-part"] === "event") {
@@ -57,7 +57,7 @@ function isLast(reply: amqp.ConsumeMessage): boolean {
     console.log(found.outcome ?? found.status, found.due_at ?? "");
   } else {
     const whole = found.content.map((block: { text?: string }) => block.text ?? "").join("");
-    console.log(what === "stream" ? "" : whole); // streamed, it has been printed
+    console.log(what === "stream" ? "" : whole); // a streamed answer has been printed already
   }
   return true;
 }

@@ -1,8 +1,8 @@
 """Publishes on one channel with confirms: each message waits for its own confirm, many at once.
 
-The broker counts the messages of a channel and confirms by number, one or all up to it. It sends back a mandatory
-message that no queue takes, and confirms it after that; such a message is found by its id, so no two messages with one
-id may be in flight (`Publisher` takes care of that).
+The broker numbers the messages of a channel. A confirm is for one number, or for all numbers up to it. If no queue is
+bound for a mandatory message, the broker first returns the message and then confirms it. A returned message is matched
+by its id, so two mandatory messages with the same id must not be in flight at the same time (`Publisher` prevents it).
 """
 
 import asyncio
@@ -17,11 +17,13 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, PublishRefused, Unroutable
 
 Answer = type[BrokerError] | None
-"""The broker's answer to a message: None, or why it did not take it."""
+"""The broker's answer to a publish: None if it accepted the message, else the class of the error."""
 
 
 class Confirming:
-    """A channel in confirm mode, on which nobody else publishes."""
+    """Publishes on one channel in confirm mode, and matches the broker's confirms and returned messages to the
+    publishes that wait for them. Nothing else may publish on this channel, because confirms are matched by counting
+    publishes."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -33,22 +35,12 @@ class Confirming:
         channel.closing.add_done_callback(self._on_closed)
 
     async def publish(self, message: Message, *, exchange: str, routing_key: str, mandatory: bool) -> Answer:
-        """Publish and wait for what the broker says. Raises AMQPError if the channel is lost first."""
-        channel, message_id = self.channel, message.message_id or uuid.uuid4().hex
-        if channel.is_closed:
-            raise ChannelInvalidStateError("the channel is closed")
-        properties = encoded(message, message_id=message_id)
-        frame = frames(
-            channel, message.body, exchange=exchange, routing_key=routing_key, properties=properties,
-            mandatory=mandatory,
-        )  # fmt: skip
-        await channel.write_queue.put(frame)
-        if channel.is_closed:  # while it waited for room: nobody confirms it
-            raise ChannelInvalidStateError("the channel was closed")
-        # no await between writing and counting: the broker counts in the same order
-        self._published = tag = self._published + 1
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[tag] = answer
+        """Publish and wait for the broker's answer: None for an ack, else the class of the error (PublishRefused for a
+        nack, Unroutable for a returned message). Raises AMQPError if the channel is lost first."""
+        message_id = message.message_id or uuid.uuid4().hex
+        answer = await self.write(
+            message, exchange=exchange, routing_key=routing_key, mandatory=mandatory, message_id=message_id
+        )
         if not mandatory:
             return await answer
         self._by_id[message_id] = answer
@@ -57,12 +49,34 @@ class Confirming:
         finally:
             del self._by_id[message_id]
 
-    def _on_confirm(self, tag: int, up_to: bool, taken: bool) -> None:
-        tags = [each for each in self._waiting if each <= tag] if up_to else [tag]
-        for each in tags:
-            answer = self._waiting.pop(each, None)
+    async def write(
+        self, message: Message, *, exchange: str, routing_key: str, mandatory: bool, message_id: str
+    ) -> "asyncio.Future[Answer]":
+        """Wait for room in the channel's write queue, put the message into it, and return a future that gets the
+        broker's answer (see `publish`). The future raises AMQPError if the channel is lost before the answer
+        arrives."""
+        channel = self.channel
+        if channel.is_closed:
+            raise ChannelInvalidStateError("the channel is closed")
+        properties = encoded(message, message_id=message_id)
+        frame = frames(
+            channel, message.body, exchange=exchange, routing_key=routing_key, properties=properties,
+            mandatory=mandatory,
+        )  # fmt: skip
+        await channel.write_queue.put(frame)
+        if channel.is_closed:  # it was closed during the wait for room, so no confirm will come
+            raise ChannelInvalidStateError("the channel was closed")
+        # no await between writing and counting: `tag` must equal the delivery tag that the broker gives this message
+        self._published = tag = self._published + 1
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[tag] = answer
+        return answer
+
+    def _on_confirm(self, tag: int, up_to: bool, accepted: bool) -> None:
+        for confirmed in [waiting for waiting in self._waiting if waiting <= tag] if up_to else [tag]:
+            answer = self._waiting.pop(confirmed, None)
             if answer is not None and not answer.done():
-                answer.set_result(None if taken else PublishRefused)
+                answer.set_result(None if accepted else PublishRefused)
 
     def _on_return(self, message: Message) -> None:
         answer = self._by_id.get(message.message_id or "")
@@ -76,4 +90,5 @@ class Confirming:
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(error)
+                answer.exception()  # marks it as retrieved: asyncio logs errors of futures that nobody awaits
         self._waiting.clear()

@@ -17,21 +17,22 @@ RPC_TIMEOUT_S = 5
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """`ready` counts the messages that wait; those being worked on are not included."""
+    """The length of a queue: `ready` counts the waiting messages, without those that consumers are working on."""
 
     ready: int
     consumers: int
 
 
 async def depths(connection: Connection, queues: list[str]) -> dict[str, Depth]:
-    """The depth of each queue. Raises AccessRefused, BrokerUnreachable (also if a queue does not exist)."""
+    """Ask the broker for the length and the number of consumers of each queue (passive declaration). Raises
+    AccessRefused, BrokerUnreachable (also if a queue does not exist)."""
     channel = await connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
     try:
         with border("cannot look at the queues"):
             found = {}
             for queue in queues:
-                told = (await channel.declare_queue(queue, passive=True, timeout=RPC_TIMEOUT_S)).declaration_result
-                found[queue] = Depth(told.message_count or 0, told.consumer_count or 0)
+                declared = (await channel.declare_queue(queue, passive=True, timeout=RPC_TIMEOUT_S)).declaration_result
+                found[queue] = Depth(declared.message_count or 0, declared.consumer_count or 0)
             async with asyncio.timeout(RPC_TIMEOUT_S):
                 await channel.close()
     except BrokerUnreachable as error:

@@ -24,10 +24,11 @@ CLOSE_TIMEOUT_S = 3
 
 
 class DirectReplies:
-    """Receives direct replies on a publisher's channel, and on the next channel when that one is lost."""
+    """Receives the replies that RabbitMQ's direct reply-to delivers to the channel on which a request was published.
+    When that channel is lost, the publisher opens another, and calls `consume` with it."""
 
     def __init__(self, *, on_reply: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
-        """`on_lost` is called when the channel has closed: what was published on it gets no more replies."""
+        """`on_lost` is called when the channel has closed: messages published on it get no more replies."""
         self._on_reply = on_reply
         self._on_lost = on_lost
         self._channel: Channel | None = None
@@ -37,7 +38,8 @@ class DirectReplies:
         return self._channel is not None and not self._channel.is_closed
 
     async def consume(self, channel: Channel) -> None:
-        """Start receiving replies; pass it as `on_channel`, because the broker requires this before the first publish.
+        """Start receiving replies on a channel. This is to be passed to the publisher as `on_channel`, because the
+        broker requires the consumer before the first publish.
 
         Raises BrokerUnreachable, AccessRefused.
         """

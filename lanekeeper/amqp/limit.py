@@ -1,10 +1,10 @@
-"""Finds out the broker's limit for a message's size, before a larger message is published on a shared connection.
+"""Finds out the broker's size limit for messages, before a large message is published on a shared connection.
 
-RabbitMQ checks the size once the whole message has arrived (`max_message_size`: 16 MiB on 4.x, 128 MiB on 3.x, or what
-the operator set) and closes the channel if it is too large; publishes still under way to that channel then end the
-connection. The limit is named only in that error, and the size is checked before any permission. So a message of the
-size in question is published once, to a queue that does not exist, on a separate connection. Small messages need no
-check.
+The limit is `max_message_size`: 16 MiB on RabbitMQ 4.x and 128 MiB on 3.x, if the operator set no other. RabbitMQ
+checks it when the whole message has arrived, and closes the channel if the message is too large. Publishes that are on
+their way to this channel then make it close the connection. Only the error of the closed channel names the limit. So a
+message of the size in question is published once, on a separate connection, to a queue that does not exist. This needs
+no rights, because the size is checked before permissions. Small messages need no check.
 """
 
 import asyncio
@@ -17,50 +17,52 @@ from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import BrokerUnreachable, MessageTooLarge
 
 SMALL_BYTES = 1024 * 1024
-"""Sizes up to this are not checked: requests may be this large, so every broker in use must accept them."""
-ASKED_BYTES = 16 * 1024 * 1024
-"""The smallest size that is tried, so that one try is enough: the default limit of RabbitMQ 4."""
-WITHIN_S = 20.0
-NOBODY = "lanekeeper.nobody"
-"""A queue that does not exist: the broker drops what is published to it."""
-_TOLD = re.compile(r"larger than configured max size (\d+)")
+"""Messages up to this size are not checked: requests may be this large, so every broker must accept them."""
+PROBE_BYTES = 16 * 1024 * 1024
+"""The smallest size that is tried: the default limit of RabbitMQ 4, so that one try is enough in most cases."""
+PROBE_WITHIN_S = 20.0
+NO_QUEUE = "lanekeeper.nobody"
+"""A queue that does not exist: the broker drops messages that are published to it."""
+_LIMIT_IN_ERROR = re.compile(r"larger than configured max size (\d+)")
 
 
 class MessageLimit:
-    """The size limit of one connection's broker; forgotten when the connection is reopened."""
+    """Knows the largest message that the broker accepts (`max_message_size`). It finds the limit out with a test
+    message on a separate connection, and again when `connection` has been reopened."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._asking = asyncio.Lock()
-        self._taken = SMALL_BYTES
+        self._probing = asyncio.Lock()
+        self._accepted_bytes = SMALL_BYTES
         self._limit: int | None = None
         self._opening = connection.openings
 
     async def check(self, size: int) -> None:
-        """Raises MessageTooLarge, or BrokerUnreachable if the limit could not be found out."""
+        """Check whether the broker accepts a message of `size` bytes. Raises MessageTooLarge if it does not, and
+        BrokerUnreachable if the limit could not be found out."""
         if size <= SMALL_BYTES:
             return
-        async with self._asking:
+        async with self._probing:
             if self._opening != self._connection.openings:
-                self._taken, self._limit, self._opening = SMALL_BYTES, None, self._connection.openings
-            if self._limit is None and size > self._taken:
-                await self._ask(max(size, ASKED_BYTES))
+                self._accepted_bytes, self._limit, self._opening = SMALL_BYTES, None, self._connection.openings
+            if self._limit is None and size > self._accepted_bytes:
+                await self._probe(max(size, PROBE_BYTES))
         if self._limit is not None and size > self._limit:
             raise MessageTooLarge(size, self._limit)
 
-    async def _ask(self, size: int) -> None:
+    async def _probe(self, size: int) -> None:
         try:
-            async with asyncio.timeout(WITHIN_S), self._connection.another("size") as connection:
+            async with asyncio.timeout(PROBE_WITHIN_S), self._connection.another("size") as connection:
                 channel = await connection.channel(confirms=True)
                 try:
-                    await channel.default_exchange.publish(aio_pika.Message(bytes(size)), NOBODY, mandatory=False)
+                    await channel.default_exchange.publish(aio_pika.Message(bytes(size)), NO_QUEUE, mandatory=False)
                 except ChannelPreconditionFailed as error:
-                    if (told := _TOLD.search(str(error))) is None:
+                    if (named := _LIMIT_IN_ERROR.search(str(error))) is None:
                         raise
-                    self._limit = int(told[1])
+                    self._limit = int(named[1])
                     return
                 except ChannelAccessRefused:
-                    pass  # the size was checked first, so it is allowed
-                self._taken = size
+                    pass  # the size is checked before permissions, so it is within the limit
+                self._accepted_bytes = size
         except (AMQPError, OSError, RuntimeError, TimeoutError) as error:
             raise BrokerUnreachable(f"how large a message the broker takes is not known: {error}") from error

@@ -5,6 +5,7 @@
 
 import asyncio
 import random
+import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,7 +18,7 @@ from aiormq.exceptions import (
     ChannelNotFoundEntity,
 )
 
-from lanekeeper.amqp.confirming import Confirming
+from lanekeeper.amqp.confirming import Answer, Confirming
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.limit import SMALL_BYTES, MessageLimit
 from lanekeeper.contract.messages import Message
@@ -36,17 +37,20 @@ from lanekeeper.telemetry.tracing import Tracing
 
 CONFIRM_TIMEOUT_S = 10.0
 CONFIRM_LEAST_S = 1.0
-"""Least time for a confirm, even if waiting for the broker used up most of the time."""
+"""The shortest time to wait for a confirm, even if waiting for a connection used up most of the time."""
 SURELY_WITHIN_S = 100.0
-"""Long enough for a broker's restart. After that the delivery is returned; when it comes again, the stored result is
-sent."""
+"""How long a worker tries to publish a reply: long enough for a restart of the broker. After that, the worker returns
+the request to its queue; when the request is delivered again, its stored result is published."""
 DEFAULT_EXCHANGE = "amq.default"
-"""The default exchange's name in the broker's errors. An error closes the whole channel and names the exchange that
-caused it."""
+"""The name of the default exchange in the broker's errors. An error closes the whole channel, for all publishes on it;
+its text names the exchange of the publish that caused it."""
+_LOST = (AMQPError, ChannelInvalidStateError, RuntimeError, OSError)
+"""The exceptions of a publish whose channel is lost or whose time is over (TimeoutError is an OSError)."""
 
 
 class Publisher:
-    """Publishes over one connection, on a channel with confirms."""
+    """Publishes messages and waits for the broker's confirms. It uses one channel of `connection`, and opens another
+    when that is lost."""
 
     def __init__(
         self,
@@ -56,8 +60,9 @@ class Publisher:
         on_missing: Callable[[], None] | None = None,
         on_channel: Callable[[Channel], Awaitable[None]] | None = None,
     ) -> None:
-        """`on_missing`: called when an exchange, or a queue bound to it, is missing, so that the whole topology can be
-        checked. `on_channel`: called with each channel before anything is published on it."""
+        """`on_missing` is called when a publish fails because its exchange is missing, or no queue is bound for its
+        key; the caller can then check the whole topology. `on_channel` is called with each new channel before the first
+        publish on it."""
         self.connection = connection
         self._tracing = tracing
         self._confirming: Confirming | None = None
@@ -67,9 +72,9 @@ class Publisher:
         self._on_channel = on_channel
         self._limit = MessageLimit(connection)
 
-    async def refuses(self, size: int) -> int | None:
-        """The broker's limit if a body of `size` bytes exceeds it. None if it may be published, or if the limit cannot
-        be found out now: `publish` checks again."""
+    async def exceeded_limit(self, size: int) -> int | None:
+        """Return the broker's limit for the size of a message in bytes, if a body of `size` bytes exceeds it. None if
+        it does not, or if the limit cannot be found out now; `publish` checks the size again."""
         try:
             await self._limit.check(size)
         except MessageTooLarge as error:
@@ -90,10 +95,9 @@ class Publisher:
     ) -> None:
         """Publish once and wait for the confirm.
 
-        Raises Unroutable (returned), PublishRefused (nack), ConfirmUnknown (no confirm: it may or may not be
-        published), BrokerBlocked (an alarm for all of `timeout_s`: nothing was published), BrokerUnreachable,
-        AccessRefused, MessageTooLarge (not sent), TopologyMismatch (no such exchange). `traced` false: no span, used
-        for the parts of a stream.
+        `traced` false: without a span, for the parts of a stream. Raises Unroutable (returned), PublishRefused (nack),
+        ConfirmUnknown (no confirm came), BrokerBlocked (there was an alarm for all of `timeout_s`, so nothing was
+        published), BrokerUnreachable, AccessRefused, MessageTooLarge (not sent), TopologyMismatch (no such exchange).
         """
         if len(message.body) > SMALL_BYTES:
             await self._limit.check(len(message.body))
@@ -101,29 +105,15 @@ class Publisher:
             self._tracing.send(message, exchange=exchange, routing_key=routing_key) if traced else nullcontext()
         )
         with span:
-            if self.connection.blocked is not None or not self.connection.is_open:
-                # a message given to a blocked connection would still be published when the alarm ends
-                end = asyncio.get_running_loop().time() + timeout_s
-                await self.connection.flowing(timeout_s=timeout_s)
-                timeout_s = max(CONFIRM_LEAST_S, end - asyncio.get_running_loop().time())
-            confirming = await self._confirm_channel(timeout_s=timeout_s)
+            confirming, timeout_s = await self._ready_channel(timeout_s)
             turn = await self._take_turn(message.message_id) if mandatory and message.message_id else None
             try:
                 async with asyncio.timeout(timeout_s):
                     refused = await confirming.publish(
                         message, exchange=exchange, routing_key=routing_key, mandatory=mandatory
                     )
-            except (ChannelNotFoundEntity, ChannelAccessRefused) as error:
-                if f"'{exchange or DEFAULT_EXCHANGE}'" not in str(error):
-                    raise ConfirmUnknown(f"channel lost by another publish: {error}") from error
-                if isinstance(error, ChannelAccessRefused):
-                    raise AccessRefused(str(error)) from error
-                raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
-            except TimeoutError as error:
-                why = f": the broker reads nothing, {self.connection.blocked}" if self.connection.blocked else ""
-                raise ConfirmUnknown(f"no confirm for {routing_key!r} within {timeout_s:g} s{why}") from error
-            except (AMQPError, ChannelInvalidStateError, RuntimeError, OSError) as error:
-                raise ConfirmUnknown(f"connection lost while publishing {routing_key!r}: {error}") from error
+            except _LOST as error:
+                raise self._error_of(error, exchange, routing_key, timeout_s) from error
             finally:
                 if turn is not None:
                     del self._in_flight[message.message_id or ""]
@@ -134,6 +124,28 @@ class Publisher:
                 raise PublishRefused(
                     f"the broker refused {routing_key!r}: a queue that it goes to is full; try again later"
                 )
+
+    async def write(
+        self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = CONFIRM_TIMEOUT_S
+    ) -> "asyncio.Future[Answer]":
+        """Publish once, and return a future of the broker's answer. It is for the parts of a stream, of which several
+        are in flight at a time: not mandatory, and without a span. The broker receives them in the order of these
+        calls.
+
+        `timeout_s`: how long to wait for the connection, and for room in the write queue. Raises the errors of
+        `publish`; the future raises AMQPError if the channel is lost.
+        """
+        if len(message.body) > SMALL_BYTES:
+            await self._limit.check(len(message.body))
+        confirming, timeout_s = await self._ready_channel(timeout_s)
+        message_id = message.message_id or uuid.uuid4().hex
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await confirming.write(
+                    message, exchange=exchange, routing_key=routing_key, mandatory=False, message_id=message_id
+                )
+        except _LOST as error:
+            raise self._error_of(error, exchange, routing_key, timeout_s) from error
 
     async def publish_surely(
         self,
@@ -147,13 +159,15 @@ class Publisher:
         absent_within_s: float | None = None,
         gives_up_on: tuple[type[BrokerError], ...] = (),
     ) -> None:
-        """Try to publish until the broker has confirmed it, for at most `within_s`; then raise the last error.
+        """Publish, and repeat it until the broker has confirmed the message, for at most `within_s`; then raise the
+        last error. The message may be published more than once.
 
-        `refused_within_s`: how long to try again after refusals (nack). The message may be published more than once.
-        `absent_within_s`: how long to wait for a connection as long as nothing was published; None: `within_s`.
-        Raised at once: AccessRefused, MessageTooLarge, the errors in `gives_up_on`, and Unroutable from the default
-        exchange (the requester has gone). Unroutable from one of our exchanges is tried again, because its queue should
-        come back. The error's `maybe_published` says whether any of the tries may have published the message.
+        `refused_within_s`: a shorter limit after refusals (nack). `absent_within_s`: a shorter limit while there is no
+        connection and nothing was published yet; None: no shorter limit.
+
+        Some errors are raised at once: AccessRefused, MessageTooLarge, those in `gives_up_on`, and Unroutable from the
+        default exchange (the requester's queue is gone). Unroutable from one of our exchanges is tried again, because
+        its queue should be declared again. The error's `maybe_published` covers all tries.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -196,11 +210,35 @@ class Publisher:
             else:
                 return
 
+    async def _ready_channel(self, timeout_s: float) -> tuple[Confirming, float]:
+        """Wait until the broker accepts publishes. Returns the channel to publish on, and how many of the `timeout_s`
+        seconds are left to wait for the confirm."""
+        if self.connection.blocked is not None or not self.connection.is_open:
+            # a message given to a blocked connection would still be published when the alarm ends
+            end = asyncio.get_running_loop().time() + timeout_s
+            await self.connection.flowing(timeout_s=timeout_s)
+            timeout_s = max(CONFIRM_LEAST_S, end - asyncio.get_running_loop().time())
+        return await self._confirm_channel(timeout_s=timeout_s), timeout_s
+
+    def _error_of(self, error: Exception, exchange: str, routing_key: str, timeout_s: float) -> BrokerError:
+        """Translate an exception that aiormq raised during a publish to a BrokerError."""
+        if isinstance(error, ChannelNotFoundEntity | ChannelAccessRefused):
+            if f"'{exchange or DEFAULT_EXCHANGE}'" not in str(error):
+                return ConfirmUnknown(f"channel lost by another publish: {error}")
+            if isinstance(error, ChannelAccessRefused):
+                return AccessRefused(str(error))
+            return TopologyMismatch(f"{error}; run: lanekeeper topology apply")
+        if isinstance(error, TimeoutError):
+            why = f": the broker reads nothing, {self.connection.blocked}" if self.connection.blocked else ""
+            return ConfirmUnknown(f"no confirm for {routing_key!r} within {timeout_s:g} s{why}")
+        return ConfirmUnknown(f"connection lost while publishing {routing_key!r}: {error}")
+
     async def _confirm_channel(self, *, timeout_s: float) -> Confirming:
         confirming = self._confirming
         if confirming is not None and not confirming.channel.is_closed:
             return confirming
-        await self.connection.underlying(timeout_s=timeout_s)  # before the lock, so that all callers wait at once
+        # before the lock, so that several callers wait at the same time, each for at most `timeout_s`
+        await self.connection.underlying(timeout_s=timeout_s)
         async with self._opening:
             if self._confirming is None or self._confirming.channel.is_closed:
                 channel = await self.connection.raw_channel(confirms=True, timeout_s=timeout_s)
@@ -210,10 +248,8 @@ class Publisher:
             return self._confirming
 
     async def _take_turn(self, message_id: str) -> asyncio.Event:
-        """Wait until no other mandatory publish of this message id is in flight.
-
-        aiormq matches returned messages by their id (docs/facts.md, section 4).
-        """
+        """Wait until no other mandatory publish of this message id is in flight, because `Confirming` matches returned
+        messages by their id. Returns the event to set when this publish has ended."""
         while (other := self._in_flight.get(message_id)) is not None:
             await other.wait()
         done = self._in_flight[message_id] = asyncio.Event()

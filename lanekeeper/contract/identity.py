@@ -1,4 +1,4 @@
-"""Which texts may be a request's id (`message_id`), and which names from a provider may appear in logs and spans."""
+"""Checks of a request's id (`message_id`), and of names from a provider before they appear in logs and spans."""
 
 import re
 
@@ -10,15 +10,16 @@ _WORD = re.compile(r"[A-Za-z0-9._:/@-]{1,100}")
 
 
 def is_request_id(text: str) -> bool:
-    """Whether `text` may be a request's id."""
+    """Whether `text` is allowed as the id of a request (`message_id`)."""
     return _ID.fullmatch(text) is not None
 
 
 def is_word(text: str) -> bool:
-    """Whether a provider's word (a model, an id, a type of error) may stand in logs, events and spans."""
+    """Whether a word from a provider (a model, an id, a type of error) may be written to logs, events and spans."""
     return _WORD.fullmatch(text) is not None
 
 
 def shown(text: str) -> str:
-    """A provider's word as shown in logs, events and spans; `?` if it may not be shown."""
+    """A word from a provider (a model, an id, a type of error) as logs, events and spans show it: unchanged if
+    `is_word` allows it, else `?`."""
     return text if is_word(text) else "?"

@@ -7,18 +7,20 @@ from typing import Any
 from lanekeeper.contract.names import BODY, BODY_SHA256
 
 PRIORITY_AT_MOST = 9
-"""A quorum queue orders priorities up to 31, and that cannot be lowered: a higher priority would overtake everybody."""
+"""The highest priority that a request may have. RabbitMQ 4.3 orders quorum queues by priorities up to 31, and has no
+setting for a lower limit; so a message with a priority above 9 would overtake all others."""
 UNREADABLE = "\x00unreadable"
-"""Header key that names the properties of a message that could not be read, and why. A request with this key is
-refused."""
+"""The key of a header that our AMQP decoder adds to a message if it cannot read some properties. The value names these
+properties and the reasons. A request with this header is refused."""
 
 
 class Encoded(bytes):
-    """A header's value in its AMQP encoding, type byte first. It is published again unchanged."""
+    """A header's value in its AMQP encoding, including the type byte. It can be published again unchanged."""
 
 
 class Headers(dict[str, Any]):
-    """Headers as delivered: their values, and the position of each value in `wire`, the encoded table."""
+    """The headers of a delivered message. `wire` is the encoded table; `places` has, for each header, the start and the
+    end of its value in `wire`."""
 
     __slots__ = ("places", "wire")
 
@@ -28,7 +30,7 @@ class Headers(dict[str, Any]):
         self.places: dict[str, tuple[int, int]] = {}
 
     def encoded(self, name: str) -> Any:
-        """The value as it was encoded; a value that was set here, not received, is returned as it is."""
+        """The value of a header in its original encoding; the plain value if it was not received but set here."""
         if (place := self.places.get(name)) is None:
             return self[name]
         return Encoded(self.wire[place[0] : place[1]])
@@ -57,19 +59,19 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Where a body lies, and the SHA-256 of its content in hex."""
+class BodyAddress:
+    """The address of a body that is not in its message but in a store or on a host, and the body's SHA-256 in hex."""
 
     address: str
     sha256: str
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The headers of a message in place of the body."""
+        """The two headers of a message that has this address in place of a body: the address and the SHA-256."""
         return {BODY: self.address, BODY_SHA256: self.sha256}
 
 
-def kept_in(headers: Mapping[str, Any]) -> Kept | None:
-    """The body that a message's headers name; None: the message has its body in itself."""
+def body_address_in(headers: Mapping[str, Any]) -> BodyAddress | None:
+    """Read the address and the SHA-256 of a message's body from its headers; None if the message contains its body."""
     address, sha256 = headers.get(BODY), headers.get(BODY_SHA256)
-    return Kept(address, sha256) if isinstance(address, str) and isinstance(sha256, str) else None
+    return BodyAddress(address, sha256) if isinstance(address, str) and isinstance(sha256, str) else None

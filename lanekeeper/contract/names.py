@@ -1,4 +1,4 @@
-"""Every name on the broker and in a message header is built here; no other file contains its text."""
+"""The names of all exchanges, queues, routing keys and message headers. No other file spells them out."""
 
 from dataclasses import dataclass
 
@@ -11,23 +11,26 @@ class Names:
 
     @property
     def requests(self) -> str:
-        """Topic exchange that applications publish to."""
+        """Name of the topic exchange to which applications publish requests."""
         return f"{self.namespace}.requests"
 
     def intake(self, lane: str) -> str:
-        """Queue of the requests published to a lane."""
+        """Name of a lane's intake: the queue of the requests that applications publish to the lane."""
         return f"{self.namespace}.{lane}"
 
     def due(self, lane: str) -> str:
-        """Queue of the requests that return to a lane after a delay."""
+        """Name of a lane's due queue: the queue of the requests that return to the lane after a delay or a retry
+        pause."""
         return f"{self.namespace}.{lane}.due"
 
     def side(self, lane: str, number: int) -> str:
-        """Queue of the requests that a lane's workers set aside."""
+        """Name of a side queue: workers move requests of tenants that have many waiting requests from the lane's intake
+        to such queues (docs/fairness.md)."""
         return f"{self.namespace}.{lane}.side.{number:02d}"
 
     def side_exchange(self, number: int) -> str:
-        """Topic exchange through which workers set requests aside; one for each number of side queues."""
+        """Name of the topic exchange through which workers move requests to side queues. The side queues with this
+        number of all lanes are bound to it."""
         return f"{self.side_prefix}{number:02d}"
 
     @property
@@ -36,11 +39,13 @@ class Names:
 
     @property
     def due_exchange(self) -> str:
-        """Internal topic exchange at the end of the delay cascade."""
+        """Name of the internal topic exchange that gets delayed messages at the end of their delay, and routes them to
+        their lane's due queue."""
         return f"{self.namespace}.due"
 
     def delay(self, level: int) -> str:
-        """Headers exchange and wait queue of one level of the delay cascade."""
+        """Name of a headers exchange and of a wait queue: those of one level of the delay cascade (the queues of 100
+        ms, 200 ms, 400 ms, … whose waits add up to a message's delay)."""
         return f"{self.namespace}.delay.{level:02d}"
 
     @property
@@ -48,47 +53,53 @@ class Names:
         return f"{self.namespace}.delay."
 
     def delay_bit(self, level: int) -> str:
-        """Header that says whether a message waits at a level (1) or skips it (0)."""
+        """Name of the boolean header that says whether a message waits at a level of the delay cascade, or skips it."""
         return f"{self.namespace}-d{level:02d}"
 
     @property
     def fallen(self) -> str:
-        """Exchange and queue of messages that the broker itself removed from a queue or could not route."""
+        """Name of the exchange and the queue for messages that the broker dead-lettered (expired, or delivered too
+        often) or could not route. Workers consume the queue."""
         return f"{self.namespace}.fallen"
 
     @property
     def dead(self) -> str:
-        """Exchange and queue of dead letters."""
+        """Name of the exchange and the queue for dead letters: requests that failed for good, which operators
+        inspect."""
         return f"{self.namespace}.dead"
 
     @property
     def events(self) -> str:
-        """Topic exchange of life-cycle events."""
+        """Name of the topic exchange for requests' life-cycle events (`started`, `completed`, …)."""
         return f"{self.namespace}.events"
 
     @property
     def control(self) -> str:
-        """Exchange and queue of control messages (cancel and result: answered by one worker; status: by every one)."""
+        """Name of the exchange and the queue for control messages: `cancel` and `result`, which one worker answers, and
+        `status`, which every worker answers."""
         return f"{self.namespace}.control"
 
     @property
     def reply_prefix(self) -> str:
-        """Prefix of our own reply queues."""
+        """Prefix of the names of the reply queues that are declared for broker users."""
         return f"{self.namespace}.reply."
 
     def reply_queue(self, user: str) -> str:
-        """Queue for the replies of one user; the user's further reply queues add a dot and a suffix."""
+        """Name of the queue for replies to a broker user; names of the user's further reply queues add a dot and a
+        suffix."""
         return f"{self.reply_prefix}{user}"
 
     def lane_pattern(self, lane: str) -> str:
-        """Binding key of a lane. It matches `<lane>.<app>.<task>` and any further words."""
+        """Key that binds a lane's queues to a topic exchange. It matches routing keys that begin with the lane's name:
+        `<lane>.<app>.<task>` and any further words."""
         return f"{lane}.#"
 
     def event_key(self, lane: str, app: str, event: str, message_id: str) -> str:
         return f"{lane}.{app}.{event}.{message_id}"
 
 
-# Headers that a requester may set. Every other x-lane-* header is either ours (stripped) or refused by name.
+# Headers that a requester may set. Any other x-lane-* header on a request is stripped if only workers set it (OURS);
+# all others are refused, by an error that names the header.
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 BAGGAGE = "baggage"
@@ -125,7 +136,7 @@ REPLAYED = "x-lane-replayed"
 CONTROL = "x-lane-control"
 """The header of answers to control messages: `accepted`, `pending` or `error`. Never together with STATUS."""
 CODE = "x-lane-code"
-"""The header of HTTP errors that holds the code of the problem document."""
+"""The HTTP header of an error answer that has the code of the problem document."""
 
 # On dead letters.
 DEAD_CODE = "x-lane-dead-code"
@@ -134,7 +145,8 @@ DEAD_AT = "x-lane-dead-at"
 ROUTING_KEY = "x-lane-routing-key"
 ERRORS = "x-lane-errors"
 
-# Between workers. Trusted only on messages from the delay cascade or a side queue (as are ATTEMPT and ERRORS).
+# From one worker to the next; `HopHeaders` (topology/codec/headers.py) explains each. They are read only from messages
+# that come from the delay cascade or a side queue, where only workers can publish; so are ATTEMPT and ERRORS.
 FIRST_SEEN_MS = "x-lane-first-seen-ms"
 DUE_MS = "x-lane-due-ms"
 USER_ID = "x-lane-user-id"
@@ -155,6 +167,7 @@ OURS = frozenset(
         REPLY_TRY, REPLY_ERROR,
     }
 )  # fmt: skip
+"""The headers that only workers set; a requester's headers of these names are stripped."""
 
 # Set by the broker; docs/facts.md, sections 3 and 7.
 BROKER_TIMESTAMP_MS = "timestamp_in_ms"
@@ -166,15 +179,16 @@ CC = "CC"
 BCC = "BCC"
 DIRECT_REPLY_TO = "amq.rabbitmq.reply-to"
 
-# Routing keys of the control exchange; a message's type must be the same.
+# Routing keys of the control exchange. The property `type` of a control message must equal its routing key.
 CANCEL_KEY = "cancel"
 RESULT_KEY = "result"
 CHANGE_KEY = "change"
 CONTROL_KEYS = (CANCEL_KEY, RESULT_KEY, CHANGE_KEY)
-"""Control messages of applications, each answered by one worker. Cancellations are kept until a worker has recorded
-them; questions for results expire."""
+"""The keys of applications' control messages; each message is answered by one worker. A cancellation stays in the queue
+until a worker has recorded it; a question for a result expires."""
 STATUS_KEY = "status"
-"""Answered by every worker; each binds a queue of its own for it."""
-KEPT_KEYS = (CANCEL_KEY, RESULT_KEY, "#")
-"""Binding keys of the queue `lane.control`. `#` also catches wrong keys, so that they are answered too. The first two
-exist on brokers that an earlier version set up, and would be reported there as extra if they were left out."""
+"""The key of the status question. Every worker answers it, and binds a queue of its own for it."""
+CONTROL_BINDING_KEYS = (CANCEL_KEY, RESULT_KEY, "#")
+"""Binding keys of the queue `lane.control`. `#` alone would do: it also matches unknown keys, so that these are
+answered with an error. The first two keys stay declared because earlier versions declared them: on their brokers, the
+bindings would otherwise be reported as undeclared."""

@@ -4,12 +4,12 @@ LanekeeperError                 base of all errors that a caller may catch
 ├── RequestProblem              a request's final error; its `code` is one of `PROBLEMS`
 ├── BrokerError                 the broker, or the connection to it
 │   ├── BrokerUnreachable       no connection, or none in time
-│   ├── BrokerBlocked           a memory or disk alarm: the broker accepts nothing, and nothing was published
-│   ├── MessageTooLarge         larger than the broker's limit for one message: not sent
-│   ├── PublishRefused          the broker answered nack: a queue it routes to is full
+│   ├── BrokerBlocked           the broker accepts no publishes (memory or disk alarm); nothing was published
+│   ├── MessageTooLarge         the message exceeds the broker's size limit, and was not sent
+│   ├── PublishRefused          the broker answered nack: a queue that the message is routed to is full
 │   ├── Unroutable              no queue is bound for the key (mandatory publish)
-│   ├── ConfirmUnknown          no confirm in time: it may or may not be published; publish again under the same id
-│   ├── AccessRefused           the user's permissions do not allow it
+│   ├── ConfirmUnknown          no confirm came: the message may be published or not; publish it again with its id
+│   ├── AccessRefused           the user's permissions do not allow the operation
 │   └── TopologyMismatch        the broker's exchanges, queues or bindings differ from the declaration
 └── SettingsError               a setting is wrong (raised by the service only)
 """
@@ -20,14 +20,14 @@ from dataclasses import dataclass
 
 
 class LanekeeperError(Exception):
-    """Base of all errors that Lanekeeper raises on purpose."""
+    """Base class of all errors that Lanekeeper raises on purpose."""
 
 
 class BrokerError(LanekeeperError):
     """The broker, or the connection to it, failed or refused an operation."""
 
     maybe_published = False
-    """Whether the message may have been published despite the error, by this try or an earlier one of the same call."""
+    """Whether the message may have been published despite the error: by the last try, or by an earlier one."""
 
 
 class BrokerUnreachable(BrokerError):
@@ -35,7 +35,7 @@ class BrokerUnreachable(BrokerError):
 
 
 class BrokerBlocked(BrokerError):
-    """The broker accepts nothing from this connection because of an alarm; this try published nothing."""
+    """The broker accepts no publishes from this connection because of an alarm. This try published nothing."""
 
 
 class MessageTooLarge(BrokerError):
@@ -50,7 +50,7 @@ class MessageTooLarge(BrokerError):
 
 
 class PublishRefused(BrokerError):
-    """The broker refused a publish (nack): a queue that it routes to is full."""
+    """The broker refused a publish (nack): a queue that the message is routed to is full."""
 
     retry_after_s = 2.0
     """How long to wait before the next try. A lane seldom has room sooner."""
@@ -71,7 +71,7 @@ class AccessRefused(BrokerError):
 
 
 class TopologyMismatch(BrokerError):
-    """The broker's exchanges, queues or bindings differ from the declaration."""
+    """The broker's exchanges, queues or bindings are missing or differ from those that Lanekeeper declares."""
 
 
 class SettingsError(LanekeeperError):
@@ -80,23 +80,24 @@ class SettingsError(LanekeeperError):
 
 @dataclass(frozen=True, slots=True)
 class ProblemType:
-    """One row of the table of errors in docs/contract.md."""
+    """One kind of error with which a request can end: a row of the table of errors in docs/contract.md."""
 
     code: str
     status: int
     title: str
     parked: bool
-    """Whether the request is also kept in `lane.dead`, because it can be corrected or tried again."""
+    """Whether the request is also put into `lane.dead`, from where it can be corrected or tried again."""
     retryable: bool
-    """Whether sending the same request again could help. It needs a new id, because the outcome is kept under this one
-    (unless `kept` is false)."""
+    """Whether sending the same request again could help. It then needs a new id, unless `kept` is false."""
     answered: bool = True
+    """Whether the requester gets the problem document as a reply."""
     kept: bool = True
-    """Whether the outcome is stored under the request's id. If not, the same message may be sent again unchanged."""
+    """Whether the outcome is stored under the request's id, so that a message with the same id gets it again."""
 
     @property
     def advice(self) -> str:
-        """Text after the detail in a problem document; empty if the request cannot be retried under a new id."""
+        """How to try again: a text that is added to the detail in a problem document. Empty if that could not help, or
+        if the same message can be sent again unchanged."""
         if not self.retryable or not self.kept:
             return ""
         other = ", or its dead letter as it is" if self.parked else ""
@@ -104,8 +105,8 @@ class ProblemType:
 
 
 PROBLEMS = {
-    each.code: each
-    for each in (
+    row.code: row
+    for row in (
         ProblemType("invalid_request", 400, "Invalid request", parked=True, retryable=False),
         ProblemType("unsupported_media", 415, "Unsupported media", parked=True, retryable=False),
         ProblemType("too_large", 413, "Too large", parked=True, retryable=False),
@@ -133,19 +134,20 @@ PROBLEMS = {
 
 
 DETAIL_CHARACTERS = 1000
-"""The longest detail. It is put in a dead letter's headers, and headers that are too large make the broker close the
-connection (501 FRAME_ERROR)."""
+"""The longest detail. It becomes a header of a dead letter, and the broker closes a connection that publishes too large
+headers (501 FRAME_ERROR)."""
 
 
 _QUOTES = re.compile(r"[:;,'\"(`]")
-"""A detail names what is wrong before the first of these characters. After it comes the value found, which may be
-content."""
+"""The characters that end the first part of a detail, which only names the wrong field. The rest may quote the value
+that was found, and so the request's content."""
 
 
 class RequestProblem(LanekeeperError):
     """A request's final error. `code` is one of `PROBLEMS`; `detail` says what was wrong and may quote content.
 
-    `brief` is the detail without content, for logs. Left out, it is the beginning of `detail`: the field's name.
+    `brief` is the detail without content, for logs. By default it is the beginning of `detail`, up to the first
+    character in `_QUOTES`.
     """
 
     def __init__(self, code: str, detail: str, *, status: int | None = None, brief: str | None = None) -> None:
@@ -164,7 +166,7 @@ class RequestProblem(LanekeeperError):
         return _QUOTES.split(self.detail, 1)[0].strip() if self._brief is None else self._brief
 
     def document(self, *, request: str, attempts: int) -> bytes:
-        """The problem document: JSON, UTF-8, as docs/contract.md shows it."""
+        """The problem document as JSON in UTF-8; docs/contract.md shows an example."""
         return json.dumps(
             {
                 "type": f"urn:lanekeeper:problem:{self.code.replace('_', '-')}",
@@ -180,10 +182,16 @@ class RequestProblem(LanekeeperError):
         ).encode()
 
 
-def answer_too_large(size: int, limit: int) -> RequestProblem:
-    """The problem for an answer that is too large to be sent back."""
+def answer_too_large(size: int, limit: int, *, setting: str = "", is_away: bool = False) -> RequestProblem:
+    """The problem for an answer that is too large to be sent back.
+
+    `size` and `limit` are in bytes. `setting` is the name of a setting that allows larger answers. `is_away`: the limit
+    is that of a message, because the store for large answers could not be used.
+    """
+    here = " in a message, and the store for larger ones could not be used" if is_away else ""
+    more = f", or set {setting} for the workers" if setting else ""
     return RequestProblem(
         "answer_too_large",
-        f"the provider's answer has {size} bytes, and {limit} is the most that can be sent back: ask for less "
-        "(a smaller max_tokens, fewer or smaller results of tools)",
+        f"the provider's answer has {size} bytes, and {limit} is the most that can be sent back{here}: ask for less "
+        f"(a smaller max_tokens, fewer or smaller results of tools){more}",
     )

@@ -1,6 +1,5 @@
-"""Calls to a gateway, repeated while the gateway, or a proxy before it, is away.
-
-A call may be repeated because it is idempotent: a request has an id, and one that is posted twice is the same request.
+"""Calls to a gateway. A call is repeated while the gateway, or a proxy in front of it, cannot be reached. Repeating is
+safe because every request has an id: if it is posted twice, it is still one request.
 """
 
 import asyncio
@@ -18,24 +17,27 @@ from lanekeeper.contract.problems import BrokerError, BrokerUnreachable, Confirm
 from lanekeeper.http.documents import document_of
 
 ANSWERED_WITHIN_S = 10.0
-"""How long a gateway may take to answer, beside the time that the call asks it to wait."""
+"""How long a gateway may take to answer, in addition to the time that the call asks it to wait."""
 SLOWEST_BYTES_S = 256 * 1024
-"""A large body may take longer to send than the gateway may take to answer."""
+"""The slowest rate at which a body may be sent; a large body gets more time accordingly."""
 SILENT_S = 60.0
-"""An event stream without even a comment for this long is dead."""
+"""An event stream that sends nothing for this long, not even a comment, counts as lost."""
 LARGEST_BYTES = 64 * 1024 * 1024
-"""Of one answer: twice what a provider sends at most."""
+"""The largest answer that is read: twice the largest answer of a provider."""
 FIRST_PAUSE_S = 0.2
 PAUSE_CAP_S = 5.0
+"""`FIRST_PAUSE_S` and `PAUSE_CAP_S` are the first and the longest pause between two tries."""
 RETRY_AFTER_CAP_S = 3600.0
+"""A longer `retry-after` is cut to this."""
 LANE_FULL = 529
-_PASSING = frozenset({408, 429, 503})
-"""The call was not carried out, and the same call may be a little later."""
+"""The status of a gateway's answer if the lane's queue is full."""
+_TEMPORARY = frozenset({408, 429, 503})
+"""Statuses that say that the call was not carried out, and that the same call may succeed a little later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the gateway, or a proxy before it, answered to one call."""
+    """The answer to one call, from the gateway or from a proxy in front of it."""
 
     status: int
     body: bytes
@@ -43,20 +45,21 @@ class Answer:
 
     @property
     def document(self) -> Mapping[str, Any]:
-        """The body as a JSON object; empty if it is none."""
+        """The body parsed as a JSON object; an empty object if it is none."""
         return document_of(self.body)
 
 
 class Calls:
-    """One HTTP session with a gateway, or with several behind a balancer."""
+    """Makes HTTP calls to a gateway (or to several behind a load balancer) in one session, and repeats failed calls."""
 
     def __init__(self, url: str, *, api_key: str | None, ssl_context: ssl.SSLContext | None) -> None:
-        """Raises ValueError if the URL cannot be a gateway's."""
+        """`url`: the gateway's address. `api_key`: sent with each call. Raises ValueError if no gateway can have this
+        URL."""
         parts = urlsplit(url)
         if not parts.hostname or parts.query or parts.fragment or "@" in parts.netloc:
             raise ValueError("a gateway's URL is http(s)://host[:port][/path]; its key is given as `api_key`")
         self.trouble: str | None = None
-        """Why the latest call failed; None if it did not."""
+        """Why the latest call failed; None if it succeeded."""
         self._address = url.rstrip("/")
         self._headers = {"accept-encoding": "identity"} | ({} if api_key is None else {"x-api-key": api_key})
         self._ssl = ssl_context or True
@@ -64,7 +67,7 @@ class Calls:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            # as many connections as calls: a cancellation must not wait for calls that wait for an answer
+            # no limit for connections: a cancellation must not wait until other calls have got their answers
             connector=aiohttp.TCPConnector(ssl=self._ssl, limit=0),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=self._headers,
@@ -87,11 +90,13 @@ class Calls:
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
     ) -> Answer:
-        """Call until there is an answer, for `within_s` at most. `absent_within_s`: how long of that as long as no try
-        was taken; None: all of it. `waits_s`: how long the gateway is asked to wait.
+        """Make a call, and repeat it until there is an answer, for at most `within_s`.
 
-        Raises PublishRefused (the lane was full for `full_within_s`), BrokerUnreachable, ConfirmUnknown (the call may
-        have been carried out).
+        `absent_within_s`: a shorter limit while no gateway can be reached; None: no shorter limit. `full_within_s`: a
+        shorter limit while the lane is full. `waits_s`: how long the call asks the gateway to wait before it answers.
+
+        Raises PublishRefused (the lane was full for all of `full_within_s`), BrokerUnreachable, and ConfirmUnknown (the
+        call may have been carried out).
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -102,7 +107,7 @@ class Calls:
             wait_s = pause_s(failures, first_s=FIRST_PAUSE_S, cap_s=PAUSE_CAP_S)
             error: BrokerError | None
             try:
-                answer = await self._once(method, path, timeout_s, headers, body)
+                answer = await self._call_once(method, path, timeout_s, headers, body)
                 wait_s = max(wait_s, answer.retry_after_s or 0.0)
                 if (error := _error_of(method, answer, self._address)) is None:
                     self.trouble = None
@@ -125,14 +130,15 @@ class Calls:
 
     @asynccontextmanager
     async def streamed(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer to a GET, to be read as it comes. Raises BrokerUnreachable, also where reading it fails."""
+        """The response to a GET. Its body can be read inside the block, while it arrives. Raises BrokerUnreachable,
+        also if reading the body fails."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=ANSWERED_WITHIN_S, sock_read=SILENT_S)
         async with self._response("GET", path, timeout, headers, None) as response:
             if response.status >= 500:
                 raise BrokerUnreachable(f"the gateway at {self._address} answered {response.status}")
             yield response
 
-    async def _once(
+    async def _call_once(
         self, method: str, path: str, timeout_s: float, headers: Mapping[str, str] | None, body: bytes | None
     ) -> Answer:
         if body is None:
@@ -160,7 +166,7 @@ class Calls:
 
     @contextmanager
     def _errors_of(self, method: str) -> Iterator[None]:
-        """The library's errors as ours."""
+        """Turn aiohttp's errors inside the block into BrokerUnreachable or ConfirmUnknown."""
         try:
             yield
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -172,7 +178,7 @@ class Calls:
 
 
 def seconds_of(retry_after: str | None) -> float | None:
-    """The header `retry-after`; None if it is not a number of seconds."""
+    """The seconds in a `retry-after` header, at most `RETRY_AFTER_CAP_S`; None if it is absent or no whole number."""
     try:
         return min(RETRY_AFTER_CAP_S, max(0, int(retry_after or "")))
     except ValueError:
@@ -180,7 +186,7 @@ def seconds_of(retry_after: str | None) -> float | None:
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """The body. Raises BrokerUnreachable if it is too large."""
+    """Read a response's body. Raises BrokerUnreachable if it has more than `LARGEST_BYTES`."""
     found = bytearray()
     async for chunk in response.content.iter_any():
         found += chunk
@@ -190,19 +196,19 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _error_of(method: str, answer: Answer, address: str) -> BrokerError | None:
-    """The error for a call that was not taken, or may not have been carried out; None: it was answered."""
+    """The error for an answer after which the call may be repeated; None if the answer is final for this call."""
     status = answer.status
-    if status < 500 and status not in _PASSING:
+    if status < 500 and status not in _TEMPORARY:
         return None
     found = answer.document
     if status == 429 and "code" in found:
-        return None  # this one call was refused, by a worker or the gateway
+        return None  # a worker or the gateway refused this one call; a repetition would not help
     why = f"the gateway at {address} answered {status}: {found.get('detail', 'no detail')}"
     if status == LANE_FULL and method == "POST":
         refused = PublishRefused(why)
         if answer.retry_after_s is not None:
             refused.retry_after_s = answer.retry_after_s
         return refused
-    if status in _PASSING or method == "GET":
+    if status in _TEMPORARY or method == "GET":
         return BrokerUnreachable(why)
-    return ConfirmUnknown(why)  # a proxy lost the gateway, or the gateway failed in the middle
+    return ConfirmUnknown(why)  # the gateway may have failed after it carried out the call

@@ -1,4 +1,4 @@
-"""What a gateway answers, as the values and errors that AMQP gives."""
+"""Turns a gateway's answers into the values and errors that a client gets over AMQP."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from lanekeeper.replies import Final, Problem, final_of
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STATUS = {"queued": "waiting", "delayed": "waiting", "retrying": "waiting", "running": "running"}
-"""How a request that has not ended is said to wait over AMQP."""
+"""For each status over HTTP of a request that has not ended: the status over AMQP."""
 _FIELDS = {
     "lane": n.LANE_NAME, "model": n.MODEL, "provider": n.PROVIDER, "attempts": n.ATTEMPT, "wait_ms": n.WAIT_MS,
     "run_ms": n.RUN_MS, "replayed": n.REPLAYED,
@@ -22,7 +22,7 @@ _FIELDS = {
 
 
 def document_of(body: bytes) -> Mapping[str, Any]:
-    """A body as a JSON object; empty if it is none."""
+    """Parse a response's body as a JSON object; an empty object if it is none."""
     try:
         found = json.loads(body)
     except ValueError:
@@ -30,12 +30,13 @@ def document_of(body: bytes) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def see_that_it_was_accepted(status: int, body: bytes) -> None:
-    """For the answer to a request that was posted. Raises Problem, AccessRefused, TopologyMismatch."""
+def check_accepted(status: int, body: bytes) -> None:
+    """Check that a gateway has accepted a posted request, by its answer's status and body. Raises Problem (the request
+    is refused), AccessRefused (the API key), TopologyMismatch (this address takes no requests)."""
     if status < 300:
         return
     document = document_of(body)
-    see_that_it_may(status, document)
+    check_access(status, document)
     if status < 400 or (status in (404, 405) and document.get("code") not in PROBLEMS):
         raise TopologyMismatch(
             f"answered {status}: no requests are taken at this address; is it a gateway's, of a version that has "
@@ -45,17 +46,20 @@ def see_that_it_was_accepted(status: int, body: bytes) -> None:
     raise Problem({"code": code, "status": status, **document})
 
 
-def see_that_it_may(status: int, document: Mapping[str, Any]) -> None:
-    """Raises AccessRefused if the key may not do this; what is wrong with one request has a code of its own."""
+def check_access(status: int, document: Mapping[str, Any]) -> None:
+    """Raise AccessRefused if the answer says that the API key does not allow the call. An error with a code of
+    `PROBLEMS` concerns a single request, and is ignored here."""
     if status == 401 or (status == 403 and document.get("code") not in PROBLEMS):
         raise AccessRefused(f"the gateway answered {status}: {document.get('detail', 'no detail')}")
 
 
 def final_of_status(id: str, status: int, body: bytes) -> Final:
-    """The result in the answer to a question for a request. Raises Problem if the request ended in an error, NotEnded,
-    AccessRefused, ControlRefused."""
+    """The final reply in a gateway's answer to `GET /v1/requests/{id}`.
+
+    Raises Problem if the request ended in an error, NotEnded, AccessRefused, ControlRefused.
+    """
     document = document_of(body)
-    see_that_it_may(status, document)
+    check_access(status, document)
     if status == 404:
         raise NotEnded(id, "unknown")
     if status != 200:
@@ -63,7 +67,7 @@ def final_of_status(id: str, status: int, body: bytes) -> Final:
     headers = {name: document[field] for field, name in _FIELDS.items() if field in document}
     headers[n.REQUEST_ID] = document.get("id", id)
     if "result" in document:
-        return final_of(Message(body=_member(body, "result"), headers={**headers, n.STATUS: "ok"}))
+        return final_of(Message(body=_member_bytes(body, "result"), headers={**headers, n.STATUS: "ok"}))
     if isinstance(problem := document.get("problem"), dict):
         raise Problem(problem)
     due_at = document.get("due_at")
@@ -75,22 +79,23 @@ def final_of_status(id: str, status: int, body: bytes) -> Final:
     )
 
 
-def _member(body: bytes, name: str) -> bytes:
-    """One member of a JSON object, byte for byte."""
+def _member_bytes(body: bytes, name: str) -> bytes:
+    """The bytes of the value of member `name` in a JSON object. They are cut out of the text, because parsing the value
+    and writing it again could change it."""
     text = body.decode()
     decode = json.JSONDecoder().raw_decode
-    at = _space(text, 0) + 1
+    at = _skip_space(text, 0) + 1
     while True:
-        key, at = decode(text, _space(text, at))
-        start = _space(text, _space(text, at) + 1)
+        key, at = decode(text, _skip_space(text, at))
+        start = _skip_space(text, _skip_space(text, at) + 1)
         _, end = decode(text, start)
         if key == name:
             return text[start:end].encode()
-        at = _space(text, end) + 1
+        at = _skip_space(text, end) + 1
 
 
-def _space(text: str, at: int) -> int:
-    """The next position that is no white space."""
+def _skip_space(text: str, at: int) -> int:
+    """The first position from `at` on that is not white space."""
     found = _SPACE.match(text, at)
     assert found is not None
     return found.end()

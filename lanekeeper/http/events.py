@@ -1,17 +1,18 @@
-"""Server-Sent Events, as the HTML standard defines them, read from chunks of bytes."""
+"""Reads Server-Sent Events, as the HTML standard defines them, from chunks of bytes."""
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 LARGEST_BYTES = 64 * 1024 * 1024
-"""Of one event. A final event may hold a whole answer."""
+"""The largest event that is read. The last event of a request may contain a whole answer."""
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")  # a \r at the end of a chunk may be half of \r\n
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event; `id` is the latest that the stream has named."""
+    """One Server-Sent Event. `kind`: its field `event`. `id`: the latest id in the stream, of this event or of an
+    earlier one."""
 
     kind: str
     data: bytes
@@ -19,23 +20,24 @@ class Event:
 
 
 class EventTooLarge(ValueError):
-    """An event has more than `LARGEST_BYTES`."""
+    """A Server-Sent Event has more than `LARGEST_BYTES`."""
 
 
 class Events:
-    """Turns chunks into events. What comes after the last blank line is no event yet."""
+    """Parses a stream of Server-Sent Events that arrives in chunks. An event is complete when the blank line after it
+    has arrived."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
         self._searched = 0
-        """Up to here `_rest` has no end of a line."""
+        """The position up to which `_rest` has no end of a line."""
         self._kind = ""
         self._data: list[bytes] = []
         self._size = 0
         self._id = ""
 
     def read(self, chunk: bytes) -> Iterator[Event]:
-        """The events that this chunk completes. Raises EventTooLarge."""
+        """Process the next chunk of the stream, and yield the events that it completes. Raises EventTooLarge."""
         self._rest += chunk
         if self._size + len(self._rest) > LARGEST_BYTES:
             raise EventTooLarge(f"an event of more than {LARGEST_BYTES} bytes")
@@ -62,7 +64,7 @@ class Events:
             case b"id" if b"\0" not in value:
                 self._id = value.decode(errors="replace")
             case _:
-                pass  # a comment (no name), or a field that the standard tells to ignore
+                pass  # a comment (empty name), or a field that the standard says to ignore
 
     def _event(self) -> Event | None:
         found = Event(self._kind or "message", b"\n".join(self._data), self._id) if self._data else None

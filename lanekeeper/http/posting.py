@@ -1,4 +1,4 @@
-"""A request as it is posted: its headers and its body."""
+"""The headers and the body with which a request is posted."""
 
 import json
 from typing import Any
@@ -7,28 +7,29 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.options import PRIORITY
 from lanekeeper.replies import Problem
-from lanekeeper.transport import Asked
+from lanekeeper.transport import OutgoingRequest
 
 IDEMPOTENCY_KEY = "idempotency-key"
 PREFIX = "x-lane-"
 CARRIED = n.TRACE_CONTEXT | {n.ANTHROPIC_BETA}
 
 
-def headers_of(asked: Asked) -> dict[str, str]:
-    """The lane is the key's first word. Raises Problem for what a gateway does not take."""
-    message = asked.message
+def headers_of(outgoing: OutgoingRequest) -> dict[str, str]:
+    """The HTTP headers of a posted request. The lane is the first word of the routing key. Raises Problem for options
+    that a gateway does not accept."""
+    message = outgoing.message
     if message.priority != PRIORITY:
         raise _refused(f"priority: found {message.priority}; over HTTP only {PRIORITY} is available")
-    if asked.tenant is not None or n.TENANT in message.headers:
+    if outgoing.tenant is not None or n.TENANT in message.headers:
         raise _refused("tenant: over HTTP it follows from the key, and cannot be named")
     found = {
         "content-type": "application/json",
-        IDEMPOTENCY_KEY: asked.id,
-        n.LANE_NAME: asked.key.partition(".")[0],
+        IDEMPOTENCY_KEY: outgoing.id,
+        n.LANE_NAME: outgoing.key.partition(".")[0],
     }
     for name, value in message.headers.items():
         if name == n.STREAM:
-            continue  # the body says it
+            continue  # over HTTP, the body has the field `stream`
         if not name.startswith(PREFIX) and name not in CARRIED:
             raise _refused(f"header {name}: not passed on over HTTP")
         found[name] = _text(value)
@@ -36,18 +37,19 @@ def headers_of(asked: Asked) -> dict[str, str]:
 
 
 def body_of(message: Message) -> bytes:
-    """The body, with `stream` where the parts are wanted. Raises Problem if it says otherwise."""
+    """The HTTP body of a posted request; `"stream": true` is added if the caller wants the parts of the answer. Raises
+    Problem if the body says `"stream": false` then."""
     if not message.headers.get(n.STREAM):
         return message.body
     try:
         found = json.loads(message.body)
     except ValueError:
-        return message.body  # the gateway tells what is wrong with it
+        return message.body  # the gateway's error says what is wrong with it
     if not isinstance(found, dict) or found.get("stream") is True:
         return message.body
     if "stream" in found:
         raise _refused(f"stream: found {found['stream']!r}, and the parts are asked for")
-    begin, _, rest = message.body.partition(b"{")  # otherwise byte for byte as it was given
+    begin, _, rest = message.body.partition(b"{")  # all other bytes stay as the caller gave them
     return b'%b{"stream":true%b%b' % (begin, b"," if found else b"", rest)
 
 

@@ -1,8 +1,8 @@
-"""Loggers for every module, and the request that their lines are about.
+"""Loggers for every module. Lines that concern a request get this request's fields.
 
-In Lanekeeper's service, events go to its log. In an application that has configured `structlog`, they go there.
-Otherwise they go to the standard library's logger `lanekeeper`, which is silent until the application configures it:
-structlog's own default would mix them into the script's output.
+In Lanekeeper's service, log events go to the service's log. In an application that has configured `structlog`, they go
+to structlog. Otherwise they go to the standard library's logger `lanekeeper`, which writes nothing until the
+application configures logging: structlog's own default would print them into the application's output.
 """
 
 import logging
@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import structlog
 
 _QUIET = logging.getLogger("lanekeeper")
-_QUIET.addHandler(logging.NullHandler())  # else, without configuration, warnings go to standard error
+_QUIET.addHandler(logging.NullHandler())  # without a handler, Python prints warnings on standard error
 _LIBRARY: structlog.stdlib.BoundLogger = structlog.wrap_logger(
     _QUIET,
     processors=[structlog.stdlib.filter_by_level, structlog.processors.KeyValueRenderer(key_order=["event"])],
@@ -22,19 +22,19 @@ _LIBRARY: structlog.stdlib.BoundLogger = structlog.wrap_logger(
 
 
 class LogSubject(Protocol):
-    """What log lines are about: a request being worked on."""
+    """A request that is being worked on, whose fields are added to log lines."""
 
     def log_fields(self) -> Mapping[str, Any]:
-        """The fields that each log line about it carries, with their current values."""
+        """The fields for each log line about this request, with their current values."""
 
 
 _subject: ContextVar[LogSubject | None] = ContextVar("lanekeeper_log_subject", default=None)
 
 
 class about:
-    """Log lines written inside this block, and by tasks started inside it, are about `subject`.
+    """Adds the fields of `subject` to log lines that are written in this `with` block, or by tasks started in it.
 
-    Its fields are read only when a line is written, so a line that is filtered out costs nothing.
+    The fields are read only when a line is written, so a line that is filtered out costs nothing.
     """
 
     __slots__ = ("_subject", "_token")
@@ -50,15 +50,16 @@ class about:
 
 
 def fields_of_subject() -> Mapping[str, Any]:
-    """The fields of the current subject; empty if there is none."""
+    """The fields that the enclosing `about` block adds to log lines; empty outside such a block."""
     return {} if (subject := _subject.get()) is None else subject.log_fields()
 
 
 class _Logger:
-    """Chooses the target for each event anew, because an application may configure logging at any time."""
+    """A logger that decides only when an event is logged where it goes, because an application may configure logging
+    after our modules were imported: to the service's logger, else to structlog or logging."""
 
     service: structlog.stdlib.BoundLogger | None = None
-    """The service's logger, bound once: binding it for each line takes four times as long."""
+    """The service's logger. It is bound once, because binding it for each line takes four times as long."""
 
     def __getattr__(self, name: str) -> Any:
         if self.service is not None:
@@ -67,11 +68,11 @@ class _Logger:
 
 
 def use(service: structlog.stdlib.BoundLogger | None) -> structlog.stdlib.BoundLogger | None:
-    """Send the events of all loggers to `service` (None: choose for each event). Returns the previous target."""
+    """Send the events of all loggers to `service`; None: choose the target for each event. Returns the previous one."""
     before, _Logger.service = _Logger.service, service
     return before
 
 
 def logger() -> structlog.stdlib.BoundLogger:
-    """A logger for a module."""
+    """Make the logger that a module uses for its log events."""
     return cast("structlog.stdlib.BoundLogger", _Logger())

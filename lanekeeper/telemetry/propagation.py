@@ -1,4 +1,4 @@
-"""W3C trace context in message headers, read strictly, because anybody may write these headers.
+"""Reads and writes W3C trace context in message headers. It reads strictly, because anybody may write these headers.
 
 OpenTelemetry's own propagators raise on header values that are not strings (AMQP has twenty types) and log the values
 they refuse. Here a value is either accepted as a whole or ignored silently, and messages that we publish carry only
@@ -20,13 +20,13 @@ from lanekeeper.contract.names import BAGGAGE, TRACEPARENT, TRACESTATE
 _TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 _TRACEPARENT_LENGTH: Final = 55
 _TRACEPARENT_MAXIMUM: Final = 128
-_TRACESTATE_MAXIMUM: Final = 512  # the least that W3C requires everybody to carry
+_TRACESTATE_MAXIMUM: Final = 512  # W3C requires everybody to pass on at least this many characters
 _TRACESTATE_MEMBERS: Final = 32
 _TRACESTATE_MEMBER: Final = re.compile(
     r"([a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13})"
     r"=([\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e])"
 )
-_BAGGAGE: Final = re.compile(r"[\x20-\x7e]{1,8192}")  # passed on unparsed, so that its members keep their properties
+_BAGGAGE: Final = re.compile(r"[\x20-\x7e]{1,8192}")  # not parsed, so that it is passed on unchanged
 _BAGGAGE_MEMBERS: Final = 180
 _KNOWN_FLAGS: Final = TraceFlags.SAMPLED | TraceFlags.RANDOM_TRACE_ID
 _CARRIED_BAGGAGE: Final = "lanekeeper-baggage"
@@ -36,7 +36,8 @@ _OWN_BAGGAGE: Final = W3CBaggagePropagator()
 
 
 def read(headers: Mapping[str, Any]) -> SpanContext | None:
-    """The span that published a message; None if the headers name none, or an invalid one. Never raises."""
+    """Read the W3C trace context in a message's headers: that of the span in which the message was published. None if
+    there is none or it is invalid. Never raises."""
     text = _text(headers.get(TRACEPARENT), maximum=_TRACEPARENT_MAXIMUM)
     if text is None or (found := _TRACEPARENT.match(text)) is None:
         return None
@@ -53,14 +54,16 @@ def read(headers: Mapping[str, Any]) -> SpanContext | None:
 
 
 def trace_id(span: Span, headers: Mapping[str, Any]) -> str | None:
-    """The trace of a span, or else of a message's headers, as logs write it: 32 hexadecimal digits."""
+    """The trace id for log lines about a message, 32 hexadecimal digits: that of `span`, or if the span is not valid,
+    that in the message's headers."""
     found = span.get_span_context()
     named = found if found.is_valid else read(headers)
     return None if named is None else f"{named.trace_id:032x}"
 
 
 def received(headers: Mapping[str, Any], publisher: SpanContext | None) -> Context:
-    """The context in which a message is processed: its publisher's span and baggage, without the current context."""
+    """The OpenTelemetry context in which a message is to be processed: its publisher's span, and the baggage in its
+    headers. Nothing of the current context is included."""
     values: dict[str, object] = {}
     if BAGGAGE in headers and (carried := _baggage(headers[BAGGAGE])) is not None:
         values[_CARRIED_BAGGAGE] = carried
@@ -90,19 +93,19 @@ def written(headers: Mapping[str, Any], span: SpanContext) -> dict[str, Any]:
 
 
 def traceparent(span: SpanContext) -> str:
-    """`span` as the value of the header."""
+    """The value of the header `traceparent` for `span`."""
     return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
 
 
 def _text(value: object, *, maximum: int) -> str | None:
-    """A header's value as text, if it is ASCII (text or bytes) and not longer than `maximum` characters."""
+    """A header's value as text; None if it is not ASCII (text or bytes), or longer than `maximum` characters."""
     if isinstance(value, bytes | bytearray) and len(value) <= maximum and value.isascii():
         return value.decode("ascii")
     return value if isinstance(value, str) and len(value) <= maximum and value.isascii() else None
 
 
 def _state(value: object) -> TraceState:
-    """The header `tracestate`; empty if any of its members is invalid."""
+    """Parse the header `tracestate`; the result is empty if any of its members is invalid."""
     text = _text(value, maximum=_TRACESTATE_MAXIMUM)
     if not text:
         return _NO_STATE

@@ -1,4 +1,4 @@
-"""Sets attributes on spans while they run: only sizes, counts, names and codes, never content."""
+"""Sets attributes on running spans. They are sizes, counts, names and codes, never content of requests or answers."""
 
 from typing import Final, TypeAlias
 
@@ -13,7 +13,8 @@ _ERROR: Final = Status(StatusCode.ERROR)
 
 
 def request(span: Span, *, lane: str, app: str, attempt: int, wait_ms: int, redelivered: bool = False) -> None:
-    """Record a request on a `process` span as soon as the message has been read. `attempt` counts from 1."""
+    """Write a request's lane, application, attempt and wait to its `process` span. Called as soon as the message has
+    been read. `attempt` counts from 1."""
     if not span.is_recording():
         return
     attributes: Attributes = {
@@ -39,8 +40,8 @@ def answer(
     request_id: str | None = None,
     cost_usd: float | None = None,
 ) -> None:
-    """Record an answer on a `chat` span. `input_tokens` excludes cached tokens, as Anthropic counts; the span gets the
-    sum."""
+    """Write a provider's answer (model, tokens, cost, but no content) to the `chat` span of its call. `input_tokens`
+    excludes cached tokens, as in Anthropic's answers; the span's attribute is the sum of all input tokens."""
     if not span.is_recording():
         return
     attributes: Attributes = {
@@ -62,7 +63,7 @@ def answer(
 
 
 def outcome(span: Span, name: str, *, error: str | None = None, delay_ms: int | None = None) -> None:
-    """Record the outcome on a `process` span. `error` (a problem's code or an error's type) marks the span as
+    """Write a request's outcome to its `process` span. `error` (a problem's code or an error's type) marks the span as
     failed."""
     if not span.is_recording():
         return
@@ -74,7 +75,7 @@ def outcome(span: Span, name: str, *, error: str | None = None, delay_ms: int | 
 
 
 def fail(span: Span, error: str) -> None:
-    """Mark a span as failed. Without a description, because an exception's text may contain content."""
+    """Mark a span as failed. It gets no description, because an exception's text may quote a prompt or an answer."""
     span.set_attribute(signals.ERROR_TYPE, error)
     span.set_status(_ERROR)
 
@@ -82,7 +83,7 @@ def fail(span: Span, error: str) -> None:
 def error_type(error: BaseException) -> str:
     """A short name for an error: a problem's code, the provider's error type, or else the exception's class.
 
-    A provider's type comes from the body of its answer, so it is used only if it looks like a type.
+    The provider's error type comes from the body of its answer, so it is used only if `is_word` allows it.
     """
     if isinstance(error, RequestProblem):
         return error.code

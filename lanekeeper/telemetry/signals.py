@@ -6,9 +6,9 @@ No event, span or attribute holds a prompt, an answer, a key or a URL's password
 Attribute names are our own constants, because OpenTelemetry's packages lag behind the conventions or deprecate them
 (docs/facts.md, section 11). Sources: `messaging.*` and RabbitMQ from open-telemetry/semantic-conventions,
 docs/messaging/ (messaging-spans.md, rabbitmq.md; schema 1.44.0, status Development); `gen_ai.*` from open-telemetry/
-semantic-conventions-genai, docs/gen-ai/ (gen-ai-spans.md, anthropic.md, status Development), with `cache_write` as that
-repository and the Anthropic SDK's own spans have it since September 2026 (it was `cache_creation`); `error.*` and
-`server.*` from the general conventions (stable). `lane.*` are ours.
+semantic-conventions-genai, docs/gen-ai/ (gen-ai-spans.md, anthropic.md, status Development); `error.*` and `server.*`
+from the general conventions (stable). That repository and the Anthropic SDK's own spans say `cache_write` since
+September 2026, and said `cache_creation` before. Names that begin with `lane.` are our own.
 """
 
 from typing import Final
@@ -18,6 +18,7 @@ SERVICE_READY: Final = "service.ready"
 SERVICE_STOPPING: Final = "service.stopping"
 SERVICE_STOPPED: Final = "service.stopped"
 GATEWAY_READY: Final = "gateway.ready"
+OTHER_STORE: Final = "gateway.other_store"
 HEALTH_ABSENT: Final = "health.absent"
 TRACES_EXPORTED_TO: Final = "traces.exported_to"
 TRACES_LOST: Final = "traces.lost"
@@ -60,6 +61,7 @@ CONTROL_UNANSWERED: Final = "control.unanswered"
 # Log events: one request, and the store.
 REQUEST_ANSWERED: Final = "request.answered"
 BODY_UNAVAILABLE: Final = "body.unavailable"
+ANSWER_UNKEPT: Final = "answer.unkept"
 REQUEST_DEFERRED: Final = "request.deferred"
 REQUEST_RETRIED: Final = "request.retried"
 REQUEST_REFUSED: Final = "request.refused"
@@ -97,18 +99,18 @@ CAP_UNCORRECTED: Final = "cap.uncorrected"
 
 # Spans: `<operation> <destination>`. A destination has few values: an exchange, one of our queues, a model.
 # docs/tracing.md explains them.
-ASK: Final = "ask"  # CLIENT: `lanekeeper send`, from before it publishes until it has its answer
+ASK: Final = "ask"  # CLIENT: `lanekeeper send`, from publishing the request to its answer
 SEND: Final = "send"  # PRODUCER
 PROCESS: Final = "process"  # CONSUMER
 CHAT: Final = "chat"  # CLIENT
-ACK: Final = "ack"  # CLIENT, as is REJECT
+ACK: Final = "ack"  # CLIENT; REJECT too
 REJECT: Final = "reject"
-WAIT: Final = "wait"  # INTERNAL, as is DELAY: written afterwards, by the worker that took the request
+WAIT: Final = "wait"  # INTERNAL; DELAY too: written by the worker that takes the request, after the wait
 DELAY: Final = "delay"
 SETTLE: Final = "settle"  # only as messaging.operation.type
-REPLY_TEMPLATE: Final = "(reply)"  # stands for any reply queue, because there are as many as requesters
+REPLY_TEMPLATE: Final = "(reply)"  # in place of the name of a reply queue, because every requester has another one
 TURN: Final = "(turn)"  # a request that a worker has taken waits for its claim, or for room in the budget
-DEAD_LETTER: Final = "(dead letter)"  # until somebody publishes it again
+DEAD_LETTER: Final = "(dead letter)"  # a dead letter waits until somebody publishes it again
 DEFAULT_EXCHANGE: Final = "amq.default"  # messaging.destination.name where exchange and key are empty
 
 # Attributes: general.
@@ -118,7 +120,7 @@ SERVER_PORT: Final = "server.port"
 
 # Attributes: messaging.
 MESSAGING_SYSTEM: Final = "messaging.system"
-RABBITMQ: Final = "rabbitmq"  # its value
+RABBITMQ: Final = "rabbitmq"  # the value of MESSAGING_SYSTEM
 MESSAGING_OPERATION_NAME: Final = "messaging.operation.name"
 MESSAGING_OPERATION_TYPE: Final = "messaging.operation.type"
 MESSAGING_DESTINATION_NAME: Final = "messaging.destination.name"  # exchange:routing key[:queue]
@@ -141,7 +143,7 @@ GEN_AI_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"  # cached tokens includ
 GEN_AI_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 GEN_AI_CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 GEN_AI_CACHE_WRITE_TOKENS: Final = "gen_ai.usage.cache_write.input_tokens"
-PROVIDER_REQUEST_ID: Final = "anthropic.request.id"  # the SDK's own name for it
+PROVIDER_REQUEST_ID: Final = "anthropic.request.id"  # the name that the Anthropic SDK's own spans use
 
 # Attributes: ours, on process spans.
 LANE_NAME: Final = "lane.name"
@@ -150,5 +152,5 @@ LANE_ATTEMPT: Final = "lane.attempt"  # from 1
 LANE_WAIT_MS: Final = "lane.wait_ms"  # from publishing, or the due time, to the start of this attempt
 LANE_REDELIVERED: Final = "lane.redelivered"  # only if true
 LANE_OUTCOME: Final = "lane.outcome"  # answered, deferred, retried, refused, buried, dropped, replayed
-LANE_DELAY_MS: Final = "lane.delay_ms"  # how long it was delayed
+LANE_DELAY_MS: Final = "lane.delay_ms"  # how long the request is delayed
 LANE_COST_USD: Final = "lane.cost_usd"  # on chat spans, by the table of prices

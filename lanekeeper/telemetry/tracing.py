@@ -1,18 +1,19 @@
 """One trace per request: a span for each step of its message, written with OpenTelemetry's API only.
 
-    PRODUCER send lane.requests            the publisher's; its context is in the message's headers
-    ├── CONSUMER process lane.critical     child of, and linked to, the span in the message
-    │   ├── CLIENT chat <model>            one attempt; what the provider's client adds comes under it
-    │   ├── PRODUCER send lane.delay.03    a retry: `delay`, `wait` and the next `process` are children of this
+    PRODUCER send lane.requests            the publisher's span; its context is in the message's headers
+    ├── CONSUMER process lane.critical     child of the span in the message's headers, and linked to it
+    │   ├── CLIENT chat <model>            one attempt; spans of the provider's client are its children
+    │   ├── PRODUCER send lane.delay.03    a retry; `delay`, `wait` and the next `process` are its children
     │   ├── PRODUCER send (reply)
     │   └── CLIENT ack lane.critical
-    └── INTERNAL wait lane.critical        until it was taken; written by the worker that took it
+    └── INTERNAL wait lane.critical        the wait in the queue; written by the worker that takes the request
 
-The conventions make links the default and allow a parent for single messages. A request here is one message at a
-time, so both are set, and any viewer shows one tree. The conventions also ask to leave a creation context in a message
-unchanged. Our hops replace it: a retry that kept its first publisher's context would hide every wait but the first.
+OpenTelemetry's conventions make links the default and allow a parent for single messages. A request is always a single
+message, so `process` has both a link and a parent, and any viewer shows one tree. The conventions also say that the
+context in a message is never replaced. Here, each worker that publishes a request again replaces it: otherwise, the
+trace of a retried request would show only its first wait.
 
-Without an SDK, or if the trace is not sampled, no spans are built, but the trace context is still passed on.
+Without an OpenTelemetry SDK, or if the trace is not sampled, no spans are made. The trace context is still passed on.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from lanekeeper.telemetry import propagation, signals
 from lanekeeper.telemetry.recording import Attributes, error_type, fail
 
 SCOPE: Final = "lanekeeper"
-_MODEL_MAXIMUM: Final = 128  # characters of a requester's model name in a span's name
+_MODEL_MAXIMUM: Final = 128  # characters of a model name in a span: the requester chooses this name
 
 
 class Scope:
@@ -69,7 +70,9 @@ class Scope:
 
 
 class Tracing:
-    """Makes the spans. `provider` None: the global one, once it is set. `broker`: returns its current host and port."""
+    """Creates the OpenTelemetry spans for publishing, processing and settling messages and for calls to models.
+    `provider` None: the global tracer provider, once it is set. `broker` returns the host and port of the broker that
+    is connected at present."""
 
     def __init__(
         self, provider: TracerProvider | None = None, *, broker: Callable[[], tuple[str, int]] | None = None
@@ -78,17 +81,18 @@ class Tracing:
         self._broker = broker
 
     def send(self, message: Message, *, exchange: str, routing_key: str) -> Scope:
-        """Publish `message` inside this block; its headers are replaced by a new dict that carries the span's context.
+        """A span for a publish: publish `message` inside its `with` block. The message gets new headers, which contain
+        the context of this span.
 
-        The span is a child of the current span, or else of the span in the message's headers. If the current span and
-        that span belong to different traces, the latter is linked.
+        The span is a child of the current span, or if there is none, of the span in the message's headers. If the
+        headers name a span of another trace than the current one, the new span is linked to it.
         """
         around = trace.get_current_span()
         current = around.get_span_context()
-        tracer = self._recorder()
+        tracer = self._find_tracer()
         if tracer is None or _is_sampled_out(around):
             self.carry(message)
-            return _NOTHING
+            return _NO_SPAN
         parent, links = None, None
         if (named := propagation.read(message.headers)) is not None:
             if not current.is_valid:
@@ -100,7 +104,7 @@ class Tracing:
         )
         message.headers = propagation.written(message.headers, span.get_span_context())
         if span.is_recording():
-            attributes = self._of(message, operation=signals.SEND, type=signals.SEND)
+            attributes = self._message_attributes(message, operation=signals.SEND, type=signals.SEND)
             attributes[signals.MESSAGING_DESTINATION_NAME] = _destination(exchange, routing_key)
             attributes[signals.MESSAGING_ROUTING_KEY] = routing_key
             if not exchange:
@@ -109,15 +113,16 @@ class Tracing:
         return Scope(span, None)
 
     def carry(self, message: Message) -> None:
-        """Give `message` the context of the current span, or else keep that in its headers. Makes no span."""
+        """Write the context of the current span into the headers of `message`; without a current span, keep the valid
+        trace context in its headers. Makes no span."""
         current = trace.get_current_span().get_span_context()
         passed_on = current if current.is_valid else propagation.read(message.headers)
         message.headers = propagation.written(message.headers, passed_on or INVALID_SPAN_CONTEXT)
 
     def ask(self) -> Scope:
-        """Publish a request and wait for its answer inside this block."""
-        if (tracer := self._recorder()) is None:
-            return _NOTHING
+        """A span for a client's request: publish it and wait for its answer inside the `with` block."""
+        if (tracer := self._find_tracer()) is None:
+            return _NO_SPAN
         span = tracer.start_span(signals.ASK, kind=SpanKind.CLIENT)
         return Scope(span, trace.set_span_in_context(span))
 
@@ -127,31 +132,31 @@ class Tracing:
         *,
         queue: str,
         delivery_tag: int | None = None,
-        operation: str = signals.PROCESS,
         start_ns: int | None = None,
     ) -> Scope:
-        """Work on a delivered message inside this block. What was current before does not affect its spans."""
+        """A span for the processing of a delivered message: process it inside the `with` block. The span is linked to
+        its publisher's span; the span that is current outside the block has no effect on it."""
         publisher = propagation.read(message.headers)
         received = propagation.received(message.headers, publisher)
-        tracer = self._recorder()
+        tracer = self._find_tracer()
         if tracer is None:
             return Scope(INVALID_SPAN, received)
         span = tracer.start_span(
-            f"{operation} {queue}",
+            f"{signals.PROCESS} {queue}",
             context=received,
             kind=SpanKind.CONSUMER,
             links=None if publisher is None else (Link(publisher),),
             start_time=start_ns,
         )
         if span.is_recording():
-            attributes = self._of(message, operation=operation, type=signals.PROCESS)
-            self._received_from(attributes, message, queue, delivery_tag)
+            attributes = self._message_attributes(message, operation=signals.PROCESS, type=signals.PROCESS)
+            self._add_source(attributes, message, queue, delivery_tag)
             span.set_attributes(attributes)
         return Scope(span, trace.set_span_in_context(span, received))
 
     def passed(self, name: str, *, start_ns: int, end_ns: int, came_by: Message | None = None) -> None:
-        """Write a span for a time that has passed. Its parent is the span in the headers of `came_by`, so that it
-        stands beside the current `process`; without `came_by`, the current span."""
+        """Write a span for a period that is over. Its parent is the span in the headers of `came_by`, so that it stands
+        beside the span `process` of that message; without `came_by`, its parent is the current span."""
         if self._tracer is None:
             return
         publisher = None if came_by is None else propagation.read(came_by.headers)
@@ -159,28 +164,22 @@ class Tracing:
         self._tracer.start_span(name, parent, start_time=start_ns).end(end_ns)
 
     def settle(self, operation: str, message: Message, *, queue: str, delivery_tag: int) -> Scope:
-        """Acknowledge (`signals.ACK`) or return a delivery inside this block, and inside its `process`."""
+        """A span for an acknowledgement (`signals.ACK`) or a rejection: send it inside the `with` block. The span is a
+        child of the message's `process` span."""
         if self._tracer is None or _is_sampled_out(trace.get_current_span()):
-            return _NOTHING
+            return _NO_SPAN
         span = self._tracer.start_span(f"{operation} {queue}", kind=SpanKind.CLIENT)
         if span.is_recording():
-            attributes = self._of(message, operation=operation, type=signals.SETTLE)
-            self._received_from(attributes, message, queue, delivery_tag)
+            attributes = self._message_attributes(message, operation=operation, type=signals.SETTLE)
+            self._add_source(attributes, message, queue, delivery_tag)
             span.set_attributes(attributes)
         return Scope(span, None)
 
-    def chat(
-        self,
-        *,
-        model: str,
-        provider: str,
-        stream: bool,
-        max_tokens: int | None = None,
-        server: tuple[str, int] | None = None,
-    ) -> Scope:
-        """Call the model once inside this block, and inside `process`; `server` is the provider's host and port."""
+    def chat(self, *, model: str, provider: str, stream: bool, max_tokens: int | None = None) -> Scope:
+        """A span for one call to a model: make the call inside the `with` block. The span is a child of the request's
+        `process` span."""
         if self._tracer is None or _is_sampled_out(trace.get_current_span()):
-            return _NOTHING
+            return _NO_SPAN
         span = self._tracer.start_span(f"{signals.CHAT} {model[:_MODEL_MAXIMUM]}", kind=SpanKind.CLIENT)
         if span.is_recording():
             attributes: Attributes = {
@@ -192,28 +191,28 @@ class Tracing:
                 attributes[signals.GEN_AI_REQUEST_STREAM] = True
             if max_tokens is not None:
                 attributes[signals.GEN_AI_REQUEST_MAX_TOKENS] = max_tokens
-            if server is not None:
-                attributes |= {signals.SERVER_ADDRESS: server[0], signals.SERVER_PORT: server[1]}
             span.set_attributes(attributes)
         return Scope(span, trace.set_span_in_context(span))
 
     def traceparent(self) -> str | None:
-        """The current span, for the provider's HTTP request, which never gets `tracestate` or `baggage`."""
+        """The value of the header `traceparent` for an HTTP request to a provider; None without a current span.
+        Providers get neither `tracestate` nor `baggage`."""
         current = trace.get_current_span().get_span_context()
         return propagation.traceparent(current) if current.is_valid else None
 
     def trace_id(self) -> str | None:
-        """The current trace, as logs write it: 32 hexadecimal digits."""
+        """The id of the current trace for logs, 32 hexadecimal digits; None without one."""
         current = trace.get_current_span().get_span_context()
         return f"{current.trace_id:032x}" if current.is_valid else None
 
-    def _recorder(self) -> Tracer | None:
-        """The tracer; None while there is no SDK. Called only where a message comes in or goes out: it costs 1 µs."""
+    def _find_tracer(self) -> Tracer | None:
+        """The tracer; None while there is no SDK. It costs 1 µs, so it is called only when a message is received or
+        published."""
         if self._tracer is None:
             self._tracer = _tracer_of(trace.get_tracer_provider())
         return self._tracer
 
-    def _of(self, message: Message, *, operation: str, type: str) -> Attributes:
+    def _message_attributes(self, message: Message, *, operation: str, type: str) -> Attributes:
         attributes: Attributes = {
             signals.MESSAGING_SYSTEM: signals.RABBITMQ,
             signals.MESSAGING_OPERATION_NAME: operation,
@@ -229,14 +228,14 @@ class Tracing:
         return attributes
 
     @staticmethod
-    def _received_from(attributes: Attributes, message: Message, queue: str, delivery_tag: int | None) -> None:
+    def _add_source(attributes: Attributes, message: Message, queue: str, delivery_tag: int | None) -> None:
         attributes[signals.MESSAGING_DESTINATION_NAME] = _destination(message.exchange, message.routing_key, queue)
         attributes[signals.MESSAGING_ROUTING_KEY] = message.routing_key
         if delivery_tag is not None:
             attributes[signals.MESSAGING_DELIVERY_TAG] = delivery_tag
 
 
-class _Nothing(Scope):
+class _NoSpan(Scope):
     """A scope without a span, which leaves the current context unchanged."""
 
     __slots__ = ()
@@ -247,11 +246,12 @@ class _Nothing(Scope):
     def __exit__(self, *_: Any) -> None: ...
 
 
-_NOTHING: Final = _Nothing(INVALID_SPAN, None)
+_NO_SPAN: Final = _NoSpan(INVALID_SPAN, None)
 
 
 def _tracer_of(provider: TracerProvider) -> Tracer | None:
-    """The provider's tracer; None if it is one of the API's placeholders for the case that there is no SDK."""
+    """The provider's tracer; None if the provider is one of OpenTelemetry's placeholders, which stand for a missing
+    SDK."""
     return None if isinstance(provider, ProxyTracerProvider | NoOpTracerProvider) else provider.get_tracer(SCOPE)
 
 
@@ -261,5 +261,6 @@ def _is_sampled_out(span: Span) -> bool:
 
 
 def _destination(*parts: str) -> str:
-    """`exchange:routing key[:queue]`: empty parts left out, equal ones written once (conventions for RabbitMQ)."""
+    """Join `parts` to `exchange:routing key[:queue]`, as OpenTelemetry's conventions for RabbitMQ say. Empty parts are
+    left out, and equal parts are written once."""
     return ":".join(dict.fromkeys(part for part in parts if part)) or signals.DEFAULT_EXCHANGE

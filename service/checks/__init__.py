@@ -1,4 +1,4 @@
-"""What `lanekeeper check` and `lanekeeper status` look at, and what a production profile refuses.
+"""The checks of `lanekeeper check`, the figures of `lanekeeper status`, and the rules of the production profile.
 
-Start at `run.py`. Imported by `cli`.
+Start at `run.py`. `cli` imports this folder.
 """

@@ -1,10 +1,10 @@
-"""What the production profile does not accept. `lanekeeper check` and the start of a worker use the same list.
+"""The risks that the production profile does not accept. `lanekeeper check` and a starting worker use the same list.
 
-    await refuse(settings)                       raises SettingsError with everything at once
+    await refuse(settings)                       raises SettingsError that names all risks
     async for risk in risks(settings, connection): …
 
-docs/production.md describes every row. Without the profile they are warnings of `check`; unencrypted connections are
-also logged at start."""
+docs/production.md describes every risk. Without the profile, `check` reports them as warnings, and unencrypted
+connections are also logged at start."""
 
 import stat
 from collections.abc import AsyncIterator, Iterator
@@ -17,19 +17,22 @@ from urllib.parse import unquote, urlsplit
 from consumers.state.opening import SQLITE, redis_risks
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerError, SettingsError
+from lanekeeper.telemetry import signals
+from lanekeeper.telemetry.logs import logger
 from service.config.budget_sections import FIRST
 from service.config.settings import Settings
 from service.worker.broker import connection_for
-from topology.broker.admin.rights import see_that_it_may_write
+from topology.broker.admin.rights import check_write_rights
 from topology.declaration import RECOMMENDED, is_before
 
+log = logger()
 PLAIN = frozenset({"amqp", "http", "redis"})
 """URL schemes without encryption: anybody on the network can read passwords, prompts and answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Risk:
-    """One row of docs/production.md."""
+    """One reason why these settings, or the broker, are not safe in production: a row of docs/production.md."""
 
     what: str
     text: str
@@ -37,18 +40,27 @@ class Risk:
 
 
 async def refuse(settings: Settings) -> None:
-    """Raise SettingsError that names everything that this profile does not accept; nothing without a profile."""
+    """With the profile `production`, check for risks and raise a SettingsError that names all of them. With any other
+    profile, do nothing."""
     if not settings.is_production:
         return
     async with connection_for("check", settings) as broker:
         found = [risk async for risk in risks(settings, broker)]
     if found:
-        lines = "".join(f"\n  {each.what}: {each.text}" for each in found)
+        lines = "".join(f"\n  {risk.what}: {risk.text}" for risk in found)
         raise SettingsError(f"not fit for production (LANEKEEPER_PROFILE), {len(found)} findings:{lines}")
 
 
+def warn_of_plain_text(settings: Settings) -> None:
+    """Log a warning for each configured connection (broker, store, provider) that goes to another machine without
+    TLS."""
+    for risk in of_transport(settings):
+        log.warning(signals.PLAIN_TEXT, what=risk.what, reason=risk.text)
+
+
 async def risks(settings: Settings, broker: Connection | None) -> AsyncIterator[Risk]:
-    """All risks that can be found. `broker` None: the broker is not reachable, which another check reports."""
+    """Find all risks in production: in the settings, the store and the broker. `broker`: a connection to it; None: it
+    is not reachable, which another check reports."""
     for risk in (*of_transport(settings), *of_settings(settings), *of_file(settings)):
         yield risk
     if broker is not None:
@@ -60,16 +72,16 @@ async def risks(settings: Settings, broker: Connection | None) -> AsyncIterator[
 
 
 def of_transport(settings: Settings) -> Iterator[Risk]:
-    """Connections to other machines without TLS."""
+    """The risks of the configured URLs: connections to other machines without TLS."""
     urls = [("broker TLS", "LANEKEEPER_AMQP_URL", "amqps://", url) for url in settings.broker_urls]
     if settings.management is not None:
         urls.append(("management TLS", "LANEKEEPER_MANAGEMENT_URL", "https://", settings.management))
     urls.append(("store TLS", "LANEKEEPER_STORE_URL", "rediss://", settings.store))
-    for each in settings.routes_spec().providers:
-        if each.name == FIRST:
+    for provider in settings.routes_spec().providers:
+        if provider.name == FIRST:
             urls.append(("provider TLS", "ANTHROPIC_BASE_URL", "https://", settings.provider_url))
-        elif (base := settings.providers[each.name].base_url) is not None:
-            name = f"LANEKEEPER_PROVIDERS__{each.name.upper()}__BASE_URL"
+        elif (base := settings.providers[provider.name].base_url) is not None:
+            name = f"LANEKEEPER_PROVIDERS__{provider.name.upper()}__BASE_URL"
             urls.append(("provider TLS", name, "https://", base.get_secret_value()))
     for what, setting, better, url in urls:
         if (host := _plain_to(url)) is not None:
@@ -77,7 +89,7 @@ def of_transport(settings: Settings) -> Iterator[Risk]:
 
 
 def of_settings(settings: Settings) -> Iterator[Risk]:
-    """Settings that are risky, or missing."""
+    """The risks of the settings themselves, such as the AMQP user `guest`, or prompts in the log."""
     if "guest" in {urlsplit(url).username or "guest" for url in settings.broker_urls}:
         yield Risk(
             "broker user", "guest, whose password everybody knows: lanekeeper topology export --user worker:worker"
@@ -100,7 +112,7 @@ def of_settings(settings: Settings) -> Iterator[Risk]:
 
 
 def of_file(settings: Settings) -> Iterator[Risk]:
-    """A SQLite file that other users may read."""
+    """The risk of a SQLite store whose file other users of this machine may read."""
     if not settings.store.startswith(SQLITE):
         return
     path = Path(unquote(settings.store.removeprefix(SQLITE)))
@@ -115,7 +127,7 @@ async def _of_broker(settings: Settings, broker: Connection) -> AsyncIterator[Ri
         yield Risk("broker version", f"RabbitMQ {broker.version} has known holes (docs/broker.md): {wanted} or later")
     try:
         # A worker's user may not do this; an administrator, a deployer or a user with all rights may.
-        await see_that_it_may_write(broker, [(settings.names().requests, f"{settings.lane_specs()[0].name}.a.b")])
+        await check_write_rights(broker, [(settings.names().requests, f"{settings.lane_specs()[0].name}.a.b")])
     except AccessRefused:
         return
     except BrokerBlocked as blocked:
@@ -131,7 +143,7 @@ async def _of_broker(settings: Settings, broker: Connection) -> AsyncIterator[Ri
 
 
 def _plain_to(url: str) -> str | None:
-    """The host of a URL without TLS; None if that is this machine."""
+    """The host that a URL reaches without TLS; None if the URL uses TLS, or the host is this machine."""
     parts = urlsplit(url)
     host = parts.hostname or "localhost"
     if parts.scheme not in PLAIN or host == "localhost":

@@ -1,7 +1,7 @@
-"""What `lanekeeper check` checks of each provider: its key, whether it is reachable, and the models that lanes call.
+"""Checks each provider for `lanekeeper check`: its key, whether it is reachable, and the models that lanes call.
 
-It makes the same call as a worker, for one token: every provider has this call, and its result shows whether key,
-address and model are right."""
+Each check makes the same call as a worker, for one token. Every kind of provider has this call, and its result shows
+whether key, address and model are right."""
 
 import asyncio
 from dataclasses import dataclass
@@ -21,34 +21,34 @@ WITHIN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check."""
+    """The result of one check of `lanekeeper check`."""
 
     what: str
     well: bool | None
-    """None: the check does not apply, which is no failure."""
+    """Whether the check passed. None: it does not apply, or is only a warning; neither is a failure."""
     text: str
 
 
 async def providers(settings: Settings) -> list[Finding]:
-    """One finding for each provider, checked concurrently, and one for each lane whose default model no provider
-    has."""
+    """Call all providers at the same time, each with its models. Returns the result for each provider, and a failure
+    for each lane whose default model no provider has."""
     spec = settings.routes_spec()
-    asked: dict[str, set[str]] = {each.name: set() for each in spec.providers}
-    lost: list[Finding] = []
+    models_of: dict[str, set[str]] = {provider.name: set() for provider in spec.providers}
+    without_route: list[Finding] = []
     routes = Routes(spec)
-    for each in spec.providers:  # a provider without any lane's default model is checked with a model of its table
-        asked[each.name].update(list((each.models or {}).values())[:1])
+    for provider in spec.providers:  # a provider without any lane's default model is checked with a model of its table
+        models_of[provider.name].update(list((provider.models or {}).values())[:1])
     for lane in settings.lane_specs():
         chain = routes.of(lane.name, "", lane.model)
         for route in chain.routes:
-            asked[route.provider].add(route.name)
+            models_of[route.provider].add(route.name)
         if chain.forbidden:
             text = (
                 f"{chain.forbidden}; set LANEKEEPER_LANES__{lane.name.upper()}__MODEL, or add it to a provider's models"
             )
-            lost.append(Finding(f"lane {lane.name}", False, text))
-    found = await asyncio.gather(*(_provider(settings, name, sorted(models)) for name, models in asked.items()))
-    return [*found, *lost]
+            without_route.append(Finding(f"lane {lane.name}", False, text))
+    found = await asyncio.gather(*(_provider(settings, name, sorted(models)) for name, models in models_of.items()))
+    return [*found, *without_route]
 
 
 async def _provider(settings: Settings, name: str, models: list[str]) -> Finding:
@@ -58,16 +58,17 @@ async def _provider(settings: Settings, name: str, models: list[str]) -> Finding
     except SettingsError as error:
         return Finding(what, False, str(error))
     try:
-        said = await asyncio.gather(*(_trouble(settings, provider, model) for model in models))
+        results = await asyncio.gather(*(_trouble(settings, provider, model) for model in models))
     finally:
         await provider.aclose()
-    if troubles := [each for each in dict.fromkeys(said) if each is not None]:
+    if troubles := [trouble for trouble in dict.fromkeys(results) if trouble is not None]:
         return Finding(what, False, "; ".join(troubles))
     return Finding(what, True, f"{_shown(settings, name)} takes the key and answers as {', '.join(models)}")
 
 
 async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) -> str | None:
-    """Why a call for one token failed; None if it worked, or if the error is temporary."""
+    """Call a provider's model for one token. Returns why the call failed; None if it worked, or if the error is
+    temporary."""
     name = provider.name
     try:
         async with asyncio.timeout(WITHIN_S):
@@ -92,7 +93,7 @@ async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) 
 
 
 def _shown(settings: Settings, name: str) -> str:
-    """The provider's address without secrets."""
+    """A provider's address as error messages show it, without secrets."""
     if name == FIRST:
         return settings.provider
     section = settings.providers[name]

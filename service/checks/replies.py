@@ -1,4 +1,5 @@
-"""Whether this user may reply, and whether the broker adds a timestamp to messages (since 3.12, if configured)."""
+"""Checks that this user may send replies, and whether the broker adds a timestamp to messages (RabbitMQ 3.12 or later
+does so if configured)."""
 
 import asyncio
 import uuid
@@ -20,7 +21,8 @@ WITHOUT = f"the wait and the deadline of a request without {SENT_MS} count from 
 
 
 async def replies(connection: Connection) -> list[Finding]:
-    """It sends a message to a queue of our own, through the default exchange."""
+    """Check that replies can be sent and received: publish a message through the default exchange to a new queue, and
+    receive it. Returns the results for permissions and for the broker's clock."""
     try:
         async with Inbox(connection) as inbox:
             message = Message(body=b"{}", message_id=uuid.uuid4().hex, persistent=False)
@@ -28,19 +30,19 @@ async def replies(connection: Connection) -> list[Finding]:
                 message, exchange="", routing_key=inbox.name, traced=False, timeout_s=WITHIN_S
             )
             async with asyncio.timeout(WITHIN_S):
-                came = await anext(inbox)
+                received = await anext(inbox)
     except TimeoutError:
         return [Finding("permissions", False, f"a reply to a queue of its own did not come within {WITHIN_S:g} s")]
     except BrokerError as error:
         return [Finding("permissions", False, f"{error}; see the users in: lanekeeper topology export")]
     return [
         Finding("permissions", True, "replies can be sent and taken"),
-        Finding("clock", True, _clock(connection.version, is_told=BROKER_TIMESTAMP_MS in came.headers)),
+        Finding("clock", True, _clock(connection.version, has_timestamp=BROKER_TIMESTAMP_MS in received.headers)),
     ]
 
 
-def _clock(version: str, *, is_told: bool) -> str:
-    if is_told:
+def _clock(version: str, *, has_timestamp: bool) -> str:
+    if has_timestamp:
         return f"the broker writes {BROKER_TIMESTAMP_MS}: waits and deadlines count from then"
     if is_before(version, SINCE):
         return f"{WITHOUT}: RabbitMQ {version} cannot tell when it came"

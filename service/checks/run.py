@@ -7,13 +7,14 @@ from consumers.state.base import StoreUnavailable
 from consumers.state.opening import open_store
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import BrokerError
+from service.checks.bodies import bodies
 from service.checks.production import risks
 from service.checks.providers import Finding, providers
 from service.checks.replies import replies
 from service.checks.status import gather
 from service.config.settings import Settings
 from service.worker.broker import connection_for, management_of
-from topology.broker.admin.rights import see_that_it_may_write
+from topology.broker.admin.rights import check_write_rights
 from topology.broker.admin.verify import verify
 from topology.declaration import Broker, declare
 
@@ -22,7 +23,8 @@ NOTE = 300  # characters
 
 
 async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[Finding]:
-    """Yield each finding as soon as it is known. `simulate`: do not call providers."""
+    """Run all checks of `lanekeeper check`, and yield each result as soon as it is known. `simulate`: do not call
+    providers."""
     yield Finding("settings", True, f"namespace {settings.namespace}, lanes as set")
     why_no_provider = "not asked: answers are simulated" if simulate else None
     connection = connection_for("check", settings)
@@ -37,9 +39,9 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
             yield _broker(settings, connection)
             if (publisher := await _publisher(settings, connection)) is not None:
                 yield publisher
-                for each in ("topology", "providers", "store"):
+                for what in ("topology", "providers", "store", "bodies"):
                     yield Finding(
-                        each, None, "not looked at: it concerns who works lanes, and this user may only publish"
+                        what, None, "not looked at: it concerns who works lanes, and this user may only publish"
                     )
                 return
             yield await _topology(settings, connection)
@@ -57,10 +59,12 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
         for finding in await providers(settings):
             yield finding
     yield await _store(settings)
+    yield await bodies(settings)
 
 
 async def _risks(settings: Settings, connection: Connection | None) -> AsyncIterator[Finding]:
-    """The settings that the production profile refuses. Without the profile they are warnings."""
+    """Check for risks in production (`production.py`), and yield a result for each. A risk is a failure with the
+    profile `production`, and a warning without it."""
     async for risk in risks(settings, connection):
         if settings.is_production:
             yield Finding(risk.what, False, risk.text)
@@ -69,8 +73,8 @@ async def _risks(settings: Settings, connection: Connection | None) -> AsyncIter
 
 
 async def _publisher(settings: Settings, connection: Connection) -> Finding | None:
-    """For a user without the right to receive status answers, such as an application's: what it may publish. None for
-    others."""
+    """If the AMQP user may only publish, as an application does: the result that names the routing keys that it may
+    use. None for a worker's user, which is recognised by its right to write to reply queues."""
     user, _ = settings.credentials
     names = settings.names()
     if await _may_write(connection, "", names.reply_prefix + "check"):
@@ -84,14 +88,15 @@ async def _publisher(settings: Settings, connection: Connection) -> Finding | No
 
 async def _may_write(connection: Connection, exchange: str, key: str) -> bool:
     try:
-        await see_that_it_may_write(connection, [(exchange, key)])
+        await check_write_rights(connection, [(exchange, key)])
     except BrokerError:
         return False
     return True
 
 
 async def _is_simulated(settings: Settings, connection: Connection) -> bool:
-    """Whether workers run and all of them have a simulated provider."""
+    """Ask the running workers whether they use a simulated provider. False if none runs, or if one uses a real
+    provider."""
     try:
         answers = await gather(connection, names=settings.names())
     except BrokerError:
@@ -116,18 +121,18 @@ async def _topology(settings: Settings, connection: Connection) -> Finding:
         return Finding("topology", False, str(error))
     differences = found.differences
     if not differences:
-        told = f"{len(wanted.exchanges)} exchanges and {len(wanted.queues)} queues are as declared"
+        text = f"{len(wanted.exchanges)} exchanges and {len(wanted.queues)} queues are as declared"
         if found.note is not None:
-            told += ", as far as seen: " + shorten(found.note, NOTE, placeholder=" …")
-        return Finding("topology", True, told)
-    named = "; ".join(each.line for each in differences[:SHOWN])
+            text += ", as far as seen: " + shorten(found.note, NOTE, placeholder=" …")
+        return Finding("topology", True, text)
+    named = "; ".join(difference.line for difference in differences[:SHOWN])
     more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     command = "apply" if found.missing else "plan"
     return Finding("topology", False, f"{named}{more}; run: lanekeeper topology {command}")
 
 
 async def _store(settings: Settings) -> Finding:
-    """Whether the store can be opened and written. A missing SQLite file is created, as a worker would do."""
+    """Check that the store can be opened and written. A missing SQLite file is created, as a worker would do."""
     try:
         async with open_store(settings.store, namespace=settings.namespace, spec=settings.store_spec()) as store:
             await store.probe()

@@ -1,7 +1,8 @@
-"""The status of the lanes over all workers: asks each worker, reads the queues' lengths, and combines the figures.
+"""Collects the status of the lanes: asks all workers, reads the queues' lengths, and combines the figures.
 
-Only workers know what runs and how long it waited; only the broker knows what waits. So the question goes to the
-control exchange, every worker answers from memory, and the depths come from the queues.
+Only workers know which requests run and how long these waited; only the broker knows how many requests wait. So a
+question is published to the control exchange, every worker answers from memory, and the broker reports the queues'
+lengths.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from topology.lanes import LaneSpec
 QUIET_S = 0.3
 """When no further answer has come for this long, all answers are assumed to have arrived."""
 LONGEST_S = 2.0
+"""The longest wait for answers."""
 ADDED = (
     "running", "due_slots", "extra_slots", "waits_since_delivery", "answered", "failed", "retried",
     "throughput_per_min",
@@ -36,31 +38,33 @@ ADDED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneStatus:
-    """One lane. Figures that come from workers are None if no worker answered."""
+    """The figures that `lanekeeper status` shows for one lane, added up over all workers. Those that come from workers
+    are None if no worker answered."""
 
     lane: str
     depth: int | None
-    """Messages that wait in the intake, in the due queue, aside, and in a worker's hand for a slot; None where the user
-    may not look at the queues."""
+    """Messages that wait in the intake, the due queue and the side queues, and those that a worker has received but has
+    no slot for. None if the user may not read the queues' lengths."""
     consumers: int | None
-    """Consumers of the intake as the broker counts them, scouts included; None if the user may not look at the
-    queues."""
+    """Consumers of the intake as the broker counts them, including those that workers add to a slow queue (scouts,
+    docs/fairness.md). None if the user may not read the queues' lengths."""
     workers: int
-    """Processes that work the lane and answered."""
+    """The processes that consume the lane and answered."""
     running: int | None
     slots: int | None
-    """Slots of the intake over all workers, with lent and added ones."""
+    """Slots of the intake over all workers, including those lent by other lanes and added ones."""
     due_slots: int | None
-    """Slots of the due queue, in addition."""
+    """Slots of the due queue, which are not included in `slots`."""
     extra_slots: int | None
-    """How many of these are lent or added."""
+    """How many of `slots` are lent by other lanes or added."""
     slots_limit: str | None
     """Why the lane gets no more slots although its requests wait too long: rpm, itpm, otpm, … for a limit of the
     provider, or slots_max. None if that is not the case."""
     wait_p50_ms: int | None
     wait_p95_ms: int | None
     waits_since_delivery: int | None
-    """How many of the latest requests had no time of publishing: their wait counts from the first delivery."""
+    """How many of the latest requests did not say when they were published, so that their wait counts from their first
+    delivery."""
     answered: int | None
     failed: int | None
     retried: int | None
@@ -71,7 +75,7 @@ class LaneStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """All lanes, and the workers that answered."""
+    """What `lanekeeper status` shows: the figures of all lanes, and of the workers that answered."""
 
     lanes: tuple[LaneStatus, ...]
     workers: tuple[str, ...]
@@ -84,18 +88,18 @@ class Status:
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """Requests, tokens and dollars used since the workers began: by "lane" and "tenant", then by name."""
     tenants: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
-    """For each lane and each of its latest tenants: requests running, in hand, begun, and set aside since the workers
-    began."""
+    """For each lane and each of its latest tenants: the requests that are `running`; `in_hand`: received by a worker
+    and waiting for a slot; and since the workers began: `begun`, and `set_aside`: moved to a side queue."""
     prices_as_of: str | None = None
     undelivered: int = 0
-    """Replies since the workers' start that were given up because their queue was full for a minute. Their results are
-    stored under the ids."""
+    """Replies since the workers began that were given up because their queue was full for a minute. The results can
+    still be fetched by the requests' ids."""
     dead_letters: Mapping[str, int] = field(default_factory=dict)
-    """Since the workers began: `exported` and `dropped`, the oldest beyond what is kept; `unparked`, invalid messages
-    that were answered alone."""
+    """Since the workers began: `exported` and `dropped`: dead letters that were removed because there were too many;
+    `unparked`: invalid messages that were answered, but not kept as dead letters."""
     control: Mapping[str, int] = field(default_factory=dict)
-    """Control messages since the workers began: `refused`; `unanswered`, which could not be answered; `displaced`,
-    cancellations of unseen ids that were forgotten for newer ones."""
+    """Since the workers began: control messages that were `refused`; `unanswered`: those that could not be answered;
+    `displaced`: cancellations of unseen ids that were deleted in favour of newer ones."""
     simulated: tuple[str, ...] = ()
     """Workers whose provider is simulated: they spend nothing."""
 
@@ -103,30 +107,25 @@ class Status:
         return json.dumps(asdict(self), indent=2)
 
 
-async def look(
-    connection: Connection,
-    *,
-    lanes: Sequence[LaneSpec],
-    names: Names,
-    quiet_s: float = QUIET_S,
-) -> Status:
-    """Ask the workers and look at the queues. Raises BrokerUnreachable, AccessRefused (to ask), TopologyMismatch
-    (nothing is declared)."""
-    answers = await gather(connection, names=names, quiet_s=quiet_s)
+async def look(connection: Connection, *, lanes: Sequence[LaneSpec], names: Names) -> Status:
+    """Ask all workers for their figures, read the queues' lengths from the broker, and combine both. Raises
+    BrokerUnreachable, AccessRefused (the user may not ask workers), TopologyMismatch (nothing is declared)."""
+    answers = await gather(connection, names=names)
     queues = [
         queue for lane in lanes for queue in (names.intake(lane.name), names.due(lane.name), *_sides(lane, names))
     ]
     try:
         found = await depths(connection, queues)
     except AccessRefused:
-        found = {}  # a user who may ask the workers may lack the right to see the queues
+        found = {}  # some users may ask the workers, but not read the queues' lengths
     return merge(answers, found, lanes=lanes, names=names)
 
 
-async def gather(connection: Connection, *, names: Names, quiet_s: float = QUIET_S) -> list[Mapping[str, Any]]:
-    """The workers' answers. Waits until none has come for `quiet_s`, and `LONGEST_S` at most."""
-    came: asyncio.Queue[Message] = asyncio.Queue()  # bounded by the workers there are
-    direct = DirectReplies(on_reply=came.put_nowait, on_lost=lambda: None)
+async def gather(connection: Connection, *, names: Names) -> list[Mapping[str, Any]]:
+    """Publish the status question to all workers, and return their answers. It waits until no answer has come for
+    `QUIET_S`, but not longer than `LONGEST_S`."""
+    received: asyncio.Queue[Message] = asyncio.Queue()  # holds at most one answer of each worker
+    direct = DirectReplies(on_reply=received.put_nowait, on_lost=lambda: None)
     question = Message(
         body=b"{}",
         content_type="application/json",
@@ -135,7 +134,7 @@ async def gather(connection: Connection, *, names: Names, quiet_s: float = QUIET
         correlation_id=uuid.uuid4().hex,
         reply_to=DIRECT_REPLY_TO,
         persistent=False,
-        expiration=str(round(1000 * LONGEST_S)),  # a copy goes to `lane.control`, which must not keep it
+        expiration=str(round(1000 * LONGEST_S)),  # a copy goes to `lane.control`, and must not stay there
     )
     answers: list[Mapping[str, Any]] = []
     try:
@@ -144,8 +143,8 @@ async def gather(connection: Connection, *, names: Names, quiet_s: float = QUIET
         with suppress(TimeoutError):
             async with asyncio.timeout(LONGEST_S):
                 while True:
-                    async with asyncio.timeout(quiet_s):
-                        message = await came.get()
+                    async with asyncio.timeout(QUIET_S):
+                        message = await received.get()
                     if message.correlation_id == question.correlation_id:
                         answers.append(json.loads(message.body))
     except Unroutable:
@@ -162,7 +161,8 @@ def merge(
     lanes: Sequence[LaneSpec],
     names: Names,
 ) -> Status:
-    """The workers' figures and the queues' depths as one status."""
+    """Combine the workers' answers to the status question and the queues' lengths (`found`, by queue) into one
+    status."""
     tenants = _sums(answers, "tenants")
     return Status(
         lanes=tuple(
@@ -182,9 +182,9 @@ def merge(
         breakers=tuple(
             sorted(
                 {
-                    f"{name}: {each['state']}, asked again in {each['retry_in_s']} s"
+                    f"{name}: {breaker['state']}, asked again in {breaker['retry_in_s']} s"
                     for answer in answers
-                    for name, each in answer.get("breakers", {}).items()
+                    for name, breaker in answer.get("breakers", {}).items()
                 }
             )
         ),
@@ -199,7 +199,7 @@ def merge(
 
 
 def _sums(answers: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
-    """The workers' figures of one name, added up. They may be nested."""
+    """Add up the figures named `what` in all workers' answers. Nested figures are added level by level."""
     total: dict[str, Any] = {}
     for answer in answers:
         _add(total, answer.get(what, {}))
@@ -207,24 +207,24 @@ def _sums(answers: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
 
 
 def _add(total: dict[str, Any], figures: Mapping[str, Any]) -> None:
-    for name, each in figures.items():
-        if isinstance(each, Mapping):
-            _add(total.setdefault(name, {}), each)
+    for name, figure in figures.items():
+        if isinstance(figure, Mapping):
+            _add(total.setdefault(name, {}), figure)
         else:
-            total[name] = round(total.get(name, 0) + each, 6)
+            total[name] = round(total.get(name, 0) + figure, 6)
 
 
 def _waiting(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     found: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for answer in answers:
         for account, lanes in answer.get("waiting", {}).items():
-            for lane, each in lanes.items():
-                found.setdefault((lane, each["reason"], account), []).append(each)
-    for (lane, reason, account), them in found.items():
-        oldest_s = max(each["oldest_s"] for each in them)
-        count = sum(each["count"] for each in them)
+            for lane, entry in lanes.items():
+                found.setdefault((lane, entry["reason"], account), []).append(entry)
+    for (lane, reason, account), entries in found.items():
+        oldest_s = max(entry["oldest_s"] for entry in entries)
+        count = sum(entry["count"] for entry in entries)
         guessed = (
-            "" if all(each.get("is_known", True) for each in them) else " (a guess: nobody has told this limit yet)"
+            "" if all(one.get("is_known", True) for one in entries) else " (a guess: nobody has told this limit yet)"
         )
         yield f"{lane}: {count} wait for {reason}{guessed} of {account}, the first for {oldest_s:.1f} s"
 
@@ -246,10 +246,10 @@ def _sides(lane: LaneSpec, names: Names) -> list[str]:
 def _lane(
     lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth | None, due: Depth | None, aside: int
 ) -> LaneStatus:
-    waits = sorted(wait for each in figures for wait in each["waits_ms"])
+    waits = sorted(wait for of_worker in figures for wait in of_worker["waits_ms"])
 
     def total(*fields: str) -> int | None:
-        return sum(each.get(field, 0) for each in figures for field in fields) if figures else None
+        return sum(of_worker.get(field, 0) for of_worker in figures for field in fields) if figures else None
 
     return LaneStatus(
         lane=lane,
@@ -257,7 +257,8 @@ def _lane(
         consumers=None if intake is None else intake.consumers,
         workers=len(figures),
         slots=total("slots", "extra_slots"),
-        slots_limit=", ".join(sorted({limit for each in figures if (limit := each.get("slots_limit"))})) or None,
+        slots_limit=", ".join(sorted({limit for of_worker in figures if (limit := of_worker.get("slots_limit"))}))
+        or None,
         wait_p50_ms=quantile(waits, 0.5),
         wait_p95_ms=quantile(waits, 0.95),
         deferred_for=_sums(figures, "deferred_for") if figures else None,

@@ -1,4 +1,4 @@
 """The command line: one file for each command.
 
-Start at `main.py`. Nothing imports it.
+Start at `main.py`. No other folder imports this one.
 """

@@ -9,22 +9,23 @@ if TYPE_CHECKING:
 
 
 def print_answer(answer: "Final", *, json: bool) -> None:
-    """Print the answer's text, or the whole Message as JSON."""
+    """Print the text of a request's answer, or with `json` the whole Message of Anthropic's API."""
     print_text(answer.body.decode() if json else answer.text, end="\n")
 
 
 def print_json(value: object) -> None:
-    """What `--json` of a command that lists things prints."""
+    """Print a value as indented JSON, for the option `--json`."""
     print(json_text.dumps(value, indent=2, ensure_ascii=False))
 
 
 def print_text(text: str, *, end: str) -> None:
-    """Print text without delay. Into a pipe or a file it goes unchanged."""
+    """Print text at once, without buffering. On a terminal, control characters are replaced; a pipe or a file gets the
+    text unchanged."""
     print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def tell_problem(problem: "Problem") -> None:
-    """Print the problem in one line on standard error."""
+    """Print a failed request's error in one line on standard error."""
     attempts = f"{problem.attempts} attempt{'' if problem.attempts == 1 else 's'}"
     print(
         f"lanekeeper: {problem.code} ({problem.status}): {printable(problem.detail)} "
@@ -34,5 +35,5 @@ def tell_problem(problem: "Problem") -> None:
 
 
 def printable(text: str) -> str:
-    """The text without control characters, so that a model's answer cannot control the terminal."""
-    return "".join(each if each in "\n\t" or each.isprintable() else "�" for each in text)
+    """The text with `�` in place of control characters, so that a model's answer cannot control the terminal."""
+    return "".join(character if character in "\n\t" or character.isprintable() else "�" for character in text)

@@ -1,5 +1,5 @@
-"""Users for `lanekeeper topology export` and `apply`. Passwords come from a file; `export` creates the others and shows
-them once."""
+"""Users for `lanekeeper topology export` and `apply`. Passwords come from a file; `export` creates missing ones, and
+shows them once."""
 
 import secrets
 import sys
@@ -12,24 +12,26 @@ from topology.export import SALT_BYTES, Role, User, hash_password
 from topology.lanes import DEFAULT_LANES
 
 DEFAULT = ("worker:worker", "operator:operator", "deployer:deployer")
-"""An application's user name is the second word of its routing keys, after the lane."""
+"""The users that `export` creates if none are named. An application's user is not among them: its name must be chosen,
+because it is the second word of the application's routing keys."""
 ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 
 
 def read(given: list[str] | tuple[str, ...], passwords: Path | None) -> list[User]:
-    """Users from NAME:ROLE[:LANE,LANE…]. Raises typer.BadParameter."""
+    """Read the users of `topology export` from options NAME:ROLE[:LANE,LANE…], and their passwords from the file
+    `passwords`. A missing password is created. Raises typer.BadParameter."""
     known = {} if passwords is None else _passwords(passwords)
-    return [_user(each, known) for each in given]
+    return [_user(user, known) for user in given]
 
 
 def with_passwords(given: list[str], passwords: Path | None) -> list[User]:
-    """The same users, each with its password from the file, so that a repeated `apply` changes none. Raises
-    typer.BadParameter."""
+    """Read the users of `topology apply` from options NAME:ROLE[:LANE,LANE…]. Each must have a password in the file
+    `passwords`, so that a repeated `apply` does not change it. Raises typer.BadParameter."""
     known = {} if passwords is None else _passwords(passwords)
-    missing = [name for each in given if (name := each.partition(":")[0]) not in known]
+    missing = [name for user in given if (name := user.partition(":")[0]) not in known]
     if missing:
         raise typer.BadParameter(f"a line NAME:PASSWORD is missing for {', '.join(missing)}", param_hint="--passwords")
-    return [_user(each, known) for each in given]
+    return [_user(user, known) for user in given]
 
 
 def _user(text: str, known: dict[str, str]) -> User:
@@ -38,10 +40,10 @@ def _user(text: str, known: dict[str, str]) -> User:
     role = ROLES.get(role_name)
     if role is None:
         raise typer.BadParameter(f"{text!r}: the role is one of {', '.join(ROLES)}", param_hint="--user")
-    every = {lane.name for lane in DEFAULT_LANES}
+    all_lanes = {lane.name for lane in DEFAULT_LANES}
     chosen = tuple(lanes.split(",")) if lanes else ()
-    if not every.issuperset(chosen):
-        raise typer.BadParameter(f"{text!r}: the lanes are {', '.join(sorted(every))}", param_hint="--user")
+    if not all_lanes.issuperset(chosen):
+        raise typer.BadParameter(f"{text!r}: the lanes are {', '.join(sorted(all_lanes))}", param_hint="--user")
     password = known.get(name) or secrets.token_urlsafe(24)
     try:
         hashed = hash_password(password, salt=secrets.token_bytes(SALT_BYTES))

@@ -43,9 +43,9 @@ async def _cancel(settings: "Settings", id: str, *, tenant: str | None, json: bo
 
     async with client_of(settings) as client:
         outcome = await client.cancel(id, tenant=tenant)
-    print(dumps({"id": id, "outcome": outcome}) if json else told(outcome, id))
+    print(dumps({"id": id, "outcome": outcome}) if json else text_of(outcome, id))
 
 
-def told(outcome: "Cancelled", id: str) -> str:
-    """The outcome of a cancellation, in words."""
+def text_of(outcome: "Cancelled", id: str) -> str:
+    """The sentence that the command prints for the outcome of a cancellation."""
     return TEXTS[outcome].format(id=id)

@@ -1,4 +1,4 @@
-"""`lanekeeper check`: what is wrong and how to correct it."""
+"""`lanekeeper check`: find out what is wrong, and how to correct it."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +26,7 @@ def check(
     config: options.Config = None,
     sets: options.Set = None,
 ) -> None:
-    """Check settings, broker, topology, permissions, providers and store; exit code 1 if anything is wrong.
+    """Check settings, broker, topology, permissions, providers and stores; exit code 1 if anything is wrong.
 
     Each provider is called for one token of each model that the lanes use there; not if all running workers have a
     simulated provider. For a user that may only publish, only that right is checked.
@@ -44,8 +44,8 @@ def check(
 
 
 def _all_that_is_wrong(config: Path | None, sets: list[str] | None) -> str:
-    """All wrong settings, including missing keys of providers. If only keys are missing, each provider's check reports
-    its own."""
+    """The error message that names all wrong settings, including missing keys of providers; empty if none is wrong. If
+    only keys are missing, this is not called: each provider's check reports its own key."""
     try:
         options.settings_of(config, sets, for_calls=True)
     except SettingsError as error:
@@ -58,7 +58,7 @@ async def _check(settings: "Settings", *, simulate: bool, json: bool) -> None:
     from service.telemetry import logs
 
     findings = []
-    with logs.written(service="lanekeeper", level="critical"):
+    with logs.configured(service="lanekeeper", level="critical"):
         async for finding in look(settings, simulate=simulate):
             findings.append(finding)
             if not json:

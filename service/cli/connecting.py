@@ -1,4 +1,4 @@
-"""How a command reaches the broker. Only errors are logged meanwhile."""
+"""Connects a command to the broker. While it is connected, only errors are logged."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,23 +13,26 @@ from service.worker.broker import connection_for
 
 @asynccontextmanager
 async def connected(settings: Settings, purpose: str) -> AsyncIterator[Connection]:
-    """Raises BrokerUnreachable, AccessRefused."""
-    with logs.written(service="lanekeeper", level="error"):
+    """Open a connection to the broker for a command. `purpose` becomes part of the name that the broker shows for it.
+    Raises BrokerUnreachable, AccessRefused."""
+    with logs.configured(service="lanekeeper", level="error"):
         async with connection_for(purpose, settings) as connection:
             yield connection
 
 
 @asynccontextmanager
 async def client_of(settings: Settings, *, tracing: Tracing | None = None) -> AsyncIterator[Client]:
-    """Raises BrokerUnreachable, AccessRefused."""
-    with logs.written(service="lanekeeper", level="error"):
+    """Open a client for a command that publishes, cancels or fetches requests. Raises BrokerUnreachable,
+    AccessRefused."""
+    with logs.configured(service="lanekeeper", level="error"):
         client = Client(
             settings.broker_url,
             names=settings.names(),
             ssl_context=settings.ssl_context(),
             tracing=tracing,
             identified=settings.needs_user_id,
-            cancel_abandoned=False,  # an interrupted command reports what became of its request
+            bodies=settings.body_store(),
+            cancel_abandoned=False,  # an interrupted command cancels its request itself, and reports the outcome
         )
         async with client:
             yield client

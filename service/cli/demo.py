@@ -1,4 +1,4 @@
-"""`lanekeeper demo`: all that Lanekeeper promises, shown on one machine."""
+"""`lanekeeper demo`: show on one machine what Lanekeeper promises."""
 
 import typer
 
@@ -15,7 +15,7 @@ def demo(config: options.Config = None, sets: options.Set = None) -> None:
     from service.telemetry import logs
 
     settings = options.settings_of(config, sets)
-    with logs.written(service="lanekeeper demo", level="error", format="console"):  # the table tells the rest
+    with logs.configured(service="lanekeeper demo", level="error", format="console"):  # the table shows everything else
         is_well = run(settings)
     if not is_well:
         raise typer.Exit(FAILED)

@@ -13,14 +13,14 @@ from service.telemetry import redaction
 T = TypeVar("T")
 FAILED = 1
 BAD_USE = 2
-STOPPED = 130  # as shells have it for Ctrl-C
+STOPPED = 130  # the exit code that shells report after Ctrl-C
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a command's coroutine on the faster loop."""
+    """Run a command's coroutine on uvloop, which is faster than asyncio's own loop."""
     import uvloop
 
-    # aiormq logs each connection that fails or is lost; we log these ourselves.
+    # aiormq logs each connection that fails or is lost, and Lanekeeper logs the same.
     library = logging.getLogger("aiormq")
     before = library.level
     library.setLevel(logging.CRITICAL)
@@ -30,8 +30,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         library.setLevel(before)
 
 
-def told(error: BaseException, *, debug: bool) -> int:
-    """Print an error on standard error. Returns the exit code."""
+def report(error: BaseException, *, debug: bool) -> int:
+    """Print the error that ended a command on standard error, with `debug` its traceback too. Returns the exit code."""
     cause = _innermost(error)
     if debug:
         for line in "".join(traceback.format_exception(error)).splitlines():
@@ -45,22 +45,23 @@ def told(error: BaseException, *, debug: bool) -> int:
     if isinstance(cause, LanekeeperError):
         print(f"lanekeeper: {redaction.text(str(cause))}", file=sys.stderr)
         return FAILED
-    said = redaction.text(str(cause)) or "no text"
+    text = redaction.text(str(cause)) or "no text"
     hint = "" if debug else "; a fault of ours: run `lanekeeper --debug …` for the traceback"
-    print(f"lanekeeper: unexpected {type(cause).__name__}: {said}{hint}", file=sys.stderr)
+    print(f"lanekeeper: unexpected {type(cause).__name__}: {text}{hint}", file=sys.stderr)
     return FAILED
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The error inside an exception group: the first of Lanekeeper's own, if there is one."""
+    """The one error in an exception group to report to the user: the first LanekeeperError, else the first that is no
+    cancellation. Any other exception is returned as it is."""
     leaves = list(_leaves(error))
-    real = [each for each in leaves if not isinstance(each, asyncio.CancelledError)]
-    return next((each for each in real if isinstance(each, LanekeeperError)), (real or leaves)[0])
+    real = [leaf for leaf in leaves if not isinstance(leaf, asyncio.CancelledError)]
+    return next((leaf for leaf in real if isinstance(leaf, LanekeeperError)), (real or leaves)[0])
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
     if isinstance(error, BaseExceptionGroup):
-        for each in error.exceptions:
-            yield from _leaves(each)
+        for inner in error.exceptions:
+            yield from _leaves(inner)
     else:
         yield error

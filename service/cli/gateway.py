@@ -22,9 +22,9 @@ app = typer.Typer(no_args_is_help=True, help="Keys of the gateway.")
 
 
 def gateway(host: Host = None, port: Port = None, config: options.Config = None, sets: options.Set = None) -> None:
-    """Answer HTTP calls through the lanes, which other processes work (`lanekeeper consume`).
+    """Answer HTTP calls through the lanes. Other processes consume the lanes (`lanekeeper consume`).
 
-    As many as you like behind a balancer; they share the broker and the workers' store.
+    Any number of gateways can run behind a load balancer; they share the broker and the workers' store.
 
     Example:  lanekeeper gateway --port 8081
     """
@@ -45,8 +45,7 @@ async def _run(settings: "Settings", traces: "TracerProvider | None") -> None:
     log = logger()
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(stop_signals())
-        for risk in production.of_transport(settings):
-            log.warning(signals.PLAIN_TEXT, what=risk.what, reason=risk.text)
+        production.warn_of_plain_text(settings)
         client = await stack.enter_async_context(client_for(settings, Tracing(traces)))
         store = await stack.enter_async_context(
             open_store(settings.store, namespace=settings.namespace, spec=settings.store_spec())
@@ -70,13 +69,15 @@ async def _run(settings: "Settings", traces: "TracerProvider | None") -> None:
 
 @app.command("new")
 def new(
-    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Whose requests are made with the key.")],
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant of the requests made with the key.")],
     lanes: Annotated[
         list[LaneName] | None,
-        typer.Option("--lane", help="A lane that it may use; can be repeated, the first is the default. Default: all."),
+        typer.Option(
+            "--lane", help="A lane that calls may name; can be repeated, the first is the default. Default: all."
+        ),
     ] = None,
     models: Annotated[
-        list[str] | None, typer.Option("--model", help="A model that it may ask for; can be repeated. Default: all.")
+        list[str] | None, typer.Option("--model", help="A model that calls may name; can be repeated. Default: all.")
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -84,8 +85,16 @@ def new(
 
     Example:  lanekeeper key new crm --lane normal --lane batch
     """
+    from service.config.table_types import read_tenant
     from service.gateway.access import hash_of, new_key
 
+    try:
+        read_tenant(tenant)
+    except ValueError:
+        raise typer.BadParameter(
+            "a name of 1 to 255 characters that can be printed, without * and without spaces around it",
+            param_hint="TENANT",
+        ) from None
     key = new_key()
     hashed = hash_of(key)
     allowed: dict[str, object] = {"tenant": tenant}

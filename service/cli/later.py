@@ -1,4 +1,4 @@
-"""Commands of later versions: each reports that it is not available in this version, instead of `No such command`."""
+"""Commands of later versions. They report that they are not available yet, instead of `No such command`."""
 
 import sys
 

@@ -8,26 +8,26 @@ from itertools import takewhile
 
 
 def main() -> None:
-    """The console script."""
+    """The entry point of the console script `lanekeeper`."""
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
     """Run one command line. Returns the exit code; every error is printed as one clear line."""
     # Read before the command line is parsed, because the parsing may fail.
-    debug = "--debug" in takewhile(lambda each: each.startswith("-"), arguments)
+    debug = "--debug" in takewhile(lambda argument: argument.startswith("-"), arguments)
     try:
-        from service.cli.commands import app
+        from service.cli.commands import every
 
-        app(args=arguments, prog_name="lanekeeper")
+        every()(args=arguments, prog_name="lanekeeper")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        from service.cli.ending import told
+        from service.cli.ending import report
 
-        return told(error, debug=debug)
+        return report(error, debug=debug)
     return 0
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LaneName(StrEnum):
-    """Lanes that a person can choose."""
+    """The lanes that the option `--lane` accepts."""
 
     CRITICAL = "critical"
     NORMAL = "normal"
@@ -29,12 +29,14 @@ Config = Annotated[
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="NAME=VALUE", help="Set one setting, as lanes.batch.slots=12; comes before all else."
+        "--set",
+        metavar="NAME=VALUE",
+        help="Set one setting, such as lanes.batch.slots=12; overrides all other sources.",
     ),
 ]
 Tenant = Annotated[
     str | None,
-    typer.Option("--tenant", metavar="TENANT", help="Whose request it is: yourself, or whom you may speak for."),
+    typer.Option("--tenant", metavar="TENANT", help="The request's tenant: yourself, or one that you may act for."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -42,34 +44,32 @@ _UNITS_S = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|d|)")
 
 
-def settings_of(config: Path | None, sets: list[str] | None, *, for_calls: bool = False, **options: Any) -> "Settings":
-    """The settings that a command works with. `options`: the command's own options, nested as `Settings` is; None for
-    those not given.
-    `for_calls`: it calls providers.
+def settings_of(
+    config: Path | None, sets: list[str] | None, *, for_calls: bool = False, **sections: Mapping[str, Any]
+) -> "Settings":
+    """The settings in effect for a command. `sections`: the command's own options by section and name, with None for
+    options that were not given. `for_calls`: whether the command calls providers, which need keys.
 
     Raises SettingsError, typer.BadParameter.
     """
     from service.config.loading import load_settings
 
-    return load_settings(config, for_calls=for_calls, **given_by(sets, options))
+    return load_settings(config, for_calls=for_calls, **given_by(sets, sections))
 
 
-def given_by(sets: list[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
+def given_by(sets: list[str] | None, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The settings that `--set` and a command's own options give, nested as `Settings` is. Raises
     typer.BadParameter."""
     given: dict[str, Any] = {}
-    for each in sets or ():
-        name, equals, value = each.partition("=")
+    for option in sets or ():
+        name, equals, value = option.partition("=")
         if not equals or not name:
-            raise typer.BadParameter(f"{each!r} is not NAME=VALUE, such as lanes.batch.slots=12", param_hint="--set")
+            raise typer.BadParameter(f"{option!r} is not NAME=VALUE, such as lanes.batch.slots=12", param_hint="--set")
         _put(given, name.strip().split("."), value)
-    for name, value in options.items():
-        if isinstance(value, dict):
-            for inner, inner_value in value.items():
-                if inner_value is not None:
-                    _put(given, [name, inner], inner_value)
-        elif value is not None:
-            given[name] = value
+    for section, options in sections.items():
+        for name, value in options.items():
+            if value is not None:
+                _put(given, [section, name], value)
     return given
 
 
@@ -83,7 +83,7 @@ def _put(given: dict[str, Any], path: list[str], value: object) -> None:
 
 
 def seconds(text: str) -> float:
-    """A duration: `100ms`, `10s`, `5m`, `2h`, `1d`, or seconds. Raises typer.BadParameter."""
+    """Read a duration: `100ms`, `10s`, `5m`, `2h`, `1d`; without a unit, seconds. Raises typer.BadParameter."""
     found = _DURATION.fullmatch(text.strip())
     if found is None:
         raise typer.BadParameter(f"{text!r} is no duration, such as 100ms, 10s, 5m, 2h or 1d")
@@ -91,7 +91,7 @@ def seconds(text: str) -> float:
 
 
 def moment(text: str) -> datetime:
-    """A time with a zone, as RFC 3339 has it. Raises typer.BadParameter."""
+    """Read a time with its zone, in the format of RFC 3339. Raises typer.BadParameter."""
     allowed = "allowed is a time with its zone, such as 2026-11-21T18:00:00Z"
     try:
         found = datetime.fromisoformat(text)

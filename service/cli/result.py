@@ -1,4 +1,4 @@
-"""`lanekeeper result`: how one request ended."""
+"""`lanekeeper result`: fetch the answer to one request."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,7 @@ def result(
     tenant: options.Tenant = None,
     wait: Annotated[
         float | None,
-        typer.Option("--wait", parser=options.seconds, metavar="DURATION", help="Wait so long for it to end: 20s."),
+        typer.Option("--wait", parser=options.seconds, metavar="DURATION", help="How long to wait for its end: 20s."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON.")] = False,
     config: options.Config = None,

@@ -1,4 +1,4 @@
-"""`lanekeeper send`: publish one request, print its answer."""
+"""`lanekeeper send`: publish one request, and print its answer."""
 
 import asyncio
 import sys
@@ -12,7 +12,7 @@ import typer
 from lanekeeper.contract.problems import AccessRefused
 from service.cli import options
 from service.cli.answers import print_answer, print_text, printable, tell_problem
-from service.cli.cancel import told
+from service.cli.cancel import text_of
 from service.cli.ending import BAD_USE, FAILED, run
 from service.cli.options import LaneName
 from service.cli.traced import tell_trace_of, traced
@@ -40,7 +40,7 @@ def send(
         datetime | None,
         typer.Option("--at", parser=options.moment, metavar="TIME", help="Start not before: 2026-11-21T18:00:00Z."),
     ] = None,
-    priority: Annotated[int, typer.Option("--priority", min=0, max=9, help="Inside the lane, higher first.")] = 4,
+    priority: Annotated[int, typer.Option("--priority", min=0, max=9, help="Within the lane; higher ones first.")] = 4,
     model: Annotated[str | None, typer.Option("--model", help="Default: the lane's.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Default: the lane's.")] = None,
     system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
@@ -53,9 +53,9 @@ def send(
     key: Annotated[
         str | None, typer.Option("--key", metavar="LANE.APP.TASK", help="The whole routing key, in place of --lane.")
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Without: print the id once it is published.")] = True,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="--no-wait: only publish, and print the id.")] = True,
     json: Annotated[
-        bool, typer.Option("--json", help="Print the whole answer as JSON; streamed, a line a part.")
+        bool, typer.Option("--json", help="Print the whole answer as JSON; with --stream, one line for each part.")
     ] = False,
     config: options.Config = None,
     sets: options.Set = None,
@@ -71,9 +71,14 @@ def send(
       git diff | lanekeeper send --stream --system "Review this change." -
     """
     settings = options.settings_of(config, sets)
-    _tell_of(tenant, settings)
-    body = {"prompt": _read() if prompt == "-" else prompt, "system": system, "model": model, "max_tokens": max_tokens}
-    asked = {
+    _warn_of_ignored(tenant, settings)
+    body = {
+        "prompt": _read_stdin() if prompt == "-" else prompt,
+        "system": system,
+        "model": model,
+        "max_tokens": max_tokens,
+    }
+    publish_options = {
         "priority": priority,
         "message_id": id,
         "tenant": tenant,
@@ -87,7 +92,7 @@ def send(
                 settings,
                 _given(body),
                 key=key or DEFAULT_KEY.format(lane=lane),
-                asked=cast("Options", _given(asked)),
+                publish_options=cast("Options", _given(publish_options)),
                 wait=wait,
                 stream=stream,
                 json=json,
@@ -97,6 +102,7 @@ def send(
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
+    """Keep only the options that were given: those whose value is not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -105,7 +111,7 @@ async def _send(
     body: dict[str, Any],
     *,
     key: str,
-    asked: "Options",
+    publish_options: "Options",
     wait: bool,
     stream: bool,
     json: bool,
@@ -115,40 +121,40 @@ async def _send(
     from service.cli.connecting import client_of
     from service.side_tasks import beside
 
-    id = asked.setdefault("message_id", uuid.uuid4().hex)
+    id = publish_options.setdefault("message_id", uuid.uuid4().hex)
     async with client_of(settings, tracing=tracing) as client:
         try:
             if not wait:
-                print_text(await client.publish(body, key=key, **asked), end="\n")
+                print_text(await client.publish(body, key=key, **publish_options), end="\n")
                 return
             print(f"lanekeeper: request {printable(id)}", file=sys.stderr, flush=True)
             lane = key.partition(".")[0]
-            timeout_s = _bound_s(settings, lane, asked)
-            async with beside(_watch(client, lane), name="watch"):
+            timeout_s = _longest_wait_s(settings, lane, publish_options)
+            async with beside(_warn_if_no_worker(client, lane), name="watch"):
                 if stream:
-                    await _print_parts(client.stream(body, key=key, timeout_s=timeout_s, **asked), json=json)
+                    await _print_parts(client.stream(body, key=key, timeout_s=timeout_s, **publish_options), json=json)
                 else:
-                    answer = await client.request(body, key=key, timeout_s=timeout_s, **asked)
+                    answer = await client.request(body, key=key, timeout_s=timeout_s, **publish_options)
                     print_answer(answer, json=json)
                     tell_trace_of(answer)
         except Problem as problem:
             tell_problem(problem)
             raise typer.Exit(FAILED) from None
         except AccessRefused as refused:
-            raise _with_its_key(refused, key, settings) from refused
+            raise _with_advice(refused, key, settings) from refused
         except asyncio.CancelledError:
             if wait:
-                await _cancel(client, id, tenant=asked.get("tenant"))
+                await _cancel(client, id, tenant=publish_options.get("tenant"))
             raise
 
 
 async def _cancel(client: "Client", id: str, *, tenant: str | None) -> None:
-    """On Ctrl-C: say what becomes of the request. A second Ctrl-C ends it at once."""
+    """Called after Ctrl-C: cancel the request, and print the outcome. A second Ctrl-C ends the command at once."""
     from lanekeeper import LanekeeperError, NoReply
 
     print(f"lanekeeper: cancelling {id}; Ctrl-C again leaves it running", file=sys.stderr, flush=True)
     try:
-        text = told(await client.cancel(id, tenant=tenant), id)
+        text = text_of(await client.cancel(id, tenant=tenant), id)
     except NoReply as kept:
         text = f"{id}: its cancellation is kept by the broker: {kept}"
     except LanekeeperError as error:
@@ -156,8 +162,8 @@ async def _cancel(client: "Client", id: str, *, tenant: str | None) -> None:
     print(f"lanekeeper: {text}", file=sys.stderr, flush=True)
 
 
-def _tell_of(tenant: str | None, settings: "Settings") -> None:
-    """Warn that a tenant will be ignored, because this user may not speak for it."""
+def _warn_of_ignored(tenant: str | None, settings: "Settings") -> None:
+    """Print a warning if workers will ignore the tenant, because this user may not act for it."""
     user, _ = settings.credentials
     if tenant not in (None, user) and user not in settings.speakers:
         print(
@@ -167,9 +173,9 @@ def _tell_of(tenant: str | None, settings: "Settings") -> None:
         )
 
 
-def _with_its_key(refused: AccessRefused, key: str, settings: "Settings") -> AccessRefused:
-    """The error with advice: an application may publish only under its own keys, and the default key is none of
-    them."""
+def _with_advice(refused: AccessRefused, key: str, settings: "Settings") -> AccessRefused:
+    """Add advice to an AccessRefused if the default routing key was used: an application may publish only with routing
+    keys whose second word is its own name. Otherwise, return the error unchanged."""
     user, _ = settings.credentials
     lane = key.partition(".")[0]
     if key != DEFAULT_KEY.format(lane=lane):
@@ -180,20 +186,21 @@ def _with_its_key(refused: AccessRefused, key: str, settings: "Settings") -> Acc
     )
 
 
-def _bound_s(settings: "Settings", lane: str, asked: "Options") -> float:
-    """The longest time that an answer can take: the lane's deadline in the settings. If no worker runs, nothing else
-    ends the wait. For a routing key without a lane, the longest deadline is used; its answer comes at once."""
+def _longest_wait_s(settings: "Settings", lane: str, publish_options: "Options") -> float:
+    """How long the command waits for the answer: the request's delay and then its deadline, by default that of the
+    lane. If no worker runs, nothing else ends the wait. If the routing key names no lane, the longest deadline is used;
+    such a request is refused at once."""
     from lanekeeper.options import ANSWER_LATE_S
 
-    deadlines_s = {each.name: each.deadline_s for each in settings.lane_specs()}
-    deadline_s = asked.get("deadline_s", deadlines_s.get(lane, max(deadlines_s.values())))
-    at = asked.get("at")
+    deadlines_s = {spec.name: spec.deadline_s for spec in settings.lane_specs()}
+    deadline_s = publish_options.get("deadline_s", deadlines_s.get(lane, max(deadlines_s.values())))
+    at = publish_options.get("at")
     until_at_s = 0.0 if at is None else max(0.0, (at - datetime.now(UTC)).total_seconds())
-    return max(asked.get("delay_s", 0.0), until_at_s) + deadline_s + ANSWER_LATE_S
+    return max(publish_options.get("delay_s", 0.0), until_at_s) + deadline_s + ANSWER_LATE_S
 
 
-async def _watch(client: "Client", lane: str) -> None:
-    """If the lane has no worker, print that once."""
+async def _warn_if_no_worker(client: "Client", lane: str) -> None:
+    """Wait for `QUIET_S`, then print a warning if no worker consumes the lane."""
     await asyncio.sleep(QUIET_S)
     depth = await client.depth(lane)
     if depth is not None and not depth.consumers:
@@ -223,7 +230,7 @@ async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: b
             print_text(reply.text, end="")
 
 
-def _read() -> str:
+def _read_stdin() -> str:
     try:
         prompt = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from service.config.settings import Settings
     from service.gateway.server import Server
 
-Simulate = Annotated[bool, typer.Option("--simulate", help="Answer without a provider: a simulated one runs inside.")]
+Simulate = Annotated[
+    bool, typer.Option("--simulate", help="Answer without a provider: this process runs a simulated one.")
+]
 Host = Annotated[str | None, typer.Option("--host", help="Where the HTTP server listens.")]
 Port = Annotated[int | None, typer.Option("--port", min=0, max=65_535, help="Its port; 0: any free one.")]
 
@@ -40,12 +42,12 @@ def serve(
       ANTHROPIC_API_KEY=… lanekeeper serve --set lanes.batch.slots=12
     """
     settings = options.settings_of(config, sets, for_calls=not simulate, gateway={"host": host, "port": port})
-    _work(settings, lanes=(), declares=True, simulate=simulate)
+    _run(settings, lanes=(), declares=True, simulate=simulate)
 
 
 def consume(
     lanes: Annotated[
-        list[LaneName] | None, typer.Option("--lane", help="Work this lane alone; can be repeated. Default: all.")
+        list[LaneName] | None, typer.Option("--lane", help="Consume only this lane; can be repeated. Default: all.")
     ] = None,
     simulate: Simulate = False,
     host: Host = None,
@@ -61,25 +63,24 @@ def consume(
     Example:  lanekeeper consume --lane critical --lane normal --port 8081
     """
     settings = options.settings_of(config, sets, for_calls=not simulate, gateway={"host": host, "port": port})
-    _work(settings, lanes=tuple(lane.value for lane in lanes or ()), declares=False, simulate=simulate)
+    _run(settings, lanes=tuple(lane.value for lane in lanes or ()), declares=False, simulate=simulate)
 
 
-def _work(settings: "Settings", *, lanes: tuple[str, ...], declares: bool, simulate: bool) -> None:
+def _run(settings: "Settings", *, lanes: tuple[str, ...], declares: bool, simulate: bool) -> None:
     with telemetry_of(settings) as traces:
-        run(_worked(settings, lanes=lanes, declares=declares, simulate=simulate, traces=traces))
+        run(_serve(settings, lanes=lanes, declares=declares, simulate=simulate, traces=traces))
 
 
-async def _worked(
+async def _serve(
     settings: "Settings", *, lanes: tuple[str, ...], declares: bool, simulate: bool, traces: "TracerProvider | None"
 ) -> None:
-
     from lanekeeper.telemetry import signals
     from lanekeeper.telemetry.logs import logger
     from lanekeeper.telemetry.tracing import Tracing
     from service.checks import production
-    from service.config.copies import answered_by
+    from service.config.copies import with_provider
     from service.gateway.app import Gateway, client_for
-    from service.gateway.server import CannotListen, Server
+    from service.gateway.server import Server
     from service.side_tasks import end
     from service.simulated.app import SimulatedAPI
     from service.worker import heap
@@ -91,10 +92,9 @@ async def _worked(
         stop = stack.enter_context(stop_signals())
         if simulate:
             api = await stack.enter_async_context(SimulatedAPI())
-            settings = answered_by(settings, api.base_url, key="simulated")
+            settings = with_provider(settings, api.base_url, key="simulated")
         await production.refuse(settings)
-        for risk in production.of_transport(settings):
-            log.warning(signals.PLAIN_TEXT, what=risk.what, reason=risk.text)
+        production.warn_of_plain_text(settings)
         parts = await stack.enter_async_context(
             assemble(settings, lanes=lanes, declares=declares, traces=traces, simulated=simulate)
         )
@@ -107,14 +107,7 @@ async def _worked(
             return {**parts.reasons(), **({} if gateway is None else gateway.reasons())}
 
         server = Server(reasons, host=settings.gateway.host, port=settings.gateway.port, routes=gateway)
-        listens = True
-        try:
-            await stack.enter_async_context(server)
-        except CannotListen as error:
-            if declares or "gateway" in settings.model_fields_set:
-                raise
-            listens = False
-            log.warning(signals.HEALTH_ABSENT, reason=str(error))
+        health_url = await _listen(server, stack, is_needed=declares or "gateway" in settings.model_fields_set)
 
         def ready() -> None:
             log.info(
@@ -122,21 +115,41 @@ async def _worked(
                 version=options.version(),
                 lanes=[lane.name for lane in parts.lanes],
                 broker=settings.broker,
-                providers=["simulated"] if simulate else [each.name for each in settings.routes_spec().providers],
-                health=server.url if listens else None,
+                providers=["simulated"]
+                if simulate
+                else [provider.name for provider in settings.routes_spec().providers],
+                health=health_url,
             )
 
-        heap.settle()
+        heap.tune()
         stop.armed = True
-        draining = asyncio.create_task(_drained(server, stop.event, settings.grace_s), name="drain")
+        draining = asyncio.create_task(_drain(server, stop.event, settings.grace_s), name="drain")
         try:
             await worker.run(parts, stop=stop.event, grace_s=settings.grace_s, on_ready=ready)
-            await draining  # other workers may answer calls that came here
+            await draining  # other workers may still answer calls of this gateway
         finally:
             await end((draining,))
 
 
-async def _drained(server: "Server", stop: asyncio.Event, grace_s: float) -> None:
-    """Take no new calls from when the process stops."""
+async def _listen(server: "Server", stack: AsyncExitStack, *, is_needed: bool) -> str | None:
+    """Start the HTTP server; returns its URL. If it cannot listen and is not needed, log that and return None."""
+    from lanekeeper.telemetry import signals
+    from lanekeeper.telemetry.logs import logger
+    from service.gateway.server import CannotListen
+
+    try:
+        await stack.enter_async_context(server)
+    except CannotListen as error:
+        if is_needed:
+            raise
+        log = logger()
+        log.warning(signals.HEALTH_ABSENT, reason=str(error))
+        return None
+    return server.url
+
+
+async def _drain(server: "Server", stop: asyncio.Event, grace_s: float) -> None:
+    """Wait until `stop` is set; then refuse new HTTP calls, and wait for up to `grace_s` until those in progress have
+    been answered."""
     await stop.wait()
     await server.drained(within_s=grace_s)

@@ -1,4 +1,4 @@
-"""`lanekeeper settings`: what is set, and where."""
+"""`lanekeeper settings`: the value of every setting, and where it comes from."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def settings(
-    given: Annotated[bool, typer.Option("--given", help="Only what is not the default.")] = False,
+    given: Annotated[bool, typer.Option("--given", help="Show only settings that some source has set.")] = False,
     json: options.Json = False,
     config: options.Config = None,
     sets: options.Set = None,
@@ -28,23 +28,23 @@ def settings(
     from service.config.loading import load_with_sources
 
     found, sources = load_with_sources(config, **options.given_by(sets, {}))
-    shown = [each for each in effective(found, sources) if not given or each.source != DEFAULT]
+    shown = [setting for setting in effective(found, sources) if not given or setting.source != DEFAULT]
     if json:
-        print_json([asdict(each) for each in shown])
+        print_json([asdict(setting) for setting in shown])
     else:
         _show(shown)
 
 
 def _show(shown: "list[Effective]") -> None:
-    width = max((len(each.name) for each in shown), default=0)
-    values = [printable(text_of(each.value)) for each in shown]
+    width = max((len(setting.name) for setting in shown), default=0)
+    values = [printable(text_of(setting.value)) for setting in shown]
     wide = min(60, max(map(len, values), default=0))
-    for each, value in zip(shown, values, strict=True):
-        print(f"{each.name:<{width}}  {value:<{wide}}  {each.source}")
+    for setting, value in zip(shown, values, strict=True):
+        print(f"{setting.name:<{width}}  {value:<{wide}}  {setting.source}")
 
 
 def text_of(value: Any) -> str:
-    """A value on one line."""
+    """A setting's value as text on one line: `-` for None, JSON for lists and tables."""
     from json import dumps
 
     if value is None:

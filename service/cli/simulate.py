@@ -21,23 +21,39 @@ def simulate(
     latency: Annotated[
         float, typer.Option("--latency", parser=options.seconds, metavar="DURATION", help="How long an answer takes.")
     ] = "0",  # type: ignore[assignment]  # typer parses defaults as it parses what is given
-    tokens_per_s: Annotated[float | None, typer.Option(min=0.001, help="Speed of writing, beside the latency.")] = None,
+    tokens_per_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Speed of the output, in addition to the latency.")
+    ] = None,
     output_tokens: Annotated[int | None, typer.Option(min=1, help="Length of every answer; default: an echo.")] = None,
     api_key: Annotated[str | None, typer.Option(help="The only key accepted; default: any.")] = None,
     model: Annotated[list[str] | None, typer.Option("--model", help="A further model's name; can be repeated.")] = None,
     requests_per_minute: Annotated[int, typer.Option(min=1, help="Limit of each model class.")] = 1_000_000,
-    input_tokens_per_minute: Annotated[int, typer.Option(min=1, help="The same.")] = 1_000_000_000,
-    output_tokens_per_minute: Annotated[int, typer.Option(min=1, help="The same.")] = 1_000_000_000,
+    input_tokens_per_minute: Annotated[int, typer.Option(min=1, help="Limit of each model class.")] = 1_000_000_000,
+    output_tokens_per_minute: Annotated[int, typer.Option(min=1, help="Limit of each model class.")] = 1_000_000_000,
     burst: Annotated[
-        float, typer.Option("--burst", parser=options.seconds, metavar="DURATION", help="What a limit's bucket holds.")
+        float,
+        typer.Option(
+            "--burst",
+            parser=options.seconds,
+            metavar="DURATION",
+            help="How much time's worth of a limit its bucket holds.",
+        ),
     ] = "60s",  # type: ignore[assignment]
     fault: Annotated[
         list[str] | None,
         typer.Option("--fault", metavar="NAME=SHARE", help="A fault at random: overloaded=0.1; can be repeated."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random faults.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random faults.")] = 0,
 ) -> None:
-    """Run a simulated Anthropic API: messages, streams, models, rate limits, and faults.
+    r"""Run a simulated Anthropic API: messages, streams, models, rate limits, and faults.
+
+    Markers in a prompt decide about its own answer (docs/simulated.md has all):
+
+      [\[latency: 10s]]            it takes so long
+
+      [\[tokens: 200]]             it has so many tokens
+
+      [\[fault: overloaded x2]]    the first two calls fail; without x2, all
 
     Examples:
 
@@ -91,6 +107,6 @@ def _shares(options: Iterable[str]) -> dict[str, float]:
     from service.simulated.faults import parse_share
 
     try:
-        return dict(parse_share(each) for each in options)
+        return dict(parse_share(option) for option in options)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--fault") from None

@@ -1,4 +1,4 @@
-"""`lanekeeper status`: the lanes once, over all workers."""
+"""`lanekeeper status`: show the lanes once, with the figures of all workers."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ CONTROL = {
     "unanswered": "control messages that nobody was told of",
     "displaced": "cancellations of unseen ids forgotten",
 }
-"""The line for each count that is not 0."""
+"""The words for each count. A count of 0 is not printed."""
 
 
 def status(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
@@ -79,26 +79,26 @@ def _show(found: "Status") -> None:
             )
     for lane in found.lanes:
         if lane.deferred_for:
-            told = ", ".join(f"{reason} {count}" for reason, count in sorted(lane.deferred_for.items()))
-            say(f"{lane.lane} was put off since the workers began, for: {told}")
+            text = ", ".join(f"{reason} {count}" for reason, count in sorted(lane.deferred_for.items()))
+            say(f"{lane.lane} was put off since the workers began, for: {text}")
     for name, tenants in found.tenants.items():
-        for tenant, each in tenants.items():
-            if each["set_aside"] and (each["running"] or each["in_hand"]):
-                told = f"{each['running']} running, {each['begun']} begun, {each['set_aside']} set aside"
-                say(f"{name}, tenant {tenant or '(none)'}: {told}")
+        for tenant, figures in tenants.items():
+            if figures["set_aside"] and (figures["running"] or figures["in_hand"]):
+                text = f"{figures['running']} running, {figures['begun']} begun, {figures['set_aside']} set aside"
+                say(f"{name}, tenant {tenant or '(none)'}: {text}")
     for line in (*found.waiting, *found.paused, *found.breakers):
         say(line)
-    if dollars := {lane: each["usd"] for lane, each in found.spent.get("lane", {}).items() if each.get("usd")}:
-        told = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in dollars.items())
-        say(f"spent since the workers began, at prices of {found.prices_as_of}: {told}")
+    if dollars := {lane: figures["usd"] for lane, figures in found.spent.get("lane", {}).items() if figures.get("usd")}:
+        text = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in dollars.items())
+        say(f"spent since the workers began, at prices of {found.prices_as_of}: {text}")
     for counts, words in ((found.dead_letters, DEAD_LETTERS), (found.control, CONTROL)):
-        if told := ", ".join(f"{count} {words[name]}" for name in words if (count := counts.get(name))):
-            say(f"since the workers began: {told}")
+        if text := ", ".join(f"{count} {words[name]}" for name in words if (count := counts.get(name))):
+            say(f"since the workers began: {text}")
     if found.undelivered:
         say(f"{found.undelivered} replies were never taken by their queues")
     if found.simulated:
-        told = "all workers" if found.simulated == found.workers else ", ".join(found.simulated)
-        say(f"provider simulated by {told}: nothing is spent")
+        text = "all workers" if found.simulated == found.workers else ", ".join(found.simulated)
+        say(f"provider simulated by {text}: nothing is spent")
     if found.workers:
         say(f"answered by {', '.join(found.workers)}")
     else:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM of a process that works until it is told to stop."""
+"""Handles SIGINT and SIGTERM in a process that runs until somebody stops it."""
 
 import asyncio
 import os
@@ -9,29 +9,32 @@ from contextlib import contextmanager
 from service.cli.ending import STOPPED
 
 AT_ONCE_S = 5.0
+"""When the process has to end at once: after this time it exits, even if a task has not ended."""
 
 
 class Stop:
-    """Handles SIGINT and SIGTERM. Before the work has begun the first ends the process at once; afterwards the first
-    begins an orderly stop, and the second ends the process at once."""
+    """Handles SIGINT and SIGTERM. Before `armed` is set, a signal ends the process at once. Afterwards the first signal
+    begins an orderly stop, and the second ends the process at once. `task`: the process's main task."""
 
     def __init__(self, task: "asyncio.Task[object]") -> None:
         self._task = task
         self.event = asyncio.Event()
+        """Set when the orderly stop begins."""
         self.armed = False
+        """The process sets it to True when it begins its work."""
 
     def __call__(self) -> None:
         if self.armed and not self.event.is_set():
             self.event.set()
         else:
             self._task.cancel()
-            # tasks that ignore the cancellation are not waited for
+            # Some tasks may ignore the cancellation.
             asyncio.get_running_loop().call_later(AT_ONCE_S, os._exit, STOPPED)
 
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Handle the signals inside this block."""
+    """Handle SIGINT and SIGTERM inside this block, with the `Stop` that it yields."""
     task = asyncio.current_task()
     assert task is not None
     stop = Stop(task)
@@ -41,7 +44,7 @@ def stop_signals() -> Iterator[Stop]:
 
 @contextmanager
 def listening(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` on SIGINT and SIGTERM."""
+    """Call `act` on each SIGINT and SIGTERM that arrives inside this block."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, act)

@@ -1,4 +1,4 @@
-"""Logs and traces of a process that works until it is told to stop."""
+"""Logs and traces of a process that runs until somebody stops it."""
 
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -10,16 +10,12 @@ if TYPE_CHECKING:
 
 
 def telemetry_of(settings: "Settings") -> "AbstractContextManager[TracerProvider | None]":
-    """Write logs and send traces as the settings say."""
+    """Write logs and send traces inside the block, as configured in the settings."""
     from service.telemetry import exporters
 
-    base, traces_endpoint = settings.otlp
     return exporters.running(
-        exporters.TelemetrySpec(
-            log_level=settings.log_level,
-            log_format=settings.log_format,
-            log_content=settings.log_content,
-            otlp_endpoint=base,
-            otlp_traces_endpoint=traces_endpoint,
-        )
+        traces_url=settings.traces_url,
+        log_level=settings.log_level,
+        log_format=settings.log_format,
+        log_content=settings.log_content,
     )

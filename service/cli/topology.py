@@ -1,4 +1,4 @@
-"""`lanekeeper topology …`: what is declared on the broker, and whether it is so."""
+"""`lanekeeper topology …`: show the declaration, compare it with the broker, and apply it."""
 
 import sys
 from dataclasses import asdict
@@ -22,7 +22,7 @@ app = typer.Typer(no_args_is_help=True, help="What is declared on the broker: sh
 
 For = Annotated[
     str | None,
-    typer.Option("--for", metavar="VERSION", help="Of RabbitMQ, such as 4.3; default: the broker is asked."),
+    typer.Option("--for", metavar="VERSION", help="RabbitMQ's version, such as 4.3; default: that of the broker."),
 ]
 Users = Annotated[
     list[str] | None,
@@ -36,7 +36,7 @@ Users = Annotated[
 def show(
     version: For = None, json: options.Json = False, config: options.Config = None, sets: options.Set = None
 ) -> None:
-    """List all that is declared: exchanges, queues, bindings, and what follows from the broker's version.
+    """List the declared topology: exchanges, queues, bindings, and what depends on the broker's version.
 
     Example:  lanekeeper topology show --for 3.10
     """
@@ -51,7 +51,7 @@ def show(
 
 @app.command()
 def plan(
-    every: Annotated[bool, typer.Option("--all", help="Each part of the delay levels too.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List each part of the delay levels, too.")] = False,
     json: options.Json = False,
     config: options.Config = None,
     sets: options.Set = None,
@@ -68,9 +68,8 @@ def plan(
         print_json(_differences(found))
     else:
         shown, levels = (found.differences, 0) if every else without_levels(found.differences, settings.names())
-        for each in shown:
-            does = {"missing": "apply makes it", "differs": "apply leaves it", "extra": "apply leaves it"}[each.change]
-            print(f"{each.line}  ({does})")
+        for difference in shown:
+            print(f"{difference.line}  ({'apply makes it' if difference.change == 'missing' else 'apply leaves it'})")
         if levels:
             parts = len(found.differences) - len(shown)
             print(f"{levels} delay levels are missing, {parts} parts: --all lists them  (apply makes them)")
@@ -114,8 +113,8 @@ def verify(json: options.Json = False, config: options.Config = None, sets: opti
     if json:
         print_json(_differences(found))
     else:
-        for each in found.differences:
-            print(each.line)
+        for difference in found.differences:
+            print(difference.line)
         if not found.differences:
             print("as declared")
     _end(found)
@@ -127,13 +126,14 @@ def export(
     vhost: Annotated[str | None, typer.Option("--vhost", help="Default: the AMQP URL's.")] = None,
     users: Users = None,
     passwords: Annotated[
-        Path | None, typer.Option("--passwords", metavar="FILE", help="Lines NAME:PASSWORD; others are made and told.")
+        Path | None,
+        typer.Option("--passwords", metavar="FILE", help="Lines NAME:PASSWORD; missing ones are created and shown."),
     ] = None,
     no_users: Annotated[bool, typer.Option("--no-users", help="Exchanges, queues and bindings alone.")] = False,
     config: options.Config = None,
     sets: options.Set = None,
 ) -> None:
-    """Print RabbitMQ definitions as JSON: topology, users with what they may do and no more.
+    """Print RabbitMQ definitions as JSON: the topology, and users with no more rights than they need.
 
     Example:  lanekeeper topology export --for 4.3 --user crm:application:normal,batch > definitions.json
     """
@@ -142,19 +142,19 @@ def export(
 
     settings = options.settings_of(config, sets)
     declared = _declared(settings, version)
-    made = [] if no_users else broker_users.read(users or broker_users.DEFAULT, passwords)
-    if not settings.needs_user_id and any(user.role in APPLICATIONS for user in made):
+    accounts = [] if no_users else broker_users.read(users or broker_users.DEFAULT, passwords)
+    if not settings.needs_user_id and any(user.role in APPLICATIONS for user in accounts):
         print(
             "lanekeeper: requests without user_id share one tenant, whoever publishes them: have workers refuse them, "
             "LANEKEEPER_REQUIRE_USER_ID=true (docs/production.md)",
             file=sys.stderr,
         )
-    print_json(definitions(declared, vhost or settings.vhost, made))
+    print_json(definitions(declared, vhost or settings.vhost, accounts))
 
 
 @app.command()
 def diagram(config: options.Config = None, sets: options.Set = None) -> None:
-    """Draw it as a Mermaid flowchart. It is the same for every broker version.
+    """Draw the topology as a Mermaid flowchart, which is the same for every broker version.
 
     Example:  lanekeeper topology diagram > topology.mmd
     """
@@ -164,7 +164,7 @@ def diagram(config: options.Config = None, sets: options.Set = None) -> None:
 
 
 def _declared(settings: "Settings", version: str | None) -> "Topology":
-    """The topology for a given broker version, else for the one that the broker reports."""
+    """The topology for the given version of RabbitMQ. None: for the version that the broker reports."""
     from topology.declaration import declare
 
     if version is None:
@@ -216,14 +216,19 @@ async def _apply(settings: "Settings", users: "list[User]") -> None:
         f"are on RabbitMQ {declared.broker_version} at {settings.broker}"
     )
     if users:
-        print(f"users: {', '.join(f'{each.name} ({each.role})' for each in users)}")
+        print(f"users: {', '.join(f'{user.name} ({user.role})' for user in users)}")
 
 
 def _differences(found: "Verification") -> dict[str, Any]:
-    return {"seen": found.seen, "note": found.note, "differences": [asdict(each) for each in found.differences]}
+    return {
+        "seen": found.seen,
+        "note": found.note,
+        "differences": [asdict(difference) for difference in found.differences],
+    }
 
 
 def _end(found: "Verification") -> None:
+    """End `plan` or `verify`: print what could not be checked, and exit with code 1 if there are differences."""
     if found.note is not None:
         print(f"lanekeeper: {found.note}", file=sys.stderr)
     if found.differences:

@@ -1,4 +1,4 @@
-"""Traces a request that a command publishes: a span of its own, and the trace's id on standard error."""
+"""Traces a request that a command publishes: starts a span for it, and prints the trace's id on standard error."""
 
 import sys
 from collections.abc import Iterator
@@ -17,23 +17,21 @@ SERVICE_NAME = "lanekeeper send"
 
 @contextmanager
 def traced(settings: "Settings") -> Iterator["Tracing"]:
-    """If the settings say where spans go, run with a span that is the root of the trace, and print the trace's id."""
+    """Run a command's block in a trace, if the settings contain a URL to send spans to: start the root span, and print
+    the trace's id. Yields the `Tracing` with which to publish."""
     from lanekeeper.telemetry import recording
     from lanekeeper.telemetry.tracing import Tracing
 
-    base, traces = settings.otlp
-    if base is None and traces is None:
+    url = settings.traces_url
+    if url is None:
         yield Tracing()
         return
-    from service.telemetry import exporters as telemetry
-    from service.telemetry import logs  # the exporter is slow to import
+    from service.telemetry import exporters, logs  # the exporter is slow to import
 
-    spec = telemetry.TelemetrySpec(service_name=SERVICE_NAME, otlp_endpoint=base, otlp_traces_endpoint=traces)
-    assert spec.traces_url is not None
-    left: typer.Exit | None = None
+    exit_error: typer.Exit | None = None
     with (
-        logs.written(service=SERVICE_NAME, level="warning"),  # on standard error: scripts read the standard output
-        telemetry.exporting(spec.traces_url, service_name=SERVICE_NAME) as provider,
+        logs.configured(service=SERVICE_NAME, level="warning"),  # on standard error: scripts read the standard output
+        exporters.exporting(url, service_name=SERVICE_NAME) as provider,
     ):
         tracing = Tracing(provider)
         with tracing.ask() as span:
@@ -41,15 +39,16 @@ def traced(settings: "Settings") -> Iterator["Tracing"]:
                 tell_trace(tracing.trace_id())
             try:
                 yield tracing
-            except typer.Exit as told:  # the error has been printed, and is this one's context
-                recording.fail(span, recording.error_type(told.__context__ or told))
-                left = told
-    if left is not None:
-        raise left
+            except typer.Exit as error:  # the command has printed the actual error, which is the context of this one
+                recording.fail(span, recording.error_type(error.__context__ or error))
+                exit_error = error
+    if exit_error is not None:
+        raise exit_error
 
 
 def tell_trace_of(answer: "Final") -> None:
-    """Print the trace that the reply names, unless it is the command's own, which was printed before."""
+    """Print the id of the trace in a reply's headers, unless the command has started that trace and printed its id
+    before."""
     from opentelemetry import trace
 
     from lanekeeper.telemetry import propagation

@@ -16,7 +16,7 @@ from service.config.value_types import HttpUrl, Key, Number, PlaceName
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
 
 LEAST_TOKENS_PER_MIN = LEAST[1]
-"""The lowest token limit that is accepted: one request could use more than a lower one."""
+"""The lowest token limit that may be set. A single request could exceed a lower one."""
 FIRST = "anthropic"
 """The provider of ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL."""
 _NEEDS = {
@@ -25,6 +25,7 @@ _NEEDS = {
     "vertex": ("region", "project"),
     "foundry": ("api_key", "base_url"),
 }
+"""The settings that each kind of provider requires."""
 
 
 class LimitsSettings(Section):
@@ -78,9 +79,9 @@ class ProviderSettings(LimitsSettings):
         if self.models is not None and not self.models:
             yield Disagreement("names no model; where it has all of them, leave it out", at=(("models",),))
 
-    def lacks(self) -> Iterator[Disagreement]:
-        """Settings that only a process which calls providers needs: an application may use the same file without the
-        key."""
+    def missing_for_calls(self) -> Iterator[Disagreement]:
+        """Missing settings that only a process which calls providers needs: an application may use the same file
+        without the key."""
         if "api_key" in _NEEDS[self.kind] and self.api_key is None:
             yield Disagreement(f"not set; a provider of kind {self.kind} needs it", at=(("api_key",),), by=(("kind",),))
 
@@ -110,7 +111,7 @@ class PricesSettings(Section):
 
 
 class CapSettings(Section):
-    """What may be used in one day (UTC)."""
+    """Limits for what a lane or a tenant may use in one day (UTC)."""
 
     requests: Number[float] | None = Field(default=None, gt=0)
     """The most requests a day (UTC). Example: 10000"""
@@ -124,7 +125,8 @@ class LaneBudgetSettings(Section):
     """One lane's part of the providers' budgets; `consumers/limits/spec.py` gives the reasons."""
 
     share: Number[float] = Field(gt=0, le=1)
-    """The part of each budget that only this lane may use. The rest goes to the most urgent request."""
+    """The part of each budget that only this lane may use. What no lane's part covers goes to the most urgent
+    request."""
 
     @classmethod
     def of(cls, lane: str) -> "LaneBudgetSettings":
@@ -135,7 +137,7 @@ class LaneBudgetSettings(Section):
 
 
 class LaneBudgetsSettings(Section):
-    """The same section for each lane."""
+    """For each lane, the part of the providers' budgets that only this lane may use."""
 
     critical: LaneBudgetSettings = LaneBudgetSettings.of(CRITICAL.name)
     normal: LaneBudgetSettings = LaneBudgetSettings.of(NORMAL.name)
@@ -148,9 +150,9 @@ class LaneBudgetsSettings(Section):
     def disagreements(self) -> Iterator[Disagreement]:
         shares = {lane.name: getattr(self, lane.name).share for lane in DEFAULT_LANES}
         if (total := sum(shares.values())) > 1 + 1e-9:
-            each = ", ".join(f"{lane} {share * 100:g} %" for lane, share in shares.items())
+            listed = ", ".join(f"{lane} {share * 100:g} %" for lane, share in shares.items())
             yield Disagreement(
-                f"the shares are {total * 100:g} % together ({each}), allowed are 100 %",
+                f"the shares are {total * 100:g} % together ({listed}), allowed are 100 %",
                 at=tuple((lane, "share") for lane in shares),
             )
 
@@ -161,7 +163,7 @@ class BudgetSettings(LimitsSettings):
 
     lanes: LaneBudgetsSettings = LaneBudgetsSettings()
     burst_s: Number[float] = Field(default=BudgetSpec().burst_s, gt=0, le=60)
-    """Unused budget is saved for at most so many seconds, and can then be spent at once."""
+    """Unused budget accumulates for at most this many seconds, and can then be spent at once."""
     overflow_s: Number[float] | None = Field(default=None, gt=0, le=3600)
     """A request that would wait longer than this for a provider goes to the next provider, if the wait there is
     shorter. None: the lane's `target_wait_s`. Example: 5"""
@@ -177,7 +179,7 @@ class BudgetSettings(LimitsSettings):
 
 
 class LaneCapsSettings(Section):
-    """The same section for each lane."""
+    """For each lane, the limits for what it may use in one day (UTC)."""
 
     critical: CapSettings = CapSettings()
     normal: CapSettings = CapSettings()
@@ -194,7 +196,7 @@ class FairSettings(Section):
 
 
 class CapsSettings(Section):
-    """Caps on what lanes and tenants use in a day."""
+    """Limits for what lanes and tenants may use in one day (UTC)."""
 
     lanes: LaneCapsSettings = LaneCapsSettings()
     tenants: CapTable = Field(default_factory=dict)

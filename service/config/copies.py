@@ -1,4 +1,4 @@
-"""Settings for another broker, store or provider than the environment names: of the demo, `--simulate` and tests."""
+"""Copies of settings with another broker, store or provider, for the demo, `--simulate` and tests."""
 
 from pydantic import SecretStr
 
@@ -6,18 +6,19 @@ from service.config.settings import Settings
 from topology.lanes import DEFAULT_LANES
 
 
-def on_broker(settings: Settings, url: str, *, namespace: str) -> Settings:
-    """A copy for another broker and namespace."""
+def with_broker(settings: Settings, url: str, *, namespace: str) -> Settings:
+    """A copy of the settings with another broker URL and namespace."""
     return settings.model_copy(update={"amqp_url": SecretStr(url), "namespace": namespace})
 
 
-def kept_in(settings: Settings, store_url: str) -> Settings:
-    """A copy with another store."""
+def with_store(settings: Settings, store_url: str) -> Settings:
+    """A copy of the settings with another store URL."""
     return settings.model_copy(update={"store_url": SecretStr(store_url)})
 
 
-def answered_by(settings: Settings, url: str, *, key: str) -> Settings:
-    """A copy whose only provider is this one."""
+def with_provider(settings: Settings, url: str, *, key: str) -> Settings:
+    """A copy of the settings with a single provider: an API like Anthropic's at `url`, called with `key`. All lanes use
+    it."""
     lanes = settings.lanes
     unnamed = {lane.name: getattr(lanes, lane.name).model_copy(update={"providers": None}) for lane in DEFAULT_LANES}
     return settings.model_copy(

@@ -14,14 +14,14 @@ from service.config.settings import Settings
 from service.config.value_types import is_provider_name
 from topology.lanes import LaneSpec
 
-_SPOKEN_OF = (("prices", "models"), ("providers", ANY, "models"), ("lanes", ANY, "model"), ("lanes", ANY, "models"))
+_NAMING_MODELS = (("prices", "models"), ("providers", ANY, "models"), ("lanes", ANY, "model"), ("lanes", ANY, "models"))
 """Settings that name models. Whether a model is known depends on all of them."""
 
 
 def every(settings: Settings) -> Iterator[Disagreement]:
-    """All contradictions between settings."""
+    """All contradictions between settings that are each valid by themselves."""
     for place, section in _sections(settings):
-        yield from (each.under(place) for each in section.disagreements())
+        yield from (disagreement.under(place) for disagreement in section.disagreements())
     yield from _speakers(settings)
     yield from _names(settings.providers)
     yield from _models(
@@ -33,19 +33,19 @@ def every(settings: Settings) -> Iterator[Disagreement]:
     yield from _limits(lanes=settings.lane_specs(), caps=settings.budget_spec().accounts)
 
 
-def lacks(settings: Settings) -> Iterator[Disagreement]:
-    """Settings that only processes which call providers need."""
-    if any(each.name == FIRST for each in settings.routes_spec().providers) and settings.api_key is None:
+def missing_for_calls(settings: Settings) -> Iterator[Disagreement]:
+    """Find missing settings that only processes which call providers need: providers' keys."""
+    if any(provider.name == FIRST for provider in settings.routes_spec().providers) and settings.api_key is None:
         yield Disagreement(
             "not set; set it, or answer without a provider: lanekeeper serve --simulate",
             at=(("anthropic_api_key",),),
         )
     for name, provider in settings.providers.items():
-        yield from (each.under(("providers", name)) for each in provider.lacks())
+        yield from (disagreement.under(("providers", name)) for disagreement in provider.missing_for_calls())
 
 
 def _sections(node: BaseModel, place: Place = ()) -> Iterator[tuple[Place, Section]]:
-    """All sections, each with its place."""
+    """All sections (groups) of the settings, each with its place, such as ("lanes", "batch")."""
     if isinstance(node, Section):
         yield place, node
     for name, value in node:
@@ -57,10 +57,11 @@ def _sections(node: BaseModel, place: Place = ()) -> Iterator[tuple[Place, Secti
 
 
 def _speakers(settings: Settings) -> Iterator[Disagreement]:
-    """Keys for tenants that the gateway's user may not speak for."""
+    """Find gateway keys of other tenants than the gateway's AMQP user, if the setting `speakers` does not allow this
+    user to publish requests for others."""
     user = settings.credentials[0]
-    speaks = any(key.tenant not in (None, user) for key in settings.gateway.keys.values())
-    if speaks and user not in settings.speakers:
+    acts_for_others = any(key.tenant not in (None, user) for key in settings.gateway.keys.values())
+    if acts_for_others and user not in settings.speakers:
         yield Disagreement(
             f"has keys of other tenants than the broker's user {user!r}, who is not in LANEKEEPER_SPEAKERS: "
             "add it there, for the workers too",
@@ -70,7 +71,7 @@ def _speakers(settings: Settings) -> Iterator[Disagreement]:
 
 
 def _names(providers: Collection[str]) -> Iterator[Disagreement]:
-    """Wrong names of providers."""
+    """Find providers whose names are not allowed."""
     for name in providers:
         at = (("providers", name),)
         if name == FIRST:
@@ -82,29 +83,30 @@ def _names(providers: Collection[str]) -> Iterator[Disagreement]:
 
 
 def _models(*, lanes: Sequence[LaneSpec], routes: RoutesSpec, prices: Prices, in_money: bool) -> Iterator[Disagreement]:
-    """Models that are unknown, or lack a price. A model is known if it has a price, or if both a lane and a provider's
-    table name it. `in_money`: a cap in dollars is set."""
+    """Find models in the settings that are unknown, or lack a price. A model is known if it has a price, or if both a
+    lane and a provider's table name it. `in_money`: whether any cap is in dollars, so that every model needs a
+    price."""
     in_lanes = {model for lane in lanes for model in (lane.model, *(lane.models or ()))}
-    in_tables = {model for each in routes.providers for model in each.models or ()}
+    in_tables = {model for provider in routes.providers for model in provider.models or ()}
     others = {model for models in (*routes.fallbacks.items(), *routes.tenants.values()) for model in models}
     priced = prices.models | {model for model in in_lanes | in_tables | others if prices.of(model) is not None}
     for lane in lanes:
         for model in sorted({lane.model, *(lane.models or ())}):
             at = (("lanes", lane.name, "model" if model == lane.model else "models"),)
             if model not in priced | in_tables:
-                yield Disagreement(unknown(model, priced | in_tables), at=at, by=_SPOKEN_OF)
+                yield Disagreement(unknown(model, priced | in_tables), at=at, by=_NAMING_MODELS)
             elif in_money and model not in priced:
                 text = f"{model!r} has no price, and what is spent is capped in dollars; give it one in prices.models"
-                yield Disagreement(f"{text} (LANEKEEPER_PRICES__MODELS)", at=at, by=(*_SPOKEN_OF, ("caps",)))
+                yield Disagreement(f"{text} (LANEKEEPER_PRICES__MODELS)", at=at, by=(*_NAMING_MODELS, ("caps",)))
     for circle in routes.circles():
         yield Disagreement(circle, at=(("models", "fallbacks"),))
     for problem in routes.problems(known=priced | in_lanes):
-        yield Disagreement(problem.text, at=(problem.place,), by=_SPOKEN_OF)
+        yield Disagreement(problem.text, at=(problem.place,), by=_NAMING_MODELS)
 
 
 def _limits(*, lanes: Sequence[LaneSpec], caps: Mapping[str, AccountCaps]) -> Iterator[Disagreement]:
-    """Limits that are too low: one answer of every lane must fit into a provider's limit for a minute. `caps`: by
-    provider."""
+    """Find limits for output tokens a minute that are too low for one answer of the lane with the longest answers.
+    `caps`: the limits by provider."""
     longest = max(lanes, key=lambda lane: lane.max_tokens)
     for provider, cap in caps.items():
         if cap.output_tokens is not None and cap.output_tokens < longest.max_tokens:

@@ -18,7 +18,7 @@ HIDDEN = "(hidden)"
 
 @dataclass(frozen=True, slots=True)
 class Effective:
-    """One setting."""
+    """One setting with the value in effect, and where that comes from: a row of `lanekeeper settings`."""
 
     name: str
     """The name in a TOML file and for `--set`: `lanes.batch.slots`."""
@@ -30,7 +30,8 @@ class Effective:
 
 
 def effective(settings: Settings, found: Mapping[Place, str]) -> Iterator[Effective]:
-    """All settings in the order of their declaration. `found`: the source of each setting that was given."""
+    """All settings with the values in effect, in the order of their declaration. `found`: the source of each setting
+    that is not a default."""
     for pattern in SETTINGS:
         for place in _places(settings, pattern):
             value = settings.shown_store if place == ("store_url",) else plain(_value(settings, place))
@@ -51,14 +52,14 @@ def _value(node: Any, place: Place) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON can hold, without secrets."""
+    """Convert a setting's value to one that JSON can express, with its secrets hidden."""
     if isinstance(value, SecretStr):
         text = value.get_secret_value()
-        return ", ".join(mask_url(each) for each in urls_of(text)) if "://" in text else HIDDEN
+        return ", ".join(mask_url(url) for url in urls_of(text)) if "://" in text else HIDDEN
     if is_dataclass(value) and not isinstance(value, type):
-        return {name: each for name, each in asdict(value).items() if each is not None}
+        return {name: entry for name, entry in asdict(value).items() if entry is not None}
     if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
+        return {str(name): plain(entry) for name, entry in value.items()}
     if isinstance(value, tuple | list):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value

@@ -19,14 +19,14 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayKey:
-    """What a key allows."""
+    """What a caller with one of the gateway's API keys may do: for which tenant, in which lanes, with which models."""
 
     tenant: str | None
-    """Whose requests these are. None: nobody's; only where no keys are set."""
+    """The tenant to which the caller's requests belong. None, only possible if no keys are set: they have no tenant."""
     lanes: tuple[str, ...] = LANES
-    """The first is the one of calls that name none."""
+    """The lanes that calls may name. The first one is used for calls that name none."""
     models: tuple[str, ...] | None = None
-    """None: all."""
+    """The models that calls may name. None: all."""
 
 
 def _hash(value: Any) -> str:
@@ -63,25 +63,27 @@ KeyTable = Annotated[
 
 
 class GatewaySettings(Section):
-    """The HTTP server: health, and the gateway to the lanes."""
+    """The settings of a process's HTTP server: its address, and the API keys and limits of the gateway."""
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
-    """Where it listens. Loopback alone by default; elsewhere the gateway needs `keys`, health does not.
-    Example: 0.0.0.0"""
+    """The address on which the server listens. If it is not a loopback address, the gateway requires `keys`; health
+    checks never need a key. Example: 0.0.0.0"""
     port: Number[int] = Field(default=8080, ge=0, le=65_535)
-    """Its port; 0: any free one."""
+    """The port; 0: any free one."""
     keys: KeyTable = Field(default={})
-    """Who may call: for each key's SHA-256 its tenant, lanes and models. None: whoever is on this machine. Example:
+    """The keys of callers: for each key's SHA-256 its tenant, lanes and models. None: all programs on this machine may
+    call, without a key. Example:
     {"9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08": {"tenant": "crm", "lanes": ["normal"]}}"""
     calls: Number[int] = Field(default=1000, ge=1, le=100_000)
-    """Calls at one time; further ones are answered 529, to be tried again."""
+    """How many calls are answered at the same time. Further ones get 529, after which SDKs try again."""
     followers: Number[int] = Field(default=1000, ge=1, le=100_000)
-    """Calls that follow requests (`?wait=`, events, WebSockets) at one time; further ones are answered 529."""
+    """How many calls follow requests at the same time (`?wait=`, events, WebSockets). Further ones get 529."""
     ping_every_s: Number[float] = Field(default=10, ge=0.05, le=600)
-    """How long a streamed call that waits is silent before it gets a `ping` event."""
+    """A streamed call that waits for its answer gets a `ping` event after each silence of this length."""
     lookups_per_min: Number[float] = Field(default=2000, ge=1, le=1_000_000)
-    """How many calls of `count_tokens` and `models` it passes on to the provider; of several tenants, one has at most
-    half of them. The provider has a limit of its own for them, from 100 for a new account to 8000."""
+    """How many calls of `count_tokens` and `models` the gateway passes on to the provider in a minute. If several
+    tenants call, each may use at most half of them. The provider has a separate limit for such calls, from 100 a minute
+    for a new account to 8000."""
     cancel_abandoned: bool = True
-    """Whether a request is cancelled when the client that waits for it has gone. One with an `Idempotency-Key` never
-    is: its client may ask again. Example: false"""
+    """Whether a request is cancelled when the client that waits for it disconnects. A request with an `Idempotency-Key`
+    is never cancelled, because its client may ask again. Example: false"""

@@ -2,9 +2,9 @@
 
     load_settings()            options > environment > .env > TOML > defaults
 
-pydantic-settings splits the environment's names, merges the sources and validates the values. It ignores unknown names,
-and does not say which source gave a value. Both are added here, so that all errors are reported at once, under the
-names that the user wrote."""
+pydantic-settings splits the environment's names, merges the sources and validates the values. But it ignores unknown
+names, and does not report which source gave a value. This file adds both, so that all errors are reported at once,
+under the names that the user wrote."""
 
 import os
 import tomllib
@@ -19,7 +19,7 @@ from pydantic_settings import EnvSettingsSource, InitSettingsSource
 from pydantic_settings.sources import DefaultSettingsSource
 
 from lanekeeper.contract.problems import SettingsError
-from service.config import cross_checks, names, told
+from service.config import cross_checks, error_messages, names
 from service.config.names import Place
 from service.config.settings import PREFIX, Settings
 
@@ -38,35 +38,35 @@ def load_settings(
     """Read all sources and validate them together.
 
     `config`: a TOML file that must exist; None: `lanekeeper.toml`, if there. `options`: nested as `Settings` is
-    (`lanes={"batch": {"slots": 12}}`), None for what was not given. `for_calls`: providers will be called,
-    and so their keys must be there. Raises SettingsError that names everything that is wrong.
+    (`lanes={"batch": {"slots": 12}}`), with None for options that were not given. `for_calls`: whether the process will
+    call providers, so that their keys must be set. Raises SettingsError, which names everything that is wrong.
     """
     return _read(config, os.environ if environ is None else environ, dotenv, options).settings(for_calls=for_calls)
 
 
 def load_with_sources(config: Path | None = None, **options: Any) -> tuple[Settings, Mapping[Place, str]]:
-    """The settings, and the source of each that was given, by its place: `environment`, `option`, or the file's
-    name."""
+    """Load the settings, and report for each place that was set which source set it: `environment`, `option`, or the
+    file's name. Raises SettingsError."""
     given = _read(config, os.environ, DOTENV_FILE, options)
     return given.settings(for_calls=False), {place: found.source for place, found in given.found.items()}
 
 
 @dataclass(slots=True)
 class _Given:
-    """Everything that the sources gave."""
+    """Everything that was read from the sources of settings: options, environment, `.env` and TOML files."""
 
     values: list[dict[str, Any]] = field(default_factory=list)
     """The values of each source, nested as the settings are. Later sources override earlier ones."""
-    found: dict[Place, told.Found] = field(default_factory=dict)
+    found: dict[Place, error_messages.Found] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     """One line for each name that is no setting."""
 
     def add(self, values: Mapping[str, Any], *, source: str, where: str) -> None:
-        """Add the values of a file or of options. `where`: added to the names in error messages."""
+        """Add the values of a file or of options. `where`: appended to names in error messages, such as " in .env"."""
         self.values.append(self._settings_in(values, (), source, where))
 
     def add_variables(self, variables: Mapping[str, str], *, source: str, where: str = "") -> None:
-        """Add environment variables. An empty one counts as not set: Compose sets such ones for `${NAME:-}`."""
+        """Add environment variables. An empty variable counts as not set: Compose passes one for `${NAME:-}`."""
         reader = EnvSettingsSource(Settings)
         reader.env_vars = used = {}
         for name, value in variables.items():
@@ -75,50 +75,65 @@ class _Given:
                     self.problems.append(f"{name}{where}: {names.unknown_variable(name)}")
             elif value.strip():
                 used[name.lower()] = value
-                self.found[place] = told.Found(value, name + where, source)
+                self.found[place] = error_messages.Found(value, name + where, source)
         self.values.append({names.field_name(key): value for key, value in reader().items()})
 
     def _settings_in(self, values: Mapping[str, Any], place: Place, source: str, where: str) -> dict[str, Any]:
-        kept = {}
+        """The values that are settings, nested as before. Adds them to `found`, and unknown names to `problems`."""
+        known = {}
         for key, value in values.items():
             here = (*place, key)
             name = ".".join(here) + where
             if value is None:
                 continue
             if names.is_setting(here):
-                # A table is one setting: read-only, pydantic-settings does not mix it with a farther source's.
-                kept[key] = MappingProxyType(value) if isinstance(value, dict) else value
-                self.found[here] = told.Found(value, name, source)
+                # Such a table is a single setting. pydantic-settings would merge it with the same table of other
+                # sources if it were a dict.
+                known[key] = MappingProxyType(value) if isinstance(value, dict) else value
+                self.found[here] = error_messages.Found(value, name, source)
             elif names.is_group(here) and isinstance(value, Mapping):
                 if inside := self._settings_in(value, here, source, where):
-                    kept[key] = inside
+                    known[key] = inside
             else:
                 self.problems.append(f"{name}: {names.unknown_key(here, value)}")
-        return kept
+        return known
 
     def settings(self, *, for_calls: bool) -> Settings:
-        """The settings from all sources. Raises SettingsError."""
-        settings, wrong = told.validated(self.made, self.found)
-        disagreements = [*cross_checks.every(settings), *(cross_checks.lacks(settings) if for_calls else ())]
-        lines = [*self.problems, *wrong.values(), *told.disagreed(disagreements, self.found, wrong=wrong.keys())]
+        """Create the settings from all sources and check them. Raises SettingsError, which names everything wrong."""
+        settings, wrong = error_messages.validate(self.create, self.found)
+        disagreements = [
+            *cross_checks.every(settings),
+            *(cross_checks.missing_for_calls(settings) if for_calls else ()),
+        ]
+        lines = [
+            *self.problems,
+            *wrong.values(),
+            *error_messages.of_disagreements(disagreements, self.found, wrong=wrong.keys()),
+        ]
         if lines:
             count = "wrong setting: " if len(lines) == 1 else f"{len(lines)} wrong settings:\n  "
             raise SettingsError(count + "\n  ".join(lines))
         return settings
 
-    def made(self, without: Collection[Place]) -> Settings:
-        """The settings without the values at some places. Raises ValidationError."""
-        every = [{"lanes": self._fixed_slots(without)}, *(_without(each, without) for each in self.values)]
-        sources = (*(InitSettingsSource(Settings, each) for each in reversed(every)), DefaultSettingsSource(Settings))
-        return Settings(_build_sources=(sources, {}))  # type: ignore[call-arg]  # mypy sees the fields alone
+    def create(self, omitted: Collection[Place]) -> Settings:
+        """Create the settings from all sources, ignoring the values at the places in `omitted`. Raises
+        ValidationError."""
+        layers = [{"lanes": self._fixed_slots(omitted)}, *(_without(values, omitted) for values in self.values)]
+        sources = (
+            *(InitSettingsSource(Settings, values) for values in reversed(layers)),
+            DefaultSettingsSource(Settings),
+        )
+        return Settings(_build_sources=(sources, {}))  # type: ignore[call-arg]  # mypy knows only fields as arguments
 
-    def _fixed_slots(self, without: Collection[Place]) -> dict[str, Any]:
-        """For each lane whose `slots` are set: the same number as `slots_max`, so that the lane does not grow."""
-        places = (place for place in self.found if place[0] == "lanes" and place[2] == "slots" and place not in without)
+    def _fixed_slots(self, omitted: Collection[Place]) -> dict[str, Any]:
+        """A default for `slots_max` of each lane whose `slots` are set: the same number, so that the lane gets no more
+        slots than the user has set."""
+        places = (place for place in self.found if place[0] == "lanes" and place[2] == "slots" and place not in omitted)
         return {place[1]: {"slots_max": self.found[place].value} for place in places}
 
 
 def _without(values: Mapping[str, Any], places: Collection[Place], here: Place = ()) -> dict[str, Any]:
+    """A copy of nested values, without those at the given places. `here`: the place of `values` themselves."""
     return {
         key: _without(value, places, (*here, key)) if names.is_group((*here, key)) else value
         for key, value in values.items()
@@ -139,7 +154,7 @@ def _read(config: Path | None, environ: Mapping[str, str], dotenv: Path, options
 
 
 def _toml(path: Path) -> dict[str, Any]:
-    """Not read by pydantic-settings, because that ignores a missing file, and a pipe."""
+    """Read a TOML file. pydantic-settings is not used, because it ignores a missing file, and a pipe."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

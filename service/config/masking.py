@@ -10,7 +10,8 @@ _PLAIN_URL = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]
 
 
 def mask_url(url: str) -> str:
-    """A URL without its user, password and query; `(hidden)` if its parts cannot be told apart."""
+    """A URL as messages show it: `***` in place of user and password, and no query. Text in which these cannot be
+    recognised becomes `(hidden, … characters)`."""
     head, _, rest = url.partition("://")
     address, credentials = rest, ""
     if "@" in rest:
@@ -23,7 +24,8 @@ def mask_url(url: str) -> str:
 
 
 def mask(value: Any) -> str:
-    """`repr` of a value on one short line, without what looks like a key or a URL's password."""
+    """A setting's value as error messages show it: its `repr` on one short line, without anything that looks like a key
+    or a URL's password."""
     if isinstance(value, str) and "://" in value:
         return mask_url(value.strip())
     shown = redaction.text(repr(value))

@@ -18,11 +18,11 @@ ANY: Final = "*"
 _LATER: Final[Mapping[Place, str]] = {
     ("webhooks",): "the sending of webhooks",
 }
-"""Settings of later versions. They are refused, never ignored."""
+"""Names reserved for later versions, and what they will configure. Giving one is an error."""
 
 
 def is_section(kind: object) -> bool:
-    """Whether a type is a group of settings."""
+    """Whether a field's type is a group of settings (a pydantic model), not a single setting."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
@@ -45,32 +45,33 @@ _ALIASES: Final = {info.alias: name for name, info in Settings.model_fields.item
 
 
 def field_name(name: str) -> str:
-    """The field of `Settings` that pydantic calls by its alias."""
+    """The field of `Settings` that has this alias; a name that is no alias is returned as it is."""
     return _ALIASES.get(name, name)
 
 
 def pattern(place: Place) -> Place:
-    """The place as it stands in `SETTINGS`."""
+    """A place with `*` in place of a name that the user chooses, as in the keys of `SETTINGS`: ("providers", "*",
+    "kind") for ("providers", "eu", "kind")."""
     return (place[0], ANY, *place[2:]) if len(place) > 1 and (place[0], ANY) in _GROUPS else place
 
 
 def is_setting(place: Place) -> bool:
-    """Whether a place is that of a setting."""
+    """Whether a setting has this place, such as ("lanes", "batch", "slots")."""
     return pattern(place) in SETTINGS
 
 
 def is_group(place: Place) -> bool:
-    """Whether a place is that of a group of settings."""
+    """Whether a group of settings has this place, such as ("lanes", "batch")."""
     return pattern(place) in _GROUPS
 
 
 def variable(place: Place) -> str:
-    """The setting's name in the environment."""
+    """The environment variable of the setting at a place: `LANEKEEPER_LANES__BATCH__SLOTS`."""
     return SETTINGS[pattern(place)].alias or PREFIX + "__".join(place).upper()
 
 
 def place_of(name: str) -> Place | None:
-    """The setting that a variable stands for; None if its name is not exactly that of a setting."""
+    """The place of the setting that an environment variable sets; None if no setting has exactly this variable."""
     place = (_ALIASES[name],) if name in _ALIASES else _as_place(name)
     return place if is_setting(place) and variable(place) == name else None
 
@@ -80,21 +81,21 @@ def _as_place(name: str) -> Place:
 
 
 def unknown_variable(name: str) -> str:
-    """The error message for a variable with our prefix that is no setting."""
+    """The error message for an environment variable that begins with `LANEKEEPER_` and sets nothing."""
     place = _as_place(name)
     if (later := _later(place)) is not None:
         return later
     if place in _GROUPS:
-        inside = next(each for each in SETTINGS if each[: len(place)] == place)
+        inside = next(setting for setting in SETTINGS if setting[: len(place)] == place)
         return f"is a group of settings; set one of them, such as {variable(inside)}"
-    # Settings of sections that their author names: only where there is such a name.
-    meant = [
-        (each[0], place[1], *each[2:]) if ANY in each else each
-        for each in SETTINGS
-        if len(place) > 1 or ANY not in each
+    # A setting with `*` in its place is a candidate only if the variable has a name at that position.
+    candidates = [
+        (setting[0], place[1], *setting[2:]) if ANY in setting else setting
+        for setting in SETTINGS
+        if len(place) > 1 or ANY not in setting
     ]
     return _no_setting(
-        name.upper().removeprefix(PREFIX), {each.removeprefix(PREFIX): each for each in map(variable, meant)}
+        name.upper().removeprefix(PREFIX), {known.removeprefix(PREFIX): known for known in map(variable, candidates)}
     )
 
 
@@ -105,11 +106,11 @@ def unknown_key(place: Place, value: Any) -> str:
     if is_group(place):
         inside = ", ".join(_inside(place)).replace(ANY, "a table for each name")
         return f"found {mask(value)}, allowed is a table with {inside}"
-    return _no_setting(place[-1], {each: each for each in _inside(place[:-1])})
+    return _no_setting(place[-1], {key: key for key in _inside(place[:-1])})
 
 
 def _later(place: Place) -> str | None:
-    found = next((what for each, what in _LATER.items() if place[: len(each)] == each), None)
+    found = next((what for later, what in _LATER.items() if place[: len(later)] == later), None)
     return None if found is None else f"{found} is not available in this version; remove it"
 
 
@@ -119,6 +120,6 @@ def _no_setting(name: str, known: Mapping[str, str]) -> str:
 
 
 def _inside(place: Place) -> list[str]:
-    """The names in a group of settings."""
+    """The names of the settings and groups in the group of settings at a place."""
     at = pattern(place)
-    return list(dict.fromkeys(each[len(at)] for each in SETTINGS if each[: len(at)] == at))
+    return list(dict.fromkeys(setting[len(at)] for setting in SETTINGS if setting[: len(at)] == at))

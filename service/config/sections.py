@@ -10,11 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from consumers.dead_letters import DeadSpec
 from consumers.job import ATTEMPT_WITHIN_S
 from consumers.parking import INVALID_PER_HOUR
-from consumers.replies.retelling import WAITING
+from consumers.replies.reply_retries import MAX_WAITING
 from consumers.retry import RetryPolicy
 from consumers.state.spec import StoreSpec
 from service.config.value_types import ModelName, ModelWords, Number, Patterns, ProviderNames, ReadableFile
-from topology.codec.bounds import ANSWER_BYTES
 from topology.lanes import BATCH, CRITICAL, GIB, MIB, NORMAL, LaneSpec
 
 YEAR_S = 365 * 86_400
@@ -27,15 +26,18 @@ class Disagreement:
 
     text: str
     at: tuple[tuple[str, ...], ...]
-    """The settings that the message names; of these, only those that were given."""
+    """The places of the settings that disagree. The message names those of them that the user has set."""
     by: tuple[tuple[str, ...], ...] = ()
-    """Further settings that it follows from. If any setting of `at` or `by` is wrong by itself, this is not
-    reported."""
+    """The places of further settings that contribute to the disagreement; the message does not name them. If any
+    setting of `at` or `by` is wrong by itself, the disagreement is not reported."""
 
     def under(self, place: tuple[str, ...]) -> "Disagreement":
-        """A copy with the places below the section at this place."""
+        """A copy in which `place`, that of a section, precedes each place: ("slots",) becomes ("lanes", "batch",
+        "slots")."""
         return Disagreement(
-            self.text, tuple((*place, *each) for each in self.at), tuple((*place, *each) for each in self.by)
+            self.text,
+            tuple((*place, *setting) for setting in self.at),
+            tuple((*place, *setting) for setting in self.by),
         )
 
 
@@ -45,26 +47,27 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def disagreements(self) -> Iterator[Disagreement]:
-        """Contradictions between values that are each valid by themselves."""
+        """Find contradictions between settings of this group that are each valid by themselves."""
         return iter(())
 
 
 class LaneSettings(Section):
-    """One lane; defaults in `topology/lanes.py`."""
+    """The settings of one lane. The defaults are in `topology/lanes.py`."""
 
     slots: Number[int] = Field(ge=1, le=10_000)
-    """How many requests of the intake one process works on at the same time. If set, the lane does not grow, unless
-    `slots_max` is set as well."""
+    """How many requests of the intake one process works on at the same time. If set, the lane gets no additional slots,
+    unless `slots_max` is set as well."""
     slots_min: Number[int] | None = Field(default=None, ge=0, le=10_000)
-    """How many of its idle slots the lane never lends to other lanes. None: an eighth of its slots, at least one; two
-    for critical. Example: 4"""
+    """How many idle slots the lane keeps for itself and never lends to other lanes. None: one eighth of `slots`, at
+    least one; for `critical` two. Example: 4"""
     slots_max: Number[int] | None = Field(default=None, ge=1, le=10_000)
-    """How many slots the lane may have while other lanes lend theirs or its requests wait too long. None: eight times
-    its slots; if `slots` is set, as many as these. Example: 64"""
+    """The most slots that the lane may have, including slots lent by other lanes and slots added because its requests
+    wait too long. None: eight times the default of `slots`; if `slots` is set, the same number. Example: 64"""
     target_wait_s: Number[float] = Field(gt=0, le=YEAR_S)
     """If requests wait longer than this for a slot, the lane gets more slots."""
     call_timeout_s: Number[float] = Field(gt=0, le=ATTEMPT_WITHIN_S)
-    """Time limit of one attempt. When streaming: time limit of the first token, and of every pause after it."""
+    """The time limit of one attempt. For a streamed answer it limits the wait for the first token, and every pause
+    after it."""
     deadline_s: Number[float] = Field(gt=0, le=YEAR_S)
     """Default and maximum of the time from publishing (or the due time) to the final answer."""
     max_attempts: Number[int] = Field(ge=1, le=100)
@@ -72,20 +75,21 @@ class LaneSettings(Section):
     model: ModelName
     """The model for requests that name none. It must have a price or be listed in a provider's table."""
     max_tokens: Number[int] = Field(ge=1, le=1_000_000)
-    """The longest answer to a request that sets no `max_tokens`."""
+    """The longest answer, in tokens, to a request that sets no `max_tokens`."""
     models: ModelWords | None = None
-    """Models that requests may name. None: every one. Example: claude-sonnet-5-5,claude-haiku-5-5"""
+    """The models that requests may name. None: every model. Example: claude-sonnet-5-5,claude-haiku-5-5"""
     providers: ProviderNames | None = None
     """The providers that the lane calls, in this order. None: all, the first provider first, then the others by name.
     Example: anthropic"""
     max_length: Number[int] = Field(ge=1, le=1_000_000_000)
-    """The most messages that the lane's intake holds. When it is full, the broker refuses a publish (it is not
-    confirmed)."""
+    """The most messages that the lane's intake holds. When it is full, the broker rejects further messages: their
+    publishers get a nack in place of a confirm."""
     max_length_bytes: Number[int] = Field(ge=MIB, le=1024 * GIB)  # at least the largest request
-    """The most bytes that the lane's intake holds. When it is full, the broker refuses a publish."""
+    """The most bytes that the lane's intake holds. When it is full, the broker rejects further messages."""
     side_queues: Number[int] = Field(ge=0, le=32)
-    """Queues for requests that are set aside, so that no tenant waits behind another's requests. If more tenants than
-    this have a backlog, some share a queue. 0: nothing is set aside. After a change: `lanekeeper topology apply`."""
+    """The number of side queues. A tenant's backlog is moved there, so that other tenants do not wait behind it. If
+    more tenants than this have a backlog, some share a queue. 0: nothing is moved. After a change run `lanekeeper
+    topology apply`."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.models is not None and self.model not in self.models:
@@ -115,7 +119,7 @@ class LaneSettings(Section):
 
 
 class LanesSettings(Section):
-    """The three lanes. Fixed fields, so that one value of one lane can be set alone."""
+    """The three lanes. They are fields, not a table, so that one value of one lane can be set alone."""
 
     critical: LaneSettings = LaneSettings.of(CRITICAL)
     normal: LaneSettings = LaneSettings.of(NORMAL)
@@ -123,7 +127,8 @@ class LanesSettings(Section):
 
 
 class TlsSettings(Section):
-    """For `amqps://` and the management API over https. The broker's certificate is always verified."""
+    """The TLS settings for connections to the broker (`amqps://`) and to its management API (https). The broker's
+    certificate is always verified."""
 
     ca_file: ReadableFile | None = None
     """Certificate authorities for checking the broker's certificate. None: the system's. Example:
@@ -150,25 +155,25 @@ class TlsSettings(Section):
         return None if self.ca_file is None and self.cert_file is None else self.context()
 
     def context(self) -> ssl.SSLContext:
-        """A context that verifies the other side's certificate and presents ours, if there is one."""
+        """A TLS context that verifies the server's certificate, and presents `cert_file` if it is set."""
         context = ssl.create_default_context(cafile=self.ca_file)
         if self.cert_file is not None:
-            # An encrypted key would ask for its password on the terminal; a service has none.
+            # Without `password`, OpenSSL would ask for that of an encrypted key on the terminal; a service has none.
             context.load_cert_chain(self.cert_file, self.key_file, password=lambda: "")
         return context
 
 
 class ReplySettings(Section):
-    """Where replies may go, and how many may wait for their queue."""
+    """To which queues workers may send replies, and how many replies may wait because their queue is full."""
 
     allow: Patterns | None = None
     """The queues to which replies may go, as shell patterns. None: all queues that the contract allows. Example:
     amq.gen-*,lane.reply.*"""
     bound_to_user: bool | None = None
-    """Whether replies go only to the user who published: by direct reply-to, or to `lane.reply.<user_id>`. Other queues
-    are then refused, even those named by the broker, because their owner is unknown. None: true with the profile
-    `production`, else false. Example: true"""
-    waiting: Number[int] = Field(default=WAITING, ge=1, le=100_000)
+    """Whether replies go only to the user who published the request: by direct reply-to, or to `lane.reply.<user_id>`.
+    Other queues are then refused, even those named by the broker, because their owner is unknown. None: true with the
+    profile `production`, else false. Example: true"""
+    waiting: Number[int] = Field(default=MAX_WAITING, ge=1, le=100_000)
     """How many replies of one process may wait in the broker to be sent again because their queue was full. One tenant
     (without `user_id`: one queue) may have a tenth of them. Further replies are not sent again; the results can still
     be fetched by their ids."""
@@ -181,23 +186,25 @@ class ResultSettings(Section):
     keep_s: Number[float] = Field(default=StoreSpec().keep_s, ge=1, le=YEAR_S)
     """How long the result of a request is kept. For the same time a repeated request with its id is recognised."""
     max_bytes: Number[int] = Field(default=StoreSpec().max_bytes, ge=MIB, le=1024 * GIB)
-    """The largest size of the SQLite file. Beyond it the oldest results are deleted first. For Redis set its
-    `maxmemory`."""
-    answer_bytes: Number[int] = Field(default=ANSWER_BYTES, ge=64 * 1024, le=512 * MIB)
-    """The largest answer that is sent and kept. RabbitMQ 4 accepts messages of up to 16 MiB. If the broker's limit is
-    lower, that limit applies. A larger answer ends as `answer_too_large`."""
+    """The largest size of the SQLite file. When the file is larger, the oldest results are deleted. With a store in
+    Redis, set `maxmemory` in Redis itself."""
+    answer_bytes: Number[int] | None = Field(default=None, ge=64 * 1024, le=512 * MIB)
+    """The largest answer that is sent and kept. A larger one ends as `answer_too_large`. None: 32 MiB where large
+    answers have a store (LANEKEEPER_BODIES__URL). Without one 16 MiB, which RabbitMQ 4 accepts as one message; if the
+    broker's limit is lower, that limit applies. Example: 33554432"""
 
 
 class ControlSettings(Section):
     """Limits for a tenant's control messages (cancel, result, status), so that no tenant delays those of another."""
 
     per_tenant_s: Number[float] = Field(default=100, ge=1, le=100_000)
-    """How many control messages of one tenant a process carries out in a second; in a burst, five times as many. As
-    many again are answered `too_many_control_messages`; the rest is not answered. One that is carried out costs up to 1
-    ms of CPU, so by default one tenant can use a tenth of a core. One that is not answered costs 0.1 ms."""
+    """How many control messages of one tenant a process carries out in a second; in a burst, five times as many. The
+    same number beyond this limit is answered `too_many_control_messages`; all others are dropped without an answer.
+    Carrying one out costs up to 1 ms of CPU, so by default one tenant can use a tenth of a core. Dropping one costs 0.1
+    ms."""
     unseen_per_tenant: Number[int] = Field(default=StoreSpec().unseen_per_tenant, ge=1, le=10_000_000)
     """How many cancellations of one tenant are kept for ids that no worker has seen yet. When there are more, the
-    oldest is forgotten. The default takes 8 MB of the store and equals the number of requests that the intake of
+    oldest is deleted. The default takes 8 MB of the store and equals the number of requests that the intake of
     `critical` holds."""
 
 
@@ -225,7 +232,7 @@ class DeadSettings(Section):
 
     max_count: Number[int] = Field(default=DeadSpec().max_count, ge=1, le=1_000_000_000)
     """The most dead letters that the broker keeps. Once a minute the oldest beyond this number are written to `folder`,
-    or dropped if it is not set. A warning, the event `removed` and a count in `status` report it."""
+    or dropped if `folder` is not set. A warning, the event `removed` and a count in `status` report the removal."""
     max_bytes: Number[int] = Field(default=DeadSpec().max_bytes, ge=MIB, le=1024 * GIB)
     """The most bytes of dead letters' bodies. The size is estimated from the oldest dead letters, because AMQP does not
     report it."""

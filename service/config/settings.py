@@ -1,7 +1,4 @@
-"""All settings, validated. `service/config/loading.py` reads them; lower packages receive them as frozen specs.
-
-load_settings().lane_specs() -> tuple[LaneSpec, ...]
-"""
+"""All settings, validated. `service/config/loading.py` reads them; lower packages receive them as frozen specs."""
 
 import fnmatch
 import re
@@ -19,7 +16,7 @@ from consumers.replies.address import ReplyRule
 from consumers.retry import RetryPolicy
 from consumers.state.spec import SEEN_LATE_S, StoreSpec
 from lanekeeper.amqp.driver.urls import urls_of
-from lanekeeper.bodies import BodyStore
+from lanekeeper.bodies import MOST_BYTES, BodyStore
 from lanekeeper.contract.names import Names
 from service.config.bodies_section import BodiesSettings
 from service.config.budget_sections import (
@@ -46,7 +43,7 @@ from service.config.sections import (
 )
 from service.config.state_folder import state_folder
 from service.config.value_types import AmqpUrl, Chances, HttpUrl, Key, Namespace, Number, StoreUrl, UserNames
-from topology.codec.bounds import VALUES
+from topology.codec.bounds import ANSWER_BYTES, VALUES
 from topology.lanes import DEFAULT_LANES, LaneSpec
 
 PREFIX: Final = "LANEKEEPER_"
@@ -77,8 +74,8 @@ class Settings(BaseSettings):
     the AMQP host is tried. A URL without user and password uses those of the AMQP URL. Example:
     https://rabbit.example.com:15671"""
     namespace: Namespace = "lane"
-    """The prefix of every name on the broker. Several installations can share a virtual host if their prefixes differ.
-    Example: staging"""
+    """The prefix of every name on the broker. Installations with different prefixes can share a virtual host. Example:
+    staging"""
     anthropic_api_key: Key | None = Field(default=None, alias="ANTHROPIC_API_KEY")
     """The first provider's key. `serve --simulate` needs none. Example: sk-ant-secret"""
     anthropic_base_url: HttpUrl | None = Field(default=None, alias="ANTHROPIC_BASE_URL")
@@ -115,16 +112,15 @@ class Settings(BaseSettings):
     """For tests: the places at which the process kills itself, each with a probability (`consumers/failpoints.py` lists
     the places). Example: after_store:0.2"""
     json_values: Number[int] = Field(default=VALUES, ge=1000, le=10_000_000)
-    """The most keys and values that the JSON of a request or an answer may have. Reading 100,000 blocks the process for
-    50 ms. A larger request ends as `too_large`, a larger answer as `answer_too_large`."""
+    """The most keys and values together that the JSON of a request or an answer may have. Parsing 100,000 of them
+    blocks the process for 50 ms. With more, a request ends as `too_large`, an answer as `answer_too_large`."""
     grace_s: Number[float] = Field(default=25, ge=0, le=3600)
-    """How long running requests may take to end when the process is stopped. The default is below the 30 s after which
-    Kubernetes kills a process."""
+    """How long running requests may take to finish when the process is stopped. The default is shorter than the 30 s
+    after which Kubernetes kills a process."""
     log_format: Literal["auto", "json", "console"] = "auto"
     """`auto`: console on a terminal, else JSON. Example: json"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The lowest level of our own events that is logged. Events of libraries are logged from `warning` on. Example:
-    debug"""
+    """The lowest level of our events that is logged. Events of libraries: from `warning` on. Example: debug"""
     log_content: bool = False
     """Whether prompts and answers may appear in the log. They never appear in spans or metrics. Example: true"""
     otel_endpoint: HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -147,13 +143,13 @@ class Settings(BaseSettings):
         return (init_settings,)
 
     def budget_spec(self) -> BudgetSpec:
-        """How the budgets of all accounts are spent."""
+        """The limits for calls to the providers (their accounts' budgets), and how the lanes share them."""
         return self.budget.spec(self.providers)
 
     def routes_spec(self) -> RoutesSpec:
         """Which provider is called for which model. The first provider is included if it has a key, if a lane names it,
         or if there is no other."""
-        orders = {lane.name: each.providers for lane in DEFAULT_LANES if (each := self._lane(lane)).providers}
+        orders = {lane.name: section.providers for lane in DEFAULT_LANES if (section := self._lane(lane)).providers}
         is_wanted = any(FIRST in (names or ()) for names in orders.values())
         first = [ProviderModels(name=FIRST)] if self.api_key or is_wanted or not self.providers else []
         return RoutesSpec(
@@ -168,8 +164,8 @@ class Settings(BaseSettings):
         )
 
     def _lane(self, lane: LaneSpec) -> LaneSettings:
-        found: LaneSettings = getattr(self.lanes, lane.name)
-        return found
+        section: LaneSettings = getattr(self.lanes, lane.name)
+        return section
 
     def lane_specs(self) -> tuple[LaneSpec, ...]:
         return tuple(self._lane(lane).spec(lane.name) for lane in DEFAULT_LANES)
@@ -181,11 +177,11 @@ class Settings(BaseSettings):
         return RetryPolicy(**self.retry.model_dump())
 
     def reply_rule(self) -> ReplyRule:
-        """Where replies may go."""
+        """The rule that says to which queues workers may send replies."""
         allow = self.reply_to.allow
         return ReplyRule(
             names=self.names(),
-            allow=None if allow is None else tuple(re.compile(fnmatch.translate(each)) for each in allow),
+            allow=None if allow is None else tuple(re.compile(fnmatch.translate(pattern)) for pattern in allow),
             bound=self.binds_replies,
         )
 
@@ -210,13 +206,13 @@ class Settings(BaseSettings):
 
     @property
     def broker_urls(self) -> tuple[str, ...]:
-        """The same URLs as a tuple. They may differ in host, port, user and password."""
+        """The AMQP URLs one by one (one for each node of a cluster), with passwords; never shown."""
         return urls_of(self.broker_url)
 
     @property
     def broker(self) -> str:
         """The AMQP URLs without passwords, to be shown."""
-        return ", ".join(mask_url(each) for each in self.broker_urls)
+        return ", ".join(mask_url(url) for url in self.broker_urls)
 
     @property
     def management(self) -> str | None:
@@ -225,7 +221,7 @@ class Settings(BaseSettings):
 
     @property
     def vhost(self) -> str:
-        """The AMQP URL's virtual host."""
+        """The virtual host in the AMQP URL."""
         return unquote(urlsplit(self.broker_urls[0]).path[1:]) or "/"
 
     @property
@@ -246,7 +242,7 @@ class Settings(BaseSettings):
 
     @property
     def api_key(self) -> str | None:
-        """The provider's key itself; never shown."""
+        """The first provider's API key in plain text; never shown."""
         return _unmasked(self.anthropic_api_key)
 
     @property
@@ -261,14 +257,21 @@ class Settings(BaseSettings):
 
     @property
     def bodies_url(self) -> str | None:
-        """Where large bodies are kept; None: nowhere."""
+        """The URL of the store for large bodies: as set, or a folder beside a SQLite store. None: there is none."""
         if self.bodies.url is not None or not self.store.startswith("sqlite:"):
             return self.bodies.url
         folder = Path(unquote(self.store.removeprefix("sqlite:///"))).absolute().parent / f"{self.namespace}-bodies"
         return f"file://{quote(str(folder))}"
 
+    @property
+    def answer_bytes(self) -> int:
+        """The size of the largest answer that is sent and stored."""
+        if self.results.answer_bytes is not None:
+            return self.results.answer_bytes
+        return ANSWER_BYTES if self.bodies_url is None else MOST_BYTES
+
     def body_store(self) -> BodyStore | None:
-        """The store of large bodies, which makes and opens nothing before it is used; None: there is none."""
+        """The store of large bodies, or None. It creates and opens nothing before it is used."""
         spec, url = self.bodies, self.bodies_url
         return None if url is None else BodyStore(url, in_all_bytes=spec.in_all_bytes, keep_s=spec.keep_s)
 
@@ -283,9 +286,10 @@ class Settings(BaseSettings):
         )
 
     @property
-    def otlp(self) -> tuple[str | None, str | None]:
-        """The collector's base URL, and the complete URL for spans, which is used instead if set."""
-        return _unmasked(self.otel_endpoint), _unmasked(self.otel_traces_endpoint)
+    def traces_url(self) -> str | None:
+        """The complete URL to which spans are sent; None: none are sent."""
+        base = _unmasked(self.otel_endpoint)
+        return _unmasked(self.otel_traces_endpoint) or (base and f"{base}/v1/traces")
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """The TLS context for the broker; None without TLS."""

@@ -1,4 +1,4 @@
-"""The folder of the store when no store is set."""
+"""The default folder of the store."""
 
 import os
 from pathlib import Path

@@ -8,64 +8,67 @@ from typing import Annotated, Any
 import jiter
 from pydantic import PlainValidator
 
-from consumers.fairness.turns import TenantShare
+from consumers.fairness.lane_slots import TenantShare
 from consumers.prices import Price
 from consumers.spending import EVERY_TENANT, Cap, Spent
 from service.config.masking import mask
 from service.config.value_types import listed, model, not_bool, not_empty, words, wrong
 
 _EARLIEST = timezone(timedelta(hours=14))
-"""The time zone in which a date begins earliest."""
+"""The time zone in which each date begins first."""
 
 
-class _OddError(ValueError):
-    """A table cannot be read; the message says why."""
+class _UnreadableTableError(ValueError):
+    """A setting's text cannot be read as a table; the message says why."""
 
 
 def _table(value: Any) -> Any:
-    """A table; in the environment a JSON object, or `name=value` separated by commas. Raises ValueError."""
+    """Read a setting that is a table. As text, in an environment variable, it is a JSON object or `name=value` pairs
+    separated by commas. Raises _UnreadableTableError."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):
         try:
             return jiter.from_json(value.encode(), catch_duplicate_keys=True)
         except ValueError as error:
-            raise _OddError("a name is there twice" if "duplicate" in str(error) else "this is no JSON") from None
+            raise _UnreadableTableError(
+                "a name is there twice" if "duplicate" in str(error) else "this is no JSON"
+            ) from None
     found: dict[str, str] = {}
-    for name, _, said in (each.partition("=") for each in value.split(",") if each.strip()):
+    for name, _, text in (pair.partition("=") for pair in value.split(",") if pair.strip()):
         if name.strip() in found:
-            raise _OddError(f"{mask(name.strip())} is there twice")
-        found[name.strip()] = said.strip()
+            raise _UnreadableTableError(f"{mask(name.strip())} is there twice")
+        found[name.strip()] = text.strip()
     return found
 
 
 def each_of(name_of: Callable[[Any], str], read: Callable[[Any], Any], what: str) -> Callable[[Any], dict[str, Any]]:
-    """A validator for tables. `name_of` reads a key and `read` a value; both raise if it is not allowed. `what`: what
-    is allowed, for the error message."""
+    """Make a pydantic validator for a setting that is a table. `name_of` checks each name in the table, and `read` the
+    value beside it; both raise an exception if it is not allowed. `what`: what is allowed, for the error message."""
 
     def validate(value: Any) -> dict[str, Any]:
         try:
             table = _table(value)
-        except _OddError as odd:
-            raise wrong(f"{what}; {odd}") from None
+        except _UnreadableTableError as error:
+            raise wrong(f"{what}; {error}") from None
         if not isinstance(table, Mapping):
             raise wrong(what)
         found: dict[str, Any] = {}
-        others: list[str] = []
-        for name, said in table.items():
+        refused: list[str] = []
+        for name, entry in table.items():
             try:
-                found[name_of(name)] = read(said)
+                found[name_of(name)] = read(entry)
             except (AttributeError, KeyError, TypeError, ValueError):
-                others.append(name)
-        if others:
-            raise wrong(f"{what}; not so: {listed(others)}")
+                refused.append(name)
+        if refused:
+            raise wrong(f"{what}; not so: {listed(refused)}")
         return found
 
     return validate
 
 
 def read_tenant(value: Any) -> str:
-    """A user of the broker. Raises ValueError if the broker could not have one of that name."""
+    """Check the name of a tenant, which is a user of the broker. Raises ValueError if no user can have that name."""
     if not isinstance(value, str) or not value.isprintable() or value != value.strip() or not 0 < len(value) < 256:
         raise ValueError
     if "*" in value:
@@ -84,8 +87,8 @@ def _one_model(value: Any) -> str:
 
 
 def read_models(value: Any) -> tuple[str, ...]:
-    """Names of models, at least one."""
-    return tuple(_one_model(each) for each in not_empty(tuple(words(value))))
+    """Read a setting that is a list of at least one model's name."""
+    return tuple(_one_model(model) for model in not_empty(tuple(words(value))))
 
 
 def _figure(value: Any) -> float:
@@ -98,7 +101,7 @@ def _figure(value: Any) -> float:
 def _figures(value: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, float]:
     if not value or not value.keys() <= set(fields):
         raise ValueError
-    return {name: _figure(said) for name, said in value.items()}
+    return {name: _figure(figure) for name, figure in value.items()}
 
 
 def _price(value: Any) -> Price:

@@ -27,19 +27,19 @@ N = TypeVar("N", int, float)
 
 
 def wrong(what: str) -> PydanticCustomError:
-    """A validation error that says what is allowed."""
+    """The validation error for a setting's wrong value. `what`: which values are allowed."""
     return PydanticCustomError(ALLOWED, "allowed is {what}", {"what": what})
 
 
 def not_bool(value: Any) -> Any:
-    """Refuses booleans, because pydantic takes `true` for 1."""
+    """Check that a number is not a boolean, because pydantic would accept `true` as 1."""
     if isinstance(value, bool):
         raise wrong("a number")
     return value.strip() if isinstance(value, str) else value
 
 
 def _finite(value: N) -> N:
-    if not abs(value) <= sys.float_info.max:  # a whole number can be larger than any float; nan is not
+    if not abs(value) <= sys.float_info.max:  # an integer can exceed every float; for nan the comparison is false
         raise ValueError
     return value
 
@@ -53,7 +53,8 @@ def _namespace(value: str) -> str:
 
 
 def _named(name: re.Pattern[str], what: str) -> Callable[[str], str]:
-    """A validator of names."""
+    """Make a validator that accepts only text that matches the pattern `name`. `what`: what is allowed, for the error
+    message."""
 
     def validate(value: str) -> str:
         if name.fullmatch(value) is None:
@@ -75,7 +76,8 @@ def is_provider_name(value: str) -> bool:
 
 
 def words(value: Any) -> Any:
-    """A list; in the environment separated by commas, or a JSON array."""
+    """Read a setting that is a list. As text, in an environment variable, its items are separated by commas, or it is a
+    JSON array."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("["):
@@ -87,14 +89,15 @@ def words(value: Any) -> Any:
 
 
 def _user(value: str) -> str:
-    """A user of the broker. Brackets and quotes are refused, because they come from JSON that is no list."""
+    """Check the name of a broker's user. Brackets and quotes are refused, because they come from JSON that is not a
+    list."""
     if _USER.fullmatch(value) is None or value != value.strip():
         raise wrong("users of the broker, separated by commas, or a JSON array of them; none with { } [ ] or quotes")
     return value
 
 
 def not_empty(value: tuple[str, ...]) -> tuple[str, ...]:
-    """Refuses an empty list and empty names."""
+    """Check that a list is not empty, and contains no empty name."""
     if not value or any(not word.strip() for word in value):
         raise wrong("at least one name")
     return value
@@ -107,8 +110,8 @@ def _each_once(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def listed(names: Sequence[Any]) -> str:
-    """The first five names, for a message."""
-    return ", ".join(mask(each) for each in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    """Join the first five names for an error message, followed by how many more there are."""
+    return ", ".join(mask(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _key(value: SecretStr) -> SecretStr:
@@ -132,8 +135,9 @@ def _split(value: SecretStr, *, schemes: tuple[str, ...], example: str) -> Split
 
 
 def _amqp_urls(value: SecretStr) -> SecretStr:
-    """One URL, or several URLs of one cluster separated by commas, all with the same virtual host."""
-    every = [_amqp_url(SecretStr(each)) for each in urls_of(value.get_secret_value())]
+    """Check the setting with the broker's URL, or the URLs of one cluster's nodes, separated by commas. All must have
+    the same scheme and virtual host."""
+    every = [_amqp_url(SecretStr(url)) for url in urls_of(value.get_secret_value())]
     if len({(parts.scheme, unquote(parts.path[1:]) or "/") for parts in every}) > 1:
         raise wrong("URLs of one cluster: all amqp:// or all amqps://, and with the same virtual host")
     return SecretStr(",".join(parts.geturl() for parts in every))
@@ -142,7 +146,7 @@ def _amqp_urls(value: SecretStr) -> SecretStr:
 def _amqp_url(value: SecretStr) -> SplitResult:
     parts = _split(value, schemes=("amqp", "amqps"), example="amqps://user:password@host:5671/vhost")
     if parts.query:
-        # `no_verify_ssl=1` among them would turn the check of the broker's certificate off without a word.
+        # For example, `?no_verify_ssl=1` would silently turn off the check of the broker's certificate.
         raise wrong("a URL without ?…: for certificates there are LANEKEEPER_TLS__CA_FILE, …__CERT_FILE, …__KEY_FILE")
     if parts.path.count("/") > 1:
         raise wrong("a URL with one virtual host after the address; write / in its name as %2F")
@@ -171,20 +175,20 @@ def _store_url(value: SecretStr) -> SecretStr:
         example="redis://:password@host:6379/0 or sqlite:////absolute/file",
     )
     if parts.query or re.fullmatch(r"/?|/[0-9]{1,5}", parts.path) is None:
-        # `ssl_cert_reqs=none` among them would turn the check of the certificate off without a word.
+        # For example, `?ssl_cert_reqs=none` would silently turn off the check of the server's certificate.
         raise wrong("a URL with nothing after the address but the database's number, such as redis://host:6379/0")
     return SecretStr(text)
 
 
 def _chances(value: Any) -> Any:
-    """`after_store:0.2,before_claim:1`, or a table: a probability for each place."""
+    """Read a probability for each failpoint, from a table or from text such as `after_store:0.2,before_claim:1`."""
     if isinstance(value, str):
-        pairs = (each.partition(":") for each in value.split(",") if each.strip())
+        pairs = (pair.partition(":") for pair in value.split(",") if pair.strip())
         value = {name.strip(): chance.strip() or "1" for name, _, chance in pairs}
     try:
         chances = {name: float(chance) for name, chance in value.items()}
     except (AttributeError, TypeError, ValueError):
-        chances = {"": 0.0}
+        chances = {"": 0.0}  # the empty name is no failpoint, so this is refused below
     if not chances.keys() <= failpoints.NAMES or not all(0 <= chance <= 1 for chance in chances.values()):
         raise wrong(f"name:probability from 0 to 1, separated by commas; names: {', '.join(sorted(failpoints.NAMES))}")
     return chances
@@ -193,7 +197,7 @@ def _chances(value: Any) -> Any:
 def _readable_file(value: Path) -> Path:
     try:
         is_there = value.is_file()
-    except OSError:  # its name is too long, say
+    except OSError:  # for example, its name is too long
         is_there = False
     if not is_there:
         raise ValueError

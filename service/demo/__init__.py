@@ -1,4 +1,4 @@
 """The acts of `lanekeeper demo`; `story.py` runs them in order.
 
-Imported by `cli` alone.
+Only `cli` imports this folder.
 """

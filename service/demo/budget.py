@@ -1,9 +1,9 @@
-"""The demo's third act: a small budget, a batch job that could use all of it, and chats as they were recorded.
+"""The demo's third act: a small budget, batch jobs that could use all of it, and recorded chats.
 
-The same load at the same time on two accounts of simulated providers, which enforce their limits and count their 429s:
-through Lanekeeper, and with the same number of workers for each lane but without a budget gate. There, the budget goes
-to whoever calls first, and a call that is refused with 429 is repeated after its `retry-after`, as the vendor's client
-does.
+The same load runs at the same time on two accounts of simulated providers, which enforce their limits and count their
+429s: once through Lanekeeper, and once with the same number of workers for each lane but without a budget gate. Without
+the gate, the first caller gets the budget, and a call that is refused with 429 is repeated after its `retry-after`, as
+the vendor's client does.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from consumers.capacity.activity import quantile
 from consumers.failures import RateLimitedError
 from consumers.providers.anthropic import AnthropicProvider
 from service.config.budget_sections import BudgetSettings
-from service.config.copies import answered_by
+from service.config.copies import with_provider
 from service.config.settings import Settings
 from service.demo.working import working
 from service.simulated.app import SimulatedAPI
@@ -36,10 +36,11 @@ CHATS = (
 """Eleven seconds of a recorded chat service: when each request came, and its input tokens, divided by forty because the
 account is small. It is a part of the recordings that `benchmarks/traces` describes (Azure LLM inference trace 2023)."""
 CHARACTERS_PER_TOKEN = 4
-"""As the simulated API counts."""
+"""The simulated API counts tokens like this."""
 LATENCY_MS = (200, 600)
 BURST_S = 2.0
-"""The buckets' size. In such a short run, larger full buckets would be a large part of the usable budget."""
+"""The size of the buckets, in seconds of the limit. They are full at the start, and the run is short: the content of
+larger buckets would be a large part of the usable budget."""
 ACCOUNT = SimulatedOptions(
     output_tokens=80,
     requests_per_minute=300,
@@ -49,16 +50,19 @@ ACCOUNT = SimulatedOptions(
 )
 TEXT = "the quick brown fox jumps over the lazy dog and thinks of lanes again, " * 4
 SOON_S = 1.0
+"""The act succeeds only if the p95 of the critical requests' waits is below this."""
 PAUSE_S = 0.5
 """The pause after a 429 without a `retry-after`."""
 USED_LEAST = 0.85
+"""The act succeeds only if at least this part of the limit is used."""
 Asking = Callable[[str, str], Awaitable[object]]
 """Takes the lane and the prompt; returns when the request is answered, raises if it is given up."""
 
 
 @dataclass(slots=True)
 class Spending:
-    """The result of one of the two runs, by its requests and by the provider's count."""
+    """The result of one run of the demo's budget act (with the budget gate, or without), as its requests and its
+    simulated provider measured it."""
 
     waits_ms: list[int] = field(default_factory=list)
     """Waits of critical requests, without the provider's own time. A request without an answer counts with its wait so
@@ -85,10 +89,10 @@ class Spending:
 
 
 async def run(settings: Settings) -> tuple[Spending, Spending]:
-    """Run the load through Lanekeeper, and at the same time without a gate."""
+    """Run the same load at the same time through Lanekeeper, and without a budget gate. Returns both results."""
     async with AsyncExitStack() as stack:
         gated, ungated = [await stack.enter_async_context(SimulatedAPI(ACCOUNT)) for _ in range(2)]
-        settings = answered_by(settings, gated.base_url, key="simulated")
+        settings = with_provider(settings, gated.base_url, key="simulated")
         settings = settings.model_copy(update={"budget": BudgetSettings(burst_s=BURST_S)})
         model = settings.lanes.batch.model  # one model for both lanes, so that they share an account
         provider = AnthropicProvider.at(ungated.base_url, api_key="simulated", traceparent=lambda: None)
@@ -99,7 +103,7 @@ async def run(settings: Settings) -> tuple[Spending, Spending]:
         async def through_lanes(lane: str, prompt: str) -> None:
             await client.request({"prompt": prompt, "model": model}, key=f"{lane}.demo.budget", timeout_s=600)
 
-        async def whoever_comes(lane: str, prompt: str) -> None:
+        async def without_gate(lane: str, prompt: str) -> None:
             async with slots[lane]:
                 while True:
                     try:
@@ -110,12 +114,13 @@ async def run(settings: Settings) -> tuple[Spending, Spending]:
                     except RateLimitedError as limited:
                         await asyncio.sleep(limited.retry_after_s or PAUSE_S)
 
-        both = await asyncio.gather(_spend(through_lanes, gated), _spend(whoever_comes, ungated))
+        both = await asyncio.gather(_spend(through_lanes, gated), _spend(without_gate, ungated))
         return both[0], both[1]
 
 
 async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
-    """Send the load until the window is over. Requests without an answer by then are abandoned."""
+    """Send the act's load (batch jobs and chats) with `asking` for `WINDOW_S`, and return the result. Requests without
+    an answer by then are abandoned."""
     found, clock, rng = Spending(), asyncio.get_running_loop().time, random.Random(1)
     waits_ms: dict[str, list[int]] = {CRITICAL.name: found.waits_ms, BATCH.name: []}
 
@@ -128,7 +133,7 @@ async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
         finally:
             waits_ms[lane].append(max(0, round(1000 * (clock() - asked_s)) - takes_ms))
 
-    await asyncio.gather(ask(CRITICAL.name, 0), ask(BATCH.name, 0))  # limits and sizes are learned from these
+    await asyncio.gather(ask(CRITICAL.name, 0), ask(BATCH.name, 0))  # the budget learns limits and sizes from these
     found.waits_ms.clear()
     before, began_s = _counts(api), clock()
     async with asyncio.TaskGroup() as group:
@@ -154,7 +159,8 @@ async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
 
 
 def _counts(api: SimulatedAPI) -> Counter[str]:
-    """The provider's counts: `calls` that have ended, and `requests` that were taken from the budget."""
+    """Counts of the simulated provider: its calls by outcome, `calls` that have ended, and what was used of its limits:
+    `requests`, `input_tokens`, `output_tokens`."""
     stats = api.stats()
     return Counter(
         stats["outcomes"],

@@ -1,4 +1,4 @@
-"""The demo's act over HTTP: Anthropic's own SDK, of which nothing but the address is changed, among batch jobs."""
+"""The demo's act over HTTP: Anthropic's SDK, with only its address changed, makes calls while batch jobs wait."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from service.gateway.server import Server
 from topology.lanes import BATCH, CRITICAL
 
 JOBS = 120
-"""Batch jobs that wait when the SDK begins."""
+"""The number of batch jobs, which are published before the SDK's first call."""
 CALLS = 10
 """Streamed calls of the SDK on each of the two lanes."""
 CALL_EVERY_S = 0.05
@@ -29,7 +29,7 @@ PROMPT = "call {number} of the SDK, and some words to stream"
 
 @dataclass(frozen=True, slots=True)
 class BySdk:
-    """The results of the act."""
+    """The results of the demo's act with Anthropic's SDK: it calls the gateway while batch jobs wait."""
 
     jobs: int
     """Batch jobs that were answered."""
@@ -45,13 +45,14 @@ class BySdk:
 
 
 async def run(settings: Settings, client: Client, store: FollowedStore) -> BySdk:
-    """Run the act, with a gateway before the worker that is running already, and its store."""
-    made = settings.model_copy(update={"gateway": GatewaySettings(port=0)})
-    async with client_for(made) as publishing:
-        routes = Gateway(made, publishing, store)
+    """Run the demo's act with Anthropic's SDK, on a gateway that uses the broker and the store of the running
+    worker."""
+    with_gateway = settings.model_copy(update={"gateway": GatewaySettings(port=0)})
+    async with client_for(with_gateway) as publishing:
+        routes = Gateway(with_gateway, publishing, store)
         async with (
             aclosing(routes),
-            Server(routes.reasons, host=made.gateway.host, port=0, routes=routes) as server,
+            Server(routes.reasons, host=with_gateway.gateway.host, port=0, routes=routes) as server,
             AsyncAnthropic(
                 api_key="any", base_url=server.url, http_client=DefaultAsyncHttpxClient(trust_env=False)
             ) as sdk,
@@ -82,7 +83,8 @@ async def _job(client: Client, number: int) -> bool:
 
 
 async def _first_ms(sdk: AsyncAnthropic, lane: str, number: int) -> int | None:
-    """How long the first piece of the answer took; None if the answer is not right."""
+    """Make one streamed call with Anthropic's SDK. Returns the time to the first piece of the answer in ms; None if the
+    answer is not right."""
     loop = asyncio.get_running_loop()
     began_s, first_s, text = loop.time(), None, PROMPT.format(number=number)
     try:
@@ -93,10 +95,10 @@ async def _first_ms(sdk: AsyncAnthropic, lane: str, number: int) -> int | None:
             extra_headers={LANE_NAME: lane},
             timeout=ANSWER_WITHIN_S,
         ) as stream:
-            said = ""
+            answer = ""
             async for piece in stream.text_stream:
                 first_s = first_s or loop.time()
-                said += piece
+                answer += piece
     except AnthropicError:
         return None
-    return round(1000 * (first_s - began_s)) if first_s is not None and text in said else None
+    return round(1000 * (first_s - began_s)) if first_s is not None and text in answer else None

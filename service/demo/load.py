@@ -1,4 +1,5 @@
-"""The demo's load: what is sent, when, and the result of each request; for the lanes and for the single queue."""
+"""The demo's load: the requests, when they are sent, and their results. The lanes and the single queue get the same
+load."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,14 +13,15 @@ CHATS = 40
 """The number of chats in each of the two lanes above batch."""
 CHAT_EVERY_S = 0.025
 FLOOD_FIRST_S = 0.2
-"""When the chats begin after the flood: by then it is in the queue."""
+"""The time between the first batch job and the first chat: by then all batch jobs are in the queue."""
 FAULT_EVERY = 25
-"""One in so many requests finds the provider overloaded, once."""
+"""In each lane, one of this many requests fails at its first call, because the provider is overloaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request of the load. Its answer is right if it holds `mark`: the simulated provider echoes the question."""
+    """One request of the demo's load. Its answer is right if it contains `mark`: the simulated provider echoes the
+    prompt."""
 
     lane: str
     number: int
@@ -36,7 +38,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of a request: the answer's text and figures, or why there was none."""
+    """The outcome of one request of the demo: the answer's text and figures, or why there was none."""
 
     text: str = ""
     wait_ms: int = 0
@@ -49,7 +51,7 @@ Asking = Callable[[Ask], Awaitable[Result]]
 
 @dataclass(slots=True)
 class Score:
-    """The results of one lane's requests so far."""
+    """The results so far of the demo's requests in one lane."""
 
     lane: str
     expected: int
@@ -74,7 +76,7 @@ class Score:
 
 @dataclass(slots=True)
 class Board:
-    """The scores of all lanes, and how long the whole load took."""
+    """The results of the demo's load: the score of each lane, and how long the whole load took."""
 
     lanes: dict[str, Score]
     total_s: float = 0.0
@@ -85,17 +87,18 @@ class Board:
 
     @property
     def wrong(self) -> list[str]:
-        return [each for score in self.lanes.values() for each in score.wrong]
+        return [request for score in self.lanes.values() for request in score.wrong]
 
 
 def board() -> Board:
-    """An empty board, the most urgent lane first."""
+    """Create the board for a new run of the demo's load, without results; the most urgent lane is first."""
     expected = {CRITICAL.name: CHATS, NORMAL.name: CHATS, BATCH.name: BATCH_JOBS}
     return Board({lane: Score(lane, count) for lane, count in expected.items()})
 
 
 async def send(asking: Asking, scores: Board) -> None:
-    """Send the flood and the chats. Returns when every request has an outcome."""
+    """Send the demo's load, batch jobs and chats, with `asking`, and add the results to `scores`. Returns when every
+    request has an outcome."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
 

@@ -1,4 +1,4 @@
-"""The demo's fourth act: the first provider goes down and comes back; meanwhile the next one of the chain answers."""
+"""The demo's fourth act: the first provider fails for a while, and the second one answers in its place."""
 
 import asyncio
 import io
@@ -11,7 +11,7 @@ from lanekeeper.contract.problems import LanekeeperError
 from lanekeeper.replies import Final
 from lanekeeper.telemetry import signals
 from service.config.budget_sections import ProviderSettings
-from service.config.copies import answered_by
+from service.config.copies import with_provider
 from service.config.settings import Settings
 from service.demo.working import working
 from service.simulated.app import SimulatedAPI
@@ -22,8 +22,11 @@ from topology.lanes import CRITICAL
 UP = SimulatedOptions(latency_ms=300)
 DOWN = SimulatedOptions(faults={"unavailable": 1.0})
 EVERY_S = 0.025
+"""The time between two requests."""
 UP_S = 0.5
+"""How long the first provider works before it fails."""
 DOWN_S = 2.0
+"""How long the first provider fails."""
 UP_AGAIN_CALLS = 20
 """The act ends when the first provider has answered this many requests again."""
 UP_AGAIN_WITHIN_S = 10.0
@@ -34,7 +37,8 @@ CALLS_MOST = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """What requesters and providers noticed of the outage."""
+    """The result of the demo's outage act (the first provider fails for a while), as requesters and providers measured
+    it."""
 
     asked: int
     answered: int
@@ -56,13 +60,14 @@ class Outage:
 
 
 async def run(settings: Settings) -> Outage:
-    """Run the act, with a worker of the critical lane."""
-    told = io.StringIO()
+    """Run the demo's outage act: a worker of the critical lane, and two simulated providers, of which the first fails
+    for a while."""
+    log = io.StringIO()
     async with SimulatedAPI(UP) as first, SimulatedAPI(UP) as second:
-        settings = answered_by(settings, first.base_url, key="simulated")
-        next_one = ProviderSettings.model_validate({"base_url": second.base_url, "api_key": "simulated"})
-        settings = settings.model_copy(update={"providers": {"second": next_one}})
-        with logs.written(service="lanekeeper demo", level="info", format="json", stream=told):
+        settings = with_provider(settings, first.base_url, key="simulated")
+        second_provider = ProviderSettings.model_validate({"base_url": second.base_url, "api_key": "simulated"})
+        settings = settings.model_copy(update={"providers": {"second": second_provider}})
+        with logs.configured(service="lanekeeper demo", level="info", format="json", stream=log):
             async with working(settings, lanes=(CRITICAL.name,)) as (_, client):
                 finals = await _ask_meanwhile(client, first)
         return Outage(
@@ -72,7 +77,7 @@ async def run(settings: Settings) -> Outage:
             calls=first.stats()["calls"] + second.stats()["calls"],
             breaker=tuple(
                 event["state"]
-                for event in map(json.loads, told.getvalue().splitlines())
+                for event in map(json.loads, log.getvalue().splitlines())
                 if event["event"] == signals.BREAKER_CHANGED
             ),
         )

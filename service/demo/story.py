@@ -18,7 +18,7 @@ from lanekeeper import Client
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import LanekeeperError
 from service.config.budget_sections import BudgetSettings, CapsSettings
-from service.config.copies import answered_by, kept_in, on_broker
+from service.config.copies import with_broker, with_provider, with_store
 from service.config.sections import LanesSettings
 from service.config.settings import Settings
 from service.demo import budget, by_sdk, load, outage, unbroken
@@ -37,11 +37,11 @@ LATENCY_MS = 300
 RETRY_BASE_S, RETRY_SPAN_S = 0.2, 6.0
 ANSWER_WITHIN_S = 90
 PLAIN_WIDTH = 110
-"""Characters in a line where the output goes to a file."""
+"""Characters in a line if the output is not a terminal."""
 
 
 def run(settings: Settings) -> bool:
-    """Run the demo on the terminal. Returns whether every request was answered right."""
+    """Run the demo and print its results. Returns whether every act succeeded."""
     return uvloop.run(_tell(settings))
 
 
@@ -55,12 +55,12 @@ async def _tell(settings: Settings) -> bool:
         if "amqp_url" not in settings.model_fields_set:
             console.print("starting a broker …", style="dim")
             url = (await stack.enter_async_context(private_broker(say=console.print))).amqp_url
-        settings = _fitted(on_broker(settings, url, namespace=f"demo-{secrets.token_hex(4)}"))
+        settings = _for_demo(with_broker(settings, url, namespace=f"demo-{secrets.token_hex(4)}"))
         folder = stack.enter_context(TemporaryDirectory(prefix="lanekeeper-demo-"))
-        settings = kept_in(settings, f"sqlite:///{quote(folder)}/store.sqlite")
+        settings = with_store(settings, f"sqlite:///{quote(folder)}/store.sqlite")
         api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(latency_ms=LATENCY_MS)))
-        settings = answered_by(settings, api.base_url, key="simulated")
-        await _taken_away_at_the_end(stack, settings)
+        settings = with_provider(settings, api.base_url, key="simulated")
+        await _remove_topology_at_end(stack, settings)
         async with working(settings) as (parts, client):
             console.print(
                 f"RabbitMQ {parts.version} at {settings.broker}, a simulated provider that answers in {LATENCY_MS} ms; "
@@ -76,8 +76,8 @@ async def _tell(settings: Settings) -> bool:
             console.print("Anthropic's SDK, through the gateway, among batch jobs …", style="dim")
             sdk_act = await by_sdk.run(settings, client, parts.store)
         console.print("the first load again, through one first-come queue …", style="dim")
-        api.configure(api.options)  # the same faults again
-        async with working(_first_come(settings), lanes=(BATCH.name,)) as (_, client):
+        api.configure(api.options)  # resets the counts, so that the same faults occur again
+        async with working(_with_single_queue(settings), lanes=(BATCH.name,)) as (_, client):
             queued = load.board()
             await load.send(_asking(client, lane=BATCH.name), queued)
         console.print(
@@ -98,16 +98,17 @@ async def _tell(settings: Settings) -> bool:
 
 
 def _end_on_signals() -> None:
-    """SIGTERM and SIGHUP (a terminal that closes) end the demo as Ctrl-C does: the declared topology is removed."""
+    """Make SIGTERM, and SIGHUP (a terminal that closes), end the demo as Ctrl-C does: the declared topology is
+    removed."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
 
-async def _taken_away_at_the_end(stack: AsyncExitStack, settings: Settings) -> None:
-    """Remove the demo's queues and exchanges at the end. This uses its own connection, because the worker's are closed
-    by then."""
+async def _remove_topology_at_end(stack: AsyncExitStack, settings: Settings) -> None:
+    """Remove the demo's queues and exchanges when `stack` is closed. This uses a separate connection, because the
+    worker's are closed by then."""
     connection = await stack.enter_async_context(
         Connection(settings.broker_url, name="lanekeeper demo", ssl_context=settings.ssl_context())
     )
@@ -115,10 +116,9 @@ async def _taken_away_at_the_end(stack: AsyncExitStack, settings: Settings) -> N
     stack.push_async_callback(remove, topology, connection)
 
 
-def _fitted(settings: Settings) -> Settings:
-    """The user's settings, without the limits of the real account, and with short retry pauses. The batch lane has
-    twelve slots, unless they were set.
-    """
+def _for_demo(settings: Settings) -> Settings:
+    """The user's settings, changed for the demo: no limits of the real account, short retry pauses, and twelve slots
+    for the batch lane, unless the user has set them."""
     lanes = settings.lanes if settings.lanes.batch.slots_max else _with_batch_slots(settings, BATCH_SLOTS)
     return settings.model_copy(
         update={
@@ -130,8 +130,9 @@ def _fitted(settings: Settings) -> Settings:
     )
 
 
-def _first_come(settings: Settings) -> Settings:
-    """One queue instead of the lanes: the batch lane has the slots of all."""
+def _with_single_queue(settings: Settings) -> Settings:
+    """The settings for the comparison with a single queue: all requests go to the batch lane, which has the slots of
+    all lanes."""
     slots = sum(lane.slots for lane in settings.lane_specs())
     return settings.model_copy(update={"lanes": _with_batch_slots(settings, slots)})
 
@@ -142,7 +143,8 @@ def _with_batch_slots(settings: Settings, slots: int) -> LanesSettings:
 
 
 def _asking(client: Client, *, lane: str | None = None) -> Asking:
-    """`lane`: where all requests go; None: each goes to its own lane."""
+    """A function that sends one request. `lane`: the lane to which it sends all requests; None: each request goes to
+    its own lane."""
 
     async def asking(ask: Ask) -> Result:
         key = f"{lane or ask.lane}.demo.load"

@@ -1,4 +1,4 @@
-"""What the demo shows: a live table of the lanes while it runs, and the verdict."""
+"""The demo's output: a live table of the lanes while it runs, and the verdict."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -17,12 +17,12 @@ from service.side_tasks import beside
 
 REDRAW_S = 0.25
 LINE_EVERY_S = 2.0
-"""Without a terminal: how often a line is printed instead of the live table."""
+"""If the output is not a terminal: how often a line is printed in place of the live table."""
 
 
 @asynccontextmanager
 async def watching(console: Console, scores: Board, activities: Mapping[str, LaneActivity]) -> AsyncIterator[None]:
-    """Show the lanes as they work."""
+    """While the block runs, show the lanes' figures: a table that is redrawn on a terminal, else new lines."""
     show = _redraw if console.is_terminal else _lines
     async with beside(show(console, scores, activities), name="demo table"):
         yield
@@ -64,7 +64,7 @@ def _live_table(scores: Board, activities: Mapping[str, LaneActivity]) -> Table:
 
 
 def show_verdict(console: Console, lanes: Board, first_come: Board) -> None:
-    """Print the figures of lanes and single queue side by side, and whether everything was answered right."""
+    """Print the figures of the lanes and of the single queue in one table, and whether all answers were right."""
     table = Table(
         "",
         "lane",
@@ -87,8 +87,8 @@ def show_verdict(console: Console, lanes: Board, first_come: Board) -> None:
         "One queue lets the flood have every worker and ends it sooner; the lanes keep theirs free for what is urgent.",
         style="dim",
     )
-    for each in lanes.wrong[:5]:
-        console.print(f"  not answered right: {each}", style="red", highlight=False)
+    for request in lanes.wrong[:5]:
+        console.print(f"  not answered right: {request}", style="red", highlight=False)
     if not lanes.all_right:
         console.print(f"FAILED: {len(lanes.wrong)} requests were not answered right", style="bold red")
         return
@@ -104,7 +104,8 @@ def show_verdict(console: Console, lanes: Board, first_come: Board) -> None:
 
 
 def show_unbroken(console: Console, act: unbroken.Unbroken) -> None:
-    """Print what became of the requests of the killed worker, of those sent twice, and of the cancelled one."""
+    """Print the results of the demo's second act: the requests of a killed worker, those sent twice, the cancelled
+    one."""
     lost = unbroken.JOBS - act.answered
     console.print(
         f"killed at work: {act.cut} calls broken off, {lost} of {unbroken.JOBS} requests lost, {act.calls} calls made; "
@@ -116,21 +117,21 @@ def show_unbroken(console: Console, act: unbroken.Unbroken) -> None:
 
 
 def show_by_sdk(console: Console, act: by_sdk.BySdk) -> None:
-    """Print how long the SDK's streamed calls waited for their first token on either lane."""
-    told = (
+    """Print how long the streamed calls of Anthropic's SDK waited for their first token, for each lane."""
+    lines = (
         f"{lane} {_ms(act.wait_ms(lane, 0.5))} (p95 {_ms(act.wait_ms(lane, 0.95))}, "
         f"{len(values)} of {by_sdk.CALLS} answered)"
         for lane, values in act.first_ms.items()
     )
     console.print(
-        f"Anthropic's SDK among {by_sdk.JOBS} batch jobs, time to the first token: {', '.join(told)}",
+        f"Anthropic's SDK among {by_sdk.JOBS} batch jobs, time to the first token: {', '.join(lines)}",
         style="green" if act.is_well else "bold red",
         highlight=False,
     )
 
 
 def show_budget(console: Console, gated: Spending, ungated: Spending) -> None:
-    """Print how the small budget was used in both runs, as the provider counted it."""
+    """Print the results of the demo's budget act: how the small budget was used with the budget gate, and without."""
     table = Table(
         "",
         *_right("critical p50", "p95", "answered", "429s", "calls per answer", "budget used"),
@@ -148,8 +149,8 @@ def show_budget(console: Console, gated: Spending, ungated: Spending) -> None:
         )
     console.print(table)
     console.print("What the gate leaves is kept for the lanes above batch, so that they find it at once.", style="dim")
-    for each in gated.wrong[:5]:
-        console.print(f"  not answered: {each}", style="red", highlight=False)
+    for request in gated.wrong[:5]:
+        console.print(f"  not answered: {request}", style="red", highlight=False)
     if not gated.is_well:
         console.print(
             f"FAILED: promised is no 429, a critical p95 below {SOON_S:g} s, and {USED_LEAST:.0%} of the budget used",
@@ -159,7 +160,7 @@ def show_budget(console: Console, gated: Spending, ungated: Spending) -> None:
 
 
 def show_outage(console: Console, act: Outage) -> None:
-    """Print what requesters noticed of the provider's outage."""
+    """Print the results of the demo's outage act: what requesters noticed while a provider failed."""
     console.print(
         f"a provider down: {act.asked - act.answered} of {act.asked} requests lost, {act.elsewhere} answered by the "
         f"next, {act.calls_per_answer:.2f} calls an answer (at most {CALLS_MOST:g}), its breaker "

@@ -17,7 +17,9 @@ from service.simulated.app import SimulatedAPI
 from topology.lanes import BATCH
 
 JOBS = 60
+"""The number of requests while the second worker is killed."""
 TWICE = 20
+"""How many of them are sent again."""
 ANSWER_WITHIN_S = 60.0
 READY_WITHIN_S = 30.0
 WORKS_FIRST_S = 0.45
@@ -27,18 +29,19 @@ others."""
 
 @dataclass(frozen=True, slots=True)
 class Unbroken:
-    """The results of the act."""
+    """The results of the demo's second act: a worker is killed, requests are sent twice, one is cancelled."""
 
     answered: int
     cut: int
-    """Calls that the killed worker had begun: the provider saw them break off."""
+    """Calls that ended without an answer, because the worker that made them was killed."""
     calls: int
     """The provider's calls for `JOBS` requests."""
     replayed: int
     """How many of the `TWICE` requests that were sent again got the same answer from the store."""
     calls_again: int
+    """The provider's calls for the requests that were sent again: 0 if all were answered from the store."""
     cancelled: str
-    """What the cancellation of a delayed request came to, and its result: "recorded, cancelled"."""
+    """The outcome of cancelling a delayed request, and how the request ended: "recorded, cancelled"."""
 
     @property
     def is_well(self) -> bool:
@@ -46,7 +49,8 @@ class Unbroken:
 
 
 async def run(settings: Settings, client: Client, api: SimulatedAPI, *, folder: Path) -> Unbroken:
-    """Run the act, on the broker and the store of the worker that is running already."""
+    """Run the demo's second act, on the broker and the store of the running worker. `api`: the simulated provider,
+    whose calls are counted."""
     before = len(api.calls)
     async with _second_worker(settings, folder) as second:
         asking = [asyncio.create_task(_ask(client, number)) for number in range(JOBS)]
@@ -54,7 +58,7 @@ async def run(settings: Settings, client: Client, api: SimulatedAPI, *, folder: 
         second.kill()
         finals = await asyncio.gather(*asking)
     calls = list(api.calls)[before:]
-    answered = [each for each in finals if each is not None]
+    answered = [final for final in finals if final is not None]
     again = [await _ask(client, number) for number in range(TWICE)]
     replayed = sum(
         1 for first, second_time in zip(finals, again, strict=False) if first and _is_replay(first, second_time)
@@ -88,20 +92,21 @@ def _is_replay(first: Final, again: Final | None) -> bool:
 async def _cancelled(client: Client) -> str:
     id = await client.publish({"prompt": "never asked"}, key=f"{BATCH.name}.demo.unbroken", delay_s=3600)
     try:
-        came_to = await client.cancel(id)
+        outcome = await client.cancel(id)
         await client.result(id, wait_s=5)
     except LanekeeperError as problem:
-        return f"{came_to}, {getattr(problem, 'code', problem)}"
-    return f"{came_to}, answered"
+        return f"{outcome}, {getattr(problem, 'code', problem)}"
+    return f"{outcome}, answered"
 
 
 @asynccontextmanager
 async def _second_worker(settings: Settings, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start a worker process. Settings that may hold a password go into a file that only this user can read."""
+    """Start a second worker as a process of its own, for the batch lane. The AMQP URL, which may contain a password, is
+    passed in a file that only this user can read."""
     config = folder / "second-worker.toml"
     config.touch(mode=0o600)
     config.write_text(f"amqp_url = {json.dumps(settings.broker_url)}\n", encoding="utf-8")
-    sets = {  # so that the environment does not override the file
+    sets = {  # as options, so that neither the environment nor a file overrides them
         "store_url": settings.store,
         "namespace": settings.namespace,
         "anthropic_base_url": settings.provider_url,

@@ -15,8 +15,8 @@ GRACE_S = 1.0
 
 @asynccontextmanager
 async def working(settings: Settings, *, lanes: tuple[str, ...] = ()) -> AsyncIterator[tuple[Worker, Client]]:
-    """Work the given lanes during the block; all lanes if none are given. The block begins when every queue is
-    consumed."""
+    """Run a worker for the given lanes inside the block; none given: for all lanes. The block begins when every queue
+    is consumed."""
     stop, ready = asyncio.Event(), asyncio.Event()
     async with (
         assemble(settings, lanes=lanes, declares=True) as parts,

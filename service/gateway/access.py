@@ -1,6 +1,6 @@
-"""Who may call: by key, or, where no keys are set, whoever is on this machine.
+"""Who may call the gateway: callers with a key; if no keys are set, all programs on this machine.
 
-A key is 256 random bits, so its plain SHA-256 cannot be guessed back; settings hold only that.
+A key is 256 random bits, so its SHA-256 without salt is safe to store, and the settings hold only that.
 """
 
 import hashlib
@@ -11,27 +11,28 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from multidict import MultiMapping
 
 from lanekeeper.contract.problems import RequestProblem
-from service.config.gateway_section import GatewayKey
-from service.gateway.problems import ApiError
+from service.config.gateway_section import LANES, GatewayKey
+from service.gateway.problems import ApiError, of_problem
 
 PREFIX = "lane-"
 _LONGEST = 256
 
 
 def new_key() -> str:
-    """A new key, shown once."""
+    """Make a random API key for a caller of the gateway. It is shown once; only its hash is stored."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_of(key: str) -> str:
-    """What is kept of a key."""
+    """The SHA-256 of an API key, which the settings contain in place of the key."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or a name, is this machine itself."""
+    """Whether an address or host name is a loopback address: only programs on this machine can use it."""
     try:
         return ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -39,17 +40,16 @@ def is_loopback(host: str) -> bool:
 
 
 class Access:
-    """Decides for each call whose it is, and where it may go.
-
-    `local`: the caller without a key. None: a key is needed.
-    """
+    """Finds out which caller makes an HTTP call, by its API key, and what that caller may do (`GatewayKey`). `local`:
+    the caller of calls without a key; None: a key is required."""
 
     def __init__(self, keys: Mapping[str, GatewayKey], *, local: GatewayKey | None) -> None:
         self._keys = [(hashed.encode(), key) for hashed, key in keys.items()]
         self._local = local
 
     def caller(self, request: web.BaseRequest) -> GatewayKey:
-        """Whose call it is. Raises ApiError: 401 without a valid key, 403 without keys from elsewhere."""
+        """The caller of this HTTP call. Raises ApiError: 401 if the key is missing or unknown; 403 if no keys are set
+        and the call does not come from this machine."""
         if self._keys:
             return self._by_key(request)
         if self._local is None:
@@ -58,18 +58,21 @@ class Access:
                 "no keys are set, so the gateway answers on loopback alone: set LANEKEEPER_GATEWAY__KEYS "
                 "(lanekeeper key new makes one), or LANEKEEPER_GATEWAY__HOST to 127.0.0.1",
             )
-        _see_that_it_is_local(request)
+        _require_local_call(request)
         return self._local
 
     def _by_key(self, request: web.BaseRequest) -> GatewayKey:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            key = request.headers.get("x-api-key", "")
+        try:
+            scheme, _, key = (only_value(request.headers, "authorization") or "").partition(" ")
+            if scheme.lower() != "bearer" or not key:
+                key = only_value(request.headers, "x-api-key") or ""
+        except RequestProblem as problem:
+            raise of_problem(problem, chose_id=False) from None
         if not key:
             raise ApiError(401, "x-api-key header is required")
         given = hash_of(key[:_LONGEST].strip()).encode()
         found = None
-        for hashed, caller in self._keys:  # all of them, always
+        for hashed, caller in self._keys:  # no early end, so that the duration does not show which key matched
             if hmac.compare_digest(hashed, given):
                 found = caller
         if found is None:
@@ -77,9 +80,9 @@ class Access:
         return found
 
 
-def _see_that_it_is_local(request: web.BaseRequest) -> None:
-    """A page in a browser on this machine must not call: neither from another site (Origin), nor by a name of its
-    own that leads here (Host). Raises ApiError."""
+def _require_local_call(request: web.BaseRequest) -> None:
+    """Raise ApiError unless a program on this machine makes the call. A web page in a browser on this machine is
+    refused too: its call names another site in the header Origin, or another host in the header Host."""
     peer = request.transport.get_extra_info("peername") if request.transport is not None else None
     if not peer or not is_loopback(str(peer[0])):
         raise ApiError(403, "no keys are set: only calls from this machine are answered")
@@ -95,17 +98,33 @@ def _host_of(url: str) -> str:
         return ""
 
 
+def only_value(headers: MultiMapping[str], name: str) -> str | None:
+    """The value of a header that has only one; None: it is absent. Raises RequestProblem if it is there with different
+    values, because a proxy could have read another one."""
+    values = set(headers.getall(name, ()))
+    if len(values) > 1:
+        raise RequestProblem("invalid_request", f"header {name}: there are {len(values)} different values; send one")
+    return values.pop() if values else None
+
+
 def lane_of(caller: GatewayKey, named: str | None) -> str:
-    """The lane of a call: the one it names, else the caller's first. Raises ApiError for one that is not allowed."""
+    """The lane for a call: the one that its header `x-lane-name` names (`named`), or without the header the first one
+    that the caller may use. Raises ApiError 403 for a lane that the caller's key does not allow, and RequestProblem if
+    there is no such lane."""
     if named is None:
         return caller.lanes[0]
-    if named not in caller.lanes:
-        raise ApiError(403, f"header x-lane-name: found {named[:40]!r}, this key allows {', '.join(caller.lanes)}")
-    return named
+    if named in caller.lanes:
+        return named
+    if named in LANES:
+        raise ApiError(403, f"header x-lane-name: found {named!r}, this key allows {', '.join(caller.lanes)}")
+    allowed = ", ".join(caller.lanes)
+    raise RequestProblem("invalid_request", f"header x-lane-name: found {named[:40]!r}, allowed is one of {allowed}")
 
 
-def see_that_model_is_allowed(caller: GatewayKey, model: str) -> None:
-    """Raises RequestProblem."""
+def require_allowed_model(caller: GatewayKey, model: str) -> None:
+    """Raise RequestProblem if the caller's API key does not allow this model."""
     if caller.models is not None and model not in caller.models:
         allowed = ", ".join(caller.models)
-        raise RequestProblem("forbidden_model", f"model {model[:80]!r}: this key allows {allowed}")
+        raise RequestProblem(
+            "forbidden_model", f"model {model[:80]!r} is not allowed for this caller; allowed: {allowed}"
+        )

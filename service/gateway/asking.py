@@ -1,6 +1,5 @@
-"""What a call asks of the lanes (`POST /v1/messages`, `/v1/requests`): read by the rules that a worker reads by.
-
-A wrong body or header is refused here, so that it costs no place in a lane and no dead letter.
+"""Turns a call (`POST /v1/messages`, `/v1/requests`) into a request for a lane, and checks it by the same rules as a
+worker. A wrong body or header is refused here, so that it takes no place in a lane and leaves no dead letter.
 """
 
 import time
@@ -19,9 +18,10 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.options import ANSWER_LATE_S, Options
 from service.config.gateway_section import GatewayKey
-from service.gateway.access import lane_of, see_that_model_is_allowed
+from service.gateway.access import lane_of, only_value, require_allowed_model
 from topology.codec import bounds
 from topology.codec.decoding import decode, too_large
+from topology.codec.headers import UNSUPPORTED, unknown_header
 from topology.codec.request import Request
 from topology.lanes import LaneSpec
 
@@ -34,28 +34,31 @@ NOT_HERE = {
     n.BODY: "the body comes with the call",
     n.BODY_SHA256: "the body comes with the call",
 }
+"""Headers that a call may not have, each with the reason."""
+_TAKEN = (n.PUBLIC | {n.LANE_NAME}) - NOT_HERE.keys()
+"""The `x-lane-` headers that a call may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """One call, valid."""
+class CheckedCall:
+    """One HTTP call whose headers and body were checked, and what is needed to publish it as a request."""
 
     body: bytes | BinaryIO
-    """A file, where it is large."""
+    """An open file if the body is large."""
     key: str
     """The routing key."""
     stream: bool
     timeout_s: float
-    """After this no answer can come."""
+    """How long to wait for an answer. Workers answer before, because the request's deadline is shorter."""
     options: Options
     request: Request
-    """As a worker will read it; the body of a large one is in its file alone."""
+    """The request as a worker will decode it. It does not contain a large body, which is in `body` alone."""
     sha256: str | None = None
-    """Of a large body."""
+    """The digest of a large body."""
 
     @property
     def body_hash(self) -> bytes:
-        """As workers compare bodies (`Copy`)."""
+        """The hash by which workers recognise a repeated request (`Fingerprint`)."""
         if self.sha256 is not None:
             return content_hash(self.sha256)
         assert isinstance(self.body, bytes)
@@ -63,8 +66,9 @@ class Asked:
 
 
 def request_id_of(headers: MultiMapping[str]) -> tuple[str, bool]:
-    """The request's id, and whether the caller chose it. Raises RequestProblem."""
-    chosen = headers.get(IDEMPOTENCY_KEY)
+    """The id for the request of an HTTP call, and whether the caller chose it, with the header `Idempotency-Key`.
+    Raises RequestProblem for a key that is no valid id."""
+    chosen = only_value(headers, IDEMPOTENCY_KEY)
     if chosen is None:
         return uuid.uuid4().hex, False
     if not is_request_id(chosen):
@@ -72,69 +76,83 @@ def request_id_of(headers: MultiMapping[str]) -> tuple[str, bool]:
     return chosen, True
 
 
+def submitted_id_of(headers: MultiMapping[str]) -> tuple[str, bool]:
+    """Like `request_id_of`, for a request that gets a URL path with its id. The ids `.` and `..` are refused, because
+    HTTP clients change a path that ends in them. Raises RequestProblem."""
+    id, chose_id = request_id_of(headers)
+    if id in (".", ".."):
+        raise RequestProblem("invalid_request", f"header {IDEMPOTENCY_KEY}: dots alone are no path: {REQUEST_ID}")
+    return id, chose_id
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """Reads calls. `app`: the second word of the routing key; the broker's user, as its topic permissions want it."""
+class CallReader:
+    """Checks HTTP calls and turns them into requests to publish. `app`: the second word of their routing keys. It is
+    the name of the gateway's AMQP user, because that user's topic permissions require it."""
 
     lanes: Mapping[str, LaneSpec]
     app: str
-    values: int
-    """Keys and values that a body may have."""
+    max_values: int
+    """The most keys and values that a body may have."""
     cancel_abandoned: bool
 
     def read(
         self,
-        said: MultiMapping[str],
+        call_headers: MultiMapping[str],
         body: bytes,
         caller: GatewayKey,
         *,
         request_id: str,
         chose_id: bool,
         task: str = "messages",
-    ) -> Asked:
-        """`said`: the headers of the call; `task`: the third word of the routing key. Raises ApiError,
-        RequestProblem."""
-        lane = self.lanes[lane_of(caller, said.get(n.LANE_NAME))]
-        headers = _headers(said)
+    ) -> CheckedCall:
+        """Check one HTTP call. `caller`: what the caller's API key allows. `task`: the third word of the routing key.
+        Raises ApiError, RequestProblem."""
+        lane = self.lanes[lane_of(caller, only_value(call_headers, n.LANE_NAME))]
+        headers = _headers(call_headers)
         key = f"{lane.name}.{self.app}.{task}"
-        if (excess := bounds.excess(body, values=self.values)) is not None:
+        if (excess := bounds.excess(body, max_values=self.max_values)) is not None:
             raise too_large(excess)
         if stream := _streams(body):
             headers[n.STREAM] = "true"
         now_ms = int(time.time() * 1000)
         message = Message(body=body, routing_key=key, headers=headers)
-        found = decode(message, lane=lane, request_id=request_id, hop=None, now_ms=now_ms, raw=body)
-        see_that_model_is_allowed(caller, found.model)
+        request = decode(message, lane=lane, request_id=request_id, hop=None, now_ms=now_ms, raw=body)
+        require_allowed_model(caller, request.model)
         headers.pop(n.STREAM, None)
         options = Options(message_id=request_id, headers=headers)
         if caller.tenant is not None:
             options["tenant"] = caller.tenant
         if chose_id or not self.cancel_abandoned:
             options["cancel_abandoned"] = False
-        return Asked(
+        return CheckedCall(
             body=body,
             key=key,
             stream=stream,
-            timeout_s=(found.deadline_ms - now_ms) / 1000 + ANSWER_LATE_S,
+            timeout_s=(request.deadline_ms - now_ms) / 1000 + ANSWER_LATE_S,
             options=options,
-            request=found,
+            request=request,
         )
 
 
-def _headers(said: MultiMapping[str]) -> dict[str, str]:
-    """Those that go along with the message. Raises RequestProblem for one that has no place here."""
+def _headers(call_headers: MultiMapping[str]) -> dict[str, str]:
+    """The HTTP headers of a call that become headers of the AMQP message. Raises RequestProblem for a header that HTTP
+    calls may not have, or that has several values."""
     found: dict[str, str] = {}
-    for name in dict.fromkeys(map(str.lower, said)):
+    for name in dict.fromkeys(map(str.lower, call_headers)):
         if name in NOT_HERE:
             raise RequestProblem("invalid_request", f"header {name}: not allowed here, {NOT_HERE[name]}")
-        ours = name.startswith(PREFIX) and name not in n.OURS
-        if ours or name in _PASSED:
-            found[name] = ",".join(said.getall(name))
+        if name.startswith(PREFIX) and name not in n.OURS:
+            if name not in _TAKEN and name not in UNSUPPORTED:
+                raise unknown_header(name, known=_TAKEN)
+            found[name] = only_value(call_headers, name) or ""
+        elif name in _PASSED:
+            found[name] = ",".join(call_headers.getall(name))
     return found
 
 
 def _streams(body: bytes) -> bool:
-    """Whether the body asks for a stream. What is wrong with it, `decode` tells."""
+    """Whether a call's JSON body has `"stream": true`. Errors in the body are reported later, by `decode`."""
     if b'"stream"' not in body and b"\\u" not in body:
         return False
     try:

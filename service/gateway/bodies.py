@@ -1,5 +1,5 @@
-"""The bodies of calls. A large one goes into a file while it comes, and from there beside the broker, so that however
-many come at once, hardly any of them is in memory."""
+"""Reads the bodies of calls. A large body is written to a temporary file while it arrives, and from there to the store
+of large bodies, so that many can arrive at the same time with only a piece of each in memory."""
 
 import asyncio
 import hashlib
@@ -12,42 +12,56 @@ from typing import BinaryIO, Final
 
 from aiohttp import web
 
-from service.gateway.asking import Asked
+from service.gateway.asking import CheckedCall
 from service.gateway.problems import ApiError, refused
+from topology.codec.decoding import UNPACKED_TIMES
 
 BODY_WITHIN_S: Final = 30.0
 HELD_BYTES: Final = 128 * 1024
-"""So much of a large body is in memory while it comes."""
+"""The piece of a large body that is in memory while the body arrives."""
 FILED_BYTES: Final = 2 * 1024 * 1024 * 1024
-"""What these files may hold together."""
+"""The most bytes in all these files together."""
+ENCODINGS: Final = ("identity", "gzip", "deflate")
 LEAST_BYTES_PER_S: Final = 256 * 1024
-"""A large body may take as much longer as it takes at this rate."""
+"""The slowest rate at which the part of a body above `over_bytes` may arrive, after `BODY_WITHIN_S`."""
 
 
 class Bodies:
-    """Reads the bodies of calls. `over_bytes`: larger ones go into files; `most_bytes`: still larger ones are
-    refused."""
+    """Receives the bodies of HTTP calls. Bodies larger than `over_bytes` are written to temporary files; those larger
+    than `most_bytes` are refused."""
 
     def __init__(self, *, over_bytes: int, most_bytes: int) -> None:
         self.over_bytes = over_bytes
         self.most_bytes = most_bytes
         self._checking = asyncio.Lock()
         self._filed_bytes = 0
-        # a thread keeps some of the memory that it has used once, so it is always the same one
+        # One thread for all, because each thread keeps some of the memory that it has used.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="large body")
 
     def memory_of(self, request: web.BaseRequest) -> int:
-        """How many bytes of memory a call's body takes while it is under way. Raises ApiError if the body is announced
-        as too large: it is refused before it is read."""
+        """The most bytes of a call's body that are in memory during the call. Raises ApiError if the header
+        `content-length` says that the body is too large, so that it is refused before it is read."""
+        return min(self.over_bytes, self.size_of(request))
+
+    def size_of(self, request: web.BaseRequest) -> int:
+        """The largest size that a call's body can have after decompression. Raises ApiError if the header
+        `content-length` says that it is too large, or if its encoding is unknown."""
+        packed = request.headers.get("content-encoding", "identity").lower()
+        if packed not in ENCODINGS:
+            raise unknown_encoding()
         size = request.content_length
         if size is not None and size > self.most_bytes:
-            raise self._too_large()
-        return min(self.over_bytes, self.most_bytes if size is None else size)
+            raise self.too_large()
+        times = 1 if packed == "identity" else UNPACKED_TIMES
+        return self.most_bytes if size is None else min(self.most_bytes, times * size)
 
     @asynccontextmanager
-    async def asked(self, request: web.BaseRequest, read: Callable[[bytes], Asked]) -> AsyncIterator[Asked]:
-        """What a call asks for, by `read`, which gets its whole body. Raises ApiError."""
-        size = self.most_bytes if request.content_length is None else request.content_length
+    async def checked_call(
+        self, request: web.BaseRequest, read: Callable[[bytes], CheckedCall]
+    ) -> AsyncIterator[CheckedCall]:
+        """Receive the body of an HTTP call, check the call with `read`, which gets the whole body, and yield the
+        result. A temporary file with a large body exists until the end of the block. Raises ApiError."""
+        size = self.size_of(request)
         within_s = BODY_WITHIN_S + max(0, size - self.over_bytes) / LEAST_BYTES_PER_S
         filed_bytes = size if size > self.over_bytes else 0
         if self._filed_bytes + filed_bytes > FILED_BYTES:
@@ -60,27 +74,25 @@ class Bodies:
                         body = await self._received(request, stack)
                 except TimeoutError:
                     raise ApiError(408, f"the body did not come within {within_s:g} s", "timeout_error") from None
+                except web.RequestPayloadError:
+                    raise self.unreadable() from None
                 if isinstance(body, bytearray):
                     yield read(bytes(body))
                     return
-                async with self._checking:  # one at a time is in memory
-                    loop = asyncio.get_running_loop()
-                    raw, sha256 = await loop.run_in_executor(self._reader, _whole, body)
-                    asked = _without_body(read(raw))
-                    del raw
-                body.seek(0)
-                yield replace(asked, body=body, sha256=sha256)
+                async with self._checking:  # only one large body at a time is whole in memory
+                    asked = await asyncio.get_running_loop().run_in_executor(self._reader, _read_whole, body, read)
+                yield asked
         finally:
             self._filed_bytes -= filed_bytes
 
     async def _received(self, request: web.BaseRequest, stack: AsyncExitStack) -> bytearray | BinaryIO:
-        """The whole body; if it is large, in a file without a name, which `stack` closes."""
+        """Receive the whole body of a call. A large body is returned as an unnamed file, which `stack` closes."""
         file: BinaryIO | None = None
         held, size = bytearray(), 0
         async for piece in request.content.iter_any():
             size += len(piece)
             if size > self.most_bytes:
-                raise self._too_large()
+                raise self.too_large()
             held += piece
             if file is None and max(size, request.content_length or 0) > self.over_bytes:
                 file = stack.enter_context(await asyncio.to_thread(tempfile.TemporaryFile))
@@ -95,15 +107,25 @@ class Bodies:
     def close(self) -> None:
         self._reader.shutdown(wait=False, cancel_futures=True)
 
-    def _too_large(self) -> ApiError:
+    def too_large(self) -> ApiError:
+        """The error 413 for a call whose body is larger than `most_bytes`."""
         return ApiError(413, f"body: larger than {self.most_bytes} bytes")
 
+    def unreadable(self) -> ApiError:
+        """The error 400 for a call whose body cannot be decompressed."""
+        return ApiError(400, "body: not as its headers content-encoding and transfer-encoding say")
 
-def _without_body(asked: Asked) -> Asked:
-    return replace(asked, body=b"", request=replace(asked.request, body=b""))
+
+def unknown_encoding() -> ApiError:
+    """The error for a body in an encoding that the gateway cannot decompress."""
+    return ApiError(415, f"header content-encoding: allowed are {', '.join(ENCODINGS)}")
 
 
-def _whole(file: BinaryIO) -> tuple[bytes, str]:
+def _read_whole(file: BinaryIO, read: Callable[[bytes], CheckedCall]) -> CheckedCall:
+    """Check a call whose large body is in a file. It runs in a thread, because parsing 30 MiB takes up to 0.3 s."""
     file.seek(0)
-    found = file.read()
-    return found, hashlib.sha256(found).hexdigest()
+    whole = file.read()
+    asked = read(whole)
+    file.seek(0)
+    sha256 = hashlib.sha256(whole).hexdigest()
+    return replace(asked, body=file, sha256=sha256, request=replace(asked.request, body=b""))

@@ -1,5 +1,6 @@
 """`GET /v1/requests/{id}/events`: a request's entries as Server-Sent Events, resumable on any gateway."""
 
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from aiohttp import web
@@ -7,66 +8,73 @@ from aiohttp import web
 from consumers.state.following import Entry
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from service.config.gateway_section import GatewayKey
+from service.gateway.answers import Answer, Answers
 from service.gateway.documents import refusal
-from service.gateway.following import Following
-from service.gateway.looking import Looking
-from service.gateway.messages import EVENT_STREAM, Writing
+from service.gateway.following import Following, LargeEnd
+from service.gateway.messages import EVENT_STREAM, event_stream
 from service.gateway.problems import ApiError
-from service.gateway.requests import Requests
 from service.side_tasks import beside
 
 LAST_EVENT_ID = "Last-Event-ID"
 BEGIN = b"retry: 1000\n\n"
-"""How long a browser waits before it connects again."""
+"""The begin of each stream: a browser waits 1000 ms before it connects again."""
 HEARTBEAT = b": waiting\n\n"
 LARGEST_NUMBER = 1 << 53
 
 
 class Events:
-    """Writes the entries of one request to each reader."""
+    """Answers `GET /v1/requests/{id}/events`: streams a request's entries (its stored events, such as a change of
+    status or a part of the answer) to a client as Server-Sent Events."""
 
-    def __init__(self, requests: Requests, following: Following, looking: Looking, *, ping_every_s: float) -> None:
-        self._requests = requests
+    def __init__(self, following: Following, *, answers: Answers, ping_every_s: float) -> None:
+        self._answers = answers
         self._following = following
-        self._looking = looking
         self._ping_every_s = ping_every_s
 
     async def get(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        """204 where the reader has had the last event: a browser then stops asking."""
+        """Stream the entries after the one that the header `Last-Event-ID` names. Answers 204 if that was the last
+        entry: a browser then does not connect again."""
         id = request.match_info["id"]
-        writing = Writing(request, id)
+        writing = event_stream(request, id)
         try:
             after = number_of(request.headers.get(LAST_EVENT_ID))
-            await self._requests.known(id, caller)
-            if self._looking.closing.is_set():
+            await self._following.known(id, caller)
+            if self._following.closing.is_set():
                 return _no_events_yet(id)
             async with (
-                self._looking.following(),
+                self._following.place(),
                 beside(writing.pings(every_s=self._ping_every_s, ping=HEARTBEAT), name=f"heartbeats {id}"),
                 aclosing(self._following.entries(id, caller, after=after)) as entries,
             ):
                 async for entry in entries:
-                    await writing.write(event_of(entry) if writing.has_begun else BEGIN + event_of(entry))
+                    begin = b"" if writing.has_begun else BEGIN
+                    if isinstance(entry, Entry):
+                        await writing.write(begin + event_of(entry))
+                    else:
+                        async with self._answers.fetched(entry.result) as result:
+                            await writing.write_all(large_event(entry, result, begin=begin))
         except ConnectionError:
             return writing.response
         except (ApiError, LanekeeperError) as error:
             if not writing.has_begun:
                 return refusal(error, id)
-            # the reader connects again, and hears then what is wrong
+            # The stream ends without its last entry. The reader connects again, and gets the error then.
         if not writing.has_begun:
-            return _no_events_yet(id) if self._looking.closing.is_set() else web.Response(status=204)
+            no_more = web.Response(status=204, headers={"cache-control": "no-store"})
+            return _no_events_yet(id) if self._following.closing.is_set() else no_more
         return await writing.end()
 
 
 def _no_events_yet(id: str) -> web.Response:
-    """A stream without entries, from a process that stops. Its end makes a browser connect again; a 503 would end its
-    EventSource for good."""
+    """The answer of a process that stops: an event stream without events. When it ends, a browser connects again, and
+    reaches another process; after a 503 its EventSource would never connect again."""
     headers = {"content-type": EVENT_STREAM, "cache-control": "no-store", "connection": "close", "request-id": id}
     return web.Response(body=BEGIN, headers=headers)
 
 
 def number_of(text: str | None) -> int:
-    """The number after which entries are wanted. Raises RequestProblem."""
+    """Read the header `Last-Event-ID`: the number of the last entry that the client has received; 0 if there is none.
+    Raises RequestProblem."""
     if not text:
         return 0
     if text.isascii() and text.isdecimal() and len(text) <= 16 and int(text) <= LARGEST_NUMBER:
@@ -75,6 +83,23 @@ def number_of(text: str | None) -> int:
 
 
 def event_of(entry: Entry) -> bytes:
-    """One event. Line breaks in JSON stand between values alone, and would end the field."""
-    body = entry.body.replace(b"\r", b" ").replace(b"\n", b" ")
-    return b"id: %d\nevent: %b\ndata: %b\n\n" % (entry.number, entry.kind.encode(), body)
+    """The Server-Sent Event for an entry of a request's event stream."""
+    return b"%b%b\n\n" % (_head(entry), _in_one_line(entry.body))
+
+
+async def large_event(entry: LargeEnd, result: Answer, *, begin: bytes) -> AsyncGenerator[bytes, None]:
+    """The Server-Sent Event for the last entry of a request with a large result, in pieces. `begin`: bytes to send
+    before the event."""
+    yield begin + _head(entry) + _in_one_line(entry.text)
+    async for piece in result.pieces():
+        yield _in_one_line(piece)
+    yield entry.end + b"\n\n"
+
+
+def _head(entry: Entry | LargeEnd) -> bytes:
+    return b"id: %d\nevent: %b\ndata: " % (entry.number, entry.kind.encode())
+
+
+def _in_one_line(json: bytes) -> bytes:
+    """Replace line breaks, which would end the `data` field. In JSON they only occur between values."""
+    return json.replace(b"\r", b" ").replace(b"\n", b" ")

@@ -1,27 +1,59 @@
-"""The entries of a request, from any number on, as its worker writes them; the last one says how it ended."""
+"""Reads the entries of a request from any number on, as its worker writes them. The last entry says how it ended."""
 
+import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
+from typing import NamedTuple
 
 from consumers.job import now_ms
 from consumers.state.following import Entry
+from lanekeeper.contract.messages import BodyAddress
 from service.config.gateway_section import GatewayKey
 from service.gateway.documents import end_of, status_of
 from service.gateway.looking import Looking
-from service.gateway.requests import Requests, identity_of
+from service.gateway.requests import Known, Requests, identity_of
+
+
+class LargeEnd(NamedTuple):
+    """The last entry of a request whose result is in the store of large bodies."""
+
+    number: int
+    kind: str
+    text: bytes
+    """The entry's JSON before the result; `end` is the JSON after it."""
+    result: BodyAddress
+    """The address of the result."""
+    end: bytes
 
 
 class Following:
-    """Follows requests of a caller's tenant."""
+    """Follows requests for clients: yields a request's entries (its stored events) as workers write them. A caller can
+    follow only requests of its own tenant."""
 
     def __init__(self, requests: Requests, looking: Looking) -> None:
         self._requests = requests
         self._looking = looking
 
-    async def entries(self, id: str, caller: GatewayKey, *, after: int) -> AsyncGenerator[Entry, None]:
-        """The entries after a number, as they come. The last one, after which this ends, is made of the result, and has
-        the number that follows. It is left out if it is `after`.
+    def place(self) -> AbstractAsyncContextManager[None]:
+        """Count as a follower inside the block. Raises ApiError if there are too many, or if the process stops."""
+        return self._looking.following()
 
-        Ends without it where the process stops. Raises ApiError: the request is unknown, or the store is away.
+    @property
+    def closing(self) -> asyncio.Event:
+        """Set when the process stops: all following ends, and clients continue at another gateway."""
+        return self._looking.closing
+
+    async def known(self, id: str, caller: GatewayKey) -> Known:
+        """What the store knows about a request of the caller's tenant. Raises ApiError: 404 if it is unknown, 503 if
+        the store cannot be reached."""
+        return await self._requests.known(id, caller)
+
+    async def entries(self, id: str, caller: GatewayKey, *, after: int) -> AsyncGenerator[Entry | LargeEnd, None]:
+        """The entries with a number above `after`, as they are written. The last one is made from the result, and its
+        number is one above that of the last stored entry. The iterator ends after it.
+
+        When the process stops, the iterator ends without the last entry. Raises ApiError if the request is unknown, or
+        the store cannot be reached.
         """
         identity = identity_of(id, caller)
         while (look := await self._looking.news(identity, after)) is not None:
@@ -30,11 +62,15 @@ class Following:
                 after = entry.number
             if look.is_known and not (look.ended and after >= look.last):
                 continue
-            known = await self._requests.known(id, caller)
+            known = await self.known(id, caller)
             completion = known.found.completion
-            if completion is None:  # a dead letter that runs again
+            if completion is None:  # a dead letter was replayed, and the request runs again
                 continue
             if after != look.last + 1:
-                told = status_of(id, known.found, known.submission, now_ms=now_ms())
-                yield Entry(look.last + 1, end_of(completion), told)
+                status = status_of(id, known.found, known.submission, now_ms=now_ms())
+                number, kind = look.last + 1, end_of(completion)
+                if status.result is None:
+                    yield Entry(number, kind, status.text)
+                else:
+                    yield LargeEnd(number, kind, status.text, status.result, status.end)
             return

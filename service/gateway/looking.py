@@ -1,7 +1,8 @@
-"""Looks into the store for all requests that somebody follows here: one look for all of them, every `EVERY_S`.
+"""Polls the store for new entries of all requests that this gateway's clients follow: one query for all of them, every
+`EVERY_S`.
 
-Who follows asks for what is new after an entry's number, and asks again when it has used that. So a slow reader holds
-no more than one answer.
+A follower asks for the entries after a number, and asks again only after it has sent these. So a slow client causes at
+most one result to be kept in memory.
 """
 
 import asyncio
@@ -11,34 +12,43 @@ from dataclasses import dataclass
 
 from consumers.state.base import Identity, StoreUnavailable
 from consumers.state.following import Following, Look
-from service.gateway.problems import refused, stopping
+from lanekeeper.telemetry import signals
+from lanekeeper.telemetry.logs import logger
+from service.gateway.problems import ApiError, refused, stopping
 
 EVERY_S = 0.05
 AGAIN_S = 0.5
+"""The pause after a query that failed."""
+FAULTS_AT_MOST = 3
+"""After so many unexpected errors in a row all waiting followers get an error."""
+log = logger()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _Waiter:
+    """A client's call that waits for the entries of a request after the number `after`; `news` gets them."""
+
     identity: Identity
     after: int
     news: "asyncio.Future[Look | None]"
 
 
 class Looking:
-    """`followers`: how many may follow at one time."""
+    """Polls the store for new entries of all requests that clients follow, with one query for all of them. `followers`:
+    the most calls that may follow requests at the same time."""
 
     def __init__(self, store: Following, *, followers: int) -> None:
         self._store = store
         self._most = followers
-        self._asked: set[_Asked] = set()
+        self._waiters: set[_Waiter] = set()
         self._task: asyncio.Task[None] | None = None
         self.followers = 0
         self.closing = asyncio.Event()
-        """The process stops: whoever follows ends, and goes on at another gateway."""
+        """Set when the process stops: all following ends, and clients continue at another gateway."""
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Be a follower inside this block. Raises ApiError."""
+        """Count as a follower inside this block. Raises ApiError if there are too many, or if the process stops."""
         if self.closing.is_set():
             raise stopping()
         if self.followers >= self._most:
@@ -50,43 +60,56 @@ class Looking:
             self.followers -= 1
 
     async def news(self, identity: Identity, after: int) -> Look | None:
-        """Wait for what is new after an entry's number; None where the process stops. While the store is away, it
-        waits."""
+        """Wait for entries after the number `after`, or for the request's end. While the store cannot be reached, it
+        goes on waiting. None: the process stops. Raises ApiError 500 after unexpected errors."""
         if self.closing.is_set():
             return None
-        asked = _Asked(identity, after, asyncio.get_running_loop().create_future())
-        self._asked.add(asked)
+        waiter = _Waiter(identity, after, asyncio.get_running_loop().create_future())
+        self._waiters.add(waiter)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._look(), name="looking")
         try:
-            return await asked.news
+            return await waiter.news
         finally:
-            self._asked.discard(asked)
+            self._waiters.discard(waiter)
 
     def close(self) -> None:
-        """End all following."""
+        """Make all followers stop waiting, because the process stops."""
         self.closing.set()
-        for each in self._asked:
-            if not each.news.done():
-                each.news.set_result(None)
+        for waiter in self._waiters:
+            if not waiter.news.done():
+                waiter.news.set_result(None)
 
     async def aclose(self) -> None:
-        """End what is left of the last look."""
+        """Stop polling the store."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
 
     async def _look(self) -> None:
-        while asked := list(self._asked):
+        faults = 0
+        while waiters := list(self._waiters):
             pause_s = EVERY_S
             try:
-                found = await self._store.look([(each.identity, each.after) for each in asked])
+                found = await self._store.look([(waiter.identity, waiter.after) for waiter in waiters])
             except StoreUnavailable:
                 pause_s = AGAIN_S
+            except Exception:
+                log.exception(signals.HANDLER_FAILED, where="look")
+                pause_s, faults = AGAIN_S, faults + 1
+                if faults >= FAULTS_AT_MOST:
+                    self._fail(waiters)
             else:
-                for each, look in zip(asked, found, strict=True):
-                    if look is not None and not each.news.done():
-                        each.news.set_result(look)
-                        self._asked.discard(each)
+                faults = 0
+                for waiter, look in zip(waiters, found, strict=True):
+                    if look is not None and not waiter.news.done():
+                        waiter.news.set_result(look)
+                        self._waiters.discard(waiter)
             await asyncio.sleep(pause_s)
+
+    def _fail(self, waiters: list[_Waiter]) -> None:
+        for waiter in waiters:
+            self._waiters.discard(waiter)
+            if not waiter.news.done():
+                waiter.news.set_exception(ApiError(500, "a fault of Lanekeeper; its log tells of it"))

@@ -1,8 +1,8 @@
-"""`POST /v1/messages/count_tokens` and `GET /v1/models`: calls that go from here to the provider, past the lanes.
+"""`POST /v1/messages/count_tokens` and `GET /v1/models`: calls that the gateway passes to the provider without a lane.
 
-They change nothing and cost no tokens, so there is nothing to keep if a process dies, and no place in a lane to wait
-for. The provider counts them apart from Messages; so does this: `lookups_per_min`, of which one of several tenants
-has at most half.
+They change nothing and cost no tokens, so nothing is lost if a process dies during such a call. The provider limits
+them separately from Messages, and so does the gateway: `lookups_per_min`. If there are several tenants, each may use at
+most half of it.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ from aiohttp import web
 
 from consumers.failures import TIMEOUT, ProviderError
 from consumers.providers.lookups import Found, Lookups
-from consumers.share import Share
+from consumers.rate_limit import RateLimit
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
 from service.config.budget_sections import FIRST
 from service.config.gateway_section import GatewayKey
 from service.config.settings import Settings
-from service.gateway.access import see_that_model_is_allowed
-from service.gateway.bodies import BODY_WITHIN_S
+from service.gateway.access import require_allowed_model
+from service.gateway.bodies import BODY_WITHIN_S, Bodies
+from service.gateway.call_limit import CallLimit
 from service.gateway.models_page import EVERY, page_of, paging_of
 from service.gateway.problems import ApiError, of_problem, refused
-from service.gateway.room import Room
 from topology.codec import bounds
 from topology.codec.decoding import too_large
 from topology.codec.headers import read
@@ -35,29 +35,31 @@ COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 MODELS: Final = "/v1/models"
 MODEL: Final = "/v1/models/{id}"
 AT_A_TIME: Final = 32
-"""Such a call takes the provider less than a second. More at once would take the connections of one tenant's burst."""
+"""The most such calls in progress, so that one tenant's burst does not take all connections. The provider answers each
+in less than a second."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _PASSED = frozenset({"content-type", "request-id", "retry-after", "x-should-retry"})
 _ALL = ""
+"""The key in the rate limits that stands for all tenants, and for callers without a tenant."""
 Answering = Callable[[web.Request, GatewayKey], Awaitable[web.Response]]
 
 
 class LookupPaths:
-    """Answers these calls. Without a provider's key in the settings of this process: 501. `body_bytes`: the largest
-    body."""
+    """Handles `count_tokens` and `models`, which the gateway passes to the provider itself, without a lane. Answers 501
+    if the settings of this process contain no provider's key."""
 
-    def __init__(self, settings: Settings, *, room: Room, body_bytes: int) -> None:
+    def __init__(self, settings: Settings, *, calls: CallLimit, bodies: Bodies) -> None:
         spec = settings.gateway
         per_s = spec.lookups_per_min / 60
         tenants = {key.tenant for key in spec.keys.values()}
         part = 0.5 if len(tenants) > 1 else 1.0
-        self._room = room
-        self._body_bytes = body_bytes
+        self._calls = calls
+        self._bodies = bodies
         self._values = settings.json_values
-        self._of_tenants = settings.models.tenants
+        self._tenant_models = settings.models.tenants
         self._provider = _provider_of(settings)
-        self._share = Share(per_s=per_s, at_once=max(1.0, spec.lookups_per_min))
-        self._tenants = Share(per_s=part * per_s, at_once=max(1.0, part * spec.lookups_per_min))
+        self._limit = RateLimit(per_s=per_s, at_once=max(1.0, spec.lookups_per_min))
+        self._tenant_limit = RateLimit(per_s=part * per_s, at_once=max(1.0, part * spec.lookups_per_min))
         self._running = 0
 
     def answers(self) -> Mapping[tuple[str, str], Answering]:
@@ -72,50 +74,46 @@ class LookupPaths:
             await self._provider.aclose()
 
     async def _count_tokens(self, request: web.Request, caller: GatewayKey) -> web.Response:
-        size = request.content_length
-        if size is not None and size > self._body_bytes:
-            raise self._too_large()
-        with self._room.taken(self._body_bytes if size is None else size):
+        with self._calls.counted(self._bodies.size_of(request)):
             body = await self._body_of(request)
-            if (excess := bounds.excess(body, values=self._values)) is not None:
+            if (excess := bounds.excess(body, max_values=self._values)) is not None:
                 raise of_problem(too_large(excess), chose_id=False)
             if (allowed := self._allowed(caller)) is not None:
-                _see_that_model_is_allowed(allowed, body)
-            return _response(await self._asked(request, caller, body=body))
+                _require_allowed_model(allowed, body)
+            return _response(await self._call_provider(request, caller, body=body))
 
     async def _body_of(self, request: web.Request) -> bytes:
         try:
             async with asyncio.timeout(BODY_WITHIN_S):
                 return await request.read()
         except web.HTTPRequestEntityTooLarge:
-            raise self._too_large() from None
+            raise self._bodies.too_large() from None
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_WITHIN_S:g} s", "timeout_error") from None
-
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"body: larger than {self._body_bytes} bytes")
+        except web.RequestPayloadError:
+            raise self._bodies.unreadable() from None
 
     async def _models(self, request: web.Request, caller: GatewayKey) -> web.Response:
         allowed = self._allowed(caller)
         if allowed is None:
-            return _response(await self._asked(request, caller))
+            return _response(await self._call_provider(request, caller))
         paging = paging_of(request.query)
-        found = await self._asked(request, caller, query=EVERY)
+        found = await self._call_provider(request, caller, query=EVERY)
         return _response(found, body=page_of(found.body, allowed, paging) if found.status == 200 else None)
 
     async def _model(self, request: web.Request, caller: GatewayKey) -> web.Response:
         id, allowed = request.match_info["id"], self._allowed(caller)
         if _ID.fullmatch(id) is None or (allowed is not None and id not in allowed):
             raise ApiError(404, f"model: {id[:100]}")
-        return _response(await self._asked(request, caller, path=f"{MODELS}/{id}"))
+        return _response(await self._call_provider(request, caller, path=f"{MODELS}/{id}"))
 
     def _allowed(self, caller: GatewayKey) -> frozenset[str] | None:
-        """The models of the key and of its tenant; None: all."""
-        of_tenant = self._of_tenants.get(caller.tenant or "")
-        both = [frozenset(each) for each in (caller.models, of_tenant) if each is not None]
+        """The models that the caller may use: those that its API key and its tenant's setting both allow; None: all."""
+        of_tenant = self._tenant_models.get(caller.tenant or "")
+        both = [frozenset(models) for models in (caller.models, of_tenant) if models is not None]
         return frozenset.intersection(*both) if both else None
 
-    async def _asked(
+    async def _call_provider(
         self,
         request: web.Request,
         caller: GatewayKey,
@@ -124,8 +122,9 @@ class LookupPaths:
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
     ) -> Found:
-        """The provider's answer. Raises ApiError."""
-        provider = self._take(caller)
+        """Pass a call to the provider, if the gateway's limits for such calls allow it, and return the provider's
+        answer. Raises ApiError."""
+        provider = self._admit(caller)
         self._running += 1
         try:
             return await provider.call(
@@ -139,7 +138,9 @@ class LookupPaths:
         finally:
             self._running -= 1
 
-    def _take(self, caller: GatewayKey) -> Lookups:
+    def _admit(self, caller: GatewayKey) -> Lookups:
+        """Count a call against the limits for token counts and lists of models, and return the provider to pass it to.
+        Raises ApiError if a limit is exceeded, or no provider has a key."""
         if self._provider is None:
             raise ApiError(
                 501,
@@ -150,19 +151,25 @@ class LookupPaths:
             )
         if self._running >= AT_A_TIME:
             raise refused(f"{self._running} calls for tokens and models are under way here", status=529)
-        if not self._tenants.take(caller.tenant or _ALL) or not self._share.take(_ALL):
+        if not self._tenant_limit.take(caller.tenant or _ALL) or not self._limit.take(_ALL):
             raise refused("too many calls for tokens and models (LANEKEEPER_GATEWAY__LOOKUPS_PER_MIN)", status=429)
         return self._provider
 
 
 def _provider_of(settings: Settings) -> Lookups | None:
-    """The first provider that has these paths, under Anthropic's names of models."""
+    """The provider to which token counts and lists of models are passed: the first with a key that has these paths and
+    uses Anthropic's names of models. None: there is none."""
     if settings.api_key is not None:
         return Lookups.at(settings.provider_url, api_key=settings.api_key)
     for name in sorted(settings.providers.keys() - {FIRST}):
-        each = settings.providers[name]
-        if each.kind == "anthropic" and each.models is None and each.api_key is not None and each.base_url is not None:
-            return Lookups.at(each.base_url.get_secret_value(), api_key=each.api_key.get_secret_value())
+        provider = settings.providers[name]
+        if (
+            provider.kind == "anthropic"
+            and provider.models is None
+            and provider.api_key is not None
+            and provider.base_url is not None
+        ):
+            return Lookups.at(provider.base_url.get_secret_value(), api_key=provider.api_key.get_secret_value())
     return None
 
 
@@ -173,8 +180,9 @@ def _beta(request: web.Request) -> str | None:
         raise of_problem(problem, chose_id=False) from None
 
 
-def _see_that_model_is_allowed(allowed: frozenset[str], body: bytes) -> None:
-    """Raises ApiError. A body in which two parsers could find different models is refused."""
+def _require_allowed_model(allowed: frozenset[str], body: bytes) -> None:
+    """Raise ApiError if the JSON body names a model that is not allowed. A body in which a JSON key occurs twice is
+    refused too: the gateway and the provider could read different models from it."""
     try:
         found = jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="none")
     except ValueError:
@@ -183,7 +191,7 @@ def _see_that_model_is_allowed(allowed: frozenset[str], body: bytes) -> None:
     if not isinstance(model, str):
         raise ApiError(400, "model: a string is required")
     try:
-        see_that_model_is_allowed(GatewayKey(tenant=None, models=tuple(sorted(allowed))), model)
+        require_allowed_model(GatewayKey(tenant=None, models=tuple(sorted(allowed))), model)
     except RequestProblem as problem:
         raise of_problem(problem, chose_id=False) from None
 
@@ -198,4 +206,5 @@ def _response(found: Found, *, body: bytes | None = None) -> web.Response:
     headers = {name: value for name, value in found.headers.items() if name in _PASSED}
     headers.setdefault("request-id", uuid.uuid4().hex)
     headers.setdefault("content-type", "application/json")
+    headers["cache-control"] = "no-store"  # it depends on the key
     return web.Response(status=found.status, body=found.body if body is None else body, headers=headers)

@@ -1,52 +1,69 @@
 """`POST /v1/messages`: one call, from its body to the last byte of its answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+import json
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 
 from aiohttp import web
+from aiohttp.http import StreamWriter
 
 from lanekeeper import Client, Final, Part
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from service.config.gateway_section import GatewayKey
-from service.gateway.asking import Asked, Reading, request_id_of
+from service.gateway.answers import Answers
+from service.gateway.asking import CallReader, CheckedCall, request_id_of
 from service.gateway.bodies import Bodies
+from service.gateway.call_limit import CallLimit
 from service.gateway.problems import ApiError, of_error, of_problem
-from service.gateway.room import Room
-from service.gateway.streams import PING, Forwarding, error_event
+from service.gateway.streams import PING, Forwarding, error_event, events_of
 from service.side_tasks import beside
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 WRITE_WITHIN_S = 30.0
-"""A client that reads nothing for this long has gone."""
+"""If a client reads nothing for this long, the connection is aborted."""
 TOLD = (n.LANE_NAME, n.MODEL, n.PROVIDER, n.ATTEMPT, n.WAIT_MS, n.RUN_MS, n.WAIT_FROM, n.REPLAYED)
-"""Headers of the reply that the client gets."""
+"""The headers of the reply that are passed on to the client."""
 
 
 class Messages:
-    """Publishes each call to its lane and sends the answer."""
+    """Answers `POST /v1/messages`: publishes each call as a request to its lane, waits for the answer, and sends it to
+    the HTTP client, whole or as a stream."""
 
-    def __init__(self, client: Client, *, reading: Reading, room: Room, bodies: Bodies, ping_every_s: float) -> None:
+    def __init__(
+        self,
+        client: Client,
+        *,
+        call_reader: CallReader,
+        limit: CallLimit,
+        bodies: Bodies,
+        answers: Answers,
+        ping_every_s: float,
+    ) -> None:
         self._client = client
-        self._reading = reading
-        self._room = room
+        self._answers = answers
+        self._call_reader = call_reader
+        self._limit = limit
         self._bodies = bodies
         self._ping_every_s = ping_every_s
 
     async def answer(self, request: web.BaseRequest, caller: GatewayKey) -> web.StreamResponse:
-        """If the client goes away, aiohttp cancels this, and `Client` cancels the request. Raises ApiError."""
+        """Answer one call. If the HTTP client disconnects, aiohttp cancels this coroutine, and `Client` then cancels
+        the request. Raises ApiError for an invalid `Idempotency-Key`; all other errors are answered."""
         try:
             request_id, chose_id = request_id_of(request.headers)
         except RequestProblem as problem:
             raise of_problem(problem, chose_id=True) from None
         try:
-            read = partial(self._reading.read, request.headers, caller=caller, request_id=request_id, chose_id=chose_id)
-            with self._room.taken(self._bodies.memory_of(request)):
-                async with self._bodies.asked(request, read) as asked:
+            read = partial(
+                self._call_reader.read, request.headers, caller=caller, request_id=request_id, chose_id=chose_id
+            )
+            with self._limit.counted(self._bodies.memory_of(request)):
+                async with self._bodies.checked_call(request, read) as asked:
                     if not asked.stream:
-                        return _whole(await self._final(asked), request_id)
+                        return await self._whole(request, await self._final(asked), request_id)
                     replies = self._client.stream(asked.body, key=asked.key, timeout_s=asked.timeout_s, **asked.options)
                     async with aclosing(replies):
                         return await self._streamed(request, replies, request_id, chose_id=chose_id)
@@ -55,8 +72,16 @@ class Messages:
         except LanekeeperError as error:
             return of_error(error, chose_id=chose_id).response(request_id)
 
-    async def _final(self, asked: Asked) -> Final:
+    async def _final(self, asked: CheckedCall) -> Final:
         return await self._client.request(asked.body, key=asked.key, timeout_s=asked.timeout_s, **asked.options)
+
+    async def _whole(self, request: web.BaseRequest, final: Final, request_id: str) -> web.StreamResponse:
+        headers = {name: _text(final.headers[name]) for name in TOLD if name in final.headers}
+        headers |= {"content-type": "application/json", "cache-control": "no-store", "request-id": request_id}
+        if (kept := final.kept) is None:
+            return web.Response(body=final.body, headers=headers)
+        async with self._answers.fetched(kept) as answer:
+            return await send_pieces(request, answer.pieces(), size=answer.size, headers=headers)
 
     async def _streamed(
         self,
@@ -66,77 +91,126 @@ class Messages:
         *,
         chose_id: bool,
     ) -> web.StreamResponse:
-        writing = Writing(request, request_id)
+        writing = event_stream(request, request_id)
         forwarding = Forwarding()
         async with beside(writing.pings(every_s=self._ping_every_s), name=f"pings {request_id}"):
             try:
                 async for reply in replies:
                     if isinstance(reply, Part):
                         await writing.write(forwarding.part(reply))
+                    elif (end := forwarding.end()) is not None:
+                        await writing.write(end)
+                    elif (kept := reply.kept) is None:
+                        await writing.write(b"".join(events_of(reply.message)))
                     else:
-                        await writing.write(forwarding.final(reply))
+                        async with self._answers.converted(kept, lambda body: events_of(json.loads(body))) as answer:
+                            await writing.write_all(answer.pieces())
             except ConnectionError:
-                return writing.response  # leaving its replies unread cancels the request
+                return writing.response  # the caller then closes `replies`, which cancels the request
             except (ApiError, LanekeeperError) as error:
-                told = error if isinstance(error, ApiError) else of_error(error, chose_id=chose_id)
+                api_error = error if isinstance(error, ApiError) else of_error(error, chose_id=chose_id)
                 if not writing.has_begun:
-                    raise told from error
-                await writing.write(error_event(told, request_id))
+                    raise api_error from error
+                await writing.write(error_event(api_error, request_id))
         return await writing.end()
 
 
 class Writing:
-    """The response of a stream. Its status goes with the first bytes; an error before them has its own status."""
+    """Writes an HTTP response in pieces. The status 200 is sent with the first bytes, so that an error before these can
+    have another status.
 
-    def __init__(self, request: web.BaseRequest, request_id: str) -> None:
+    If several tasks wait in aiohttp until the client reads and one is cancelled, aiohttp cancels them all. So one
+    separate task waits there, and the others wait for it (as in `bounded_socket.py`).
+    """
+
+    def __init__(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         self._request = request
-        self.response = web.StreamResponse(
-            headers={
-                "content-type": EVENT_STREAM,
-                "cache-control": "no-store",
-                "x-accel-buffering": "no",
-                "request-id": request_id,
-            }
-        )
-        self._one = asyncio.Lock()
+        self.response = response
+        self._write_lock = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
-        self._last = self._loop.time()
+        self._last_write_s = self._loop.time()
+        self._draining: asyncio.Task[None] | None = None
 
     @property
     def has_begun(self) -> bool:
         return self.response.prepared
 
     async def write(self, data: bytes) -> None:
-        """Raises ConnectionError if the client has gone, or reads nothing."""
+        """Write bytes of the response. Raises ConnectionError if the client has disconnected, or reads nothing."""
         if not data:
             return
-        self._last = self._loop.time()
+        async with self._time_limited(), self._write_lock:
+            await self._write(data)
+
+    async def write_all(self, pieces: AsyncIterable[bytes]) -> None:
+        """Write all pieces without a ping between them. Raises ConnectionError if the client has disconnected, or reads
+        nothing."""
+        async with self._write_lock:
+            async for piece in pieces:
+                if not piece:
+                    continue
+                async with self._time_limited():
+                    await self._write(piece)
+
+    async def _write(self, data: bytes) -> None:
+        out = await self.response.prepare(self._request)  # sends the headers only once
+        assert isinstance(out, StreamWriter)
+        await out.write(data, drain=False)
+        if self._request.protocol.writing_paused:
+            if self._draining is None or self._draining.done():
+                self._draining = asyncio.create_task(out.drain(), name="stream emptied")
+            await asyncio.shield(self._draining)
+
+    @asynccontextmanager
+    async def _time_limited(self) -> AsyncIterator[None]:
+        self._last_write_s = self._loop.time()
         try:
-            async with asyncio.timeout(WRITE_WITHIN_S), self._one:
-                if not self.response.prepared:
-                    await self.response.prepare(self._request)
-                await self.response.write(data)
+            async with asyncio.timeout(WRITE_WITHIN_S):
+                yield
         except TimeoutError:
             if (transport := self._request.transport) is not None:
                 transport.abort()
             raise ConnectionResetError("the client reads nothing") from None
 
     async def pings(self, *, every_s: float, ping: bytes = PING) -> None:
-        """Write a ping whenever nothing was written for that long."""
+        """Run until cancelled: write `ping` (by default a `ping` event) whenever nothing has been written for
+        `every_s`."""
         with suppress(ConnectionError):
             while True:
-                await asyncio.sleep(self._last + every_s - self._loop.time())
-                if self._loop.time() >= self._last + every_s:
+                await asyncio.sleep(self._last_write_s + every_s - self._loop.time())
+                if self._write_lock.locked():  # another task is writing
+                    self._last_write_s = self._loop.time()
+                elif self._loop.time() >= self._last_write_s + every_s:
                     await self.write(ping)
 
     async def end(self) -> web.StreamResponse:
-        await self.response.write_eof()
+        """End the response. Returns when the client has read the rest, has disconnected, or reads nothing."""
+        with suppress(ConnectionError):
+            async with self._time_limited(), self._write_lock:
+                await self.response.write_eof()
         return self.response
 
 
-def _whole(final: Final, request_id: str) -> web.Response:
-    told = {name: _text(final.headers[name]) for name in TOLD if name in final.headers}
-    return web.Response(body=final.body, headers={**told, "content-type": "application/json", "request-id": request_id})
+def event_stream(request: web.BaseRequest, request_id: str) -> Writing:
+    """Make the HTTP response for a stream of Server-Sent Events."""
+    headers = {
+        "content-type": EVENT_STREAM,
+        "cache-control": "no-store",
+        "x-accel-buffering": "no",
+        "request-id": request_id,
+    }
+    return Writing(request, web.StreamResponse(headers=headers))
+
+
+async def send_pieces(
+    request: web.BaseRequest, pieces: AsyncIterable[bytes], *, size: int, headers: Mapping[str, str]
+) -> web.StreamResponse:
+    """Send a response of `size` bytes in pieces. Returns when all are sent, or the client has disconnected."""
+    writing = Writing(request, web.StreamResponse(headers={**headers, "content-length": str(size)}))
+    with suppress(ConnectionError):
+        await writing.write_all(pieces)
+        await writing.end()
+    return writing.response
 
 
 def _text(value: object) -> str:

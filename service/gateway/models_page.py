@@ -1,4 +1,4 @@
-"""The list of models for a caller that may use only some: the provider's list without the others, in pages."""
+"""The list of models for a caller that may not use all: the provider's list without the forbidden models, in pages."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -15,7 +15,7 @@ EVERY: Final = {"limit": str(PAGE_AT_MOST)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paging:
-    """Which page is asked for."""
+    """The page of the list of models that a caller asks for: at most `limit` models, after or before a model's id."""
 
     limit: int
     after: str | None
@@ -23,7 +23,8 @@ class Paging:
 
 
 def paging_of(query: Mapping[str, str]) -> Paging:
-    """By `limit`, `after_id`, `before_id`, as the provider reads them. Raises ApiError."""
+    """Read the query parameters `limit`, `after_id` and `before_id` of `GET /v1/models` as Anthropic does. Raises
+    ApiError."""
     limit = query.get("limit", str(PAGE))
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 4 and 1 <= int(limit) <= PAGE_AT_MOST):
         raise ApiError(400, f"limit: allowed is a whole number from 1 to {PAGE_AT_MOST}")
@@ -31,9 +32,10 @@ def paging_of(query: Mapping[str, str]) -> Paging:
 
 
 def page_of(body: bytes, allowed: Collection[str], paging: Paging) -> bytes:
-    """The provider's whole list, without other models than these, cut to a page. Raises ApiError."""
-    models = [each for each in _models(body) if each["id"] in allowed]
-    ids = [each["id"] for each in models]
+    """The JSON of one page of the list of models. `body`: the provider's whole list, of which only models in `allowed`
+    are shown. Raises ApiError if it cannot be read."""
+    models = [model for model in _models(body) if model["id"] in allowed]
+    ids = [model["id"] for model in models]
     start = ids.index(paging.after) + 1 if paging.after in ids else 0
     end = ids.index(paging.before) if paging.before in ids else len(ids)
     page = models[start:end]
@@ -47,7 +49,7 @@ def page_of(body: bytes, allowed: Collection[str], paging: Paging) -> bytes:
 def _models(body: bytes) -> list[dict[str, Any]]:
     try:
         models = json.loads(body)["data"]
-        if all(isinstance(each["id"], str) for each in models):
+        if all(isinstance(model["id"], str) for model in models):
             return list(models)
     except (ValueError, KeyError, TypeError, RecursionError):
         pass

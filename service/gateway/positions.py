@@ -1,34 +1,67 @@
-"""How many requests a lane's queue holds, asked of the broker at most once a second for each lane."""
+"""Estimates a request's position in its lane, and when it may start. For each lane the broker and the store are asked
+at most once a second."""
 
 import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
 
+from consumers.capacity import pace
+from consumers.state.base import Allowances, StoreUnavailable
 from lanekeeper import Client
 
 AGE_S = 1.0
+"""How long an estimate is used again."""
 WITHIN_S = 0.5
+"""How long broker and store may take to answer."""
+PACE_AGE_S = 60.0
+"""How long the last known pace of a lane is used if the store has no newer one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a waiting request in its lane, as an estimate."""
+
+    position: int
+    """How many requests are ahead of it. This is an upper bound: some of the counted requests may be behind it."""
+    starts_in_s: float | None
+    """How long the lane takes for the requests ahead at its pace of the last minute; None: the pace is unknown, or no
+    worker consumes the lane."""
 
 
 class Positions:
-    """An upper bound of a request's place in its lane: behind it may be some of those counted."""
+    """Estimates the places of waiting requests: for each lane that of the last request in the intake, which is then
+    used for all requests that wait there."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, store: Allowances) -> None:
         self._client = client
-        self._known: dict[str, tuple[float, int | None]] = {}
+        self._store = store
+        self._places: dict[str, tuple[float, Place | None]] = {}
+        self._paces: dict[str, tuple[float, float]] = {}
 
-    async def of(self, lane: str) -> int | None:
-        """At most this many are before a request that waits in the lane; None: unknown."""
+    async def of(self, lane: str) -> Place | None:
+        """An estimate for any request that waits in the lane; None: unknown."""
         now_s = asyncio.get_running_loop().time()
-        at_s, position = self._known.get(lane, (-AGE_S, None))
+        at_s, place = self._places.get(lane, (-AGE_S, None))
         if now_s - at_s >= AGE_S:
-            self._known[lane] = now_s, position  # others do not ask meanwhile
-            position = await self._asked(lane)
-            self._known[lane] = now_s, position
-        return position
+            self._places[lane] = now_s, place  # so that other calls use the old estimate instead of asking as well
+            place = await self._estimate(lane)
+            self._places[lane] = now_s, place
+        return place
 
-    async def _asked(self, lane: str) -> int | None:
+    async def _estimate(self, lane: str) -> Place | None:
         try:
             async with asyncio.timeout(WITHIN_S):
-                depth = await self._client.depth(lane)
+                depth, per_s = await asyncio.gather(self._client.depth(lane), self._pace(lane))
         except TimeoutError:
             return None
-        return None if depth is None else max(0, depth.ready - 1)
+        if depth is None or not depth.ready:  # the queue is empty: a worker or a side queue has the request
+            return None
+        return Place(depth.ready - 1, None if per_s is None or not depth.consumers else depth.ready / per_s)
+
+    async def _pace(self, lane: str) -> float | None:
+        now_s = asyncio.get_running_loop().time()
+        with suppress(StoreUnavailable):
+            if found := await pace.per_s(self._store, lane):
+                self._paces[lane] = now_s, found
+        at_s, last = self._paces.get(lane, (now_s - PACE_AGE_S, None))
+        return last if now_s - at_s < PACE_AGE_S else None

@@ -1,7 +1,7 @@
 """Errors as Anthropic's API answers them: a status, and `{"type": "error", "error": {…}, "request_id"}`.
 
-The vendor's clients try again after 408, 409, 429 and 5xx. That helps where the request was not accepted. Where a
-worker has ended the request, trying again is over, and `x-should-retry: false` tells the client.
+Anthropic's SDKs repeat a call after 408, 409, 429 and 5xx. That helps if the request was not accepted. If a worker has
+ended the request with an error, repeating the call brings nothing new, and `x-should-retry: false` tells the SDK so.
 """
 
 import json
@@ -37,23 +37,24 @@ TYPES: Mapping[int, str] = {
     529: "overloaded_error",
 }
 AGAIN_AFTER_S = 2
-"""`retry-after` of a refusal: a lane that is full or a broker that restarts seldom takes requests sooner."""
+"""The seconds in `retry-after`. A full lane or a restarting broker seldom accepts requests sooner."""
 _TRIED_ALREADY = frozenset({"attempts_exhausted", "deadline_exceeded"})
+"""Errors after which a client should not repeat the call, because workers have repeated it already."""
 _BY_PROVIDER = re.compile(r"\d{3} (?P<type>[a-z_]{1,60}): (?P<message>.*)", re.DOTALL)
 
 
 @dataclass(slots=True)
 class ApiError(Exception):
-    """A call that is answered with an error."""
+    """An error with which the gateway answers an HTTP call, in Anthropic's format or as a problem document."""
 
     status: int
     message: str
     type: str = ""
-    """Anthropic's name of the error; empty: the one of the status."""
+    """Anthropic's type of error; empty: the one of `TYPES` for the status."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self, request_id: str) -> bytes:
-        """The JSON of a response, or of an `error` event."""
+        """The error in Anthropic's JSON format, for a response or for an `error` event of a stream."""
         kind = self.type or TYPES.get(self.status, "api_error")
         error = {"type": kind, "message": self.message}
         return json.dumps({"type": "error", "error": error, "request_id": request_id}, ensure_ascii=False).encode()
@@ -62,37 +63,44 @@ class ApiError(Exception):
         return web.Response(
             status=self.status,
             body=self.body(request_id),
-            headers={**self.headers, "content-type": "application/json", "request-id": request_id},
+            headers={
+                **self.headers,
+                "content-type": "application/json",
+                "cache-control": "no-store",  # it may depend on the key, or on the moment
+                "request-id": request_id,
+            },
         )
 
 
 def refused(message: str, *, status: int = 503) -> ApiError:
-    """A call that was not accepted; the same one may be accepted a little later."""
+    """The error for a call that cannot be accepted at present. Its header `retry-after` tells the client to repeat
+    it."""
     return ApiError(status, message, headers={"retry-after": str(AGAIN_AFTER_S)})
 
 
 def stopping() -> ApiError:
-    """The refusal of a process that stops."""
+    """The error for a call to a process that stops."""
     return refused("this process stops; the next try reaches another, or the one that follows")
 
 
 def of_problem(problem: RequestProblem, *, chose_id: bool) -> ApiError:
-    """The error for a problem document. `chose_id`: the caller chose the request's id, under which a final error is
-    kept, so that trying again would bring the same error."""
+    """Convert a request's error to the error of an HTTP call. `chose_id`: whether the caller chose the request's id. If
+    so, the error may be stored under that id, and repeating the call would return the stored error."""
     headers = {CODE: problem.code}
     is_kept = chose_id and problem.type.kept
     if not problem.type.retryable or is_kept or problem.code in _TRIED_ALREADY:
         headers["x-should-retry"] = "false"
     elif problem.status in (429, 503, 529):
         headers["retry-after"] = str(AGAIN_AFTER_S)
-    said = _BY_PROVIDER.fullmatch(problem.detail) if problem.code == "provider_rejected" else None
-    if said is not None:
-        return ApiError(problem.status, said["message"], said["type"], headers)
+    by_provider = _BY_PROVIDER.fullmatch(problem.detail) if problem.code == "provider_rejected" else None
+    if by_provider is not None:
+        return ApiError(problem.status, by_provider["message"], by_provider["type"], headers)
     return ApiError(problem.status, problem.detail, headers=headers)
 
 
 def of_error(error: LanekeeperError, *, chose_id: bool) -> ApiError:
-    """The error for whatever a request through the lanes can raise."""
+    """Convert an exception of the AMQP client, raised while it published a request or waited for the answer, to the
+    error of an HTTP call. `chose_id`: whether the caller chose the request's id."""
     match error:
         case RequestProblem():
             return of_problem(error, chose_id=chose_id)

@@ -1,7 +1,7 @@
-"""`/v1/requests`: submit a request, ask for its status, wait for its end, cancel it.
+"""`/v1/requests`: submit a request, get its status, wait for its end, cancel it.
 
-The gateway publishes without `reply_to` and follows the request in the store, so that any gateway can serve any
-request, and none of them holds anything that could be lost with it (docs/decisions/0019).
+The gateway publishes without `reply_to` and follows the request in the store, so that any gateway can answer for any
+request, and nothing is lost if a gateway dies (docs/decisions/0019).
 """
 
 import asyncio
@@ -17,117 +17,141 @@ from multidict import MultiMapping
 from consumers.background import Background
 from consumers.job import moment_text, now_ms
 from consumers.state.base import Found, Identity, StoreUnavailable
-from consumers.state.following import QUEUED, FollowedStore, Submission, Submitted, Told
+from consumers.state.following import QUEUED, FollowedStore, NewEntry, Submission, Submitted
 from lanekeeper import Client
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import is_request_id
 from lanekeeper.contract.problems import BrokerError, LanekeeperError, RequestProblem
 from lanekeeper.errors import ControlRefused, NoReply
 from service.config.gateway_section import GatewayKey
-from service.gateway.asking import Asked, Reading, request_id_of
+from service.gateway.answers import Answers
+from service.gateway.asking import CallReader, CheckedCall, submitted_id_of
 from service.gateway.bodies import Bodies
-from service.gateway.documents import answer, path_of, refusal, status_of
+from service.gateway.call_limit import CallLimit
+from service.gateway.documents import JSON, Status, answer, path_of, refusal, status_of
 from service.gateway.looking import Looking
+from service.gateway.messages import send_pieces
 from service.gateway.positions import Positions
 from service.gateway.problems import ApiError, refused
-from service.gateway.room import Room
 
 WAIT_AT_MOST_S = 60.0
 """The longest `?wait=`: proxies and clients seldom keep a call open for longer."""
 KEPT_AFTER_MS = 86_400_000
-"""How long a submission is known after its deadline where no worker runs."""
+"""How long after its deadline a submitted request is still known, if no worker runs."""
 _WAIT = re.compile(r"(?P<number>\d{1,6}(\.\d{1,3})?)(?P<unit>ms|s|m)?")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
 WITHOUT_LIMIT = 1 << 53
-"""After this entry's number nothing is new but the end."""
+"""A number above all entries: waits only for the end of the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known about a request."""
+    """What the workers' store knows about a request: its state (`found`), and how it was submitted."""
 
     found: Found
     submission: Submission | None
+    """None: the request was not submitted through a gateway."""
 
 
 class Requests:
-    """Submits, finds and cancels the requests of a caller's tenant."""
+    """Answers `/v1/requests`: submits requests without waiting for their answers, reports their status from the store,
+    and cancels them. A caller can see only requests of its own tenant."""
 
     def __init__(
         self,
         client: Client,
         store: FollowedStore,
         *,
-        reading: Reading,
-        room: Room,
+        call_reader: CallReader,
+        limit: CallLimit,
         bodies: Bodies,
+        answers: Answers,
         looking: Looking,
     ) -> None:
         self._client = client
         self._store = store
-        self._reading = reading
-        self._room = room
+        self._call_reader = call_reader
+        self._limit = limit
         self._bodies = bodies
+        self._answers = answers
         self._looking = looking
         self._background = Background()
-        self._positions = Positions(client)
+        self._positions = Positions(client, store)
 
     async def post(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        """`POST /v1/requests`."""
+        """Answer `POST /v1/requests`: submit a request."""
         id: str | None = None
         try:
-            id, chose_id = request_id_of(request.headers)
-            with self._room.taken(self._bodies.memory_of(request)):
+            id, chose_id = submitted_id_of(request.headers)
+            with self._limit.counted(self._bodies.memory_of(request)):
                 read = partial(self._read, request.headers, caller=caller, id=id, chose_id=chose_id)
-                async with self._bodies.asked(request, read) as asked:
+                async with self._bodies.checked_call(request, read) as asked:
                     await self._submitted(asked, caller)
         except (ApiError, LanekeeperError) as error:
             return refusal(error, id)
         path = path_of(id)
-        told = json.dumps({"id": id, "status_url": path, "events_url": f"{path}/events"}).encode()
-        return answer(told, status=202, Location=path)
+        body = json.dumps({"id": id, "status_url": path, "events_url": f"{path}/events"}).encode()
+        return answer(body, status=202, Location=path)
 
     async def get(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        """`GET /v1/requests/{id}`."""
+        """Answer `GET /v1/requests/{id}` with the request's status, after waiting for its end if `?wait=` asks for
+        it."""
         id = request.match_info["id"]
         try:
             wait_s = _wait_s(request.query.get("wait"))
-            return answer(await self.status(id, caller, wait_s=wait_s))
+            status = await self.status(id, caller, wait_s=wait_s)
+            return answer(status.text) if status.result is None else await self._send_large(request, status)
         except (ApiError, LanekeeperError) as error:
             return refusal(error, id)
 
+    async def _send_large(self, request: web.Request, status: Status) -> web.StreamResponse:
+        """Send a status whose result is in the store of large bodies. Raises ApiError."""
+        assert status.result is not None
+        async with self._answers.fetched(status.result) as result:
+            return await send_pieces(
+                request,
+                result.pieces(begin=status.text, end=status.end),
+                size=len(status.text) + result.size + len(status.end),
+                headers={"content-type": JSON, "cache-control": "no-store"},
+            )
+
     async def delete(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        """`DELETE /v1/requests/{id}`."""
+        """Answer `DELETE /v1/requests/{id}`: cancel a request."""
         id = request.match_info["id"]
         try:
             outcome = await self.cancel(id, caller)
         except (ApiError, LanekeeperError) as error:
             return refusal(error, id)
-        told = json.dumps({"id": id, "outcome": outcome}).encode()
-        return answer(told, status=200 if outcome == "ended" else 202)
+        body = json.dumps({"id": id, "outcome": outcome}).encode()
+        return answer(body, status=200 if outcome == "ended" else 202)
 
     async def submit(
-        self, said: MultiMapping[str], body: bytes, caller: GatewayKey, *, id: str, chose_id: bool
+        self, headers: MultiMapping[str], body: bytes, caller: GatewayKey, *, id: str, chose_id: bool
     ) -> None:
-        """Publish a request, unless it is known. Raises ApiError, LanekeeperError."""
-        with self._room.taken(len(body)):
-            await self._submitted(self._read(said, body, caller, id=id, chose_id=chose_id), caller)
+        """Publish a request, unless a worker has already seen a request with its id. Raises ApiError,
+        LanekeeperError."""
+        with self._limit.counted(len(body)):
+            await self._submitted(self._read(headers, body, caller, id=id, chose_id=chose_id), caller)
 
-    def _read(self, said: MultiMapping[str], body: bytes, caller: GatewayKey, *, id: str, chose_id: bool) -> Asked:
-        return self._reading.read(said, body, caller, request_id=id, chose_id=chose_id, task="requests")
+    def _read(
+        self, headers: MultiMapping[str], body: bytes, caller: GatewayKey, *, id: str, chose_id: bool
+    ) -> CheckedCall:
+        return self._call_reader.read(headers, body, caller, request_id=id, chose_id=chose_id, task="requests")
 
-    async def _submitted(self, asked: Asked, caller: GatewayKey) -> None:
+    async def _submitted(self, asked: CheckedCall, caller: GatewayKey) -> None:
+        """Submit a request, and finish that even if the HTTP client disconnects meanwhile."""
         submitting = self._background.begin(self._submit(asked, caller), name=f"submit {asked.request.id}")
         try:
             await asyncio.shield(submitting)
         except asyncio.CancelledError:
-            # The client has gone, and the request is published all the same. Until then its body is needed, and the
-            # call is under way.
+            # The client has disconnected. The request is published all the same, and until then the caller of this
+            # function must keep the body and count the call.
             await asyncio.wait((submitting,))
             raise
 
     async def known(self, id: str, caller: GatewayKey) -> Known:
-        """What is known about a request of the caller's tenant. Raises ApiError 404, 503."""
+        """What the store knows about a request of the caller's tenant. Raises ApiError: 404 if it is unknown, 503 if
+        the store cannot be reached."""
         identity = identity_of(id, caller)
         if not is_request_id(id):
             raise _unknown(id)
@@ -139,20 +163,20 @@ class Requests:
             raise _unknown(id)
         return Known(found, submission)
 
-    async def status(self, id: str, caller: GatewayKey, *, wait_s: float = 0) -> bytes:
-        """Its status; waits up to `wait_s` for its end. Raises ApiError."""
+    async def status(self, id: str, caller: GatewayKey, *, wait_s: float = 0) -> Status:
+        """The status of a request. Waits for its end first, for up to `wait_s`. Raises ApiError."""
         known = await self.known(id, caller)
         if wait_s and known.found.completion is None:
             async with self._looking.following():
-                await self._ended(identity_of(id, caller), within_s=wait_s)
+                await self._wait_for_end(identity_of(id, caller), within_s=wait_s)
             known = await self.known(id, caller)
-        position = None
+        place = None
         if known.submission is not None and is_queued(known, now_ms()):
-            position = await self._positions.of(known.submission.lane)
-        return status_of(id, known.found, known.submission, now_ms=now_ms(), position=position)
+            place = await self._positions.of(known.submission.lane)
+        return status_of(id, known.found, known.submission, now_ms=now_ms(), place=place)
 
     async def cancel(self, id: str, caller: GatewayKey) -> str:
-        """Cancel it. Returns what `Client.cancel` returns. Raises ApiError, LanekeeperError."""
+        """Cancel a request. Returns the outcome, as `Client.cancel` does. Raises ApiError, LanekeeperError."""
         known = await self.known(id, caller)
         if known.found.completion is not None:
             return "ended"
@@ -163,7 +187,7 @@ class Requests:
         except ControlRefused as error:
             raise refused(str(error), status=429 if error.is_passing else 503) from error
 
-    async def _submit(self, asked: Asked, caller: GatewayKey) -> None:
+    async def _submit(self, asked: CheckedCall, caller: GatewayKey) -> None:
         request = asked.request
         identity = identity_of(request.id, caller)
         submission = Submission(
@@ -178,27 +202,27 @@ class Requests:
         if request.due_ms is not None:
             first["due_at"] = moment_text(request.due_ms)
         try:
-            came_to = await self._store.follow(
+            submitted = await self._store.follow(
                 identity,
                 submission,
-                told=Told(QUEUED, json.dumps(first).encode()),
-                keep_until_ms=request.deadline_ms + KEPT_AFTER_MS,
+                first_entry=NewEntry(QUEUED, json.dumps(first).encode()),
+                keep_until_ms=max(request.deadline_ms, now_ms()) + KEPT_AFTER_MS,
             )
         except StoreUnavailable as error:
             raise refused(f"the store: {error}") from error
-        if came_to is Submitted.CONFLICT:
+        if submitted is Submitted.CONFLICT:
             raise RequestProblem("idempotency_conflict", "Idempotency-Key: it was used with another body")
-        if came_to is Submitted.KNOWN and await self._is_seen(identity):
+        if submitted is Submitted.KNOWN and await self._is_seen(identity):
             return
         try:
             await self._publish(asked)
         except LanekeeperError as error:
             maybe_published = isinstance(error, BrokerError) and error.maybe_published
-            if came_to is Submitted.NEW and not maybe_published:
+            if submitted is Submitted.NEW and not maybe_published:
                 await self._store.unfollow(identity)
             raise
 
-    async def _publish(self, asked: Asked) -> None:
+    async def _publish(self, asked: CheckedCall) -> None:
         options = asked.options
         options["headers"] = {**options.get("headers", {}), n.SENT_MS: asked.request.sent_ms}
         if asked.stream:
@@ -206,27 +230,28 @@ class Requests:
         await self._client.publish(asked.body, key=asked.key, **options)
 
     async def _is_seen(self, identity: Identity) -> bool:
-        """Whether a worker has it. If not, the gateway that submitted it may have died before it published it."""
+        """Whether a worker has already received the request, according to the store. If not, the request waits, or a
+        gateway has stored its submission and died before it published it."""
         found = await self._store.find(identity)
         return found is not None and (found.running or found.attempts > 0 or found.completion is not None)
 
-    async def _ended(self, identity: Identity, *, within_s: float) -> None:
-        """Return when it has ended, or nothing is known of it; at the latest after `within_s`, or when the process
-        stops."""
+    async def _wait_for_end(self, identity: Identity, *, within_s: float) -> None:
+        """Wait until the request has ended or is unknown, but for at most `within_s`, and not after the process has
+        begun to stop."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._looking.news(identity, WITHOUT_LIMIT)
 
 
 def identity_of(id: str, caller: GatewayKey) -> Identity:
-    """The request's identity among those of the caller's tenant, as workers make it."""
+    """The identity of a caller's request in the workers' store: the caller's tenant and the request's id."""
     return Identity(caller.tenant or "", id)
 
 
 def is_queued(known: Known, at_ms: int) -> bool:
-    """Whether it waits in its lane, as far as is known."""
-    found, said = known.found, known.submission
-    is_due = said is not None and (found.due_ms or said.due_ms or 0) <= at_ms
+    """Whether the request waits in its lane at this time, according to the store."""
+    found, submission = known.found, known.submission
+    is_due = submission is not None and (found.due_ms or submission.due_ms or 0) <= at_ms
     return is_due and found.completion is None and not found.running and not found.attempts
 
 
@@ -235,7 +260,7 @@ def _unknown(id: str) -> ApiError:
 
 
 def _wait_s(text: str | None) -> float:
-    """Raises RequestProblem."""
+    """Read `?wait=`: `20s`, `500ms`, `1m`; without a unit, seconds. Raises RequestProblem."""
     if text is None:
         return 0.0
     found = _WAIT.fullmatch(text)

@@ -1,4 +1,5 @@
-"""The HTTP server of a process, one in each: START HERE. `/healthz`, `/readyz`, and the gateway where there is one.
+"""START HERE: the HTTP server of a process. It answers `/healthz`, `/readyz`, and the gateway's paths if the process
+has a gateway.
 
 `/healthz` succeeds whenever the event loop can answer. `/readyz` succeeds if no part of the worker reports a problem.
 """
@@ -12,71 +13,75 @@ from typing import Protocol, Self
 from aiohttp import web
 
 from lanekeeper.contract.problems import LanekeeperError
-from service.gateway.faults import absent, note_beginning, unforeseen
+from service.gateway.connections import Connection
+from service.gateway.error_answers import answer_unforeseen, not_found, note_beginning
 from topology.codec.decoding import PACKED_BYTES
 
 Readiness = Callable[[], Mapping[str, str | None]]
-"""The parts that must work, by name ("consume connection"), each with its trouble or None. Called for every
+"""The parts that must work, by name ("consume connection"), each with its problem or None. Called for every
 `/readyz`."""
 HOST = "LANEKEEPER_GATEWAY__HOST"
 PORT = "LANEKEEPER_GATEWAY__PORT"
 KEEP_ALIVE_S = 75.0
-"""How long a connection may be idle, and how long the headers of a request may take."""
+"""How long a connection may be idle, and how long a client may take to send the headers of a request."""
 LINGER_S = 2.0
-"""How long a refused body is read on, so that its sender reads the refusal instead of a reset."""
+"""How long the server reads on after it has refused a body. If it closed the connection at once, the client would get a
+TCP reset in place of the error answer."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Routes(Protocol):
-    """What is served beside health: `app.py`."""
+    """What a `Server` needs to serve further paths in addition to the health checks; `Gateway` (`app.py`) implements
+    it."""
 
     def handlers(self) -> Mapping[tuple[str, str], Handler]:
-        """By method and path."""
+        """The HTTP handlers, by method and path."""
         ...
 
     @property
     def largest_body(self) -> int:
-        """Bytes. Larger ones are refused before they are asked for."""
+        """The largest body in bytes. A client that sends `Expect: 100-continue` is refused before it sends a larger
+        one."""
         ...
 
     async def drained(self) -> None:
-        """Take no new calls, and return when none is under way."""
+        """Refuse new calls, and return when the last one has been answered."""
         ...
 
     async def aclose(self) -> None:
-        """Close what it has opened."""
+        """Close everything that the routes have opened."""
         ...
 
 
 class CannotListen(LanekeeperError):
-    """The address is in use, does not belong to this machine, or may not be opened by this user."""
+    """The HTTP server cannot listen on its address: it is in use, does not belong to this machine, or needs rights that
+    this user does not have."""
 
 
 class Server:
-    """The HTTP server, as a context manager. With port 0 it takes a free port, which `port` returns."""
+    """The HTTP server of a process: `/healthz`, `/readyz`, and the paths of `routes`. It listens inside its `async
+    with` block. If `port` is 0, it takes a free port, which `port` then holds."""
 
     def __init__(self, readiness: Readiness, *, host: str, port: int, routes: Routes | None = None) -> None:
         self._readiness = readiness
         self._host = host
         self.port = port
         self._routes = routes
-        app = web.Application(client_max_size=PACKED_BYTES, middlewares=[unforeseen])
+        app = web.Application(client_max_size=PACKED_BYTES, middlewares=[answer_unforeseen])
         app.on_response_prepare.append(note_beginning)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         for (method, path), handler in ({} if routes is None else routes.handlers()).items():
             app.router.add_route(method, path, handler, expect_handler=self._expected)
-        app.router.add_route("*", "/{path:.*}", absent)
+        app.router.add_route("*", "/{path:.*}", not_found)
         self._runner = web.AppRunner(
             app,
-            access_log=None,
             handle_signals=False,
-            handler_cancellation=True,  # whoever waits for an answer hears that its client has gone
-            keepalive_timeout=KEEP_ALIVE_S,
-            lingering_time=LINGER_S,
+            handler_cancellation=True,  # if a client disconnects, its handler is cancelled
             shutdown_timeout=1,
         )
+        self._listening: asyncio.Server | None = None
 
     @property
     def url(self) -> str:
@@ -84,35 +89,49 @@ class Server:
         return f"http://{host}:{self.port}"
 
     async def __aenter__(self) -> Self:
-        """Listen. Raises CannotListen."""
+        """Start to listen. Raises CannotListen."""
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._host, self.port, backlog=1024).start()
+            loop = asyncio.get_running_loop()
+            listening = await loop.create_server(self._connection, self._host, self.port, backlog=1024)
         except (OSError, UnicodeError) as error:
             await self._runner.cleanup()
             raise CannotListen(why_not(error, host=self._host, port=self.port)) from error
-        self.port = self._runner.addresses[0][1]
+        self._listening = listening
+        self.port = listening.sockets[0].getsockname()[1]
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._listening is not None:
+            self._listening.close()
         await self._runner.cleanup()
         if self._routes is not None:
             await self._routes.aclose()
 
+    def _connection(self) -> Connection:
+        assert self._runner.server is not None
+        return Connection(
+            self._runner.server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]  # aiohttp then logs no access
+            keepalive_timeout=KEEP_ALIVE_S,
+            lingering_time=LINGER_S,
+        )
+
     async def drained(self, *, within_s: float) -> None:
-        """Take no new calls, and let those under way end."""
+        """Refuse new calls, and wait up to `within_s` until the calls in progress have been answered."""
         if self._routes is not None:
             try:
                 async with asyncio.timeout(within_s):
                     await self._routes.drained()
             except TimeoutError:
-                return  # their connections are closed with the server
+                return  # the connections of the remaining calls are closed with the server
 
     async def _healthz(self, request: web.Request) -> web.Response:
         return _json({"alive": True})
 
     async def _expected(self, request: web.Request) -> None:
-        """Ask for a body that waits to be asked for (`Expect: 100-continue`), unless it will be refused anyway."""
+        """Answer `Expect: 100-continue` with 100, so that the client sends the body, unless the body is too large."""
         most = 0 if self._routes is None else self._routes.largest_body
         if (request.content_length or 0) <= most and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -129,7 +148,7 @@ def _json(value: object, *, status: int = 200) -> web.Response:
 
 
 def why_not(error: Exception, *, host: str, port: int, host_name: str = HOST, port_name: str = PORT) -> str:
-    """Why nothing can listen on an address, and which setting helps."""
+    """The error text for an address on which the server cannot listen, with the setting that helps."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EADDRINUSE:
         why = f"something else listens there; choose another {port_name} (0: any free one)"

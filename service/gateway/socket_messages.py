@@ -1,11 +1,11 @@
-"""What a client may say on a WebSocket, read strictly.
+"""Reads the messages that a client may send on a WebSocket, and refuses all others.
 
     {"type": "submit", "body": {…}, "id": "…", "headers": {"x-lane-name": "batch"}, "subscribe": true, "ref": "…"}
     {"type": "subscribe", "id": "…", "after": 0, "ref": "…"}
     {"type": "unsubscribe", "id": "…", "ref": "…"}
     {"type": "cancel", "id": "…", "ref": "…"}
 
-Only `type`, and `body` or `id`, are needed. `ref` comes back with the answer.
+Required are `type`, and `body` for `submit` or `id` for the others. The answer contains the message's `ref`.
 """
 
 import json
@@ -15,20 +15,26 @@ from typing import Any, Final, Literal
 
 from aiohttp import WSCloseCode
 
+from topology.codec import bounds
+
 LONGEST_REF: Final = 128
 LARGEST_NUMBER: Final = 1 << 53
 HEADERS_AT_MOST: Final = 20
 LONGEST_HEADER: Final = 1000
-_FIELDS: Final[Mapping[str, frozenset[str]]] = {
+VALUES_OUTSIDE_BODY: Final = 100
+"""How many keys and values a message may have in addition to those of its body. It needs fewer."""
+FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "submit": frozenset({"type", "ref", "body", "id", "headers", "subscribe"}),
     "subscribe": frozenset({"type", "ref", "id", "after"}),
     "unsubscribe": frozenset({"type", "ref", "id"}),
     "cancel": frozenset({"type", "ref", "id"}),
 }
+NEEDED: Final[Mapping[str, str]] = {"submit": "body", "subscribe": "id", "unsubscribe": "id", "cancel": "id"}
+"""The required field of each type of message, besides `type`."""
 
 
-class Rubbish(Exception):
-    """The connection is closed for this, with a code and a reason."""
+class InvalidMessage(Exception):
+    """A client's WebSocket message is invalid; the connection is closed with this close code and reason."""
 
     def __init__(self, code: int, reason: str) -> None:
         self.code = code
@@ -37,38 +43,42 @@ class Rubbish(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """One message."""
+class ClientMessage:
+    """One message that a client has sent over a WebSocket, checked."""
 
     type: Literal["submit", "subscribe", "unsubscribe", "cancel"]
     ref: str | None = None
     id: str | None = None
-    """None: one is made, for a `submit`."""
+    """The request's id. None, only possible for `submit`: the gateway creates one."""
     after: int = 0
     subscribe: bool = True
-    """Whether the request that is submitted is followed on this connection."""
+    """For `submit`: whether the connection follows the request."""
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
 
 
-def read(text: str) -> Said:
-    """Raises Rubbish: 1007 if it is no JSON object, 1008 if it is none of these messages."""
+def read(text: str, *, max_values: int = bounds.VALUES) -> ClientMessage:
+    """Parse and check a client's message. `max_values`: the most JSON keys and values that a body may have. Raises
+    InvalidMessage with code 1007 if the text is not a JSON object, 1008 if it is none of these messages, 1009 if it has
+    too many keys and values."""
+    if (excess := bounds.excess(text.encode(), max_values=max_values + VALUES_OUTSIDE_BODY)) is not None:
+        raise InvalidMessage(WSCloseCode.MESSAGE_TOO_BIG, excess)
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        raise Rubbish(WSCloseCode.INVALID_TEXT, "not JSON") from None
+        raise InvalidMessage(WSCloseCode.INVALID_TEXT, "not JSON") from None
     if not isinstance(found, dict):
-        raise Rubbish(WSCloseCode.INVALID_TEXT, "not a JSON object")
+        raise InvalidMessage(WSCloseCode.INVALID_TEXT, "not a JSON object")
     kind = found.get("type")
-    if not isinstance(kind, str) or kind not in _FIELDS:
-        raise _wrong(f"type: allowed are {', '.join(_FIELDS)}")
-    if not found.keys() <= _FIELDS[kind]:
-        raise _wrong(f"{kind}: allowed are the fields {', '.join(sorted(_FIELDS[kind]))}")
+    if not isinstance(kind, str) or kind not in FIELDS:
+        raise _wrong(f"type: allowed are {', '.join(FIELDS)}")
+    if not found.keys() <= FIELDS[kind]:
+        raise _wrong(f"{kind}: allowed are the fields {', '.join(sorted(FIELDS[kind]))}")
     if kind == "submit" and not isinstance(found.get("body"), dict):
         raise _wrong("submit: body: an object is needed")
-    if kind != "submit" and "id" not in found:
-        raise _wrong(f"{kind}: id is needed")
-    return Said(
+    if found.get(NEEDED[kind]) is None:
+        raise _wrong(f"{kind}: {NEEDED[kind]} is needed")
+    return ClientMessage(
         type=kind,  # type: ignore[arg-type]
         ref=_text(found, "ref", LONGEST_REF),
         id=_text(found, "id", LONGEST_REF),
@@ -112,5 +122,5 @@ def _is_header(value: object) -> bool:
     return isinstance(value, str) and len(value) <= LONGEST_HEADER and value.isascii() and value.isprintable()
 
 
-def _wrong(reason: str) -> Rubbish:
-    return Rubbish(WSCloseCode.POLICY_VIOLATION, reason)
+def _wrong(reason: str) -> InvalidMessage:
+    return InvalidMessage(WSCloseCode.POLICY_VIOLATION, reason)

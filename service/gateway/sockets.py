@@ -1,6 +1,7 @@
-"""`GET /v1/ws`: submit, follow and cancel many requests on one connection. What a client says: `socket_messages.py`.
+"""`GET /v1/ws`: submit, follow and cancel many requests on one connection. `socket_messages.py` reads the client's
+messages.
 
-The answers, and the entries of followed requests (numbers and kinds as in `/events`):
+The gateway sends answers to these messages, and entries of followed requests (numbers and kinds as in `/events`):
 
     {"type": "submitted", "id": "…", "status_url": "…", "events_url": "…", "ref": "…"}
     {"type": "subscribed" | "unsubscribed", "id": "…", "ref": "…"}
@@ -8,91 +9,108 @@ The answers, and the entries of followed requests (numbers and kinds as in `/eve
     {"type": "entry", "id": "…", "number": 3, "kind": "event", "data": {…}}
     {"type": "problem", "id": "…", "problem": {…}, "ref": "…"}
 
-A connection that ends cancels nothing: what was submitted on it runs on, and can be followed on another one.
+When a connection ends, nothing is cancelled: its requests go on, and can be followed on another connection.
 """
 
 import asyncio
 import json
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Final
 
 from aiohttp import WSCloseCode, WSMsgType, web
 from multidict import CIMultiDict
 
+from consumers.state.following import Entry
 from lanekeeper.contract.problems import LanekeeperError
 from service.config.gateway_section import GatewayKey
-from service.gateway.asking import IDEMPOTENCY_KEY, request_id_of
+from service.gateway.answers import Answers
+from service.gateway.asking import IDEMPOTENCY_KEY, submitted_id_of
+from service.gateway.bounded_socket import BoundedSocket
 from service.gateway.documents import path_of, problem_of, refusal
 from service.gateway.following import Following
-from service.gateway.looking import Looking
 from service.gateway.problems import ApiError, refused
 from service.gateway.requests import Requests
-from service.gateway.socket_messages import Rubbish, Said, read
+from service.gateway.socket_messages import ClientMessage, InvalidMessage, read
 from service.side_tasks import beside
 from topology.codec.decoding import PACKED_BYTES
 
 AT_ONCE: Final = 16
-"""Messages of one connection that are worked on at one time; it is not read while there are as many."""
+"""The most messages of one connection that are processed at the same time. Until one is done, no further is read."""
 FOLLOWED_AT_MOST: Final = 100
-"""Requests that one connection follows."""
-WRITE_WITHIN_S: Final = 30.0
-"""A client that reads nothing for this long has gone."""
+"""The most requests that one connection follows at the same time."""
 MESSAGE_BYTES: Final = PACKED_BYTES + 16 * 1024
 
 
 class Sockets:
-    """Answers upgrades, each with a connection of its own."""
+    """Answers `GET /v1/ws`: accepts WebSocket connections, over which clients submit, follow and cancel requests.
+    `max_values`: the most JSON keys and values that a request's body may have."""
 
-    def __init__(self, requests: Requests, following: Following, looking: Looking, *, ping_every_s: float) -> None:
+    def __init__(
+        self, requests: Requests, following: Following, *, answers: Answers, max_values: int, ping_every_s: float
+    ) -> None:
+        self._answers = answers
+        self._max_values = max_values
         self._requests = requests
         self._following = following
-        self._looking = looking
         self._ping_every_s = ping_every_s
 
     async def get(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        """Access was checked before: by key, or by Host and Origin."""
-        ws = web.WebSocketResponse(heartbeat=self._ping_every_s, max_msg_size=MESSAGE_BYTES)
+        """Serve one WebSocket connection until it ends. Access has already been checked: `caller` is what the API key
+        allows."""
+        ws = BoundedSocket(request, heartbeat_s=self._ping_every_s, message_bytes=MESSAGE_BYTES)
         if not ws.can_prepare(request).ok:
             return refusal(ApiError(426, "this path is a WebSocket's", headers={"upgrade": "websocket"}))
         try:
-            async with self._looking.following():
+            async with self._following.place():
                 await ws.prepare(request)
-                socket = _Socket(ws, caller, requests=self._requests, following=self._following, looking=self._looking)
+                socket = _Socket(
+                    ws,
+                    caller,
+                    requests=self._requests,
+                    following=self._following,
+                    answers=self._answers,
+                    max_values=self._max_values,
+                )
                 async with beside(self._close_with_the_process(ws), name="socket stopping"):
                     await socket.serve()
         except ApiError as error:
             return refusal(error)
         return ws
 
-    async def _close_with_the_process(self, ws: web.WebSocketResponse) -> None:
-        await self._looking.closing.wait()
+    async def _close_with_the_process(self, ws: BoundedSocket) -> None:
+        await self._following.closing.wait()
         await ws.close(code=WSCloseCode.GOING_AWAY, message=b"this process stops; connect again")
 
 
 class _Socket:
-    """One connection."""
+    """One WebSocket connection: carries out the client's messages, and sends the entries (stored events) of the
+    requests that it follows."""
 
     def __init__(
         self,
-        ws: web.WebSocketResponse,
+        ws: BoundedSocket,
         caller: GatewayKey,
         *,
         requests: Requests,
         following: Following,
-        looking: Looking,
+        answers: Answers,
+        max_values: int,
     ) -> None:
         self._ws = ws
+        self._max_values = max_values
+        self._answers = answers
         self._caller = caller
         self._requests = requests
         self._following = following
-        self._looking = looking
         self._working = asyncio.Semaphore(AT_ONCE)
         self._followed: dict[str, asyncio.Task[None]] = {}
-        self._writing = asyncio.Lock()
+        self._latest: dict[str, asyncio.Task[None]] = {}
+        """For each request id: the task of the last message about it, while that runs."""
         self._group = asyncio.TaskGroup()
 
     async def serve(self) -> None:
-        """Read until the connection ends."""
+        """Receive and carry out the client's messages until the connection ends."""
         with suppress(ConnectionError):
             try:
                 async with self._group:
@@ -100,61 +118,76 @@ class _Socket:
                     raise _Ended
             except* _Ended:
                 pass
-            except* Rubbish as rubbish:
-                await self._close(rubbish)
+            except* InvalidMessage as error:
+                await self._close(error)
             except* ConnectionError:
                 pass
 
     async def _read_all(self) -> None:
-        async for message in self._ws:
-            if message.type is WSMsgType.BINARY:
-                raise Rubbish(WSCloseCode.UNSUPPORTED_DATA, "binary messages are not understood")
-            if message.type is not WSMsgType.TEXT:
-                return  # closed for what the library refuses: not UTF-8, too large
-            said = read(message.data)
+        async for frame in self._ws:
+            if frame.type is WSMsgType.BINARY:
+                raise InvalidMessage(WSCloseCode.UNSUPPORTED_DATA, "binary messages are not understood")
+            if frame.type is not WSMsgType.TEXT:
+                return  # aiohttp has closed the connection: the message is not UTF-8, or too large
+            message = read(frame.data, max_values=self._max_values)
             await self._working.acquire()
-            task = self._group.create_task(self._work(said), name=f"socket {said.type}")
-            task.add_done_callback(lambda _: self._working.release())
+            self._begin(message)
 
-    async def _close(self, group: "ExceptionGroup[Rubbish]") -> None:
+    def _begin(self, message: ClientMessage) -> None:
+        """Start to carry out a message. Messages about the same request are carried out one after the other."""
+        before = None if message.id is None else self._latest.get(message.id)
+        task = self._group.create_task(self._work(message, before=before), name=f"socket {message.type}")
+        if message.id is not None:
+            self._latest[message.id] = task
+        task.add_done_callback(partial(self._end, message.id))
+
+    def _end(self, id: str | None, task: "asyncio.Task[None]") -> None:
+        self._working.release()
+        if id is not None and self._latest.get(id) is task:
+            del self._latest[id]
+
+    async def _close(self, group: "ExceptionGroup[InvalidMessage]") -> None:
         first = group.exceptions[0]
-        assert isinstance(first, Rubbish)
+        assert isinstance(first, InvalidMessage)
         await self._ws.close(code=first.code, message=first.reason.encode()[:120])
 
-    async def _work(self, said: Said) -> None:
+    async def _work(self, message: ClientMessage, *, before: "asyncio.Task[None] | None") -> None:
+        if before is not None:
+            await asyncio.wait([before])
         try:
-            match said.type:
+            match message.type:
                 case "submit":
-                    await self._submit(said)
+                    await self._submit(message)
                 case "subscribe":
-                    assert said.id is not None
-                    await self._requests.known(said.id, self._caller)
-                    await self._answer("subscribed", said)
-                    self._follow(said.id, after=said.after)
+                    assert message.id is not None
+                    await self._requests.known(message.id, self._caller)
+                    await self._answer("subscribed", message)
+                    self._follow(message.id, after=message.after)
                 case "unsubscribe":
-                    if (task := self._followed.pop(said.id or "", None)) is not None:
+                    if (task := self._followed.pop(message.id or "", None)) is not None:
                         task.cancel()
-                    await self._answer("unsubscribed", said)
+                    await self._answer("unsubscribed", message)
                 case "cancel":
-                    assert said.id is not None
-                    outcome = await self._requests.cancel(said.id, self._caller)
-                    await self._answer("cancelling", said, outcome=outcome)
+                    assert message.id is not None
+                    outcome = await self._requests.cancel(message.id, self._caller)
+                    await self._answer("cancelling", message, outcome=outcome)
         except (ApiError, LanekeeperError) as error:
-            await self._refuse(error, said.id, said.ref)
+            await self._refuse(error, message.id, message.ref)
 
-    async def _submit(self, said: Said) -> None:
-        headers = CIMultiDict(said.headers)
-        if said.id is not None:
-            headers[IDEMPOTENCY_KEY] = said.id
-        id, chose_id = request_id_of(headers)
-        await self._requests.submit(headers, said.body, self._caller, id=id, chose_id=chose_id)
+    async def _submit(self, message: ClientMessage) -> None:
+        headers = CIMultiDict(message.headers)
+        if message.id is not None:
+            headers[IDEMPOTENCY_KEY] = message.id
+        id, chose_id = submitted_id_of(headers)
+        await self._requests.submit(headers, message.body, self._caller, id=id, chose_id=chose_id)
         path = path_of(id)
-        await self._answer("submitted", said, id=id, status_url=path, events_url=f"{path}/events")
-        if said.subscribe:
+        await self._answer("submitted", message, id=id, status_url=path, events_url=f"{path}/events")
+        if message.subscribe:
             self._follow(id, after=0)
 
     def _follow(self, id: str, *, after: int) -> None:
-        """Raises ApiError. A request that is followed already is followed from the new number on."""
+        """Start to send the entries of a request, from the one after the number `after`. If this connection follows the
+        request already, it starts again there. Raises ApiError if it follows too many requests."""
         if (before := self._followed.pop(id, None)) is not None:
             before.cancel()
         if len(self._followed) >= FOLLOWED_AT_MOST:
@@ -166,33 +199,30 @@ class _Socket:
     async def _entries(self, id: str, after: int) -> None:
         try:
             async with (
-                self._looking.following(),
+                self._following.place(),
                 aclosing(self._following.entries(id, self._caller, after=after)) as entries,
             ):
                 begin = b'{"type": "entry", "id": %b, "number": ' % json.dumps(id).encode()
                 async for entry in entries:
-                    end = b'%d, "kind": "%b", "data": %b}' % (entry.number, entry.kind.encode(), entry.body)
-                    await self._send(begin + end)
+                    head = begin + b'%d, "kind": "%b", "data": ' % (entry.number, entry.kind.encode())
+                    if isinstance(entry, Entry):
+                        await self._ws.send_text(b"%b%b}" % (head, entry.body))
+                        continue
+                    async with self._answers.in_memory(entry.result) as result:
+                        await self._ws.send_large(b"%b%b%b%b}" % (head, entry.text, result, entry.end))
         except (ApiError, LanekeeperError) as error:
             await self._refuse(error, id, None)
 
-    async def _answer(self, type: str, said: Said, **fields: str) -> None:
-        told = {"type": type, "id": said.id, **fields} | ({} if said.ref is None else {"ref": said.ref})
-        await self._send(json.dumps(told).encode())
+    async def _answer(self, type: str, message: ClientMessage, **fields: str) -> None:
+        answer = {"type": type, "id": message.id, **fields} | ({} if message.ref is None else {"ref": message.ref})
+        await self._ws.send_text(json.dumps(answer).encode())
 
     async def _refuse(self, error: ApiError | LanekeeperError, id: str | None, ref: str | None) -> None:
         _, document, _ = problem_of(error, id)
-        told = {"type": "problem", "id": id, "problem": document} | ({} if ref is None else {"ref": ref})
-        await self._send(json.dumps(told).encode())
-
-    async def _send(self, text: bytes) -> None:
-        """Raises ConnectionError if the client has gone, or reads nothing."""
-        try:
-            async with asyncio.timeout(WRITE_WITHIN_S), self._writing:
-                await self._ws.send_frame(text, WSMsgType.TEXT)
-        except TimeoutError:
-            raise ConnectionResetError("the client reads nothing") from None
+        answer = {"type": "problem", "id": id, "problem": document} | ({} if ref is None else {"ref": ref})
+        await self._ws.send_text(json.dumps(answer).encode())
 
 
 class _Ended(Exception):
-    """The client closed the connection: what is done for it ends."""
+    """Raised in a WebSocket connection's task group when the client has closed the connection, to cancel all its
+    tasks."""

@@ -1,15 +1,16 @@
-"""A stream as the client gets it: the provider's events, in the order and with the words that they came in.
+"""Writes a stream for the client: the provider's events, unchanged and in their order.
 
-What comes first (`message_start`, the start of a block) is held until the first piece of the answer: if an attempt
-fails before that, the client hears nothing of it. After that, a failed attempt ends the stream with an `error` event,
-because a client cannot forget what it has read. `message_stop` is held until the outcome is stored.
+The first events (`message_start`, the start of a block) are held back until the first piece of the answer comes: if an
+attempt fails before that, the client does not notice. After that, a failed attempt ends the stream with an `error`
+event, because events that a client has read cannot be withdrawn. `message_stop` is held back until the outcome is
+stored.
 """
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
-from lanekeeper.replies import Final, Part
+from lanekeeper.replies import Part
 from service.gateway.problems import ApiError
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
@@ -21,7 +22,8 @@ _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "think
 
 
 class Forwarding:
-    """Turns the parts of an answer into what is written to the client, and notices when some are missing."""
+    """Turns the parts of a streamed answer into the Server-Sent Events to write to the HTTP client. It holds the first
+    events back until the answer's content begins, and notices when parts are missing."""
 
     def __init__(self) -> None:
         self._held: list[bytes] = []
@@ -32,14 +34,15 @@ class Forwarding:
         self._stop: bytes | None = None
 
     def part(self, part: Part) -> bytes:
-        """What to write now; may be nothing. Raises ApiError if the client would have to forget what it has."""
+        """Process one part. Returns the bytes to write to the client now; they may be empty. Raises ApiError if events
+        that the client already has are no longer valid."""
         if part.kind == "restart":
             self._start_over("an attempt failed in the middle of the answer, and another one has begun")
             self._next_seq = 1
             return b""
         if part.seq != self._next_seq and not self._has_gap:
             self._start_over("parts of the answer were lost")
-            self._has_gap = True  # the whole answer comes at the end
+            self._has_gap = True  # the whole answer is sent at the end, from the final reply
         self._next_seq = part.seq + 1
         if self._has_gap:
             return b""
@@ -47,24 +50,25 @@ class Forwarding:
         event = _event(kind, part.body)
         if kind == _LAST:
             self._stop = event
-            return self._released()
+            return self._release()
         self._held.append(event)
         self._held_bytes += len(event)
         if not self._has_begun and kind in _FIRST and self._held_bytes < _HELD_BYTES:
             return b""
-        return self._released()
+        return self._release()
 
-    def final(self, final: Final) -> bytes:
-        """The end of the stream; all of it, where no parts came: the answer was stored before. Raises ApiError."""
+    def end(self) -> bytes | None:
+        """The bytes that end the stream. None: no parts came, or some were lost before the client got any; the caller
+        then writes the whole stream from the final reply (`events_of`). Raises ApiError if parts were lost later."""
         if self._stop is not None and not self._has_gap:
             return self._stop
         self._start_over("parts of the answer were lost")
-        return b"".join(events_of(final.message))
+        return None
 
-    def _released(self) -> bytes:
+    def _release(self) -> bytes:
         self._has_begun = True
-        found, self._held = b"".join(self._held), []
-        return found
+        events, self._held = b"".join(self._held), []
+        return events
 
     def _start_over(self, why: str) -> None:
         if self._has_begun:
@@ -76,19 +80,20 @@ class Forwarding:
 
 
 def type_of(event: bytes) -> str:
-    """The type of an event. It mostly comes first, so that the event need not be parsed."""
+    """The `type` in the JSON of a provider's event. It usually comes first, and is then found without parsing the
+    JSON."""
     if event.startswith(_TYPE) and (end := event.find(b'"', len(_TYPE))) > 0 and b"\\" not in event[:end]:
         return event[len(_TYPE) : end].decode(errors="replace")
     return str(json.loads(event).get("type"))
 
 
 def error_event(error: ApiError, request_id: str) -> bytes:
-    """What ends a stream that cannot go on."""
+    """The Server-Sent Event `error`, with which a stream ends that cannot continue."""
     return b"event: error\ndata: %b\n\n" % error.body(request_id)
 
 
 def _event(kind: str, data: bytes) -> bytes:
-    if b"\n" in data or b"\r" in data:  # a line of its own would end the field
+    if b"\n" in data or b"\r" in data:  # a line break would end the `data` field
         data = json.dumps(json.loads(data), ensure_ascii=False).encode()
     if not kind.isidentifier():
         kind = "unknown"
@@ -96,22 +101,24 @@ def _event(kind: str, data: bytes) -> bytes:
 
 
 def events_of(message: dict[str, Any]) -> Iterator[bytes]:
-    """The events of a Message that is there already, each block in one piece."""
+    """The Server-Sent Events that stream a complete Message, as the provider would send them: one delta for the content
+    of each block."""
     blocks = message.get("content", [])
     ends = {"stop_reason": message.get("stop_reason"), "stop_sequence": message.get("stop_sequence")}
-    yield _made("message_start", message={**message, "content": [], **dict.fromkeys(ends)})
+    yield _new_event("message_start", message={**message, "content": [], **dict.fromkeys(ends)})
     for index, block in enumerate(blocks):
-        start, deltas = _taken_apart(block)
-        yield _made("content_block_start", index=index, content_block=start)
+        start, deltas = _split_block(block)
+        yield _new_event("content_block_start", index=index, content_block=start)
         for delta in deltas:
-            yield _made("content_block_delta", index=index, delta=delta)
-        yield _made("content_block_stop", index=index)
-    yield _made("message_delta", delta=ends, usage=message.get("usage") or {})
-    yield _made(_LAST)
+            yield _new_event("content_block_delta", index=index, delta=delta)
+        yield _new_event("content_block_stop", index=index)
+    yield _new_event("message_delta", delta=ends, usage=message.get("usage") or {})
+    yield _new_event(_LAST)
 
 
-def _taken_apart(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block as it starts, and what is added to it; a block of an unknown type starts whole."""
+def _split_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Split a content block of a Message into what its `content_block_start` event contains, and the deltas that
+    follow. A block of an unknown type is whole in its start event."""
     kind = block.get("type")
     if kind in ("tool_use", "server_tool_use"):
         piece = json.dumps(block.get("input", {}), ensure_ascii=False)
@@ -126,9 +133,9 @@ def _taken_apart(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, 
         deltas.append({"type": "signature_delta", "signature": block["signature"]})
     if citations := start.pop("citations", None):
         start["citations"] = []
-        deltas += [{"type": "citations_delta", "citation": each} for each in citations]
+        deltas += [{"type": "citations_delta", "citation": citation} for citation in citations]
     return start, deltas
 
 
-def _made(kind: str, **fields: Any) -> bytes:
+def _new_event(kind: str, **fields: Any) -> bytes:
     return _event(kind, json.dumps({"type": kind, **fields}, ensure_ascii=False).encode())

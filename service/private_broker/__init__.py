@@ -1,4 +1,4 @@
-"""A RabbitMQ of one's own for tests, `./dev` and the demo: from Docker, from an installed server, or installed.
+"""Starts a private RabbitMQ for tests, `./dev` and the demo: in Docker, or with an installed server.
 
-Start at `broker.py`. It imports nothing else of Lanekeeper.
+Start at `broker.py`. Of Lanekeeper, this folder imports only `lanekeeper.contract.problems`.
 """

@@ -5,9 +5,9 @@
         await broker.kill()      # SIGKILL, like a power cut
         await broker.start()     # the same data, ports and name
 
-It comes from Docker if an engine answers and an image can be had; else from an installed rabbitmq-server; else
-rabbitmq-server is installed (Debian, as root). It listens only on loopback, on free ports, with a generated password.
-A separate process owns it (`guard.py`), so that it is removed however our process ends.
+The broker runs in Docker if an engine answers and an image is available; else an installed rabbitmq-server is used;
+else rabbitmq-server is installed (on Debian, as root). It listens only on loopback, on free ports, with a generated
+password. A separate process owns the broker (`guard.py`), so that it is removed even if this process is killed.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def say_on_stderr(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PrivateBroker:
-    """A running private broker."""
+    """A private broker: a RabbitMQ that was started for a block of code, and is removed at its end."""
 
     amqp_url: str = field(repr=False)
     """The AMQP URL with user and password; the virtual host is `/`."""
@@ -43,7 +43,7 @@ class PrivateBroker:
     guard: "_Guard" = field(repr=False)
 
     async def kill(self) -> None:
-        """SIGKILL it, like a power cut. Raises BrokerUnreachable if its guard is gone."""
+        """Kill the broker with SIGKILL, like a power cut. Raises BrokerUnreachable if its guard has ended."""
         await asyncio.to_thread(self.guard.order, "kill")
 
     async def start(self) -> None:
@@ -55,9 +55,9 @@ class PrivateBroker:
 async def private_broker(
     *, sources: Sequence[str] = SOURCES, image: str | None = None, say: Say = say_on_stderr
 ) -> AsyncIterator[PrivateBroker]:
-    """A broker for as long as the block lasts. Raises BrokerUnreachable, which says what to install, if there is none.
+    """Run a broker inside the block. Raises BrokerUnreachable, which says what to install, if no source provides one.
 
-    `sources`: where it may come from, in this order. `image`: the Docker image to use. `say` is called, from another
+    `sources`: the sources to try, in this order. `image`: the Docker image to use. `say` is called, from another
     thread, with a text about each step that takes long.
     """
     guard = _Guard(sources, image)
@@ -66,24 +66,22 @@ async def private_broker(
         yield await asyncio.to_thread(guard.ready, say)
     finally:
         guard.release()
-        await _whatever_comes(asyncio.to_thread(guard.wait))
+        await _await_despite_cancellation(asyncio.to_thread(guard.wait))
 
 
 @contextmanager
-def guarded_broker(
-    *, sources: Sequence[str] = SOURCES, image: str | None = None, say: Say = say_on_stderr
-) -> Iterator[PrivateBroker]:
-    """`private_broker` for code without an event loop."""
+def guarded_broker(*, sources: Sequence[str] = SOURCES, image: str | None = None) -> Iterator[PrivateBroker]:
+    """Run a private broker inside the block, for code without an event loop (see `private_broker`)."""
     guard = _Guard(sources, image)
     try:
-        yield guard.ready(say)
+        yield guard.ready(say_on_stderr)
     finally:
         guard.release()
         guard.wait()
 
 
-async def _whatever_comes(ending: Any) -> None:
-    """Await `ending` to its end even if cancelled meanwhile; then raise the cancellation."""
+async def _await_despite_cancellation(ending: Any) -> None:
+    """Await `ending` until it is done, even if this task is cancelled meanwhile; raise the cancellation afterwards."""
     task = asyncio.ensure_future(ending)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -96,7 +94,8 @@ async def _whatever_comes(ending: Any) -> None:
 
 
 class _Guard:
-    """Our end of the guard's pipes. When we close it, or our process ends, the guard removes everything."""
+    """Starts the guard, the process that owns the private broker, and talks to it over pipes. When the pipe is closed,
+    or this process ends, the guard removes the broker."""
 
     def __init__(self, sources: Sequence[str], image: str | None) -> None:
         command = [sys.executable, "-m", "service.private_broker.guard", "--sources", ",".join(sources)]
@@ -105,7 +104,7 @@ class _Guard:
             command if image is None else [*command, "--image", image],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],  # here Python finds `service`, installed or not
+            cwd=Path(__file__).parents[2],  # from this folder Python can import `service`, even if it is not installed
             start_new_session=True,
         )
 

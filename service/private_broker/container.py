@@ -1,6 +1,7 @@
 """A broker in its own Docker container, on loopback ports.
 
-It uses Docker's command, not its API: nothing more to install, and the command handles contexts and rootless engines.
+This file uses Docker's command, not its API, so that no library has to be installed. The command also handles contexts
+and rootless engines.
 """
 
 import os
@@ -25,14 +26,15 @@ OFFICIAL = "rabbitmq:4.3-management"
 LOCAL = "debian-rabbitmq:4.3-management"
 """Built from Debian's packages if no registry can be reached: tests/support/rabbitmq-image."""
 LABEL = "org.lanekeeper.broker"
-"""On every container that is made here or for the tests; its value is the owner: host name and process id."""
+"""A label of every container that is created here or for the tests. Its value is the container's owner: host name and
+process id."""
 ANSWER_S = 10
 PULL_S = 300
 START_S = 60
 
 
 def engine_answers(steps: Steps) -> bool:
-    """Whether there is a Docker engine to talk to."""
+    """Whether Docker is installed and its engine answers."""
     if shutil.which("docker") is None:
         return False
     with suppress(Unavailable):
@@ -41,7 +43,8 @@ def engine_answers(steps: Steps) -> bool:
 
 
 def find_image(steps: Steps, *, official: str = OFFICIAL, local: str = LOCAL) -> str | None:
-    """A local image, or else the official one, pulled; None if neither can be had.
+    """The name of a RabbitMQ image that this machine has, else of the official one, which is pulled first. None if
+    neither is available.
 
     The manifest is requested before the image, so that a registry that does not answer is noticed within seconds.
     """
@@ -57,21 +60,21 @@ def find_image(steps: Steps, *, official: str = OFFICIAL, local: str = LOCAL) ->
 
 
 def owner() -> str:
-    """This process, as written in the label of its containers."""
+    """This process as the owner of its containers, `host:process id`: the value of their Docker label `LABEL`."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def sweep(steps: Steps) -> None:
-    """Remove containers whose owner was killed before it could. Only of owners on this machine, because several
-    machines can share an engine."""
+    """Remove broker containers whose owning process was killed before it could remove them. Only those of this machine
+    are removed, because several machines can share a Docker engine."""
     mine, _, _ = owner().rpartition(":")
     listed = steps.run(
         ["docker", "ps", "--all", f"--filter=label={LABEL}", f'--format={{{{.ID}}}} {{{{.Label "{LABEL}"}}}}'],
         within_s=ANSWER_S,
     )[1]
     for line in listed.splitlines():
-        identity, _, its = line.partition(" ")
-        host, _, process = its.rpartition(":")
+        identity, _, its_owner = line.partition(" ")
+        host, _, process = its_owner.rpartition(":")
         if host == mine and process.isdigit() and not _is_running(int(process)):
             steps.run(["docker", "rm", "--force", "--volumes", identity], within_s=START_S)
 
@@ -87,7 +90,8 @@ def _is_running(process: int) -> bool:
 
 
 class Container:
-    """One container. `folder` is only for this broker; its creator removes it. `configuration`: a rabbitmq.conf."""
+    """A private broker in a Docker container. `folder` is used by this broker only, and whoever created the folder
+    removes it. `configuration`: a rabbitmq.conf."""
 
     def __init__(self, folder: Path, *, image: str, steps: Steps, configuration: Path | None = None) -> None:
         self._image = image
@@ -97,7 +101,7 @@ class Container:
         self._created = False
         amqp, management = free_ports(2)
         self.access = Access(amqp_port=amqp, management_port=management)
-        self._settings = folder / "settings.env"  # a file, so that the password is in no list of processes
+        self._settings = folder / "settings.env"  # a file, so that lists of processes do not show the password
         self._settings.write_text(
             f"RABBITMQ_DEFAULT_USER={USER}\n"
             f"RABBITMQ_DEFAULT_PASS={self.access.password}\n"
@@ -105,15 +109,15 @@ class Container:
         )
 
     def start(self) -> str:
-        """Start, wait until it is ready, and return its version; after `kill` with the same data, ports and name.
-        Raises Unavailable."""
+        """Start the broker, wait until it is ready, and return its version. After `kill` it has the same data, ports
+        and name. Raises Unavailable."""
         command = ["docker", "start", self._name] if self._created else self._create()
-        # Uses new Steps, so that a request to leave does not interrupt the removal: otherwise a container might be
-        # created after it, and stay.
+        # With new Steps, a request to leave does not interrupt this command. Otherwise Docker might create the
+        # container after `remove` was called, and it would stay.
         self._created = True
-        code, said = Steps().run(command, within_s=START_S)
+        code, output = Steps().run(command, within_s=START_S)
         if code:
-            raise Unavailable(f"Docker did not start {self._image}: {said}")
+            raise Unavailable(f"Docker did not start {self._image}: {output}")
         for _ in self._steps.until(START_S):
             if version := version_if_ready(self.access):
                 return version
@@ -137,7 +141,7 @@ class Container:
             "--detach",
             "--pull=never",
             f"--name={self._name}",
-            f"--hostname={self._name}",  # is part of the node's name, and so of the path to its data
+            f"--hostname={self._name}",  # the host name is part of the node's name, and so of the path to its data
             f"--label={LABEL}={owner()}",
             f"--env-file={self._settings}",
             *published,

@@ -1,4 +1,4 @@
-"""Finds and ends all descendants of this process; on Linux, daemons too.
+"""Finds and kills all descendants of this process; on Linux, daemons as well.
 
 Erlang leaves processes behind (`epmd`, `erl_child_setup`, `inet_gethost`), each in its own session, so no process group
 contains them all. A "child subreaper" becomes the parent of all its orphaned descendants: then they can be found by
@@ -15,10 +15,11 @@ from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
+KILLED_WITHIN_S = 10.0
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all processes that a descendant leaves behind. Does nothing except on Linux."""
+    """Make this process the parent of all processes that its descendants leave behind. Does nothing except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -32,19 +33,19 @@ def descendants(root: int) -> list[int]:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(entry.name))
     found = list(children.get(root, ()))
-    for each in found:
-        found += children.get(each, ())
+    for process in found:
+        found += children.get(process, ())
     return found
 
 
-def kill_all(*, within_s: float = 10) -> None:
-    """Kill all descendants of this process, and wait until they are gone. Call `adopt_orphans` before."""
-    until = time.monotonic() + within_s
+def kill_all() -> None:
+    """Kill all descendants of this process, and wait until they have ended. Call `adopt_orphans` before."""
+    until = time.monotonic() + KILLED_WITHIN_S
     while (found := descendants(os.getpid())) and time.monotonic() < until:
-        for each in found:
+        for process in found:
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(each, signal.SIGKILL)
-            reap(each)
+                os.kill(process, signal.SIGKILL)
+            reap(process)
         time.sleep(0.01)  # polling: the kernel does not notify us when a grandchild becomes our child
 
 

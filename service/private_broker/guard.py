@@ -1,7 +1,8 @@
 """The guard: a process that owns the broker, and removes everything when its standard input closes.
 
-Its standard input is a pipe whose other end only its starter holds. So the pipe closes however the starter ends, and
-the guard still cleans up before it ends itself. It runs in its own session, where Ctrl-C does not reach it.
+Its standard input is a pipe, and only the process that started the guard holds the other end. So the pipe closes
+whenever that process ends, even if it is killed, and the guard then cleans up before it ends itself. It runs in its own
+session, where Ctrl-C does not reach it.
 
 Standard input: lines `kill` and `start`. Standard output: one JSON object a line: {"say": …} for steps that take long,
 {"ready": {…}} after the start, {"done": …} after a line was carried out, {"error": …} as the last line.
@@ -25,12 +26,12 @@ from service.private_broker.descendants import adopt_orphans, kill_all
 from service.private_broker.source import Leaving, Steps, TooSlow, Unavailable
 
 SOURCES = ("docker", "installed", "install")
-"""Where a broker may come from, in the order of trying."""
+"""All sources of brokers, in the order in which they are tried."""
 Server = container.Container | node.Node
 
 
 def report(**fields: object) -> None:
-    """Send fields to our starter. Raises Leaving if it has gone."""
+    """Send a JSON object with these fields to the process that started the guard. Raises Leaving if that has ended."""
     try:
         os.write(1, (json.dumps(fields) + "\n").encode())
     except BrokenPipeError:
@@ -39,7 +40,8 @@ def report(**fields: object) -> None:
 
 @dataclass(slots=True)
 class Guard:
-    """Finds a source, starts a server, carries out commands, removes everything."""
+    """Owns a private broker: starts it from the first of `sources` that can provide one (Docker or an installed
+    RabbitMQ), carries out the commands `kill` and `start`, and removes everything at the end."""
 
     sources: tuple[str, ...]
     image: str | None
@@ -50,7 +52,7 @@ class Guard:
 
     def run(self) -> None:
         try:
-            server, version = self._started()
+            server, version = self._start()
             access = server.access
             report(ready={"amqp_url": access.amqp_url, "management_url": access.management_url, "version": version})
             while (command := self.commands.get()) and not self.steps.leaving.is_set():
@@ -59,24 +61,25 @@ class Guard:
         finally:
             self.remove()
 
-    def _started(self) -> tuple[Server, str]:
-        why: list[str] = []
+    def _start(self) -> tuple[Server, str]:
+        """Start a broker from the first source that can provide one. Returns it and its version."""
+        problems: list[str] = []
         for source in self.sources:
             try:
-                return self._started_from(source)
+                return self._start_from(source)
             except Unavailable as error:
-                why.append(str(error))
-        raise Unavailable("\n".join([install.ADVICE, *why]))
+                problems.append(str(error))
+        raise Unavailable("\n".join([install.ADVICE, *problems]))
 
-    def _started_from(self, source: str) -> tuple[Server, str]:
-        for last in (False, False, True):
+    def _start_from(self, source: str) -> tuple[Server, str]:
+        for is_last_try in (False, False, True):
             self.server = self._make(source)
             try:
                 return self.server, self.server.start()
             except Unavailable as error:
                 self.remove()
                 # Tried again, because another process may have taken a port before the broker listened on it.
-                if last or isinstance(error, TooSlow):
+                if is_last_try or isinstance(error, TooSlow):
                     raise
         raise AssertionError("the last round returns or raises")
 
@@ -98,7 +101,7 @@ class Guard:
         return self.folders[-1]
 
     def remove(self) -> None:
-        """Remove whatever there is; may be called more than once."""
+        """Remove the broker, all descendant processes and all folders. It may be called more than once."""
         if self.server is not None:
             self.server.remove()
         self.server = None
@@ -117,7 +120,7 @@ def _listen(commands: queue.SimpleQueue[str], leave: Callable[[], None]) -> None
 
 
 def main() -> int:
-    """Guard one broker until standard input ends. Exit code 0; 1 if no broker could be had."""
+    """Guard one broker until standard input ends. Exit code 0; 1 if no source could provide a broker."""
     options = argparse.ArgumentParser()
     options.add_argument("--sources", default=",".join(SOURCES))
     options.add_argument("--image", help="the Docker image to take")
@@ -130,8 +133,8 @@ def main() -> int:
         steps.leaving.set()
         commands.put("")
 
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, leave)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
     threading.Thread(target=_listen, args=(commands, leave), name="lifeline", daemon=True).start()
     adopt_orphans()
     try:

@@ -13,7 +13,7 @@ POLICY = Path("/usr/sbin/policy-rc.d")
 """Debian runs it before a package's scripts start a service; exit code 101 forbids the start."""
 FORBID = "#!/bin/sh\n# made by Lanekeeper while it installs a package, removed afterwards\nexit 101\n"
 SERVICES = ("rabbitmq-server.service", "epmd.service", "epmd.socket")
-"""What the package rabbitmq-server would start at the next boot."""
+"""The services that the package rabbitmq-server would start at the next boot."""
 INSTALL_S = 600
 ADVICE = (
     "no broker to be had: set LANEKEEPER_AMQP_URL, or start Docker, or install RabbitMQ "
@@ -22,27 +22,28 @@ ADVICE = (
 
 
 def can_install() -> bool:
-    """Whether this is Debian or a derivative, and we are root."""
+    """Whether packages can be installed here: this process runs as root, on Debian or a derivative."""
     return os.geteuid() == 0 and Path("/etc/debian_version").exists() and shutil.which("apt-get") is not None
 
 
 def install(steps: Steps, package: str, *, services: Sequence[str] = ()) -> None:
-    """Install a package, and disable its `services` at the next boot too. Raises Unavailable with apt's output.
+    """Install a Debian package without starting its services, and disable those in `services` for the next boot. Raises
+    Unavailable with apt's output.
 
-    If it is interrupted, apt is told to stop, and stops in a consistent state: at once during the download, or after
-    the package's last step during the installation.
+    If this function is interrupted, apt gets SIGINT, and stops in a consistent state: at once during the download, or
+    after the package's last step during the installation.
     """
     if not can_install():
         raise Unavailable(f"{package} is not installed, and can be only by root on Debian")
     steps.say(f"installing {package} from Debian's packages (once)")
     command = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=120", "install", "-y", "--no-install-recommends", package]
     with _no_service_started():
-        code, said = _apt(steps, command)
+        code, output = _apt(steps, command)
         if code:  # the package lists may be missing or old
             _apt(steps, ["apt-get", "-q", "update"])
-            code, said = _apt(steps, command)
+            code, output = _apt(steps, command)
     if code:
-        raise Unavailable(f"apt-get could not install {package}:\n{said[-1500:]}")
+        raise Unavailable(f"apt-get could not install {package}:\n{output[-1500:]}")
     if services and shutil.which("systemctl"):
         steps.run(["systemctl", "disable", "--quiet", *services], within_s=30)
 

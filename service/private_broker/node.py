@@ -1,4 +1,5 @@
-"""A private node of an installed RabbitMQ, with its own folder, name, ports and epmd; never the system's node.
+"""Runs a private node of an installed RabbitMQ. It has its own folder, name, ports and epmd, so that the system's node
+is not affected.
 
 The server's script is run directly, not Debian's wrapper in /usr/sbin, which requires root and changes the user. Its
 whole environment is set here, so that no RABBITMQ_* variables of the user and no file in /etc have an effect.
@@ -33,7 +34,7 @@ LOG_TAIL_CHARS = 1500
 
 
 def installed() -> tuple[Path, Path] | None:
-    """RabbitMQ's server script and Erlang's epmd, or None if either is missing."""
+    """The paths of an installed RabbitMQ's server script and of Erlang's epmd; None if either is missing."""
     server = DEBIAN if os.access(DEBIAN, os.X_OK) else _which("rabbitmq-server")
     epmd = _which("epmd")
     return None if server is None or epmd is None else (server, epmd)
@@ -46,7 +47,8 @@ def _which(name: str) -> Path | None:
 
 
 class Node:
-    """One node. `folder` is only for it and holds all that it writes; its creator removes it."""
+    """A private broker that runs an installed RabbitMQ as a node of its own. `folder` contains all files that it
+    writes; whoever created the folder removes it."""
 
     def __init__(self, folder: Path, *, steps: Steps) -> None:
         programs = installed()
@@ -61,10 +63,11 @@ class Node:
         self._configure()
 
     def start(self) -> str:
-        """Start the node, as `Container.start` does; the error contains the end of the node's log."""
+        """Start the node, wait until it is ready, and return RabbitMQ's version. After `kill` it has the same data,
+        ports and name. Raises Unavailable with the end of the node's log."""
         environment = self._environment()
         epmd = [str(self._epmd), "-port", str(self._epmd_port), "-address", LOOPBACK]
-        # epmd runs in the foreground as our child: one that Erlang starts itself would stay for ever.
+        # epmd runs in the foreground as a child of this process. If Erlang started it, it would never end.
         self._processes = [self._run(epmd, environment), self._run([str(self._server)], environment)]
         for _ in self._steps.until(START_S):
             if self._processes[1].poll() is not None:
@@ -74,12 +77,12 @@ class Node:
         raise TooSlow(f"RabbitMQ was not ready within {START_S} s:\n{self._log_tail()}")
 
     def kill(self) -> None:
-        """End the node, as a power cut would, and the processes that it started; its data stays."""
-        for each in self._processes:
+        """Kill the node, like a power cut, and the processes that it started. Its data stays."""
+        for process in self._processes:
             with suppress(ProcessLookupError):
-                os.killpg(each.pid, signal.SIGKILL)
-        for each in self._processes:
-            each.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
         self._processes = []
         kill_all()
 

@@ -1,6 +1,7 @@
-"""What a source of brokers provides, and how its steps are run so that they can be interrupted at any moment.
+"""What the sources of brokers share: their errors, ports and passwords, and `Steps`, which runs commands that can be
+interrupted at any moment.
 
-A source is Docker (`container.py`) or an installed RabbitMQ (`node.py`). All of this runs in the guard (`guard.py`).
+A source is Docker (`container.py`) or an installed RabbitMQ (`node.py`). Both run in the guard (`guard.py`).
 """
 
 import base64
@@ -23,26 +24,26 @@ LOOPBACK = "127.0.0.1"
 USER = "lanekeeper"
 POLL_S = 0.05
 ERLANG_ARGUMENTS = "-rabbit dead_letter_worker_publisher_confirm_timeout 15000"
-"""A delayed message that its next queue did not take, because the queue was still starting, is tried again after 15 s
-instead of 180 s."""
+"""If a queue was still starting and did not accept a delayed message, RabbitMQ sends the message again after 15 s, not
+180 s."""
 FIXED_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class Leaving(Exception):
-    """The process that asked for the broker has gone, or does not need it any more."""
+    """The process that asked for the private broker has ended, or no longer needs it, so starting it is given up."""
 
 
 class Unavailable(Exception):
-    """This source cannot provide a broker; the text says why."""
+    """This source (Docker or an installed RabbitMQ) cannot provide a broker; the text says why."""
 
 
 class TooSlow(Unavailable):
-    """The source exceeded its time limit; another try would take as long."""
+    """A step of starting a broker exceeded its time limit; it is not tried again, because that would take as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Where the broker listens (only on loopback), and the password of its one user."""
+    """How to connect to a private broker: its ports on loopback, and the password of its only user."""
 
     amqp_port: int
     management_port: int
@@ -59,7 +60,8 @@ class Access:
 
 @dataclass(slots=True)
 class Steps:
-    """Runs commands and waits. Once `leaving` is set, every such call raises Leaving at once."""
+    """Runs shell commands and waits for conditions, for code that starts a broker. Once `leaving` is set, all methods
+    raise Leaving at once."""
 
     leaving: threading.Event = field(default_factory=threading.Event)
     say: Callable[[str], None] = lambda text: None
@@ -70,7 +72,7 @@ class Steps:
             raise Leaving
 
     def until(self, seconds: float) -> Iterator[None]:
-        """Yield for each round of a polling loop, for `seconds`: at once, then every 50 ms."""
+        """Let a caller poll for up to `seconds`: yield at once, and then every 50 ms."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.check()
@@ -110,15 +112,15 @@ class Steps:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on which nothing listens now. All are bound at the same time, so that they differ."""
+    """Find `count` different TCP ports on loopback on which nothing listens."""
     sockets = [socket.socket() for _ in range(count)]
     try:
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+        for listener in sockets:
+            listener.bind((LOOPBACK, 0))
+        return [int(listener.getsockname()[1]) for listener in sockets]
     finally:
-        for each in sockets:
-            each.close()
+        for listener in sockets:
+            listener.close()
 
 
 def version_if_ready(access: Access) -> str | None:

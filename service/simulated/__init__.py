@@ -1,4 +1,4 @@
 """A simulated Anthropic API, as a real HTTP server, with faults on request.
 
-Imported by `demo`, `cli` and tests.
+`demo`, `cli` and tests import this folder.
 """

@@ -12,7 +12,8 @@ from service.simulated.routes import Routes
 
 
 class SimulatedAPI:
-    """A simulated API on `host` and `port` (0: a free port, which stays the same after `stop` and `start`)."""
+    """A simulated Anthropic API: an HTTP server on `host` and `port` (0: a free port, which stays the same after `stop`
+    and `start`)."""
 
     def __init__(self, options: SimulatedOptions | None = None, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.host = host
@@ -37,16 +38,16 @@ class SimulatedAPI:
 
     @property
     def calls(self) -> Sequence[Call]:
-        """The latest calls, oldest first."""
+        """The latest calls that the API has received, oldest first."""
         return self._calls.latest
 
     @property
     def running(self) -> int:
-        """Calls that have not ended yet."""
+        """The number of calls that have not ended yet."""
         return self._calls.running
 
     def stats(self) -> dict[str, Any]:
-        """Counts by outcome and model, running and peak concurrency, tokens."""
+        """Counts of all calls: by outcome and by model, calls running now and at most at the same time, tokens."""
         return self._calls.stats()
 
     async def until(self, holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
@@ -55,7 +56,7 @@ class SimulatedAPI:
 
     async def start(self) -> None:
         server = web.Server(self._handle, request_factory=self._request, handler_cancellation=True, access_log=None)
-        # short, so that stopping does not wait for a stalled answer
+        # A short timeout, so that stopping does not wait for a stalled answer.
         self._runner = web.ServerRunner(server, shutdown_timeout=0.05)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port, backlog=1024, reuse_address=True)

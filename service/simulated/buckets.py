@@ -13,7 +13,8 @@ Seconds = Callable[[], float]
 
 
 class Bucket:
-    """Holds up to `capacity` tokens and regains `per_minute`. A settlement may take it below zero."""
+    """A token bucket for one rate limit. It holds up to `capacity` (requests or tokens), and is refilled evenly with
+    `per_minute`. Correcting an estimate may make its level negative."""
 
     def __init__(self, per_minute: int, *, burst_s: float, clock: Seconds) -> None:
         self.per_minute = per_minute
@@ -33,7 +34,8 @@ class Bucket:
         self._level = self.level() - amount
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until `amount` is available, 0 if it is; if it exceeds the capacity, until the bucket is full."""
+        """Seconds until `amount` is available; 0 if it is available now. For an amount above the capacity: until the
+        bucket is full."""
         missing = min(amount, self.capacity) - self.level()
         return 0.0 if missing <= 0 else missing / self._per_s
 
@@ -42,7 +44,7 @@ class Bucket:
 
 
 class Limits:
-    """The three buckets of one model class.
+    """The rate limits of one class of models: three token buckets, for requests, input tokens and output tokens.
 
     Input tokens are reserved by estimate when a call starts, and corrected when it ends. Output tokens are counted when
     the call ends, so a call may start while one output token is left.
@@ -51,13 +53,14 @@ class Limits:
     def __init__(
         self, *, requests: int, input_tokens: int, output_tokens: int, burst_s: float, clock: Seconds = time.monotonic
     ) -> None:
-        """Full buckets; amounts are per minute."""
+        """The limits are per minute. All buckets are full at first."""
         self.requests, self.input_tokens, self.output_tokens = (
-            Bucket(each, burst_s=burst_s, clock=clock) for each in (requests, input_tokens, output_tokens)
+            Bucket(per_minute, burst_s=burst_s, clock=clock) for per_minute in (requests, input_tokens, output_tokens)
         )
 
     def enter(self, input_tokens: int) -> None:
-        """Take one request and the estimated input. Raises `Refusal` (429, with `retry-after`) if a bucket is short."""
+        """Take one request and the call's estimated input tokens from the buckets. Raises `Refusal` (429, with
+        `retry-after`) if a bucket has too little."""
         for bucket, amount, what in (
             (self.requests, 1, "requests"),
             (self.input_tokens, input_tokens, "input tokens"),
@@ -80,10 +83,10 @@ class Limits:
         self.output_tokens.take(output_tokens)
 
     def headers(self) -> dict[str, str]:
-        """`anthropic-ratelimit-*`: remaining tokens rounded to thousands, `tokens-*` for the emptier of the two token
-        buckets, `reset` the moment when the bucket is full."""
+        """The response headers `anthropic-ratelimit-*`, as Anthropic sends them: remaining tokens rounded to thousands,
+        `tokens-*` for the emptier of the two token buckets, `reset`: when the bucket will be full."""
         now_s = time.time()
-        tokens = min(self.input_tokens, self.output_tokens, key=lambda each: each.level() / each.capacity)
+        tokens = min(self.input_tokens, self.output_tokens, key=lambda bucket: bucket.level() / bucket.capacity)
         found: dict[str, str] = {}
         for name, bucket, rounded_to in (
             ("requests", self.requests, 1),
@@ -101,5 +104,5 @@ class Limits:
 
 @lru_cache(maxsize=16)
 def _rfc3339(second: int) -> str:
-    # cached: most resets fall into the same second, and formatting a date costs more than the rest of a header
+    # Cached, because most resets fall into the same second, and formatting a date is the most expensive part.
     return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

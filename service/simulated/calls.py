@@ -14,7 +14,8 @@ _PROMPT_KEPT = 200
 
 @dataclass(slots=True)
 class Call:
-    """One call to `POST /v1/messages`. `outcome` is `running` until it ends, then `ok`, a fault's name or similar."""
+    """The record of one call to the simulated `POST /v1/messages`. `outcome` is `running` until the call ends, then
+    `ok` or a short name for its error."""
 
     started_s: float
     """`time.monotonic()` of its arrival."""
@@ -35,7 +36,7 @@ class Call:
 
 
 class Calls:
-    """The latest calls, and counts of all; its size stays bounded however many calls there are."""
+    """The simulated API's record of its calls: the latest `keep` calls, and counts of all."""
 
     def __init__(self, keep: int) -> None:
         self.latest: deque[Call] = deque(maxlen=keep)
@@ -79,7 +80,7 @@ class Calls:
         self.outcomes[outcome] += 1
         self._notify()
 
-    def settled(self, *, model: str, input_tokens: int, output_tokens: int) -> None:
+    def count_usage(self, *, model: str, input_tokens: int, output_tokens: int) -> None:
         self.models[model] += 1
         self.input_tokens += input_tokens
         self.output_tokens += output_tokens
@@ -97,7 +98,7 @@ class Calls:
             self._waiting.discard(changed)
 
     def stats(self) -> dict[str, Any]:
-        """The answer of `GET /simulated/stats`."""
+        """The JSON answer of `GET /simulated/stats`: counts of all calls."""
         return {
             "calls": self.total,
             "running": self.running,

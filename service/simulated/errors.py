@@ -20,7 +20,7 @@ TYPES: Mapping[int, str] = {
 
 
 class Refusal(Exception):
-    """The call is answered with an error. `outcome` is its name in the statistics."""
+    """The simulated API answers a call with an error. `outcome`: the error's name in the API's statistics."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Refusal(Exception):
 
 
 def error_body(type: str, message: str, *, request_id: str, details: Mapping[str, Any] | None = None) -> bytes:
-    """The JSON of an error, for a body or for the data of an `error` event."""
+    """The JSON of an error in Anthropic's format, for a response's body or for an `error` event of a stream."""
     error: dict[str, Any] = {"type": type, "message": message}
     if details is not None:
         error["details"] = details
@@ -51,5 +51,5 @@ def error_body(type: str, message: str, *, request_id: str, details: Mapping[str
 
 
 def invalid(message: str) -> Refusal:
-    """The 400 for an invalid request."""
+    """The error 400 for an invalid request."""
     return Refusal(400, message, outcome="invalid")

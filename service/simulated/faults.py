@@ -1,4 +1,5 @@
-"""Faults on request: which there are, how a prompt or an option asks for one, and which of several comes next.
+"""Faults on request: lists them, reads them from prompts and options, and chooses which one hits a call
+(docs/simulated.md).
 
 Markers in the last user message:
 
@@ -66,7 +67,8 @@ _PROMPTS_COUNTED: Final = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault. `times`: how many calls with the same prompt it hits; None: all."""
+    """A fault that the simulated API produces on request, such as `overloaded`. `times`: how many calls with the same
+    prompt it hits; None: all."""
 
     name: str
     times: int | None = None
@@ -76,24 +78,24 @@ class Fault:
     at: str | None = None
 
     def refusal(self) -> Refusal | None:
-        """The fault's error answer; None if it breaks the transfer or the answer instead."""
+        """The HTTP error that this fault answers; None if the fault breaks the transfer or the answer instead."""
         if self.name not in REFUSED:
             return None
         status, message = REFUSED[self.name]
         code = _ERROR_CODES.get(self.name)
-        told = self.retry_after or _RETRY_AFTER.get(self.name, "none")
+        retry_after = self.retry_after or _RETRY_AFTER.get(self.name, "none")
         return Refusal(
             status,
             message,
             outcome=self.name,
             details={"error_code": code} if code else None,
-            headers={} if told == "none" else {"retry-after": told},
+            headers={} if retry_after == "none" else {"retry-after": retry_after},
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What the markers of one prompt ask for."""
+    """What the markers in one prompt ask the simulated API to do, such as `[[fault: overloaded x1]]`."""
 
     faults: tuple[Fault, ...] = ()
     latency_s: float | None = None
@@ -104,7 +106,8 @@ NO_SCRIPT: Final = Script()
 
 
 class Faults:
-    """Decides which fault hits a call. Counts the calls of the last 100,000 prompts with fault markers."""
+    """Decides which fault hits a call to the simulated API: those that markers in its prompt ask for, or random ones
+    with the given `ratios`. It counts the calls of the last 100,000 prompts with markers."""
 
     def __init__(self, ratios: Mapping[str, float], *, seed: int) -> None:
         if not all(0 <= share <= 1 for share in ratios.values()) or sum(ratios.values()) > 1 + 1e-9:
@@ -139,7 +142,8 @@ class Faults:
 
 
 def parse_script(prompt: str) -> Script:
-    """The markers in a prompt. Raises `Refusal` (400) for one that cannot be read."""
+    """Read the markers in a prompt, such as `[[fault: overloaded x1]]`. Raises `Refusal` (400) for a marker that cannot
+    be read."""
     if "[[" not in prompt:
         return NO_SCRIPT
     faults: list[Fault] = []
@@ -160,7 +164,7 @@ def parse_script(prompt: str) -> Script:
 
 
 def parse_fault(text: str) -> Fault:
-    """A fault from its text, such as `overloaded retry_after=2 x1`. Raises `ValueError` that names what is allowed."""
+    """Read a fault from text such as `overloaded retry_after=2 x1`. Raises `ValueError` that names what is allowed."""
     name, *words = text.split() or [""]
     if name not in REFUSED and name not in BROKEN:
         raise ValueError(f"no fault {name!r}; there are {', '.join([*REFUSED, *BROKEN])}")
@@ -190,9 +194,9 @@ def parse_share(text: str) -> tuple[str, float]:
     """Read an option NAME=SHARE, such as `overloaded=0.3` or `rate_limited retry_after=2=0.1`: a fault and the share of
     calls that it hits. Raises `ValueError` that names what is allowed.
     """
-    fault, equals, said = text.rpartition("=")
+    fault, equals, share_text = text.rpartition("=")
     try:
-        share = float(said)
+        share = float(share_text)
     except ValueError:
         share = -1.0
     if not equals or not 0 <= share <= 1:

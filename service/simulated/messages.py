@@ -1,4 +1,5 @@
-"""Requests to the simulated model, and its answers. It echoes the prompt, so that each answer shows its request."""
+"""Reads requests to the simulated model, and makes its answers. The model echoes the prompt, so that each answer shows
+to which request it belongs."""
 
 import json
 import math
@@ -14,7 +15,7 @@ _FILLING: Final = " and so on"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The parts of a Messages API request that the simulated model reads."""
+    """A checked Messages request to the simulated API, with the parts that the simulated model uses."""
 
     model: str
     max_tokens: int
@@ -32,7 +33,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The content of an answer and why it ended."""
+    """The simulated model's answer: its content blocks, and why it ended."""
 
     blocks: tuple[dict[str, Any], ...]
     stop_reason: str
@@ -40,7 +41,8 @@ class Answer:
 
 
 def read(body: bytes, *, counting: bool = False) -> Asked:
-    """Read and check a request. `counting`: for count_tokens, which needs no max_tokens. Raises `Refusal` (400)."""
+    """Parse and check the JSON body of a Messages request. `counting`: it is one of `count_tokens`, which needs no
+    `max_tokens`. Raises `Refusal` (400)."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -75,7 +77,8 @@ def read(body: bytes, *, counting: bool = False) -> Asked:
 
 
 def answer(asked: Asked, *, output_tokens: int | None) -> Answer:
-    """The model's answer: `echo: ` and the last user text, filled up to `output_tokens` and cut at `max_tokens`."""
+    """Make the simulated model's answer: `echo: ` and the last user text, filled up to `output_tokens` and cut at
+    `max_tokens`; if the request has a tool, a call of that tool."""
     blocks: list[dict[str, Any]] = []
     if asked.thinking:
         blocks.append({"type": "thinking", "thinking": f"They said: {asked.prompt[:200]}", "signature": "c2ltdWxhdGVk"})
@@ -104,17 +107,17 @@ def answer(asked: Asked, *, output_tokens: int | None) -> Answer:
     )
 
 
-def message(asked: Asked, said: Answer, *, id: str) -> dict[str, Any]:
-    """The answer as an Anthropic Message."""
+def message(asked: Asked, reply: Answer, *, id: str) -> dict[str, Any]:
+    """The simulated answer (`reply`) to a request (`asked`) as the JSON of an Anthropic Message."""
     return {
         "id": id,
         "type": "message",
         "role": "assistant",
         "model": asked.model,
-        "content": list(said.blocks),
-        "stop_reason": said.stop_reason,
+        "content": list(reply.blocks),
+        "stop_reason": reply.stop_reason,
         "stop_sequence": None,
-        "usage": usage(asked.input_tokens, said.output_tokens),
+        "usage": usage(asked.input_tokens, reply.output_tokens),
     }
 
 
@@ -137,12 +140,12 @@ def tokens_of(characters: int) -> int:
 def _last_user_message(messages: Any) -> dict[str, Any]:
     if not isinstance(messages, list) or not messages:
         raise invalid("messages: at least one message is required")
-    for index, each in enumerate(messages):
-        if not isinstance(each, dict) or each.get("role") not in ("user", "assistant"):
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
             raise invalid(f"messages.{index}.role: Input should be 'user' or 'assistant'")
-        if not isinstance(each.get("content"), (str, list)):
+        if not isinstance(message.get("content"), (str, list)):
             raise invalid(f"messages.{index}.content: Input should be a valid string or list")
-    found: dict[str, Any] | None = next((each for each in reversed(messages) if each["role"] == "user"), None)
+    found: dict[str, Any] | None = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if found is None:
         raise invalid("messages: the first message must use the user role")
     return found

@@ -1,4 +1,4 @@
-"""The models that the simulated API knows, and the classes that share a rate limit."""
+"""The models that the simulated API knows, and their classes: models of one class share a rate limit."""
 
 from typing import Any, Final
 
@@ -28,12 +28,13 @@ LINES: Final = ("fable", "mythos", "opus", "sonnet", "haiku")
 
 
 def limit_class(model: str) -> str:
-    """The class whose buckets a model uses: its line, or `other` if the name contains none."""
+    """The class of models that share one rate limit with this model: `opus`, `sonnet`, … by a word in its name, or
+    `other`."""
     return next((line for line in LINES if line in model), "other")
 
 
 def info(model: str) -> dict[str, Any]:
-    """The answer of `GET /v1/models/{id}`."""
+    """The JSON answer of the simulated `GET /v1/models/{id}`."""
     return {
         "type": "model",
         "id": model,
@@ -48,7 +49,7 @@ def info(model: str) -> dict[str, Any]:
 
 
 def page(models: list[str]) -> dict[str, Any]:
-    """The answer of `GET /v1/models`: everything on one page."""
+    """The JSON answer of the simulated `GET /v1/models`: all models on one page."""
     return {
         "data": [info(model) for model in models],
         "has_more": False,
@@ -58,5 +59,5 @@ def page(models: list[str]) -> dict[str, Any]:
 
 
 def unknown(model: str) -> Refusal:
-    """The 404 for an unknown model."""
+    """The error 404 for an unknown model."""
     return Refusal(404, f"model: {model[:100]}", outcome="unknown_model")

@@ -19,13 +19,14 @@ class SimulatedOptions:
     output_tokens: int | None = None
     """Length of every answer (the echo, then filler words); None: only the echo."""
     stream_deltas: int = 8
-    """Into how many pieces a streamed block is cut, if it is long enough."""
+    """The number of pieces into which a block is cut in a stream, if it is long enough."""
     requests_per_minute: int = 1_000_000
     input_tokens_per_minute: int = 1_000_000_000
     output_tokens_per_minute: int = 1_000_000_000
     """The three limits apply to each model class separately (`models.limit_class`)."""
     burst_s: float = 60.0
-    """How many seconds' worth of the limit a bucket holds: 1 enforces 60 a minute as 1 a second, as Anthropic may."""
+    """The size of a bucket, as seconds of its limit. With 1, a limit of 60 a minute is enforced as 1 a second, which
+    Anthropic may do as well."""
     faults: Mapping[str, float] = field(default_factory=dict)
     """Random faults: each fault, written as in a marker (`faults.py`), and the share of calls that it hits, 0 to 1."""
     seed: int = 0

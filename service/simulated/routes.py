@@ -1,5 +1,5 @@
-"""The answers at each path. `_messages` and `_answer` show the steps of a call to `POST /v1/messages`:
-key and version, request, model, fault, limits, time, answer.
+"""Answers the calls to each path. `_messages` and `_answer` contain the steps of a call to `POST /v1/messages`: check
+key, version, request and model; choose a fault; apply the limits; wait; answer.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _SLOW_FIRST_BYTE_S = 10.0
 
 
 class Routes:
-    """Answers requests as its options say, and records the calls."""
+    """Handles the HTTP calls to the simulated API: answers them as the options say, and records them in `calls`."""
 
     def __init__(self, options: SimulatedOptions, calls: Calls) -> None:
         self.options = options
@@ -83,27 +83,29 @@ class Routes:
         headers = self._headers(request_id, asked.model)
         if fault is not None and fault.name == "html":
             return sending.html(headers)
-        said = messages.answer(asked, output_tokens=self.options.output_tokens)
+        reply = messages.answer(asked, output_tokens=self.options.output_tokens)
         id = f"msg_{request_id[4:]}"
         try:
             if asked.stream:
-                events = streaming.events(asked, said, id=id, deltas=self.options.stream_deltas)
-                pause_s = self._duration_s(asked, said) / len(events)
+                events = streaming.events(asked, reply, id=id, deltas=self.options.stream_deltas)
+                pause_s = self._duration_s(asked, reply) / len(events)
                 return await sending.send_stream(
                     request, events, headers=headers, pause_s=pause_s, fault=fault, request_id=request_id
                 )
-            if (duration_s := self._duration_s(asked, said)) > 0:
+            if (duration_s := self._duration_s(asked, reply)) > 0:
                 await asyncio.sleep(duration_s)
-            body = json.dumps(messages.message(asked, said, id=id)).encode()
+            body = json.dumps(messages.message(asked, reply, id=id)).encode()
             return await sending.send_message(request, body, headers=headers, fault=fault)
         finally:
-            limits.settle(input_tokens=asked.input_tokens - asked.estimated_tokens, output_tokens=said.output_tokens)
-            self._calls.settled(model=asked.model, input_tokens=asked.input_tokens, output_tokens=said.output_tokens)
+            limits.settle(input_tokens=asked.input_tokens - asked.estimated_tokens, output_tokens=reply.output_tokens)
+            self._calls.count_usage(
+                model=asked.model, input_tokens=asked.input_tokens, output_tokens=reply.output_tokens
+            )
 
-    def _duration_s(self, asked: messages.Asked, said: messages.Answer) -> float:
+    def _duration_s(self, asked: messages.Asked, reply: messages.Answer) -> float:
         if asked.script.latency_s is not None:
             return asked.script.latency_s
-        writing_s = said.output_tokens / self.options.tokens_per_s if self.options.tokens_per_s else 0.0
+        writing_s = reply.output_tokens / self.options.tokens_per_s if self.options.tokens_per_s else 0.0
         return self.options.latency_ms / 1000 + writing_s
 
     def _authorise(self, request: web.BaseRequest) -> None:
@@ -160,7 +162,8 @@ class Routes:
 
 
 async def _before_answering(request: web.BaseRequest, asked: messages.Asked, fault: Fault) -> None:
-    """Carry out faults that come before the first byte of the answer. Raises `Refusal` for an error answer."""
+    """Carry out a fault that acts before the first byte of the answer: an error answer (raised as `Refusal`), a pause,
+    or a reset. Other faults act later."""
     if (refusal := fault.refusal()) is not None:
         raise refusal
     match fault.name:

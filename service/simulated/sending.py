@@ -18,14 +18,14 @@ _HTML = b"<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gat
 
 
 def html(headers: Mapping[str, str]) -> web.Response:
-    """The answer of a proxy that cannot reach the API."""
+    """The error 502 in HTML that a proxy in front of the API answers if it cannot reach it."""
     return web.Response(status=502, body=_HTML, headers={**headers, "content-type": "text/html"})
 
 
 async def send_message(
     request: web.BaseRequest, message: bytes, *, headers: Mapping[str, str], fault: Fault | None
 ) -> web.StreamResponse:
-    """Send a Message that is not streamed."""
+    """Send the simulated answer (`message`: its JSON) as one body, not as a stream. `fault`: how to spoil it."""
     headers = {**headers, "content-type": "application/json"}
     match fault.name if fault else "":
         case "broken_json":
@@ -54,7 +54,8 @@ async def send_stream(
     fault: Fault | None,
     request_id: str,
 ) -> web.StreamResponse:
-    """Send a stream of events, with a pause of `pause_s` before each."""
+    """Send the simulated answer as a stream of events, with a pause of `pause_s` before each. `fault`: how to spoil
+    it."""
     headers = {**headers, "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
     events = list(events)
     half = max(1, len(events) // 2)
@@ -76,17 +77,17 @@ async def send_stream(
 
 
 async def reset(request: web.BaseRequest) -> NoReturn:
-    """End the connection with a TCP reset."""
+    """End a client's connection with a TCP reset."""
     if request.transport is not None:
         connection: socket.socket = request.transport.get_extra_info("socket")
-        # a linger time of zero makes closing send RST
+        # With a linger time of zero, closing the socket sends RST.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         request.transport.abort()
     _break_off()
 
 
 async def hang() -> NoReturn:
-    """Send nothing until the client has gone."""
+    """Send nothing until the client has disconnected, to simulate an API that hangs."""
     await asyncio.sleep(_FOREVER_S)
     _break_off()
 
@@ -134,5 +135,5 @@ async def _send(
 
 
 def _break_off() -> NoReturn:
-    # when a handler is cancelled, aiohttp's server closes the connection at once
+    # When a handler is cancelled, aiohttp's server closes the connection at once.
     raise asyncio.CancelledError

@@ -9,8 +9,9 @@ from service.simulated.messages import Answer, Asked, usage
 PIECES = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 
 
-def events(asked: Asked, said: Answer, *, id: str, deltas: int) -> list[bytes]:
-    """The events of a whole stream as bytes; each block is cut into up to `deltas` pieces."""
+def events(asked: Asked, reply: Answer, *, id: str, deltas: int) -> list[bytes]:
+    """The Server-Sent Events that stream an answer as Anthropic does, as bytes. Each content block is cut into up to
+    `deltas` pieces."""
     found = [
         event(
             "message_start",
@@ -26,13 +27,13 @@ def events(asked: Asked, said: Answer, *, id: str, deltas: int) -> list[bytes]:
             },
         )
     ]
-    for index, block in enumerate(said.blocks):
+    for index, block in enumerate(reply.blocks):
         found.extend(_block(index, block, deltas=deltas))
     found.append(
         event(
             "message_delta",
-            delta={"stop_reason": said.stop_reason, "stop_sequence": None},
-            usage={"output_tokens": said.output_tokens},
+            delta={"stop_reason": reply.stop_reason, "stop_sequence": None},
+            usage={"output_tokens": reply.output_tokens},
         )
     )
     found.append(event("message_stop"))
@@ -40,7 +41,7 @@ def events(asked: Asked, said: Answer, *, id: str, deltas: int) -> list[bytes]:
 
 
 def event(type: str, **fields: Any) -> bytes:
-    """One event of the stream as bytes."""
+    """One Server-Sent Event of Anthropic's stream format, as bytes."""
     return b"event: %b\ndata: %b\n\n" % (type.encode(), json.dumps({"type": type, **fields}).encode())
 
 

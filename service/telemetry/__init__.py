@@ -1,4 +1,4 @@
-"""Logs and traces on their way out of the process, and what is taken out of them before.
+"""Writes logs and sends traces, after secrets and content were removed from them.
 
-Imported by everything in `service`; imports nothing of it.
+All folders of `service` may import this one; it imports none of them.
 """

@@ -1,4 +1,4 @@
-"""Sets up logs and traces of one process from a spec. Spans are sent by OTLP over HTTP if an endpoint is given.
+"""Sets up logs and traces of one process. Spans are sent by OTLP over HTTP if a URL is given.
 
 The SDK itself reads all other `OTEL_*` variables (sampler, headers, limits, resource attributes, OTEL_SDK_DISABLED).
 """
@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final, TextIO
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -21,56 +20,41 @@ from lanekeeper.telemetry.logs import logger
 from service.telemetry import logs
 
 FLUSH_S: Final = 2.5
+"""How long sending the last spans may take when the process ends."""
 log = logger()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TelemetrySpec:
-    """What a process logs and traces, and where it is sent."""
-
-    service_name: str = "lanekeeper"
-    log_level: str = "INFO"
-    log_format: logs.Format = "auto"
-    """auto: columns on a terminal, else JSON lines."""
-    log_content: bool = False
-    """Also log texts of exceptions and fields that may quote prompts and answers. Spans never contain them."""
-    otlp_endpoint: str | None = None
-    """Base URL of a collector (`http://localhost:4318`); spans go to `/v1/traces` under it."""
-    otlp_traces_endpoint: str | None = None
-    """The full URL for spans; overrides `otlp_endpoint`."""
-
-    @property
-    def traces_url(self) -> str | None:
-        """The URL to which spans are sent; None: none are sent."""
-        if self.otlp_traces_endpoint or not self.otlp_endpoint:
-            return self.otlp_traces_endpoint or None
-        return self.otlp_endpoint.rstrip("/") + "/v1/traces"
-
-
 @contextmanager
-def running(spec: TelemetrySpec, *, stream: TextIO | None = None) -> Iterator[TracerProvider | None]:
-    """Logs and traces for as long as the block lasts; yields the provider for `Tracing`, None if no spans are sent.
+def running(
+    *,
+    traces_url: str | None,
+    service_name: str = "lanekeeper",
+    log_level: str = "INFO",
+    log_format: logs.Format = "auto",
+    log_content: bool = False,
+    stream: TextIO | None = None,
+) -> Iterator[TracerProvider | None]:
+    """Write logs and send traces inside the block. Yields the provider for `Tracing`, or None if no spans are sent.
 
-    The provider is not made the global one, so that two in one process (tests, an application that embeds us) do not
-    affect each other. Leaving takes about `FLUSH_S` at most, even if the endpoint does not answer.
+    `log_content`: the log may quote prompts and answers, in texts of exceptions and in fields. Spans never do.
+
+    The provider is not made OpenTelemetry's global one, so that two of them in one process (in tests, or beside an
+    application's own) do not affect each other. Leaving the block takes about `FLUSH_S` at most, even if the endpoint
+    does not answer.
     """
-    with logs.written(
-        service=spec.service_name,
-        level=spec.log_level,
-        format=spec.log_format,
-        with_content=spec.log_content,
-        stream=stream,
+    with logs.configured(
+        service=service_name, level=log_level, format=log_format, with_content=log_content, stream=stream
     ):
-        if spec.traces_url is None:
+        if traces_url is None:
             yield None
             return
-        with exporting(spec.traces_url, service_name=spec.service_name) as provider:
+        with exporting(traces_url, service_name=service_name) as provider:
             yield provider
 
 
 @contextmanager
 def exporting(url: str, *, service_name: str) -> Iterator[TracerProvider]:
-    """Send spans to `url` for as long as the block lasts."""
+    """Send spans over OTLP to `url` inside the block. Yields the tracer provider that receives them."""
     exporter = OTLPSpanExporter(endpoint=url)
     # The queue is bounded (OTEL_BSP_MAX_QUEUE_SIZE, 2048 spans): further spans are dropped, so nothing blocks.
     provider = TracerProvider(resource=_resource(service_name), shutdown_on_exit=False)
@@ -90,7 +74,8 @@ def exporting(url: str, *, service_name: str) -> Iterator[TracerProvider]:
 
 
 def _resource(service_name: str) -> Resource:
-    """The sender of the spans. OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES override `service_name`."""
+    """The OpenTelemetry resource (service name, host and process) that spans name as their origin. The variables
+    OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override `service_name`."""
     found = Resource.create({SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{os.getpid()}"})
     if str(found.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):
         found = found.merge(Resource({SERVICE_NAME: service_name}))

@@ -1,7 +1,7 @@
 """Logs: events with fields on standard error, as JSON lines, or as columns on a terminal.
 
-Standard output is only for what a command prints. Messages that libraries write with `logging` become one kind of
-event; only from WARNING up, because below that some libraries log whole requests.
+Standard output is only for the output of commands. Messages that libraries write with `logging` become events of one
+name. Only messages from WARNING up are logged, because below that level some libraries log whole requests.
 """
 
 import logging
@@ -22,16 +22,18 @@ from service.telemetry import redaction
 
 Format = Literal["auto", "json", "console"]
 _FRAMES: Final = 12
+"""How many stack frames of each exception are logged."""
 _SELDOM_S: Final = 60.0
+"""The least time between two events about spans that could not be sent."""
 
 
 @contextmanager
-def written(
+def configured(
     *, service: str, level: str, format: Format = "auto", with_content: bool = False, stream: TextIO | None = None
 ) -> Iterator[None]:
-    """Write logs to `stream` (None: standard error) for as long as the block lasts; then restore what was before.
+    """Write logs to `stream` (None: standard error) inside the block; then restore the previous configuration.
 
-    `level` is one of logging's names; it applies only to our own events.
+    `level` is one of logging's names. It applies to Lanekeeper's events, not to messages of libraries.
     """
     out = sys.stderr if stream is None else stream
     console = format == "console" or (format == "auto" and out.isatty())
@@ -46,8 +48,8 @@ def written(
     used_before = loggers.use(structlog.get_logger().bind())
     libraries = _Libraries()
     root = logging.getLogger()
-    # Inside another such block, the outer block's handler is there and uses the current configuration.
-    added = not any(isinstance(each, _Libraries) for each in root.handlers)
+    # If this block is inside another one, the outer block has added the handler, which uses the current configuration.
+    added = not any(isinstance(handler, _Libraries) for handler in root.handlers)
     if added:
         root.addHandler(libraries)
     try:
@@ -78,7 +80,7 @@ def _processors(service: str, *, console: bool, colours: bool, with_content: boo
     def redact(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
         return redaction.fields(event, with_content=with_content)
 
-    def below(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    def join_lines(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
         if "exception" in event:
             event["exception"] = "\n".join(event["exception"])
         return event
@@ -90,26 +92,30 @@ def _processors(service: str, *, console: bool, colours: bool, with_content: boo
         explain,
     ]
     if console:
-        return [*shared, redact, below, structlog.dev.ConsoleRenderer(colors=colours, sort_keys=False)]
+        return [*shared, redact, join_lines, structlog.dev.ConsoleRenderer(colors=colours, sort_keys=False)]
     return [*shared, order, redact, structlog.processors.JSONRenderer()]
 
 
 def explained(error: BaseException, *, with_content: bool = False) -> list[str]:
-    """An exception and its causes, innermost call last, without source lines or local variables.
+    """Describe an exception and its causes in lines for a log event: types, and calls (the innermost last), without
+    source lines or local variables.
 
-    Only the texts of our own and the system's errors are kept; others (a KeyError, a validator) may quote content.
+    Only the texts of LanekeeperErrors and OSErrors are included, because the text of others (a KeyError, a validator's
+    error) may quote content.
     """
     lines: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(lines) < 4 * _FRAMES:
-        lines.append(f"{type(cause).__module__}.{type(cause).__qualname__}{_said(cause, with_content=with_content)}")
+        lines.append(f"{type(cause).__module__}.{type(cause).__qualname__}{_text_of(cause, with_content=with_content)}")
         frames = traceback.extract_tb(cause.__traceback__, limit=-_FRAMES)
         lines += [f"  {frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return lines
 
 
-def _said(error: BaseException, *, with_content: bool) -> str:
+def _text_of(error: BaseException, *, with_content: bool) -> str:
+    """The error's text after `: `, for a log line; empty if the text may quote a prompt or an answer, and
+    `with_content` is false."""
     if with_content:
         return f": {error}"
     if (brief := getattr(error, "brief", None)) is not None:
@@ -126,7 +132,8 @@ def _error_of(exc_info: Any) -> BaseException | None:
 
 
 class _Libraries(logging.Handler):
-    """Turns each log message of a library into an event; messages of the span exporter at most once a minute."""
+    """Turns each log message of a library into an event. Messages of the span exporter become at most one event a
+    minute."""
 
     def __init__(self) -> None:
         super().__init__(level=logging.WARNING)
@@ -136,25 +143,25 @@ class _Libraries(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            # Only the first line: in the further lines asyncio quotes a task and its exception.
-            said = record.getMessage().partition("\n")[0]
+            # Only the first line, because asyncio quotes a task and its exception in further lines.
+            text = record.getMessage().partition("\n")[0]
             if record.name.startswith("opentelemetry."):
-                self._lost(said)
+                self._log_lost_spans(text)
             else:
                 self._log.log(
                     record.levelno,
                     signals.LIBRARY_WARNED,
                     library=record.name,
-                    message=said,
+                    message=text,
                     exc_info=record.exc_info,
                 )
         except Exception:  # a logging call must not raise in the library that made it
             self.handleError(record)
 
-    def _lost(self, said: str) -> None:
+    def _log_lost_spans(self, text: str) -> None:
         if time.monotonic() < self._quiet_until_s:
             self._suppressed += 1
             return
         self._quiet_until_s = time.monotonic() + _SELDOM_S
-        self._log.warning(signals.TRACES_LOST, error=said, suppressed=self._suppressed)
+        self._log.warning(signals.TRACES_LOST, error=text, suppressed=self._suppressed)
         self._suppressed = 0

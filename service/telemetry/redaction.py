@@ -1,6 +1,6 @@
-"""Removes from log lines what they must not contain: keys, bearer tokens, the user and password of a URL, content.
+"""Removes secrets and content from log lines: keys, bearer tokens, the user and password of a URL, prompts, answers.
 
-This is the last line of defence: no code logs these on purpose, but an error's text may quote a URL, and a library's
+This is the last line of defence: no code logs secrets on purpose, but an error's text may quote a URL, and a library's
 warning may quote a header.
 """
 
@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 GONE: Final = "…"
+"""Stands in place of removed text."""
 _SECRETS: Final = re.compile(
     r"sk-ant-[A-Za-z0-9_\-]+"
     r"|(?P<bearer>\bbearer\s+)[^\s\"',;]+"
@@ -17,16 +18,17 @@ _SECRETS: Final = re.compile(
     r"|(?P<scheme>(?<![a-z0-9+.\-])[a-z][a-z0-9+.\-]*://)[^\s\"'<>]*@",
     re.IGNORECASE,
 )
-_HINT: Final = re.compile(r"sk-ant-|bearer\s|://", re.IGNORECASE)  # without one of these, nothing above can match
+_HINT: Final = re.compile(r"sk-ant-|bearer\s|://", re.IGNORECASE)  # if this does not match, _SECRETS cannot match
 _SECRET_NAME: Final = re.compile(r"api[-_]?key|authorization|passw|secret|(^|[-_])token$|cookie", re.IGNORECASE)
 _CONTENT_NAMES: Final = frozenset({"answer", "body", "content", "messages", "prompt"})
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _LONGEST: Final = 2000  # characters of one value
-_DEEPEST: Final = 6
+_DEEPEST: Final = 6  # levels of nested values
 
 
 def text(value: str) -> str:
-    """`value` on one line, without secrets; control and direction characters are escaped to prevent forged lines."""
+    """A text made safe for logs: secrets (keys, passwords in URLs) are removed, and control and direction characters
+    are escaped, so that the text cannot forge a log line."""
     shown = value if len(value) <= _LONGEST else value[:_LONGEST] + GONE
     if _HINT.search(shown):
         shown = _SECRETS.sub(_gone, shown)
@@ -34,7 +36,8 @@ def text(value: str) -> str:
 
 
 def fields(event: Mapping[str, Any], *, with_content: bool) -> dict[str, Any]:
-    """The fields of an event, safe to write: plain values, no secrets, and content only if `with_content`."""
+    """The fields of a log event, made safe to write: plain values, no secrets, and prompts or answers only if
+    `with_content`."""
     return {text(str(name)): _field(str(name), value, with_content, _DEEPEST) for name, value in event.items()}
 
 
@@ -61,9 +64,9 @@ def _plain(value: object, with_content: bool, depth: int) -> Any:
     if depth == 0:
         return GONE
     if isinstance(value, Mapping):
-        return {text(str(name)): _field(str(name), each, with_content, depth - 1) for name, each in value.items()}
+        return {text(str(name)): _field(str(name), entry, with_content, depth - 1) for name, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(each, with_content, depth - 1) for each in value]
+        return [_plain(item, with_content, depth - 1) for item in value]
     return text(str(value))
 
 

@@ -1,4 +1,4 @@
-"""The parts of a worker process put together (`assembly.py`) and run (`running.py`).
+"""Creates the parts of a worker process (`assembly.py`) and runs them (`running.py`).
 
 Imported by `demo`, `checks`, `cli` and benchmarks.
 """

@@ -10,15 +10,15 @@ from opentelemetry.trace import TracerProvider
 
 from consumers.attempt import Attempts
 from consumers.capacity.pausing import Pausing
-from consumers.capacity.slots import Slots
+from consumers.capacity.scaling import Scaling
 from consumers.claiming import Claiming
 from consumers.control.answer import Answers
 from consumers.control.queue import Control
 from consumers.dead_letters import DeadLetters
 from consumers.decoding import Decoding
 from consumers.failpoints import Failpoints
+from consumers.fairness.lane_slots import Shares
 from consumers.fairness.scouting import Scouting
-from consumers.fairness.turns import Shares
 from consumers.gates.body import BodyGate
 from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
@@ -27,33 +27,34 @@ from consumers.handler import Handler
 from consumers.job import now_ms
 from consumers.lifecycle import Lifecycle
 from consumers.parking import Parking
-from consumers.reading import Reading
+from consumers.parsing import Parsing
 from consumers.replies.direct import DirectSender
 from consumers.replies.reply import Replies
-from consumers.replies.retelling import Retelling
+from consumers.replies.reply_retries import ReplyRetries
+from consumers.replies.sendable import Sendable
 from consumers.settle import Settler
 from consumers.state.opening import open_store
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
 from service.worker import ready
-from service.worker.bodies import fetching_of
+from service.worker.bodies import answers_of, fetching_of
 from service.worker.broker import apply_or_check, connection_for, management_of, watched_rights
 from service.worker.budgeting import open_budgeting
 from service.worker.open_providers import open_providers
-from service.worker.pool_factory import Pools
+from service.worker.pool_factory import PoolFactory
 from service.worker.worker import Worker
-from topology.broker.admin.deadletters import Oldest
+from topology.broker.admin.deadletters import OldestMessages
 from topology.broker.admin.watch import TopologyWatch
 from topology.broker.deliveries import Deliveries
 from topology.broker.notices import Notices
 from topology.declaration import RECOMMENDED, declare, is_before
 
 CONTROL_PREFETCH = 512
-"""How many control messages are read ahead. The store records them together, with one fsync. It also covers refused
-messages: the broker makes room for new ones only after an fsync for each acknowledgement."""
+"""The prefetch of the control queue. The store records all delivered control messages together, with one fsync.
+Refused control messages count too, until the broker has processed their acknowledgements with an fsync each."""
 FINISH_WITHIN_S = 2.0
-"""When stopping: how long an answer that the provider has given may take to be stored."""
+"""While the worker stops: how long each kind of write in progress (results, spending, bodies) may take."""
 
 
 @asynccontextmanager
@@ -65,37 +66,38 @@ async def assemble(
     traces: TracerProvider | None = None,
     simulated: bool = False,
 ) -> AsyncIterator[Worker]:
-    """Connect and make every part. `lanes`: the lanes to work; empty: all. `declares`: apply the topology first;
-    otherwise it must exist. `traces`: where spans go; None: none are written, and the publisher's trace context is
-    passed on.
+    """Connect to the broker and create every part of a worker. `lanes`: the lanes that it consumes; empty: all.
+    `declares`: whether it declares the topology first; if not, the topology must exist. `traces`: receives the spans;
+    None: no spans are written, and the publisher's trace context is passed on unchanged.
 
     Raises BrokerUnreachable, AccessRefused, TopologyMismatch, SettingsError.
     """
     names = settings.names()
-    every = settings.lane_specs()
-    worked = tuple(lane for lane in every if not lanes or lane.name in lanes)
+    all_lanes = settings.lane_specs()
+    worked_lanes = tuple(lane for lane in all_lanes if not lanes or lane.name in lanes)
     async with AsyncExitStack() as stack:
         tracing = Tracing(traces, broker=lambda: publishing.endpoint)
-        # Providers are created first, so that missing settings of theirs are reported without a broker.
-        reading = Reading()
-        providers = open_providers(settings, traceparent=tracing.traceparent, reading=reading)
-        for each in providers:
-            stack.push_async_callback(each.aclose)
+        # Providers are created first, so that their missing settings are reported even if the broker is unreachable.
+        parsing = Parsing()
+        providers = open_providers(settings, traceparent=tracing.traceparent, parsing=parsing)
+        for provider in providers:
+            stack.push_async_callback(provider.aclose)
         publishing = await stack.enter_async_context(connection_for("publish", settings))
         consuming = await stack.enter_async_context(connection_for("consume", settings))
-        topology = declare(every, names=names, broker_version=publishing.version)
+        topology = declare(all_lanes, names=names, broker_version=publishing.version)
         await apply_or_check(topology, publishing, declares=declares)
         watch = TopologyWatch(topology, consuming, declares=declares, find_management=partial(management_of, settings))
         publisher = Publisher(publishing, tracing=tracing, on_missing=watch.look)
         rights = await stack.enter_async_context(watched_rights(publishing, names))
         notices = await stack.enter_async_context(Notices(publishing))
-        own = None
+        direct_publisher = None
+        # Older brokers close a connection that sends a direct reply to a forged address: use one for these alone.
         if is_before(publishing.version, RECOMMENDED):
-            own = Publisher(
+            direct_publisher = Publisher(
                 await stack.enter_async_context(connection_for("direct replies", settings)), tracing=tracing
             )
-        direct = DirectSender(publisher, own=own)
-        rule = settings.reply_rule()
+        direct = DirectSender(publisher, own=direct_publisher)
+        reply_rule = settings.reply_rule()
         store = await stack.enter_async_context(
             open_store(settings.store, namespace=names.namespace, spec=settings.store_spec())
         )
@@ -112,21 +114,24 @@ async def assemble(
             }
         )
         rng = random.Random()
-        replies = Replies(publisher, direct=direct, rule=rule)
+        replies = Replies(publisher, direct=direct, rule=reply_rule, loses_large_parts=settings.bodies_url is not None)
         lifecycle = Lifecycle(notices, names=names, now_ms=now_ms)
         budgeting = await stack.enter_async_context(
             open_budgeting(settings, providers, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng)
         )
         stack.push_async_callback(budgeting.spending.finish, within_s=FINISH_WITHIN_S)
-        retelling = Retelling(claiming, waiting=settings.reply_to.waiting)
+        reply_retries = ReplyRetries(claiming, max_waiting=settings.reply_to.waiting)
         parking = Parking(invalid_per_hour=settings.dead.invalid_per_hour)
-        decoding = Decoding(reading, values=settings.json_values)
-        bodies = fetching_of(settings)
+        decoding = Decoding(parsing, max_values=settings.json_values)
+        body_store = settings.body_store()
+        bodies, answer_bodies = fetching_of(settings, body_store), answers_of(settings, body_store)
         stack.push_async_callback(bodies.aclose, within_s=FINISH_WITHIN_S)
+        if answer_bodies is not None:
+            stack.push_async_callback(answer_bodies.aclose, within_s=FINISH_WITHIN_S)
         settler = Settler(
             publisher,
             replies=replies,
-            retelling=retelling,
+            reply_retries=reply_retries,
             claiming=claiming,
             lifecycle=lifecycle,
             names=names,
@@ -134,7 +139,7 @@ async def assemble(
             now_ms=now_ms,
             failpoints=failpoints,
             parking=parking,
-            answer_bytes=settings.results.answer_bytes,
+            sendable=Sendable(publisher, answer_bytes=settings.answer_bytes, bodies=answer_bodies),
             bodies=bodies,
         )
         handler = Handler(
@@ -166,21 +171,21 @@ async def assemble(
             decoding=decoding,
             needs_user_id=settings.needs_user_id,
         )
-        pools = Pools(
+        pools = PoolFactory(
             deliveries=partial(Deliveries, consuming, on_missing=watch.look),
             counted={queue.name for queue in topology.queues if queue.arguments.get("x-queue-type") == "quorum"},
             names=names,
             speakers=settings.speakers,
             settler=settler,
-            retelling=retelling,
+            reply_retries=reply_retries,
             tracing=tracing,
             publisher=publisher,
             shares=Shares(settings.fair.tenants),
         )
-        for lane in worked:
+        for lane in worked_lanes:
             pools.add_lane(lane, handler)
-        pools.add_fallen(every)
-        answers = Answers(publisher, direct=direct, rule=rule, notices=notices)
+        pools.add_fallen(all_lanes)
+        answers = Answers(publisher, direct=direct, rule=reply_rule, notices=notices)
         control = Control(
             Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
             claiming=claiming,
@@ -195,34 +200,35 @@ async def assemble(
         )
         yield Worker(
             names=names,
-            lanes=worked,
+            lanes=worked_lanes,
             topology=topology,
             consuming=consuming,
             publishing=publishing,
             store=store,
+            bodies=body_store,
             claiming=claiming,
             control=control,
             answers=answers,
             parking=parking,
             dead_letters=DeadLetters(
-                partial(Oldest, consuming, names.dead),
+                partial(OldestMessages, consuming, names.dead),
                 store=store,
                 spec=settings.dead.spec(),
                 lifecycle=lifecycle,
                 now_ms=now_ms,
             ),
-            retelling=retelling,
+            reply_retries=reply_retries,
             pausing=pausing,
             watch=watch,
             pools=tuple(pools.made),
-            slots=Slots(
-                pools.lines,
+            scaling=Scaling(
+                pools.scaled,
                 depths=partial(ready.with_set_aside, consuming, pools.heads),
                 now_ms=now_ms,
                 waiting_for=budgeting.waiting_for,
             ),
             scouting=Scouting(pools.scouted, depths=partial(ready.in_queues, consuming)),
-            turns=pools.turns,
+            lane_slots=pools.lane_slots,
             budgets=budgeting.budgets,
             breakers=budgeting.breakers,
             spending=budgeting.spending,

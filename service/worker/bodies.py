@@ -1,19 +1,28 @@
-"""The stores and hosts from which bodies of requests are fetched, as the settings say."""
+"""Creates, from the settings, the part that fetches bodies of requests, and the part that keeps large answers."""
 
+from consumers.bodies.answers import AnswerBodies
 from consumers.bodies.fetching import Fetching
 from consumers.bodies.web import WebBodies
 from lanekeeper.bodies import BodyStore
+from service.config.bodies_section import WEB
 from service.config.settings import Settings
 
-WEB = ("https://", "http://")
 
-
-def fetching_of(settings: Settings) -> Fetching:
-    """The store of large bodies, and the other places that are allowed."""
+def fetching_of(settings: Settings, own: BodyStore | None) -> Fetching:
+    """Create the part of a worker that fetches large bodies of requests: from `own`, the store for large bodies, and
+    from the places in `LANEKEEPER_BODIES__ALLOW`."""
     spec = settings.bodies
     return Fetching(
-        settings.body_store(),
-        others=[BodyStore(each) for each in spec.allow if not each.startswith(WEB)],
-        web=WebBodies([each for each in spec.allow if each.startswith(WEB)], private=spec.allow_private),
+        own,
+        others=spec.allowed_stores(),
+        web=WebBodies([url for url in spec.allow if url.startswith(WEB)], private=spec.allow_private),
         most_bytes=spec.most_bytes,
     )
+
+
+def answers_of(settings: Settings, own: BodyStore | None) -> AnswerBodies | None:
+    """Create the part of a worker that puts large answers into `own`, the store for large bodies; None if there is no
+    such store."""
+    if own is None:
+        return None
+    return AnswerBodies(own, over_bytes=settings.bodies.answers_over_bytes, keep_s=settings.results.keep_s)

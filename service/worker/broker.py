@@ -16,12 +16,13 @@ from topology.model import Topology
 
 
 def connection_for(purpose: str, settings: Settings) -> Connection:
-    """A connection that is not open yet; the broker lists it under its purpose."""
+    """Create a connection to the configured broker, without opening it. The broker lists it under a name that contains
+    `purpose`."""
     return Connection(settings.broker_url, name=f"lanekeeper {purpose}", ssl_context=settings.ssl_context())
 
 
 async def management_of(settings: Settings, connection: Connection) -> Management | None:
-    """The management API of the broker that a connection leads to, if it can be found."""
+    """Find the management API of the broker to which `connection` is open; None if there is none."""
     return await discover(
         settings.broker_url,
         settings.management,
@@ -32,15 +33,16 @@ async def management_of(settings: Settings, connection: Connection) -> Managemen
 
 @asynccontextmanager
 async def watched_rights(connection: Connection, names: Names) -> AsyncIterator[WritingRights]:
-    """The worker's right to write replies and events, checked now and repeatedly until it is known.
+    """Check that the worker's AMQP user may publish replies and events. If the broker cannot answer now, the check is
+    repeated in the background while the block runs.
 
-    Without this right a worker would take requests and return them, until they are dead-lettered as poison. Raises
-    AccessRefused."""
+    Without this permission a worker would take requests, fail to reply and return them, until they are dead-lettered
+    as poison. Raises AccessRefused."""
     rights = WritingRights(connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")))
     try:
         await rights.look()
     except (BrokerBlocked, BrokerUnreachable):
-        pass  # the broker has an alarm: the worker takes nothing until it is over, and looks again then
+        pass  # the broker has an alarm or is unreachable: the worker takes no requests until `rights.run` has checked
     except AccessRefused as error:
         raise AccessRefused(
             f"a worker must be allowed to write: {error}; "
@@ -51,7 +53,7 @@ async def watched_rights(connection: Connection, names: Names) -> AsyncIterator[
 
 
 async def apply_or_check(topology: Topology, connection: Connection, *, declares: bool) -> None:
-    """Declare the topology, or check that it is there. Raises TopologyMismatch."""
+    """Declare the topology if `declares`, else check that the broker has it. Raises TopologyMismatch."""
     if declares:
         await apply(topology, await connection.underlying())
         return

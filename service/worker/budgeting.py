@@ -23,11 +23,13 @@ from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
 
 HELD_FROM_S = 0.5
+"""A lane counts as waiting for a budget once its oldest request has waited this long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budgeting:
-    """The gates before a call, and the registry that makes the call."""
+    """The parts of a worker that limit its calls to providers: budgets and daily caps, the gates that enforce them, and
+    the registry that makes the calls."""
 
     budgets: Budgets
     breakers: Breakers
@@ -40,7 +42,8 @@ class Budgeting:
     budget_gate: BudgetGate
 
     def waiting_for(self) -> Mapping[str, str]:
-        """For each lane whose requests wait for a provider's budget: what they wait for."""
+        """The lanes whose requests wait for a provider's budget, each with the limit that they wait for, such as `rpm`.
+        Requests that have waited less than `HELD_FROM_S` are not counted."""
         return {
             lane: waiting.reason
             for lanes in self.budgets.waiting().values()
@@ -59,7 +62,7 @@ async def open_budgeting(
     tracing: Tracing,
     rng: random.Random,
 ) -> AsyncIterator[Budgeting]:
-    """Create all of them, and close them at the end."""
+    """Create the parts of a worker that limit its calls to providers, and close them at the end of the block."""
     spec, prices = settings.budget_spec(), settings.prices.table()
     async with _budgets(settings) as budgets:
         breakers, spending = Breakers(store), Spending(store, settings.caps.spec())
@@ -77,7 +80,7 @@ async def open_budgeting(
             spec=spec,
             now_ms=now_ms,
             rng=rng,
-            on_wait=lambda job, wait: lifecycle.tell(
+            on_wait=lambda job, wait: lifecycle.publish(
                 job,
                 "deferred",
                 delay_ms=round(1000 * wait.seconds),
@@ -100,7 +103,7 @@ async def open_budgeting(
                 estimate=budget_gate.amounts,
                 now_ms=now_ms,
                 rng=rng,
-                tell=lifecycle.tell,
+                publish=lifecycle.publish,
             ),
             budget_gate=budget_gate,
         )
@@ -108,13 +111,14 @@ async def open_budgeting(
 
 @asynccontextmanager
 async def _budgets(settings: Settings) -> AsyncIterator[Budgets]:
-    """One budget for all processes that share a Redis; else a budget of this process alone."""
+    """The providers' budgets. If the store is in Redis, all processes that use it share them; else they belong to this
+    process alone."""
     spec = settings.budget_spec()
     if not settings.store.startswith(("redis://", "rediss://")):
         yield own_accounts(spec)
         return
 
-    # 4 MiB that a worker with a SQLite store does not need
+    # Imported here, because these modules take 4 MiB of memory, which a worker with a SQLite store can save.
     from consumers.state.redis.client import RedisClient
     from consumers.state.redis.shared_turns import shared_accounts
 

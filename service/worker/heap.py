@@ -1,18 +1,19 @@
-"""Settings of a worker's garbage collector: it skips objects that stay for ever, and scans the others less often.
+"""Tunes a worker's garbage collector: it ignores objects that live until the process ends, and scans others less often.
 
-Python looks at all objects again whenever enough new ones were made: 210,000 that imports and settings made, 0.1 s in
-which nothing else runs. Hardly anything of a request is left to the collector: reference counts free it.
+By default Python scans all objects whenever enough new ones exist. Imports and settings create 210,000, and scanning
+these blocks the process for 0.1 s. A request leaves little for the collector: reference counts free its objects.
 """
 
 import gc
 from typing import Final
 
-YOUNG: Final = 10_000
-"""How many new objects start a collection. Python's default of 700 is reached by a few requests."""
+THRESHOLD: Final = 10_000
+"""How many new objects start a collection. A few requests reach Python's default of 700."""
 
 
-def settle() -> None:
-    """Called once, when all parts have been created."""
+def tune() -> None:
+    """Make the garbage collector ignore all objects that exist now, and scan others less often. Call it once, when all
+    parts of the worker have been created."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG)
+    gc.set_threshold(THRESHOLD)

@@ -3,24 +3,24 @@
 from collections.abc import Callable
 from typing import Any
 
+from consumers.parsing import Parsing
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.cloud import KINDS, ExtraMissing
-from consumers.reading import Reading
 from lanekeeper.contract.problems import SettingsError
 from service.config.budget_sections import FIRST
 from service.config.settings import Settings
 
 
 def open_providers(
-    settings: Settings, *, traceparent: Callable[[], str | None], reading: Reading
+    settings: Settings, *, traceparent: Callable[[], str | None], parsing: Parsing
 ) -> tuple[AnthropicProvider, ...]:
-    """All providers, in the order in which they are called. Raises SettingsError that names everything that is
-    missing."""
+    """Create the clients of all configured providers, in the order in which they are called. Raises SettingsError,
+    which names all missing settings."""
     found: list[AnthropicProvider] = []
     problems: list[str] = []
-    for each in settings.routes_spec().providers:
+    for provider in settings.routes_spec().providers:
         try:
-            found.append(open_provider(settings, each.name, traceparent=traceparent, reading=reading))
+            found.append(open_provider(settings, provider.name, traceparent=traceparent, parsing=parsing))
         except SettingsError as wrong:
             problems.append(str(wrong))
     if problems:
@@ -33,33 +33,33 @@ def open_provider(
     name: str,
     *,
     traceparent: Callable[[], str | None] = lambda: None,
-    reading: Reading | None = None,
+    parsing: Parsing | None = None,
 ) -> AnthropicProvider:
-    """One provider. Raises SettingsError."""
-    how: dict[str, Any] = {
+    """Create the client of one configured provider. Raises SettingsError if a setting is missing."""
+    common: dict[str, Any] = {
         "traceparent": traceparent,
-        "reading": reading,
-        "max_answer_bytes": settings.results.answer_bytes,
-        "values": settings.json_values,
+        "parsing": parsing,
+        "max_answer_bytes": settings.answer_bytes,
+        "max_values": settings.json_values,
     }
     if name == FIRST:
         if settings.api_key is None:
             raise SettingsError(
                 "ANTHROPIC_API_KEY is not set: set it, or answer without a provider: lanekeeper serve --simulate"
             )
-        return AnthropicProvider.at(settings.provider_url, api_key=settings.api_key, **how)
+        return AnthropicProvider.at(settings.provider_url, api_key=settings.api_key, **common)
     section = settings.providers[name]
-    for lack in section.lacks():
-        raise SettingsError(f"{key_setting(name)} is {lack.text}")
+    for missing_setting in section.missing_for_calls():
+        raise SettingsError(f"{key_setting(name)} is {missing_setting.text}")
     given = {
         "api_key": None if section.api_key is None else section.api_key.get_secret_value(),
         "base_url": None if section.base_url is None else section.base_url.get_secret_value(),
         "region": section.region,
         "project": section.project,
     }
-    said = {what: value for what, value in given.items() if value is not None}
+    options = {option: value for option, value in given.items() if value is not None}
     try:
-        return KINDS[section.kind](name=name, **how, **said)
+        return KINDS[section.kind](name=name, **common, **options)
     except ExtraMissing as missing:
         raise SettingsError(f"providers.{name}: {missing}") from None
 

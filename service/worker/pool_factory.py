@@ -1,4 +1,4 @@
-"""Creates the pools: those of the lanes, and the one of the queue of fallen messages."""
+"""Creates a worker's pools: several for each lane, and one for the queue `lane.fallen`."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -6,16 +6,16 @@ from functools import partial
 from typing import Any
 
 from consumers.capacity.activity import LaneActivity
-from consumers.capacity.slots import Line
-from consumers.fairness.aside import Aside
-from consumers.fairness.entering import FromAside, FromQueue
-from consumers.fairness.scouting import AHEAD, Scouted
-from consumers.fairness.turns import Shares, Turns
+from consumers.capacity.scaling import ScaledQueue
+from consumers.fairness.aside import SideQueues
+from consumers.fairness.entrance import QueueEntrance, SideQueueEntrance
+from consumers.fairness.lane_slots import LaneSlots, Shares
+from consumers.fairness.scouting import SCOUT_PREFETCH, Scouted
 from consumers.fallen import Fallen
 from consumers.handler import Handler
 from consumers.job import Job, is_trusted, now_ms
 from consumers.pool import Pool
-from consumers.replies.retelling import Retelling
+from consumers.replies.reply_retries import ReplyRetries
 from consumers.settle import Settler
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.names import Names
@@ -26,102 +26,108 @@ from topology.broker.session import Delivery
 from topology.lanes import LaneSpec
 
 FALLEN_SLOTS = 8
-MOST = 10_000
-"""The prefetch of a pool that reads several queues' heads: one for each slot and for each queue."""
+SIDE_PREFETCH = 10_000
+"""The prefetch of a side pool, which equals the largest number of slots: the pool takes the first messages of several
+side queues, and works on them with the slots of the intake."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Pools:
-    """Creates pools, and holds those created so far."""
+class PoolFactory:
+    """Creates the pools of a worker, each of which consumes a queue and works on its requests, and collects them in
+    `made`."""
 
     deliveries: Callable[..., Deliveries]
-    """Creates the deliveries of a queue."""
+    """Creates the consumer of a queue."""
     counted: Collection[str]
-    """Queues whose broker counts deliveries."""
+    """The quorum queues: for their messages the broker counts the deliveries."""
     names: Names
     speakers: Sequence[str]
     settler: Settler
-    retelling: Retelling
+    reply_retries: ReplyRetries
     tracing: Tracing
     publisher: Publisher
     shares: Shares
     made: list[Pool] = field(default_factory=list)
     scouted: list[Scouted] = field(default_factory=list)
-    turns: dict[str, Turns] = field(default_factory=dict)
-    """By lane."""
+    lane_slots: dict[str, LaneSlots] = field(default_factory=dict)
+    """The slots of each lane, by the lane's name."""
     heads: dict[str, Heads] = field(default_factory=dict)
-    """The heads of the side queues, by intake."""
-    lines: list[Line] = field(default_factory=list)
+    """What is known about the messages in each lane's side queues, by the name of the lane's intake."""
+    scaled: list[ScaledQueue] = field(default_factory=list)
     activities: list[LaneActivity] = field(default_factory=list)
 
     def add_lane(self, lane: LaneSpec, handler: Handler) -> None:
-        """Create a lane's pools: of its due queue (whose slots are never lent), of its intake, and of its side queues,
-        which use the intake's slots."""
+        """Create a lane's pools: one for its due queue (whose slots are never lent), one for its intake, and one for
+        all its side queues, which uses the intake's slots."""
         activity = LaneActivity(lane.name, slots=lane.slots, due_slots=lane.due_slots)
         self.activities.append(activity)
-        heads = Heads(self.names.side(lane.name, each) for each in range(lane.side_queues))
-        aside = Aside(lane, heads, publisher=self.publisher, names=self.names, now_ms=now_ms) if heads.queues else None
-        turns = Turns(self.shares, aside)
-        self.turns[lane.name] = turns
+        heads = Heads(self.names.side(lane.name, number) for number in range(lane.side_queues))
+        side_queues = None
+        if heads.queues:
+            side_queues = SideQueues(lane, heads, publisher=self.publisher, names=self.names, now_ms=now_ms)
+        lane_slots = LaneSlots(self.shares, side_queues)
+        self.lane_slots[lane.name] = lane_slots
         self.heads[self.names.intake(lane.name)] = heads
         common: dict[str, Any] = {
             "job_of": self._job_maker(lane),
-            "handle": self.retelling.first(partial(handler.handle, lane=lane)),
+            "handle": self.reply_retries.wrap(partial(handler.handle, lane=lane)),
             "activity": activity,
         }
-        intake, due = turns.bench(lane.slots), turns.bench(lane.due_slots)
-        side = None
-        if aside is not None:
+        intake, due = lane_slots.queue(lane.slots), lane_slots.queue(lane.due_slots)
+        side_pool = None
+        if side_queues is not None:
             name = f"{self.names.intake(lane.name)}.side"
             deliveries = partial(self.deliveries, queue=name, counted=heads.queues[0] in self.counted, heads=heads)
-            side = self._pool(deliveries, 0, prefetch=MOST, entering=FromAside(intake, aside), **common)
-            self.made.append(side)
-        for queue, bench, worked_too, own, kept, most in (
+            entrance = SideQueueEntrance(intake, side_queues)
+            side_pool = self._pool(deliveries, 0, prefetch=SIDE_PREFETCH, entrance=entrance, **common)
+            self.made.append(side_pool)
+        for queue, queue_slots, its_side_pool, slots, reserved, max_slots in (
             (self.names.due(lane.name), due, None, lane.due_slots, lane.due_slots, lane.most_due_slots),
-            (self.names.intake(lane.name), intake, side, lane.slots, lane.kept_slots, lane.most_slots),
+            (self.names.intake(lane.name), intake, side_pool, lane.slots, lane.reserved_slots, lane.most_slots),
         ):
-            of: Callable[..., Pool] = partial(
+            new_pool: Callable[..., Pool] = partial(
                 self._pool,
                 partial(self.deliveries, queue=queue, counted=queue in self.counted),
-                entering=FromQueue(bench, aside),
+                entrance=QueueEntrance(queue_slots, side_queues),
                 **common,
             )
-            self.made.append(of(own))
-            if aside is not None:
-                self.scouted.append(Scouted(queue=queue, bench=bench, scout=partial(of, 0, prefetch=AHEAD)))
-            self.lines.append(
-                Line(
+            self.made.append(new_pool(slots))
+            if side_queues is not None:
+                scout = partial(new_pool, 0, prefetch=SCOUT_PREFETCH)
+                self.scouted.append(Scouted(queue=queue, slots=queue_slots, scout=scout))
+            self.scaled.append(
+                ScaledQueue(
                     lane=lane.name,
                     pool=self.made[-1],
-                    more=of,
-                    kept=kept,
-                    most=most,
+                    new_pool=new_pool,
+                    reserved=reserved,
+                    max_slots=max_slots,
                     target_wait_s=lane.target_wait_s,
                     activity=activity,
-                    side=worked_too,
-                    resize=bench.resize,
+                    side=its_side_pool,
+                    resize=queue_slots.resize,
                 )
             )
 
     def add_fallen(self, lanes: Sequence[LaneSpec]) -> None:
-        """Create the pool for messages that the broker itself took out of a queue. `lanes`: all, also those not worked
-        here."""
+        """Create the pool of `lane.fallen`: messages that the broker itself removed from a queue. `lanes`: all lanes,
+        including those that this worker does not consume."""
         fallen = Fallen(lanes, names=self.names, now_ms=now_ms, speakers=self.speakers)
         self.made.append(
             self._pool(
                 partial(self.deliveries, queue=self.names.fallen),
                 FALLEN_SLOTS,
                 job_of=fallen.job_of,
-                handle=self.retelling.first(fallen.handle),
+                handle=self.reply_retries.wrap(fallen.handle),
                 activity=LaneActivity("fallen", slots=FALLEN_SLOTS, due_slots=0),
             )
         )
 
     def _pool(
-        self, deliveries: Callable[..., Deliveries], slots: int, *, prefetch: int | None = None, **of: Any
+        self, deliveries: Callable[..., Deliveries], slots: int, *, prefetch: int | None = None, **options: Any
     ) -> Pool:
-        made = deliveries(prefetch=slots if prefetch is None else prefetch)
-        return Pool(made, slots=slots, settler=self.settler, tracing=self.tracing, **of)
+        consumer = deliveries(prefetch=slots if prefetch is None else prefetch)
+        return Pool(consumer, slots=slots, settler=self.settler, tracing=self.tracing, **options)
 
     def _job_maker(self, lane: LaneSpec) -> Callable[[Delivery], Job]:
         return lambda delivery: Job(

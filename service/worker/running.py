@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from consumers.capacity.activity import quantile
+from consumers.capacity.pace import noting
 from consumers.job import now_ms
 from consumers.storekeeping import probing, sweeping
 from lanekeeper.amqp.depth import depths
@@ -21,7 +22,7 @@ from service.worker.worker import Worker
 from topology.broker.inbox import Inbox
 
 SUMMARY_EVERY_S = 60
-LOOK_EVERY_S = 0.02
+READY_CHECK_EVERY_S = 0.02
 BIND_EVERY_S = 30
 log = logs.logger()
 
@@ -29,29 +30,31 @@ log = logs.logger()
 async def run(
     worker: Worker, *, stop: asyncio.Event, grace_s: float, on_ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Work until `stop` is set. Then take nothing more, return requests whose call has not begun, let running calls
-    finish within `grace_s`, and return the rest. `on_ready` is called once, when every queue is consumed."""
+    """Run a worker until `stop` is set. Then stop consuming, return to the broker the requests whose call has not
+    begun, let running calls finish within `grace_s`, and return the rest. `on_ready` is called once, when every queue
+    is consumed."""
     async with asyncio.TaskGroup() as group:
         pools = [group.create_task(pool.run(), name=f"pool {pool.queue}") for pool in worker.pools]
-        side = [
+        background = [
             group.create_task(_answer_status(worker), name="status"),
             group.create_task(_summarise(worker), name="summary"),
             group.create_task(worker.claiming.run(), name="claims"),
             group.create_task(probing(worker.store), name="probing"),
-            group.create_task(sweeping(worker.store, owner=uuid.uuid4().hex), name="sweeping"),
+            group.create_task(noting(worker.store, worker.activities), name="pace"),
+            group.create_task(sweeping(worker.store, worker.bodies, owner=uuid.uuid4().hex), name="sweeping"),
             group.create_task(worker.dead_letters.run(owner=uuid.uuid4().hex), name="dead letters"),
         ]
         pools.append(group.create_task(worker.control.run(), name="control"))
-        pools.append(group.create_task(worker.slots.run(), name="slots"))
+        pools.append(group.create_task(worker.scaling.run(), name="slots"))
         pools.append(group.create_task(worker.scouting.run(), name="scouting"))
-        side.append(
-            group.create_task(worker.pausing.run((*worker.pools, worker.slots, worker.scouting)), name="pausing")
+        background.append(
+            group.create_task(worker.pausing.run((*worker.pools, worker.scaling, worker.scouting)), name="pausing")
         )
-        side.append(group.create_task(worker.watch.run(), name="topology watch"))
+        background.append(group.create_task(worker.watch.run(), name="topology watch"))
         announcing = group.create_task(_announce(worker, on_ready), name="announce")
         stopping = group.create_task(stop.wait(), name="stop")
-        ended, _ = await asyncio.wait((stopping, *pools, *side), return_when=asyncio.FIRST_COMPLETED)
-        if stopping not in ended:  # a lane without consumers must not look like an idle lane
+        ended, _ = await asyncio.wait((stopping, *pools, *background), return_when=asyncio.FIRST_COMPLETED)
+        if stopping not in ended:  # the process must end: a lane that nobody consumes would look like an idle lane
             raise RuntimeError(f"{', '.join(task.get_name() for task in ended)} ended by itself")
         running = sum(activity.running for activity in worker.activities)
         log.info(signals.SERVICE_STOPPING, running=running, grace_s=grace_s)
@@ -61,23 +64,24 @@ async def run(
         ]
         _, late = await asyncio.wait((*stops, *pools), timeout=grace_s)
         orphaned = sum(activity.running for activity in worker.activities) if late else 0
-        await end((*late, *side, announcing))
+        await end((*late, *background, announcing))
         log.info(signals.SERVICE_STOPPED, orphaned=orphaned)
 
 
 async def _stop(worker: Worker) -> None:
-    """Stop all consumers first: else requests that are returned would come back to this worker."""
-    await asyncio.gather(*(pool.stop() for pool in worker.pools), worker.slots.stop(), worker.scouting.stop())
+    """Stop all consumers, then return the requests that wait for a slot. In the other order the broker would deliver
+    returned requests to this worker again."""
+    await asyncio.gather(*(pool.stop() for pool in worker.pools), worker.scaling.stop(), worker.scouting.stop())
     for pool in worker.pools:
         pool.give_back_waiting()
-    worker.slots.give_back_waiting()
+    worker.scaling.give_back_waiting()
     worker.scouting.give_back_waiting()
 
 
 async def _announce(worker: Worker, on_ready: Callable[[], None]) -> None:
-    """Call `on_ready` and log each lane as soon as every queue is consumed."""
-    while any(pool.trouble for pool in worker.pools):  # noqa: ASYNC110  five or seven queues, once, with no event behind
-        await asyncio.sleep(LOOK_EVERY_S)
+    """Wait until every queue is consumed; then log each lane and call `on_ready`."""
+    while any(pool.trouble for pool in worker.pools):  # noqa: ASYNC110  only at the start; pools have no event for it
+        await asyncio.sleep(READY_CHECK_EVERY_S)
     for activity in worker.activities:
         snapshot = activity.snapshot()
         log.info(signals.LANE_STARTED, lane=activity.lane, slots=snapshot["slots"], due_slots=snapshot["due_slots"])
@@ -85,8 +89,8 @@ async def _announce(worker: Worker, on_ready: Callable[[], None]) -> None:
 
 
 async def _answer_status(worker: Worker) -> None:
-    """Answer status questions from a queue of this worker's own. If it is lost, another one is declared."""
-    me = f"{platform.node()}:{os.getpid()}"
+    """Answer the status questions that arrive in this worker's own queue. If the queue is lost, declare another."""
+    worker_name = f"{platform.node()}:{os.getpid()}"
     while True:
         with suppress(BrokerError):
             async with (
@@ -95,37 +99,39 @@ async def _answer_status(worker: Worker) -> None:
             ):
                 async for question in inbox:
                     if question.type == STATUS_KEY:  # other types are answered from the control queue
-                        await _tell(worker, question, me)
-        await asyncio.sleep(1)  # the connection itself comes back with its own backoff
+                        await _send_status(worker, question, worker_name)
+        await asyncio.sleep(1)  # a lost connection opens again by itself, with its own back-off
 
 
 async def _bind_again(inbox: Inbox) -> None:
+    """Repeat the inbox's binding, which is lost if somebody deletes the exchange and declares it again."""
     while True:
         await asyncio.sleep(BIND_EVERY_S)
-        with suppress(BrokerError):  # if the channel is lost, the reader below is told
+        with suppress(BrokerError):  # if the channel is lost, the loop that reads the inbox ends as well
             await inbox.bind()
 
 
-async def _tell(worker: Worker, question: Message, me: str) -> None:
+async def _send_status(worker: Worker, question: Message, worker_name: str) -> None:
+    """Answer a status question with the figures of this worker."""
     figures = {
-        "worker": me,
+        "worker": worker_name,
         "lanes": {activity.lane: dict(activity.snapshot()) for activity in worker.activities},
         "waiting": {
             account: {lane: asdict(waiting) for lane, waiting in lanes.items()}
             for account, lanes in worker.budgets.waiting().items()
         },
         "paused_until_ms": {
-            account: now_ms() + round(1000 * left_s) for account, left_s in worker.budgets.paused().items()
+            account: now_ms() + round(1000 * remaining_s) for account, remaining_s in worker.budgets.paused().items()
         },
         "breakers": dict(worker.breakers.states(asyncio.get_running_loop().time())),
         "spent": {
-            kind: {name: spent._asdict() for name, spent in each.items()}
-            for kind, each in worker.spending.totals().items()
+            kind: {name: spent._asdict() for name, spent in by_name.items()}
+            for kind, by_name in worker.spending.totals().items()
         },
         "prices_as_of": worker.prices_as_of,
         "simulated": worker.simulated,
-        "tenants": {lane: turns.snapshot() for lane, turns in worker.turns.items()},
-        "undelivered": worker.retelling.given_up,
+        "tenants": {lane: slots.snapshot() for lane, slots in worker.lane_slots.items()},
+        "undelivered": worker.reply_retries.given_up,
         "dead_letters": {
             "exported": worker.dead_letters.exported,
             "dropped": worker.dead_letters.dropped,
@@ -137,32 +143,33 @@ async def _tell(worker: Worker, question: Message, me: str) -> None:
             "displaced": worker.control.displaced,
         },
     }
-    await worker.answers.tell(question, figures, id=None, as_="accepted")
+    await worker.answers.tell(question, figures, id=None, control="accepted")
 
 
 async def _summarise(worker: Worker) -> None:
-    """Log a line for each lane once a minute."""
+    """Log a summary of each lane once a minute, until cancelled."""
     while True:
         await asyncio.sleep(SUMMARY_EVERY_S)
         await summarise_once(worker)
 
 
 async def summarise_once(worker: Worker) -> None:
-    """Log what `status` shows: depth, consumers, running, waits and throughput of each lane."""
+    """Log one line for each lane with the figures of `lanekeeper status`: depth, consumers, running, waits,
+    throughput."""
     queues = {activity.lane: _queues(worker, activity.lane) for activity in worker.activities}
     try:
-        found = await depths(worker.consuming, [queue for pair in queues.values() for queue in pair])
+        depth_of = await depths(worker.consuming, [queue for names in queues.values() for queue in names])
     except BrokerError as error:
         log.warning(signals.BROKER_UNREACHABLE, connection="consume", reason=str(error))
         return
     for activity in worker.activities:
         figures = activity.snapshot()
-        intake, *others = (found[queue] for queue in queues[activity.lane])
+        intake, *others = (depth_of[queue] for queue in queues[activity.lane])
         waits = sorted(figures["waits_ms"])
         log.info(
             signals.LANE_SUMMARY,
             lane=activity.lane,
-            depth=intake.ready + sum(each.ready for each in others) + worker.turns[activity.lane].in_hand,
+            depth=intake.ready + sum(queue.ready for queue in others) + worker.lane_slots[activity.lane].in_hand,
             consumers=intake.consumers,
             running=figures["running"],
             wait_p50_ms=quantile(waits, 0.5),
@@ -172,8 +179,11 @@ async def summarise_once(worker: Worker) -> None:
 
 
 def _queues(worker: Worker, lane: str) -> tuple[str, ...]:
-    """The lane's queues, the intake first."""
+    """The names of a lane's queues: intake, due queue, side queues."""
     sides = (
-        worker.names.side(lane, each) for spec in worker.lanes if spec.name == lane for each in range(spec.side_queues)
+        worker.names.side(lane, number)
+        for spec in worker.lanes
+        if spec.name == lane
+        for number in range(spec.side_queues)
     )
     return worker.names.intake(lane), worker.names.due(lane), *sides

@@ -1,25 +1,26 @@
-"""A worker as a value that holds its parts."""
+"""The parts of a worker, in one value."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from consumers.capacity.activity import LaneActivity
 from consumers.capacity.pausing import Pausing
-from consumers.capacity.slots import Slots
+from consumers.capacity.scaling import Scaling
 from consumers.claiming import Claiming
 from consumers.control.answer import Answers
 from consumers.control.queue import Control
 from consumers.dead_letters import DeadLetters
+from consumers.fairness.lane_slots import LaneSlots
 from consumers.fairness.scouting import Scouting
-from consumers.fairness.turns import Turns
 from consumers.limits.accounts import Budgets
 from consumers.parking import Parking
 from consumers.pool import Pool
 from consumers.providers.breakers import Breakers
-from consumers.replies.retelling import Retelling
+from consumers.replies.reply_retries import ReplyRetries
 from consumers.spending import Spending
 from consumers.state.following import FollowedStore
 from lanekeeper.amqp.connection import Connection
+from lanekeeper.bodies import BodyStore
 from lanekeeper.contract.names import Names
 from topology.broker.admin.watch import TopologyWatch
 from topology.lanes import LaneSpec
@@ -28,7 +29,7 @@ from topology.model import Topology
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """All parts of a worker, connected. `running.run` starts it."""
+    """All parts of a worker process, created and connected to each other. `running.run` runs it."""
 
     names: Names
     lanes: tuple[LaneSpec, ...]
@@ -36,19 +37,20 @@ class Worker:
     consuming: Connection
     publishing: Connection
     store: FollowedStore
+    bodies: BodyStore | None
     claiming: Claiming
     control: Control
     answers: Answers
     parking: Parking
     dead_letters: DeadLetters
-    retelling: Retelling
+    reply_retries: ReplyRetries
     pausing: Pausing
     watch: TopologyWatch
     pools: tuple[Pool, ...]
-    slots: Slots
+    scaling: Scaling
     scouting: Scouting
-    turns: Mapping[str, Turns]
-    """By lane."""
+    lane_slots: Mapping[str, LaneSlots]
+    """The slots of each lane, by the lane's name."""
     budgets: Budgets
     breakers: Breakers
     spending: Spending

@@ -7,22 +7,33 @@ import pytest
 from aio_pika.abc import AbstractConnection
 
 from lanekeeper.contract.names import Names
-from tests.support.brokers import version_of
+from tests.support.brokers import Vhost, version_of
 from tests.support.lanes import LANES
+from topology import delays
 from topology.broker.admin.management import Management, discover
 from topology.declaration import declare
 from topology.model import Topology
 
+DELAY_LEVELS = 12
+"""Each level is a quorum queue: with 12 a topology costs the broker half as much CPU time as with all 29."""
+
 
 @pytest.fixture
-async def connection(vhost) -> AsyncIterator[AbstractConnection]:
+def few_delay_levels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the topology to which the number of levels is nothing; not for those marked `all_delay_levels`."""
+    if request.node.get_closest_marker("all_delay_levels") is None:
+        monkeypatch.setattr(delays, "LEVELS", DELAY_LEVELS)
+
+
+@pytest.fixture
+async def connection(vhost: Vhost) -> AsyncIterator[AbstractConnection]:
     connection = await aio_pika.connect(vhost.amqp_url)
     yield connection
     await connection.close()
 
 
 @pytest.fixture
-async def management(vhost) -> Management:
+async def management(vhost: Vhost) -> Management:
     found = await discover(vhost.amqp_url, vhost.management_url)
     assert found is not None
     return found

@@ -18,7 +18,7 @@ from lanekeeper.telemetry.tracing import Tracing
 from service.private_broker.broker import PrivateBroker
 from tests.support.alarms import memory_alarm
 from tests.support.waiting import until
-from topology.broker.admin.rights import WritingRights, see_that_it_may_write
+from topology.broker.admin.rights import WritingRights, check_write_rights
 
 MESSAGE = Message(body=b"x")
 
@@ -26,7 +26,7 @@ MESSAGE = Message(body=b"x")
 def test_the_methods_of_aiormq_that_we_override_still_exist() -> None:
     for name in alarms.OVERRIDDEN:
         assert name in vars(Underlying), "aiormq has changed: an alarm would not be noticed"
-        assert name in vars(alarms.Alarmed)
+        assert name in vars(alarms.UnderlyingConnection)
 
 
 @pytest.mark.every_version
@@ -101,15 +101,15 @@ async def test_during_an_alarm_the_right_to_write_is_unknown_and_the_check_deliv
         Connection(own_broker.amqp_url, name="look") as looking,
     ):
         channel = await looking.raw_channel(confirms=False)
-        queue = (await channel.queue_declare("", exclusive=True)).queue
+        queue = (await channel.queue_declare("", exclusive=True)).queue or ""
         async with memory_alarm(own_broker.amqp_url):
             began_s = time.monotonic()
             with pytest.raises((BrokerUnreachable, BrokerBlocked)):
-                await see_that_it_may_write(connection, (("", queue),))
+                await check_write_rights(connection, (("", queue),))
             print(f"not known after {time.monotonic() - began_s:.1f} s")
             assert time.monotonic() - began_s < 60
         await connection.flowing(timeout_s=10)
-        await see_that_it_may_write(connection, (("", queue),))
+        await check_write_rights(connection, (("", queue),))
         assert (await channel.queue_declare(queue, passive=True)).message_count == 0
 
 
@@ -122,8 +122,8 @@ async def test_a_missing_right_hidden_by_an_alarm_is_found_when_the_alarm_ends(o
                 with pytest.raises((BrokerUnreachable, BrokerBlocked)):
                     await each.look()
                 assert each.trouble is not None, "nothing is taken until it is known"
-            looking = [asyncio.create_task(each.run()) for each in (may, may_not)]
+            runs = [asyncio.create_task(each.run()) for each in (may, may_not)]
         await until(lambda: may.trouble is None)
         await until(lambda: "ACCESS_REFUSED" in (may_not.trouble or ""))
-        for each in looking:
-            each.cancel()
+        for run in runs:
+            run.cancel()

@@ -11,7 +11,7 @@ import pytest
 import structlog.testing
 
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.driver.alarms import Alarmed
+from lanekeeper.amqp.driver.alarms import UnderlyingConnection
 from service.private_broker.broker import PrivateBroker
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
@@ -81,13 +81,13 @@ async def test_every_error_of_the_driver_while_connecting_is_reported_as_broker_
 ) -> None:
     """aiormq raises a bare `Exception` if the connection closes between two steps of opening it."""
 
-    async def closes(_: Alarmed) -> bool:
+    async def closes(_: UnderlyingConnection) -> bool:
         monkeypatch.undo()
         raise Exception
 
     async with Connection(vhost.amqp_url, name=vhost.name) as connection:
         with structlog.testing.capture_logs() as events:
-            monkeypatch.setattr(Alarmed, "connect", closes)
+            monkeypatch.setattr(UnderlyingConnection, "connect", closes)
             await close_connection(vhost, vhost.name)
             await until(lambda: connection.openings == 2)
     (told,) = [each for each in events if each["event"] == "broker.unreachable"]

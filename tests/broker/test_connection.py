@@ -39,7 +39,7 @@ async def test_a_refused_connection_is_one_line_that_says_what_to_check(unused_t
     assert "secret" not in str(error.value)
 
 
-@pytest.mark.every_version
+@pytest.mark.oldest_version
 async def test_a_wrong_password_is_one_line_without_the_password(vhost: Vhost) -> None:
     url = str(URL(vhost.amqp_url).with_password("secret"))
     with pytest.raises(AccessRefused, match=f"refused user '{vhost.user}'.*[^.]; check user, password") as error:
@@ -49,7 +49,7 @@ async def test_a_wrong_password_is_one_line_without_the_password(vhost: Vhost) -
     assert "secret" not in str(error.value)
 
 
-@pytest.mark.every_version
+@pytest.mark.oldest_version
 async def test_a_missing_virtual_host_is_named(vhost: Vhost) -> None:
     with pytest.raises(AccessRefused, match=f"not into virtual host '{vhost.name}-not-there'"):
         async with Connection(vhost.amqp_url + "-not-there", name="test"):
@@ -103,7 +103,7 @@ async def test_a_cancelled_wait_for_a_channel_ends(vhost: Vhost) -> None:
             await waiting
 
 
-@pytest.mark.every_version
+@pytest.mark.oldest_version
 async def test_an_inbox_has_a_name_and_gets_what_is_bound_to_it(vhost: Vhost) -> None:
     async with (
         Connection(vhost.amqp_url, name="test") as connection,

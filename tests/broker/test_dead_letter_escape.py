@@ -5,19 +5,21 @@ The broker looks at topic permissions where something is published, and not wher
 
 from collections.abc import AsyncIterator
 from itertools import product
+from typing import Any
 
 import aio_pika
 import pytest
 from aiormq.exceptions import ChannelAccessRefused
 
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.users import Act, Broker, imported_users
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.every_version
+pytestmark = pytest.mark.oldest_version
 
-ESCAPE = {
+ESCAPE: dict[str, Any] = {
     "x-dead-letter-exchange": "lane.requests",
     "x-dead-letter-routing-key": "critical.finance.report",
     "x-message-ttl": 0,
@@ -27,14 +29,14 @@ STREAMED = b'{"prompt": "one two three four five six seven eight nine ten"}'
 
 
 @pytest.fixture
-async def broker_with_users(vhost) -> AsyncIterator[Broker]:
+async def broker_with_users(vhost: Vhost) -> AsyncIterator[Broker]:
     async with imported_users(vhost) as it:
         yield it
 
 
 @pytest.mark.parametrize("role", ["application", "client"])
 async def test_an_application_cannot_publish_to_another_lane_by_dead_lettering(
-    role: str, broker_with_users: Broker, vhost
+    role: str, broker_with_users: Broker, vhost: Vhost
 ) -> None:
     it = broker_with_users
     async with serving(vhost.amqp_url, declares=False) as worker, requester(vhost.amqp_url) as admin:
@@ -46,8 +48,7 @@ async def test_an_application_cannot_publish_to_another_lane_by_dead_lettering(
             queue = None
         if queue is not None:
             lane = it.users[role].lanes[0]
-            headers = {"x-lane-stream": True}
-            message = aio_pika.Message(STREAMED, reply_to=queue, headers=headers, message_id="streamed")
+            message = aio_pika.Message(STREAMED, reply_to=queue, headers={"x-lane-stream": True}, message_id="streamed")
             requests = await channel.get_exchange("lane.requests", ensure=False)
             await requests.publish(message, f"{lane}.{it.users[role].name}.chat")
             await until(lambda: admin.dead)
@@ -67,8 +68,8 @@ async def test_an_application_cannot_declare_a_queue_of_any_name(broker_with_use
     assert declared == []
 
 
-def declaring(queue: str, arguments: dict[str, str | int]) -> Act:
+def declaring(queue: str, arguments: dict[str, Any]) -> Act:
     return Act(
         f"declare {queue}",
-        lambda channel: channel.declare_queue(queue, durable=bool(queue), arguments=arguments),  # type: ignore[arg-type]
+        lambda channel: channel.declare_queue(queue, durable=bool(queue), arguments=arguments),
     )

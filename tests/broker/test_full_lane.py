@@ -6,6 +6,7 @@ import pytest
 
 from lanekeeper import Client, PublishRefused
 from lanekeeper.amqp.connection import Connection
+from tests.support.brokers import Vhost
 from tests.support.serving import serving
 
 KEY = "batch.tests.full"
@@ -17,7 +18,7 @@ async def fill(client: Client) -> None:
         await client.publish({"prompt": f"{n}"}, key=KEY)
 
 
-async def test_a_caller_waits_for_a_place_as_long_as_it_chooses(vhost) -> None:
+async def test_a_caller_waits_for_a_place_as_long_as_it_chooses(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url, works=("critical",), lanes={"batch": {"max_length": 2}}),
         Client(vhost.amqp_url) as client,

@@ -54,14 +54,14 @@ async def fill(publish: Callable[..., Awaitable[None]]) -> None:
         await publish(Message(body=b""), exchange="", routing_key="full")
 
 
-@pytest.mark.every_version
+@pytest.mark.oldest_version
 async def test_a_published_message_is_in_the_queue(publisher: Publisher) -> None:
     await declare(publisher, "some")
     await publisher.publish(Message(body=b"1"), exchange="", routing_key="some")
     assert await waiting(publisher, "some") == 1
 
 
-@pytest.mark.every_version
+@pytest.mark.oldest_version
 async def test_a_message_without_a_queue_is_unroutable(publisher: Publisher) -> None:
     with pytest.raises(Unroutable, match="'nobody'"):
         await publisher.publish(Message(body=b"", message_id="m"), exchange="", routing_key="nobody")
@@ -94,7 +94,7 @@ async def test_a_refused_publish_is_retried_within_the_time_limit(publisher: Pub
     assert loop.time() - began_s < 20
 
 
-@pytest.mark.every_version
+@pytest.mark.oldest_version
 async def test_a_missing_exchange_is_reported_with_the_command_that_declares_it(publisher: Publisher) -> None:
     with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
         await publisher.publish(Message(body=b""), exchange="not-there", routing_key="k")
@@ -102,7 +102,7 @@ async def test_a_missing_exchange_is_reported_with_the_command_that_declares_it(
     await publisher.publish(Message(body=b""), exchange="", routing_key="some")  # on a new channel
 
 
-@pytest.mark.every_version
+@pytest.mark.oldest_version
 async def test_a_missing_right_is_reported(publisher: Publisher, vhost: Vhost) -> None:
     rights = {"configure": ".*", "write": "^some$", "read": ".*"}
     vhost.api("PUT", f"permissions/{vhost.quoted}/{vhost.user}", rights)
@@ -142,7 +142,8 @@ async def test_after_a_closed_connection_publishes_in_progress_are_unknown_and_c
     publisher: Publisher, vhost: Vhost
 ) -> None:
     await declare(publisher, "some")
-    confirmed, failed = 0, []
+    confirmed = 0
+    failed: list[Any] = []
 
     async def publish_on() -> None:
         nonlocal confirmed
@@ -160,6 +161,30 @@ async def test_after_a_closed_connection_publishes_in_progress_are_unknown_and_c
     assert any(isinstance(error, ConfirmUnknown) for error in failed)
     assert {type(error) for error in failed} <= {ConfirmUnknown, BrokerUnreachable}
     assert await waiting(publisher, "some") >= confirmed > 0
+
+
+async def test_written_messages_are_on_their_way_together_and_arrive_in_their_order(publisher: Publisher) -> None:
+    await declare(publisher, "some")
+    written = [Message(body=b"%d" % number) for number in range(100)]
+    answers = [await publisher.write(each, exchange="", routing_key="some") for each in written]
+    assert await asyncio.gather(*answers) == [None] * 100
+    channel = await publisher.connection.raw_channel(confirms=False)
+    got = [(await channel.basic_get("some", no_ack=True)).body for _ in written]
+    assert got == [each.body for each in written]
+
+
+async def test_a_written_message_that_a_full_queue_refuses_is_told_so(publisher: Publisher) -> None:
+    await declare(publisher, "full", **{"x-max-length": 1, "x-overflow": "reject-publish"})
+    answers = [await publisher.write(Message(body=b""), exchange="", routing_key="full") for _ in range(50)]
+    assert PublishRefused in await asyncio.gather(*answers)
+
+
+async def test_a_written_message_whose_channel_is_lost_gets_an_error(publisher: Publisher) -> None:
+    await declare(publisher, "some")
+    answers = [await publisher.write(Message(body=b""), exchange=each, routing_key="some") for each in ("", "nowhere")]
+    found = await asyncio.gather(*answers, return_exceptions=True)
+    assert isinstance(found[1], Exception)
+    await publisher.publish(Message(body=b""), exchange="", routing_key="some")  # on a new channel
 
 
 async def test_publish_surely_survives_a_lost_connection(publisher: Publisher, vhost: Vhost) -> None:
@@ -260,8 +285,8 @@ async def test_a_message_too_large_for_the_broker_is_not_sent_and_the_connection
         (largest + 1, largest)
     }
     assert others == [None] * 50
-    assert await publisher.refuses(largest + 1) == largest
-    assert await publisher.refuses(largest) is None
+    assert await publisher.exceeded_limit(largest + 1) == largest
+    assert await publisher.exceeded_limit(largest) is None
     assert (publisher.connection.openings, loss.done()) == (opened, False)
     await until(lambda: waiting(publisher, "some"))
 
@@ -273,7 +298,7 @@ async def test_a_message_of_exactly_the_brokers_limit_is_published(publisher: Pu
     assert await waiting(publisher, "some") == 1
 
 
-@pytest.mark.every_version
+@pytest.mark.oldest_version
 async def test_a_user_without_any_rights_can_find_out_the_brokers_limit(vhost: Vhost) -> None:
     name = f"{vhost.name}-none"
     vhost.api("PUT", f"users/{name}", {"password": "none", "tags": ""})
@@ -282,7 +307,7 @@ async def test_a_user_without_any_rights_can_find_out_the_brokers_limit(vhost: V
         url = vhost.amqp_url.replace(f"{vhost.user}:{vhost.password}@", f"{name}:none@")
         async with Connection(url, name=vhost.name) as connection:
             publisher = Publisher(connection, tracing=Tracing())
-            assert await publisher.refuses(16 * MIB) is None
-            assert await publisher.refuses(200 * MIB) == LARGEST[int(connection.version.split(".")[0])]
+            assert await publisher.exceeded_limit(16 * MIB) is None
+            assert await publisher.exceeded_limit(200 * MIB) == LARGEST[int(connection.version.split(".")[0])]
     finally:
         vhost.api("DELETE", f"users/{name}")

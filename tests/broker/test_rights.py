@@ -7,9 +7,9 @@ import pytest
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import AccessRefused, TopologyMismatch
 from tests.support.brokers import Vhost
-from topology.broker.admin.rights import see_that_it_may_write
+from topology.broker.admin.rights import check_write_rights
 
-pytestmark = pytest.mark.every_version
+pytestmark = pytest.mark.oldest_version
 
 
 @pytest.fixture
@@ -20,9 +20,9 @@ async def connection(vhost: Vhost) -> AsyncIterator[Connection]:
 
 async def test_the_check_of_the_right_to_publish_delivers_nothing(connection: Connection) -> None:
     channel = await connection.raw_channel(confirms=True)
-    queue = (await channel.queue_declare("", exclusive=True)).queue
+    queue = (await channel.queue_declare("", exclusive=True)).queue or ""
     await channel.queue_bind(queue, "amq.topic", "#")
-    await see_that_it_may_write(connection, (("", queue), ("amq.topic", "some.key")))
+    await check_write_rights(connection, (("", queue), ("amq.topic", "some.key")))
     await channel.basic_publish(b"after", exchange="amq.topic", routing_key="after")
     found = (await channel.queue_declare(queue, passive=True)).message_count
     assert found == 1, "that which was published after it"
@@ -34,9 +34,9 @@ async def test_a_missing_right_is_reported_each_time(connection: Connection, vho
     vhost.api("PUT", f"permissions/{vhost.quoted}/{vhost.user}", {"configure": "", "write": allowed, "read": ""})
     for _ in range(20):
         with pytest.raises(AccessRefused, match=exchange or "amq.default"):
-            await see_that_it_may_write(connection, (("", "some"), ("amq.topic", "some")))
+            await check_write_rights(connection, (("", "some"), ("amq.topic", "some")))
 
 
 async def test_a_missing_exchange_is_reported_with_the_command_that_declares_it(connection: Connection) -> None:
     with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
-        await see_that_it_may_write(connection, (("not-there", "some"),))
+        await check_write_rights(connection, (("not-there", "some"),))

@@ -1,4 +1,4 @@
-"""Slots move between lanes on a real broker: a flooded lane borrows idle slots, and returns them when needed."""
+"""Scaling move between lanes on a real broker: a flooded lane borrows idle slots, and returns them when needed."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from consumers.capacity.activity import LaneActivity
-from consumers.capacity.slots import Line, Slots
+from consumers.capacity.scaling import ScaledQueue, Scaling
 from consumers.job import Job, now_ms
 from consumers.outcomes import Answered, Outcome
 from consumers.pool import Pool
@@ -57,7 +57,7 @@ class Work:
     """Three running lanes; a request runs until its lane is released."""
 
     publisher: Publisher
-    lines: dict[str, Line] = field(default_factory=dict)
+    lines: dict[str, ScaledQueue] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
     running: Counter[str] = field(default_factory=Counter)
     started: list[tuple[str, int, float]] = field(default_factory=list)
@@ -108,8 +108,8 @@ async def work(vhost: Vhost) -> AsyncIterator[Work]:
         async def waiting(queues: list[str]) -> Mapping[str, int]:
             return {queue: depth.ready for queue, depth in (await depths(consuming, queues)).items()}
 
-        slots = Slots(list(work.lines.values()), depths=waiting, waiting_for=lambda: work.held, now_ms=now_ms)
-        parts: list[Pool | Slots] = [*(line.pool for line in work.lines.values()), slots]  # type: ignore[list-item]
+        slots = Scaling(list(work.lines.values()), depths=waiting, waiting_for=lambda: work.held, now_ms=now_ms)
+        parts: list[Pool | Scaling] = [*(line.pool for line in work.lines.values()), slots]  # type: ignore[list-item]
         running = [asyncio.create_task(part.run()) for part in parts]
         yield work
         for each in work.go.values():
@@ -118,7 +118,7 @@ async def work(vhost: Vhost) -> AsyncIterator[Work]:
         await asyncio.wait_for(asyncio.gather(*running), 60)
 
 
-def line_of(lane: LaneSpec, consuming: Connection, work: Work) -> Line:
+def line_of(lane: LaneSpec, consuming: Connection, work: Work) -> ScaledQueue:
     activity = LaneActivity(lane.name, slots=lane.slots, due_slots=0)
 
     def pool(count: int) -> Pool:
@@ -131,12 +131,12 @@ def line_of(lane: LaneSpec, consuming: Connection, work: Work) -> Line:
             tracing=Tracing(),
         )
 
-    return Line(
+    return ScaledQueue(
         lane=lane.name,
         pool=pool(lane.slots),
-        more=pool,
-        kept=lane.kept_slots,
-        most=lane.most_slots,
+        new_pool=pool,
+        reserved=lane.reserved_slots,
+        max_slots=lane.most_slots,
         target_wait_s=lane.target_wait_s,
         activity=activity,
     )

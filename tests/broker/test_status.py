@@ -10,6 +10,7 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import TopologyMismatch
 from service.checks.status import LONGEST_S, Status, look
 from service.simulated.options import SimulatedOptions
+from tests.support.brokers import Vhost
 from tests.support.lanes import LANES
 from tests.support.serving import RunningWorker, serving
 from tests.support.waiting import until
@@ -21,7 +22,7 @@ async def seen(worker: RunningWorker) -> Status:
     return await look(worker.parts.consuming, lanes=worker.settings.lane_specs(), names=worker.settings.names())
 
 
-async def test_the_figures_of_two_workers_are_added_up(vhost) -> None:
+async def test_the_figures_of_two_workers_are_added_up(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url) as worker,
         serving(vhost.amqp_url, works=("critical",)) as other,
@@ -45,7 +46,7 @@ async def test_the_figures_of_two_workers_are_added_up(vhost) -> None:
     assert critical.throughput_per_min == 10
 
 
-async def test_running_and_waiting_requests_are_shown(vhost) -> None:
+async def test_running_and_waiting_requests_are_shown(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=60_000), lanes={"batch": {"slots": 2}}) as worker,
         Client(vhost.amqp_url) as client,
@@ -61,7 +62,7 @@ async def test_running_and_waiting_requests_are_shown(vhost) -> None:
         await until(all_are_seen)
 
 
-async def test_without_workers_depths_are_shown_without_waiting_for_answers(vhost) -> None:
+async def test_without_workers_depths_are_shown_without_waiting_for_answers(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
         await apply(declare(LANES, names=Names(), broker_version=connection.version), await connection.underlying())
         began = time.monotonic()
@@ -72,12 +73,16 @@ async def test_without_workers_depths_are_shown_without_waiting_for_answers(vhos
     assert [(lane.depth, lane.consumers, lane.running) for lane in found.lanes] == [(0, 0, None)] * 3
 
 
-async def test_without_a_topology_the_error_says_what_to_run(vhost) -> None:
+async def test_without_a_topology_the_error_says_what_to_run(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
         with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
             await look(connection, lanes=LANES, names=Names())
 
 
-async def test_workers_that_bind_replies_to_users_answer_status_questions(vhost) -> None:
+async def test_workers_that_bind_replies_to_users_answer_status_questions(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, reply_to={"bound_to_user": True}) as worker:
-        assert len((await seen(worker)).workers) == 1
+
+        async def it_answers() -> bool:
+            return len((await seen(worker)).workers) == 1
+
+        await until(it_answers)

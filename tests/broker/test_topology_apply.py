@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import aio_pika
 import pytest
+from aio_pika.abc import AbstractConnection
 
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import BrokerUnreachable, TopologyMismatch
+from tests.support.brokers import Vhost
 from tests.support.lanes import LANES
 from topology.broker.admin.apply import apply, bind, declare_exchange, declare_queue
 from topology.broker.admin.management import Management
@@ -16,28 +18,36 @@ from topology.lanes import BATCH, CRITICAL, NORMAL
 from topology.model import Binding, Exchange, Queue, Topology
 from topology.plan import compare
 
+pytestmark = pytest.mark.usefixtures("few_delay_levels")
+
 
 async def lines(declared: Topology, management: Management) -> list[str]:
     return [each.line for each in compare(declared, await management.topology())]
 
 
+@pytest.mark.all_delay_levels
 @pytest.mark.every_version
-async def test_on_an_empty_virtual_host_everything_is_declared(declared, connection, management) -> None:
+async def test_on_an_empty_virtual_host_everything_is_declared(
+    declared: Topology, connection: AbstractConnection, management: Management
+) -> None:
+    await apply(declared, connection)
+
+    assert await lines(declared, management) == []
+
+
+async def test_applying_again_changes_nothing(
+    declared: Topology, connection: AbstractConnection, management: Management
+) -> None:
+    await apply(declared, connection)
     await apply(declared, connection)
 
     assert await lines(declared, management) == []
 
 
 @pytest.mark.every_version
-async def test_applying_again_changes_nothing(declared, connection, management) -> None:
-    await apply(declared, connection)
-    await apply(declared, connection)
-
-    assert await lines(declared, management) == []
-
-
-@pytest.mark.every_version
-async def test_several_processes_may_apply_at_the_same_time(declared, vhost, management) -> None:
+async def test_several_processes_may_apply_at_the_same_time(
+    declared: Topology, vhost: Vhost, management: Management
+) -> None:
     connections = [await aio_pika.connect(vhost.amqp_url) for _ in range(4)]
 
     await asyncio.gather(*(apply(declared, each) for each in connections))
@@ -46,7 +56,9 @@ async def test_several_processes_may_apply_at_the_same_time(declared, vhost, man
     await asyncio.gather(*(each.close() for each in connections))
 
 
-async def test_two_installations_share_a_virtual_host(declared, connection, management) -> None:
+async def test_two_installations_share_a_virtual_host(
+    declared: Topology, connection: AbstractConnection, management: Management
+) -> None:
     other = declare(LANES, names=Names("acme"), broker_version=declared.broker_version)
 
     await apply(declared, connection)
@@ -56,8 +68,10 @@ async def test_two_installations_share_a_virtual_host(declared, connection, mana
     assert await lines(other, management) == []
 
 
-@pytest.mark.every_version
-async def test_applying_deletes_nothing(declared, connection, management) -> None:
+@pytest.mark.oldest_version
+async def test_applying_deletes_nothing(
+    declared: Topology, connection: AbstractConnection, management: Management
+) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
     await declare_queue(channel, Queue("lane.gold", {"x-queue-type": "quorum"}))
@@ -72,8 +86,10 @@ async def test_applying_deletes_nothing(declared, connection, management) -> Non
     assert len(found.bindings) == len(declared.bindings) + 1
 
 
-@pytest.mark.every_version
-async def test_a_missing_object_is_declared_again(declared, connection, management) -> None:
+@pytest.mark.oldest_version
+async def test_a_missing_object_is_declared_again(
+    declared: Topology, connection: AbstractConnection, management: Management
+) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
     await channel.queue_delete("lane.batch.due")
@@ -85,7 +101,9 @@ async def test_a_missing_object_is_declared_again(declared, connection, manageme
 
 
 @pytest.mark.every_version
-async def test_a_queue_with_another_argument_is_named_and_not_changed(vhost, declared, connection) -> None:
+async def test_a_queue_with_another_argument_is_named_and_not_changed(
+    vhost: Vhost, declared: Topology, connection: AbstractConnection
+) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
     requests = await channel.get_exchange("lane.requests", ensure=False)
@@ -106,7 +124,7 @@ async def test_a_queue_with_another_argument_is_named_and_not_changed(vhost, dec
     assert message.body == b"kept"
 
 
-@pytest.mark.every_version
+@pytest.mark.oldest_version
 @pytest.mark.parametrize(
     ("there", "text"),
     [
@@ -124,7 +142,9 @@ async def test_a_queue_with_another_argument_is_named_and_not_changed(vhost, dec
     ],
     ids=["exchange type", "internal", "alternate exchange", "queue type", "limit"],
 )
-async def test_a_property_that_the_broker_compares_is_refused_by_name(vhost, declared, connection, there, text) -> None:
+async def test_a_property_that_the_broker_compares_is_refused_by_name(
+    vhost: Vhost, declared: Topology, connection: AbstractConnection, there, text
+) -> None:
     channel = await connection.channel()
     await (declare_queue(channel, there) if isinstance(there, Queue) else declare_exchange(channel, there))
 
@@ -134,8 +154,10 @@ async def test_a_property_that_the_broker_compares_is_refused_by_name(vhost, dec
     assert text.format(vhost.name) in str(raised.value)
 
 
-@pytest.mark.every_version
-async def test_a_name_exclusively_used_by_another_client_is_reported(declared, connection, vhost) -> None:
+@pytest.mark.oldest_version
+async def test_a_name_exclusively_used_by_another_client_is_reported(
+    declared: Topology, connection: AbstractConnection, vhost: Vhost
+) -> None:
     other = await aio_pika.connect(vhost.amqp_url)
     await (await other.channel()).declare_queue("lane.dead", exclusive=True)
 
@@ -144,8 +166,9 @@ async def test_a_name_exclusively_used_by_another_client_is_reported(declared, c
     await other.close()
 
 
-@pytest.mark.every_version
-async def test_after_a_refusal_the_connection_can_be_used(declared, connection, management) -> None:
+async def test_after_a_refusal_the_connection_can_be_used(
+    declared: Topology, connection: AbstractConnection, management: Management
+) -> None:
     channel = await connection.channel()
     await declare_exchange(channel, Exchange("lane.events", "fanout"))
     with pytest.raises(TopologyMismatch):
@@ -158,14 +181,14 @@ async def test_after_a_refusal_the_connection_can_be_used(declared, connection, 
     assert await lines(declared, management) == []
 
 
-async def test_a_lost_connection_while_applying_is_reported(declared, connection) -> None:
+async def test_a_lost_connection_while_applying_is_reported(declared: Topology, connection: AbstractConnection) -> None:
     await connection.close()
 
     with pytest.raises(BrokerUnreachable):
         await apply(declared, connection)
 
 
-async def test_applying_can_be_cancelled(declared, connection) -> None:
+async def test_applying_can_be_cancelled(declared: Topology, connection: AbstractConnection) -> None:
     task = asyncio.create_task(apply(declared, connection))
     await asyncio.sleep(0.02)
     task.cancel()

@@ -13,7 +13,7 @@ from aio_pika.exceptions import DeliveryError
 from aiormq.exceptions import ChannelAccessRefused
 
 from lanekeeper.contract.names import Names
-from tests.support.brokers import version_of
+from tests.support.brokers import Vhost, version_of
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
 from topology.delays import hop
@@ -127,6 +127,13 @@ async def test_a_message_without_a_lane_goes_to_lane_fallen_at_once(connection: 
     assert "x-death" not in (message.headers or {})
 
 
+def death_of(message: AbstractIncomingMessage) -> dict[str, Any]:
+    """The only entry of `x-death`."""
+    deaths: Any = message.headers["x-death"]
+    (death,) = deaths
+    return dict(death)
+
+
 async def test_a_message_that_expires_in_an_intake_goes_to_lane_fallen_with_its_routing_key(
     connection: AbstractConnection,
 ) -> None:
@@ -136,7 +143,7 @@ async def test_a_message_that_expires_in_an_intake_goes_to_lane_fallen_with_its_
 
     _, message = await asyncio.wait_for(fallen.get(), 60)
     assert message.routing_key == "critical.a.b"
-    (death,) = message.headers["x-death"]
+    death = death_of(message)
     assert (death["reason"], death["queue"]) == ("expired", "lane.critical")
 
 
@@ -156,7 +163,7 @@ async def test_a_message_that_exceeds_the_delivery_limit_goes_to_lane_fallen(con
     await due.consume(give_back)
 
     _, message = await asyncio.wait_for(fallen.get(), 60)
-    (death,) = message.headers["x-death"]
+    death = death_of(message)
     assert (death["reason"], deliveries) == ("delivery_limit", 21)
 
 
@@ -171,7 +178,7 @@ async def test_dead_letters_stay_however_often_they_are_read_and_returned(connec
         await message.reject(requeue=True)
 
 
-async def test_a_full_lane_refuses_new_requests_and_still_accepts_returning_ones(vhost) -> None:
+async def test_a_full_lane_refuses_new_requests_and_still_accepts_returning_ones(vhost: Vhost) -> None:
     connection = await aio_pika.connect(vhost.amqp_url)
     lanes = (replace(CRITICAL, max_length=3), NORMAL, BATCH)
     await apply(declare(lanes, names=NAMES, broker_version=version_of(connection)), connection)

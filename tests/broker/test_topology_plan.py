@@ -5,22 +5,26 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
-from aio_pika.abc import AbstractChannel
+from aio_pika.abc import AbstractChannel, AbstractConnection
 
+from tests.support.brokers import Vhost
 from topology.broker.admin.apply import apply, bind, declare_exchange, declare_queue
 from topology.broker.admin.management import Management
 from topology.export import definitions
 from topology.model import Binding, Exchange, Queue, Topology, Value
 from topology.plan import compare
 
+pytestmark = pytest.mark.usefixtures("few_delay_levels")
+
 
 async def lines(declared: Topology, management: Management) -> list[str]:
     return [each.line for each in compare(declared, await management.topology())]
 
 
+@pytest.mark.all_delay_levels
 @pytest.mark.every_version
 async def test_after_an_import_into_an_empty_virtual_host_there_is_no_difference(
-    declared, connection, management
+    declared: Topology, connection: AbstractConnection, management: Management
 ) -> None:
     await management.import_definitions(definitions(declared, management.vhost))
 
@@ -30,15 +34,14 @@ async def test_after_an_import_into_an_empty_virtual_host_there_is_no_difference
     assert len((await management.topology()).bindings) == len(declared.bindings)
 
 
-@pytest.mark.every_version
-async def test_an_import_may_be_repeated(declared, management) -> None:
+async def test_an_import_may_be_repeated(declared: Topology, management: Management) -> None:
     for _ in range(2):
         await management.import_definitions(definitions(declared, management.vhost))
 
     assert await lines(declared, management) == []
 
 
-async def test_on_an_empty_virtual_host_everything_is_missing(declared, management) -> None:
+async def test_on_an_empty_virtual_host_everything_is_missing(declared: Topology, management: Management) -> None:
     differences = compare(declared, await management.topology())
 
     assert {each.change for each in differences} == {"missing"}
@@ -112,7 +115,9 @@ CHANGES: dict[str, tuple[Change, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-async def test_a_change_by_hand_is_named(name, declared, connection, management) -> None:
+async def test_a_change_by_hand_is_named(
+    name, declared: Topology, connection: AbstractConnection, management: Management
+) -> None:
     await management.import_definitions(definitions(declared, management.vhost))
     change, expected = CHANGES[name]
 
@@ -146,9 +151,11 @@ def queue_changes(declared: Topology, name: str) -> list[tuple[Queue, str]]:
     return changed
 
 
-@pytest.mark.every_version
+@pytest.mark.oldest_version
 @pytest.mark.parametrize("name", ["lane.critical", "lane.critical.due", "lane.delay.05", "lane.dead"])
-async def test_each_changed_argument_is_named(name, declared, connection, management) -> None:
+async def test_each_changed_argument_is_named(
+    name, declared: Topology, connection: AbstractConnection, management: Management
+) -> None:
     channel = await connection.channel()
     for queue, expected in queue_changes(declared, name):
         await declare_queue(channel, queue)
@@ -181,7 +188,9 @@ async def test_each_changed_argument_is_named(name, declared, connection, manage
         ),
     ],
 )
-async def test_an_exchange_of_another_type_is_named(there, line, declared, connection, management) -> None:
+async def test_an_exchange_of_another_type_is_named(
+    there, line, declared: Topology, connection: AbstractConnection, management: Management
+) -> None:
     await declare_exchange(await connection.channel(), there)
 
     found = compare(declared, await management.topology())
@@ -189,8 +198,10 @@ async def test_an_exchange_of_another_type_is_named(there, line, declared, conne
     assert [each.line for each in found if each.change == "differs"] == [line]
 
 
-@pytest.mark.every_version
-async def test_a_policy_that_would_remove_messages_is_named(declared, connection, management, vhost) -> None:
+@pytest.mark.oldest_version
+async def test_a_policy_that_would_remove_messages_is_named(
+    declared: Topology, connection: AbstractConnection, management: Management, vhost: Vhost
+) -> None:
     await apply(declared, connection)
 
     policy = {"pattern": r"^lane\.dead$", "definition": {"message-ttl": 60_000}, "apply-to": "queues"}
@@ -203,7 +214,9 @@ async def test_a_policy_that_would_remove_messages_is_named(declared, connection
     assert found == ["queue lane.dead: policy message-ttl is 60000, declared is not set"]
 
 
-async def test_objects_that_are_not_ours_are_ignored(declared, connection, management) -> None:
+async def test_objects_that_are_not_ours_are_ignored(
+    declared: Topology, connection: AbstractConnection, management: Management
+) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
     orders = await channel.declare_queue("orders", durable=True)

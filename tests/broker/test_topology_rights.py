@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aio_pika
 import pytest
@@ -10,6 +11,7 @@ from yarl import URL
 
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused
+from tests.support.brokers import Vhost
 from tests.support.serving import serving
 from tests.support.users import Act, Broker, imported_users
 from topology.broker.admin.apply import apply
@@ -18,11 +20,11 @@ from topology.broker.admin.verify import verify
 from topology.delays import hop
 from topology.plan import compare
 
-pytestmark = pytest.mark.every_version
+pytestmark = [pytest.mark.oldest_version, pytest.mark.usefixtures("few_delay_levels")]
 
 
 @pytest.fixture
-async def broker_with_users(vhost) -> AsyncIterator[Broker]:
+async def broker_with_users(vhost: Vhost) -> AsyncIterator[Broker]:
     async with imported_users(vhost) as it:
         yield it
 
@@ -71,7 +73,7 @@ async def purge(channel: AbstractChannel, queue: str) -> None:
 
 
 def declare_queue(name: str) -> Act:
-    arguments = {"x-queue-type": "quorum"}
+    arguments: dict[str, Any] = {"x-queue-type": "quorum"}
     return Act(f"declare {name}", lambda channel: channel.declare_queue(name, durable=True, arguments=arguments))
 
 
@@ -86,7 +88,7 @@ def delete_queue(name: str) -> Act:
     return Act(f"delete {name}", lambda channel: channel.queue_delete(name))
 
 
-async def test_after_an_import_with_users_there_is_no_difference(broker_with_users: Broker, vhost) -> None:
+async def test_after_an_import_with_users_there_is_no_difference(broker_with_users: Broker, vhost: Vhost) -> None:
     it = broker_with_users
 
     assert compare(it.topology, await it.management.topology()) == []
@@ -120,7 +122,7 @@ async def test_an_application_gets_its_replies(broker_with_users: Broker) -> Non
 
 
 async def test_an_application_is_answered_by_direct_reply_to_and_in_its_reply_queue(
-    broker_with_users: Broker, vhost
+    broker_with_users: Broker, vhost: Vhost
 ) -> None:
     it = broker_with_users
     arrived: asyncio.Queue[AbstractIncomingMessage] = asyncio.Queue()
@@ -157,7 +159,7 @@ NOT_FOR_APPLICATIONS = [
 ]
 
 
-async def test_an_application_may_do_nothing_else(broker_with_users: Broker, vhost) -> None:
+async def test_an_application_may_do_nothing_else(broker_with_users: Broker, vhost: Vhost) -> None:
     it = broker_with_users
     vhost.api("PUT", f"queues/{vhost.quoted}/lane.reply.somebody", {"durable": True})
 
@@ -173,7 +175,9 @@ async def test_a_copy_to_another_lane_by_cc_is_refused_from_4_0_on(broker_with_u
         assert await it.may("application", copied) == it.version.startswith("3.")
 
 
-async def test_a_client_may_also_cancel_and_fetch_results_and_nothing_else(broker_with_users: Broker, vhost) -> None:
+async def test_a_client_may_also_cancel_and_fetch_results_and_nothing_else(
+    broker_with_users: Broker, vhost: Vhost
+) -> None:
     it = broker_with_users
     mine = f"critical.{it.users['client'].name}.chat"
     assert [key for key in ("cancel", "result") if not await it.may("client", publish("lane.control", key))] == []
@@ -212,6 +216,7 @@ NOT_FOR_WORKERS = [
 ]
 
 
+@pytest.mark.all_delay_levels
 async def test_a_worker_may_do_its_work_and_nothing_else(broker_with_users: Broker) -> None:
     it = broker_with_users
 

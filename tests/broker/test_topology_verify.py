@@ -9,16 +9,20 @@ from urllib.parse import quote
 
 import aio_pika
 import pytest
+from aio_pika.abc import AbstractConnection
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
 from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
+from tests.support.brokers import Vhost
 from topology.broker.admin import management as management_module
 from topology.broker.admin.apply import apply, bind
 from topology.broker.admin.management import Management, discover
 from topology.broker.admin.verify import verify
-from topology.model import Binding
+from topology.model import Binding, Topology
+
+pytestmark = pytest.mark.usefixtures("few_delay_levels")
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -32,8 +36,11 @@ async def answering(answer: Answer) -> AsyncIterator[str]:
         yield str(server.make_url("/")).rstrip("/")
 
 
+@pytest.mark.all_delay_levels
 @pytest.mark.every_version
-async def test_with_the_management_api_every_difference_is_found(declared, connection, management) -> None:
+async def test_with_the_management_api_every_difference_is_found(
+    declared: Topology, connection: AbstractConnection, management: Management
+) -> None:
     await apply(declared, connection)
     await bind(await connection.channel(), Binding("lane.requests", "lane.dead", routing_key="#"))
 
@@ -44,9 +51,9 @@ async def test_with_the_management_api_every_difference_is_found(declared, conne
     assert found.missing == ()
 
 
-@pytest.mark.every_version
+@pytest.mark.oldest_version
 async def test_without_the_management_api_missing_objects_are_found_and_the_limits_are_stated(
-    declared, connection
+    declared: Topology, connection: AbstractConnection
 ) -> None:
     await apply(declared, connection)
     channel = await connection.channel()
@@ -66,9 +73,8 @@ async def test_without_the_management_api_missing_objects_are_found_and_the_limi
     )
 
 
-@pytest.mark.every_version
 async def test_on_an_empty_virtual_host_everything_is_missing_with_and_without_the_api(
-    declared, connection, management
+    declared: Topology, connection: AbstractConnection, management: Management
 ) -> None:
     things = len(declared.exchanges) + len(declared.queues)
 
@@ -76,14 +82,18 @@ async def test_on_an_empty_virtual_host_everything_is_missing_with_and_without_t
     assert len((await verify(declared, management, connection)).missing) == things + len(declared.bindings)
 
 
-async def test_verifying_changes_nothing(declared, connection, management) -> None:
+async def test_verifying_changes_nothing(
+    declared: Topology, connection: AbstractConnection, management: Management
+) -> None:
     await verify(declared, None, connection)
     await verify(declared, management, connection)
 
     assert (await management.topology()).queues == ()
 
 
-async def test_an_api_that_does_not_answer_is_reported(declared, connection, management) -> None:
+async def test_an_api_that_does_not_answer_is_reported(
+    declared: Topology, connection: AbstractConnection, management: Management
+) -> None:
     await apply(declared, connection)
     silent = replace(management, url="http://127.0.0.1:9")
 
@@ -93,7 +103,9 @@ async def test_an_api_that_does_not_answer_is_reported(declared, connection, man
     assert "no management API at http://127.0.0.1:9" in str(found.note)
 
 
-async def test_the_api_of_another_broker_is_not_used(declared, connection, management) -> None:
+async def test_the_api_of_another_broker_is_not_used(
+    declared: Topology, connection: AbstractConnection, management: Management
+) -> None:
     await apply(declared, connection)
 
     async def other(request: web.Request) -> web.Response:
@@ -107,7 +119,9 @@ async def test_the_api_of_another_broker_is_not_used(declared, connection, manag
     assert "is another broker's" in str(found.note)
 
 
-async def test_a_lost_connection_while_verifying_is_reported(declared, connection) -> None:
+async def test_a_lost_connection_while_verifying_is_reported(
+    declared: Topology, connection: AbstractConnection
+) -> None:
     await connection.close()
 
     with pytest.raises(BrokerUnreachable):
@@ -115,24 +129,24 @@ async def test_a_lost_connection_while_verifying_is_reported(declared, connectio
 
 
 @pytest.fixture
-def port_of_api(vhost, monkeypatch: pytest.MonkeyPatch) -> None:
+def port_of_api(vhost: Vhost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the default port be that of the test's broker: the real port is rarely free."""
     monkeypatch.setattr(management_module, "PORT", URL(vhost.management_url).port)
 
 
-async def test_the_api_is_found_at_the_amqp_host(vhost, connection, port_of_api) -> None:
+async def test_the_api_is_found_at_the_amqp_host(vhost: Vhost, connection: AbstractConnection, port_of_api) -> None:
     found = await discover(vhost.amqp_url, connection=connection)
 
     assert found is not None
     assert (await found.topology()).broker_version == vhost.version
 
 
-@pytest.mark.every_version
-async def test_an_api_that_refuses_the_amqp_user_counts_as_not_found(vhost, port_of_api) -> None:
+@pytest.mark.oldest_version
+async def test_an_api_that_refuses_the_amqp_user_counts_as_not_found(vhost: Vhost, port_of_api) -> None:
     assert await discover(str(URL(vhost.amqp_url).with_user("nobody").with_password("wrong"))) is None
 
 
-async def test_without_a_server_no_api_is_found(vhost, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_server_no_api_is_found(vhost: Vhost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(management_module, "PORT", 9)
 
     assert await discover(vhost.amqp_url) is None
@@ -178,7 +192,7 @@ async def test_credentials_are_not_sent_after_a_redirect() -> None:
     assert asked == ["/api/overview"]
 
 
-async def test_a_password_is_never_shown(management) -> None:
+async def test_a_password_is_never_shown(management: Management) -> None:
     shown = replace(management, url="http://look:hidden@127.0.0.1:9", password="hidden")
 
     with pytest.raises(BrokerUnreachable) as raised:
@@ -188,7 +202,7 @@ async def test_a_password_is_never_shown(management) -> None:
     assert "password" not in repr(shown)
 
 
-async def test_wrong_credentials_and_an_unknown_virtual_host_have_different_errors(management) -> None:
+async def test_wrong_credentials_and_an_unknown_virtual_host_have_different_errors(management: Management) -> None:
     with pytest.raises(AccessRefused, match="refuses user 'guest' \\(401\\)"):
         await replace(management, user="guest", password="wrong").overview()
     with pytest.raises(BrokerError, match="knows no virtual host 'nowhere'"):
@@ -207,17 +221,19 @@ async def test_an_answer_that_is_no_json_is_reported() -> None:
 async def test_an_answer_that_never_comes_ends_with_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(management_module, "TIMEOUT_S", 0.1)
 
-    async def asleep(request: web.Request) -> web.Response:
-        await asyncio.sleep(5)
+    over = asyncio.Event()
+
+    async def too_late(request: web.Request) -> web.Response:
+        await over.wait()
         return web.Response()
 
-    async with answering(asleep) as url:
+    async with answering(too_late) as url:
         with pytest.raises(BrokerUnreachable, match="no management API at"):
             await Management(url, "app", "secret", "/").overview()
+        over.set()
 
 
-@pytest.mark.every_version
-async def test_any_name_of_a_virtual_host_works(vhost, declared, management) -> None:
+async def test_any_name_of_a_virtual_host_works(vhost: Vhost, declared: Topology, management: Management) -> None:
     name = f"team a/ü {secrets.token_hex(4)}"
     vhost.api("PUT", f"vhosts/{quote(name, safe='')}")
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
+from tests.support.brokers import Vhost
 from tests.support.gate import gate
 from tests.support.serving import serving
 
@@ -71,7 +72,7 @@ def project(tmp_path: Path) -> Path:
 
 
 async def test_an_application_may_have_packages_with_the_same_names_as_ours(
-    vhost, environment: Path, project: Path
+    vhost: Vhost, environment: Path, project: Path
 ) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as gateway:
         for url, not_needed in ((vhost.amqp_url, FOR_HTTP), (gateway, FOR_AMQP)):

@@ -2,8 +2,10 @@
 
 import asyncio
 import dataclasses
+import gc
+import weakref
 
-from consumers.fairness.aside import Aside
+from consumers.fairness.aside import SideQueues
 from consumers.job import Job
 from consumers.outcomes import Deferred, Refused
 from lanekeeper.contract.names import REPLY_TRY, SENT_MS
@@ -22,7 +24,7 @@ class Side:
     def __init__(self) -> None:
         self.bench = Bench()
         self.heads = Heads(NAMES.side(LANE.name, each) for each in range(LANE.side_queues))
-        self.aside = Aside(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
+        self.aside = SideQueues(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
 
     def job(self, tenant: str, **properties: object) -> Job:
         return self.bench.job(lane=LANE, user_id=tenant, headers={SENT_MS: NOW_MS - 50}, **properties)
@@ -54,9 +56,47 @@ async def test_requests_of_one_tenant_share_a_side_queue_and_another_tenant_gets
     assert len(set(side.used)) == len(tenants)
 
 
+class Tenant(str):
+    """A tenant's name to which a weak reference is possible."""
+
+    __slots__ = ("__weakref__",)
+
+
+def test_a_tenant_is_forgotten_after_its_last_request_even_if_requests_without_a_tenant_came_before() -> None:
+    async def story() -> None:
+        side = Side()
+        await side.aside.put(side.job(""))
+        tenant = Tenant("crm")
+        known = weakref.ref(tenant)
+        await side.aside.put(side.job(tenant))
+        side.bench.publisher.sent.clear()
+        del tenant
+        gc.collect()
+        assert known() is not None
+        await asyncio.sleep(2)
+        await side.aside.put(side.job("chat"))
+        gc.collect()
+        assert known() is None
+
+    virtually(story())
+
+
+async def test_an_empty_side_queue_that_is_kept_for_a_tenant_is_not_given_to_another() -> None:
+    for number in range(20):  # a quarter of them prefer that queue
+        side = Side()
+        await side.aside.put(side.job("crm"))
+        (kept,) = (each for each in range(LANE.side_queues) if NAMES.side_exchange(each) == side.used[0])
+        head = side.head("crm", kept)
+        side.heads.fetched(NAMES.side(LANE.name, kept), left=0)
+        side.aside.head_arrived(head)
+        side.aside.head_left(head)
+        await side.aside.put(side.job(f"tenant-{number}"))
+        assert side.used[1] != side.used[0]
+
+
 async def test_a_side_queue_whose_head_is_another_tenants_is_not_used_while_an_empty_one_exists() -> None:
     side = Side()
-    side.aside.arrived(side.head("crm", 2))
+    side.aside.head_arrived(side.head("crm", 2))
     for tenant in ("a", "b", "c"):
         await side.aside.put(side.job(tenant))
     assert NAMES.side_exchange(2) not in side.used
@@ -77,9 +117,9 @@ async def test_a_full_side_queue_refuses_fresh_requests_and_defers_those_with_at
 async def test_when_the_head_of_a_side_queue_gets_its_slot_the_next_one_is_fetched() -> None:
     side = Side()
     head = side.head("crm", 1)
-    side.aside.arrived(head)
+    side.aside.head_arrived(head)
     assert side.heads.next() is None
-    side.aside.left(head)
+    side.aside.head_left(head)
     assert side.heads.next() == NAMES.side(LANE.name, 1)
 
 
@@ -88,7 +128,7 @@ async def test_a_head_that_cannot_be_read_does_not_block_its_side_queue() -> Non
     name = NAMES.side(LANE.name, 1)
     side.heads.fetched(name, left=3)
     assert side.heads.next() is None
-    side.aside.passed_over(name)
+    side.aside.head_unread(name)
     assert side.heads.next() == name
 
 

@@ -13,7 +13,7 @@ from consumers.attempt import Attempts
 from consumers.capacity.pausing import Pausing
 from consumers.chain import Chain, Route
 from consumers.gates.route import RouteGate
-from consumers.job import Asked, Job, Reserved
+from consumers.job import Decoded, Job, Reserved
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
 from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Retried
@@ -27,7 +27,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
-from tests.support.jobs import NOW_MS, Bench, asked, read
+from tests.support.jobs import NOW_MS, Bench, decoded, read
 from topology.lanes import NORMAL
 
 MODEL, FALLBACK = "claude-haiku-5-5", "claude-sonnet-5-5"
@@ -49,7 +49,7 @@ class Moves:
         self.has_room = True
         self.asked: list[tuple[str, Amounts | None]] = []
 
-    async def move(self, job: Job, _: Asked, to: Route, used: Amounts | None) -> bool:
+    async def move(self, job: Job, _: Decoded, to: Route, used: Amounts | None) -> bool:
         self.asked.append((to.provider, used))
         if self.has_room:
             job.reserved = reserve(to)
@@ -106,7 +106,7 @@ class TwoProviders:
         )
         read(job, Chain(routes or BOTH), now_ms=self.now_ms())
         self.job, job.reserved = job, reserve((routes or BOTH)[0])
-        return await self._attempts.make(job, asked(job))
+        return await self._attempts.make(job, decoded(job))
 
     def parts(self) -> list[str]:
         """What the requester was sent before the final reply: for each message the type of its event, or `restart`."""
@@ -259,7 +259,14 @@ async def test_a_stream_that_another_provider_starts_again_is_preceded_by_a_rest
     assert parts[-1] == "message_stop"
 
 
-async def test_while_a_breaker_is_open_the_other_provider_is_called_at_once(providers: Open) -> None:
+@pytest.fixture
+def stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A breaker that opens is not probed for half a minute at least: half a second can pass on a busy machine."""
+    monkeypatch.setattr("consumers.providers.breaker.OPEN_S", 60.0)
+    monkeypatch.setattr("consumers.providers.breaker.OPEN_MOST_S", 60.0)
+
+
+async def test_while_a_breaker_is_open_the_other_provider_is_called_at_once(providers: Open, stays_open: None) -> None:
     two = await providers(failing("server_error"))
 
     for each in range(3 * FAILURES):
@@ -270,7 +277,7 @@ async def test_while_a_breaker_is_open_the_other_provider_is_called_at_once(prov
     assert "event: breaker" in two.bench.log
 
 
-async def test_while_all_breakers_are_open_no_call_is_made(providers: Open) -> None:
+async def test_while_all_breakers_are_open_no_call_is_made(providers: Open, stays_open: None) -> None:
     two = await providers(failing("server_error"))
     for each in range(FAILURES):
         await two.ask("hello", BOTH[0], id=str(each))
@@ -282,7 +289,9 @@ async def test_while_all_breakers_are_open_no_call_is_made(providers: Open) -> N
     assert two.calls == (FAILURES, 0)
 
 
-async def test_a_request_waits_for_the_open_breaker_if_the_other_provider_lacks_budget_alone(providers: Open) -> None:
+async def test_a_request_waits_for_the_open_breaker_if_the_other_provider_lacks_budget_alone(
+    providers: Open, stays_open: None
+) -> None:
     two = await providers(failing("server_error"))
     for each in range(FAILURES):
         await two.ask("hello", BOTH[0], id=str(each))
@@ -296,6 +305,7 @@ async def test_a_request_waits_for_the_open_breaker_if_the_other_provider_lacks_
     assert two.calls == (FAILURES, 0)
 
 
+@pytest.mark.slow
 async def test_a_provider_that_hangs_opens_its_breaker_although_deadlines_end_its_calls(
     providers: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +320,7 @@ async def test_a_provider_that_hangs_opens_its_breaker_although_deadlines_end_it
     assert two.breakers.least_wait_s(BOTH[:1]) > 0
 
 
+@pytest.mark.slow
 async def test_after_a_cancelled_probe_another_request_may_probe_the_breaker(providers: Open) -> None:
     two = await providers()
     for each in range(FAILURES):
@@ -323,6 +334,7 @@ async def test_after_a_cancelled_probe_another_request_may_probe_the_breaker(pro
     assert answered_by(await two.ask("hello", BOTH[0])) == "one"
 
 
+@pytest.mark.slow
 async def test_a_probe_that_is_not_made_for_lack_of_budget_is_left_to_another_request(providers: Open) -> None:
     two = await providers(failing("overloaded"))
     for each in range(FAILURES):

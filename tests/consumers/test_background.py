@@ -57,6 +57,7 @@ async def test_a_task_goes_on_when_its_waiter_is_cancelled() -> None:
     assert task.get_name() == "wait"
 
 
+@pytest.mark.slow
 async def test_to_finish_waits_for_what_ends_in_time_and_cancels_the_rest() -> None:
     background, never = Background(), asyncio.Event()
     quick = background.begin(asyncio.sleep(0.01, "done"), name="quick")

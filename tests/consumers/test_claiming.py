@@ -9,9 +9,20 @@ from consumers.claiming import Claiming
 from consumers.gates.claim import ClaimGate
 from consumers.job import Job
 from consumers.outcomes import Answered, Deferred, Outcome
-from consumers.state.base import Cancelling, Completion, Conflict, Copy, Ended, Granted, Held, Identity, Running, Stop
+from consumers.state.base import (
+    Cancelling,
+    Completion,
+    Conflict,
+    Ended,
+    Fingerprint,
+    Granted,
+    Held,
+    Identity,
+    Running,
+    Stop,
+)
 from consumers.state.following import Part, Refused
-from tests.support.jobs import NOW_MS, Bench, asked, read
+from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.memory_store import MemoryStore
 from tests.support.virtual_time import virtually
 
@@ -24,8 +35,8 @@ class SlowToTell(MemoryStore):
         self.has_claimed = asyncio.Event()
         self.tells = asyncio.Event()
 
-    async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
-        found = await super().claim(identity, copy)
+    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
+        found = await super().claim(identity, fingerprint)
         self.has_claimed.set()
         await self.tells.wait()
         return found
@@ -90,8 +101,8 @@ class Followed(MemoryStore):
         self.is_asked = asyncio.Event()
         self.writes = asyncio.Event()
 
-    async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
-        found = await super().claim(identity, copy)
+    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
+        found = await super().claim(identity, fingerprint)
         return replace(found, followed=True) if isinstance(found, Granted) else found
 
     async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
@@ -106,11 +117,11 @@ async def lost_while_its_entries_are_written(store: Followed, outcome: Outcome, 
     gate, job = ClaimGate(claiming, now_ms=lambda: NOW_MS), read(Bench().job())
 
     async def ended(job: Job) -> None:
-        await gate.leave(job, asked(job), outcome)
+        await gate.leave(job, decoded(job), outcome)
         if completion is not None:
             await claiming.complete(job, completion)
 
-    await gate.enter(job, asked(job))
+    await gate.enter(job, decoded(job))
     assert job.trail is not None
     job.trail.tell("started")
     ending = asyncio.create_task(ended(job))

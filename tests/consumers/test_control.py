@@ -171,7 +171,7 @@ async def test_a_result_that_is_not_there_yet_is_answered_as_pending(
 @pytest.mark.parametrize("attempts", [0, 2])
 async def test_the_pending_answer_of_a_delayed_request_has_due_time_and_attempts(bench: Bench, attempts: int) -> None:
     if attempts:
-        found = await bench.store.claim(Identity("", "m-1"), bench.job().copy())
+        found = await bench.store.claim(Identity("", "m-1"), bench.job().fingerprint())
         assert isinstance(found, Granted)
         await bench.store.release(Held(Identity("", "m-1"), found.token), attempts=attempts, due_ms=NOW_MS + 60_000)
     else:
@@ -282,7 +282,7 @@ async def test_no_answer_goes_to_a_queue_with_a_chosen_name(
     bench: Bench, reply_to: str | None, unanswered: int
 ) -> None:
     answers = answers_of(bench)
-    await answers.tell(Message(body=b"", reply_to=reply_to), {}, id="m-1", as_="accepted")
+    await answers.tell(Message(body=b"", reply_to=reply_to), {}, id="m-1", control="accepted")
     assert bench.log == []
     assert answers.unanswered == unanswered
 
@@ -326,7 +326,7 @@ async def test_with_bound_replies_an_answer_goes_only_to_the_user_who_asked(
 ) -> None:
     answers = answers_of(bench, bound=bound)
     question = Message(body=b"{}", reply_to=address, user_id=user)
-    await answers.tell(question, {}, id=None, as_="accepted")
+    await answers.tell(question, {}, id=None, control="accepted")
     assert [each.routing_key for each in bench.publisher.sent] == [address] * is_told
     assert answers.unanswered == (not is_told)
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import structlog
 
-from consumers.control import question
+from consumers.control import command
 from consumers.control import queue as control_module
 from consumers.control.allowance import AT_ONCE_S
 from consumers.control.answer import Answers
 from consumers.control.queue import Control
+from consumers.rate_limit import LOGGED_EVERY_S, NAMES_KEPT, LogThrottle, RateLimit
 from consumers.replies.address import ReplyRule
-from consumers.share import LOGGED_EVERY_S, NAMES_KEPT, Seldom, Share
 from consumers.state.base import Identity
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -107,7 +107,7 @@ async def test_in_a_flood_as_many_messages_are_refused_as_carried_out_and_the_re
 
 async def test_beyond_a_tenants_share_no_body_is_read_and_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
-    monkeypatch.setattr(question, "_said", lambda message: parsed.append(message.user_id))
+    monkeypatch.setattr(command, "_json_object", lambda message: parsed.append(message.user_id))
     bench = Bench()
     await read(bench, cancellations(bench, *["flood"] * FLOOD))
 
@@ -201,25 +201,25 @@ async def test_a_start_waits_for_messages_that_are_on_their_way_when_the_queue_i
 
 def test_a_used_share_is_regained_with_time() -> None:
     now_s = 0.0
-    share = Share(per_s=2, at_once=3, clock=lambda: now_s)
-    assert [share.take("a") for _ in range(4)] == [True, True, True, False]
-    assert share.take("b", 3)
+    limit = RateLimit(per_s=2, at_once=3, clock=lambda: now_s)
+    assert [limit.take("a") for _ in range(4)] == [True, True, True, False]
+    assert limit.take("b", 3)
     now_s = 0.5
-    assert [share.take("a"), share.take("a")] == [True, False]
+    assert [limit.take("a"), limit.take("a")] == [True, False]
     now_s = 60
-    assert [share.take("a", 3), share.take("a")] == [True, False]
+    assert [limit.take("a", 3), limit.take("a")] == [True, False]
 
 
 def test_beyond_the_limit_of_tenants_the_one_idle_longest_is_forgotten() -> None:
-    share = Share(per_s=0.001, at_once=1, clock=lambda: 0.0)
-    assert all(share.take(str(n)) for n in range(NAMES_KEPT + 1))
-    assert [share.take(str(NAMES_KEPT)), share.take("0")] == [False, True]
+    limit = RateLimit(per_s=0.001, at_once=1, clock=lambda: 0.0)
+    assert all(limit.take(str(n)) for n in range(NAMES_KEPT + 1))
+    assert [limit.take(str(NAMES_KEPT)), limit.take("0")] == [False, True]
 
 
 def test_frequent_log_lines_are_counted_and_written_once_a_minute() -> None:
     now_s = 0.0
-    seldom = Seldom(clock=lambda: now_s)
-    assert [seldom.count("a") for _ in range(3)] == [1, 0, 0]
-    assert seldom.count("b") == 1
+    throttle = LogThrottle(clock=lambda: now_s)
+    assert [throttle.count("a") for _ in range(3)] == [1, 0, 0]
+    assert throttle.count("b") == 1
     now_s = LOGGED_EVERY_S
-    assert [seldom.count("a"), seldom.count("a")] == [3, 0]
+    assert [throttle.count("a"), throttle.count("a")] == [3, 0]

@@ -1,6 +1,7 @@
 """Dead letters beyond the limits are removed, the oldest first; only one process at a time does that."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -19,11 +20,11 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NAMES, NOW_MS, FakeNotices
 from tests.support.waiting import until
-from topology.broker.admin.deadletters import Letter
+from topology.broker.admin.deadletters import FetchedMessage
 
 
 class Queue:
-    """Like `Oldest`, with letters in memory; counts how often it was looked at."""
+    """Like `OldestMessages`, with dead letters in memory; counts how often it was opened."""
 
     def __init__(self, *ages_s: float, body: bytes = b"x") -> None:
         self.letters = [Message(body=body, headers={n.DEAD_AT: moment(age_s)}) for age_s in ages_s]
@@ -37,13 +38,13 @@ class Queue:
     async def __aexit__(self, *_: object) -> None:
         self.letters[:0], self._held = self._held, []
 
-    async def take(self) -> Letter | None:
+    async def take(self) -> FetchedMessage | None:
         if not self.letters:
             return None
         self._held.append(self.letters.pop(0))
-        return Letter(self._held[-1], behind=len(self.letters), tag=1)
+        return FetchedMessage(self._held[-1], behind=len(self.letters), tag=1)
 
-    async def remove(self, letter: Letter) -> None:
+    async def remove(self, letter: FetchedMessage) -> None:
         self._held.remove(letter.message)
 
 
@@ -81,6 +82,23 @@ async def test_without_a_folder_dead_letters_are_dropped_with_a_warning_and_coun
     assert (letters.exported, letters.dropped) == (0, 2)
 
 
+async def test_an_exported_dead_letter_and_the_name_of_its_new_file_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(file: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    await looking_after(Queue(3, 2, 1), max_count=1, folder=tmp_path).look()
+    file, *others = synced
+    assert Path(file).parent == tmp_path
+    assert others == [str(tmp_path), file]
+
+
 async def test_a_dead_letter_that_cannot_be_written_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     queue = Queue(3, 2, 1)
@@ -89,6 +107,7 @@ async def test_a_dead_letter_that_cannot_be_written_is_not_removed(tmp_path: Pat
     assert len(queue.letters) == 3
 
 
+@pytest.mark.slow
 async def test_only_one_of_several_processes_looks(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=StoreSpec()) as store:
         queues = [Queue(3, 2, 1) for _ in range(3)]

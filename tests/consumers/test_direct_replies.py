@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from consumers.replies.direct import DirectSender
+from lanekeeper.amqp.confirming import Answer
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
 
@@ -37,6 +38,17 @@ class Line:
             self.loss.set_result(self.dies_by)
             raise ConfirmUnknown("connection lost")
         self.sent.append(routing_key)
+
+    async def write(
+        self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = 10
+    ) -> asyncio.Future[Answer]:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        if self.dies_by is None:
+            self.sent.append(routing_key)
+            answer.set_result(None)
+        else:  # the connection is lost before the confirm
+            answer.set_exception(ConnectionError(self.dies_by))
+        return answer
 
 
 def sender() -> tuple[DirectSender, Line, Line]:
@@ -80,5 +92,22 @@ async def test_a_lost_connection_loses_no_reply() -> None:
     direct, shared, own = sender()
     await direct.send_surely(ANSWER, ADDRESS)
     shared.dies_by = "connection reset"
+    await direct.send_surely(ANSWER, ADDRESS)
+    assert own.sent == [ADDRESS, ADDRESS]
+
+
+async def test_of_several_messages_to_a_new_address_only_the_first_is_tried_separately() -> None:
+    direct, shared, own = sender()
+    for _ in range(3):
+        assert (await direct.write(ANSWER, ADDRESS, timeout_s=5)).done()
+    assert (own.sent, shared.sent) == ([ADDRESS], [ADDRESS, ADDRESS])
+
+
+async def test_an_address_is_tried_separately_again_after_a_message_to_it_was_not_confirmed() -> None:
+    direct, shared, own = sender()
+    await direct.send_surely(ANSWER, ADDRESS)
+    shared.dies_by = "INTERNAL_ERROR"
+    assert (await direct.write(ANSWER, ADDRESS, timeout_s=5)).exception()
+    await asyncio.sleep(0)  # its callback
     await direct.send_surely(ANSWER, ADDRESS)
     assert own.sent == [ADDRESS, ADDRESS]

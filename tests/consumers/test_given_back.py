@@ -95,7 +95,7 @@ class Ground:
             estimate=budget.amounts,
             now_ms=lambda: NOW_MS,
             rng=rng,
-            tell=lambda _, __, **___: None,
+            publish=lambda _, __, **___: None,
         )
         self.handler = handler(
             attempts(
@@ -144,7 +144,7 @@ class Ground:
         """How many holders never released the claim, as reported to the next holder."""
         delivery = self.bench.delivery(body=BODY)
         delivery.redelivered = True
-        found = await self.bench.store.claim(Identity("", "m-1"), self.bench.job(delivery=delivery).copy())
+        found = await self.bench.store.claim(Identity("", "m-1"), self.bench.job(delivery=delivery).fingerprint())
         assert isinstance(found, Granted)
         return found.deaths
 

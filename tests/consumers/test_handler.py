@@ -15,18 +15,20 @@ from consumers.gates.base import Gate
 from consumers.gates.claim import DEATHS_AT_MOST, SUSPECT_FROM, ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
-from consumers.job import ATTEMPT_WITHIN_S, CLAIM_WITHIN_S, STORE_WITHIN_S, Asked, Job
+from consumers.job import ATTEMPT_WITHIN_S, CLAIM_WITHIN_S, STORE_WITHIN_S, Decoded, Job
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.providers.base import Answer, OnEvent
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
+from consumers.replies.parts import Parts
 from consumers.state.base import Completion
+from lanekeeper.amqp.confirming import Answer as Confirm
 from lanekeeper.amqp.publisher import SURELY_WITHIN_S
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown
 from lanekeeper.telemetry.tracing import Tracing
-from tests.support.jobs import BODY, NOW_MS, Bench, asked, attempts, handler, read
+from tests.support.jobs import BODY, NOW_MS, Bench, attempts, decoded, handler, read
 from tests.support.waiting import until
 from topology.codec.request import Request
 from topology.lanes import CRITICAL
@@ -58,11 +60,11 @@ class FakeGate:
     def __init__(self, log: list[str], name: str, outcome: Outcome | None = None) -> None:
         self._log, self._name, self._outcome = log, name, outcome
 
-    async def enter(self, job: Job, asked: Asked) -> Outcome | None:
+    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
         self._log.append(f"{self._name} enter")
         return self._outcome
 
-    async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
+    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
         self._log.append(f"{self._name} leave {type(outcome).__name__}")
 
 
@@ -213,11 +215,11 @@ async def test_requests_suspected_of_killing_workers_are_worked_on_one_at_a_time
             await bench.claiming.claim(again(bench, message_id=id))
     first, second = (read(again(bench, message_id=each)) for each in ("m-1", "m-2"))
     third, fourth = read(bench.job(message_id="m-3")), read(again(bench, message_id="m-2"))
-    assert await gate.enter(first, asked(first)) is None
-    assert await gate.enter(second, asked(second)) == Deferred(delay_ms=1000, reason="suspect")
-    assert await gate.enter(third, asked(third)) is None
-    await gate.leave(first, asked(first), None)
-    assert await gate.enter(fourth, asked(fourth)) is None
+    assert await gate.enter(first, decoded(first)) is None
+    assert await gate.enter(second, decoded(second)) == Deferred(delay_ms=1000, reason="suspect")
+    assert await gate.enter(third, decoded(third)) is None
+    await gate.leave(first, decoded(first), None)
+    assert await gate.enter(fourth, decoded(fourth)) is None
 
 
 async def test_a_redelivery_from_a_queue_without_a_counter_is_moved_to_the_due_queue(bench: Bench) -> None:
@@ -362,8 +364,8 @@ async def test_all_gates_are_left_although_one_is_cancelled_while_it_gives_back(
     log: list[str] = []
 
     class Slow(FakeGate):
-        async def leave(self, job: Job, asked: Asked, outcome: Outcome | None) -> None:
-            await super().leave(job, asked, outcome)
+        async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
+            await super().leave(job, decoded, outcome)
             await asyncio.sleep(30)
 
     working = asyncio.create_task(handle(bench, bench.job(), gates=(FakeGate(log, "a"), Slow(log, "b"))))
@@ -485,7 +487,7 @@ async def test_the_parts_of_a_further_attempt_begin_with_a_restart(bench: Bench,
 
 
 async def test_a_second_call_within_an_attempt_sends_a_restart_if_parts_were_sent(bench: Bench) -> None:
-    parts = bench.replies.parts(bench.job())
+    parts = Parts(bench.replies, bench.job())
 
     assert not parts.restart()
     await parts(b"{}")
@@ -505,6 +507,19 @@ async def test_without_the_stream_header_or_a_reply_address_no_part_is_sent(benc
 async def test_a_part_that_cannot_be_sent_does_not_fail_the_attempt(bench: Bench) -> None:
     bench.publisher.failing = {"": ConfirmUnknown("…")}
     assert isinstance(await handle(bench, bench.job(headers={n.STREAM: True})), Answered)
+
+
+async def test_a_streamed_attempt_ends_when_its_parts_are_confirmed(bench: Bench) -> None:
+    """So the final reply is sent after them, whatever channel it takes."""
+    unconfirmed: list[asyncio.Future[Confirm]] = []
+    bench.publisher.unconfirmed = unconfirmed
+    handling = asyncio.create_task(handle(bench, bench.job(headers={n.STREAM: True})))
+    await until(lambda: len(unconfirmed) == 2)
+    unconfirmed[0].set_result(None)
+    await asyncio.sleep(0.01)
+    assert not handling.done()
+    unconfirmed[1].set_result(None)
+    assert isinstance(await handling, Answered)
 
 
 async def test_a_model_that_the_lane_does_not_allow_is_refused(bench: Bench) -> None:

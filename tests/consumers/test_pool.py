@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from consumers import settle
 from consumers.capacity.activity import LaneActivity
-from consumers.fairness.entering import FromQueue
-from consumers.fairness.turns import Turn, Turns
+from consumers.fairness.entrance import QueueEntrance
+from consumers.fairness.lane_slots import Admission, LaneSlots
 from consumers.job import Attempted, Job
 from consumers.outcomes import Answered, Outcome, Refused
 from consumers.pool import Pool
@@ -73,7 +73,7 @@ class Working:
         bench: Bench,
         handle: Callable[[Job], Awaitable[Outcome]],
         *,
-        entering: FromQueue | None = None,
+        entrance: QueueEntrance | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         self.bench = bench
@@ -86,7 +86,7 @@ class Working:
             settler=bench.settler,
             activity=self.activity,
             tracing=tracing or Tracing(),
-            entering=entering,
+            entrance=entrance,
         )
         self.running = asyncio.create_task(self.pool.run())
 
@@ -170,16 +170,16 @@ async def test_a_delivery_that_cannot_become_a_job_is_requeued() -> None:
 
 
 async def test_a_request_that_was_set_aside_is_acknowledged_and_neither_handled_nor_counted() -> None:
-    class Moving(FromQueue):
-        async def enter(self, job: Job) -> Turn:
-            return Turn.ASIDE
+    class Moving(QueueEntrance):
+        async def enter(self, job: Job) -> Admission:
+            return Admission.ASIDE
 
         async def set_aside(self, job: Job) -> Outcome | None:
             bench.log.append("moved")
             return None
 
     bench = Bench()
-    working = Working(bench, answer, entering=Moving(Turns().bench(4)))
+    working = Working(bench, answer, entrance=Moving(LaneSlots().queue(4)))
     working.deliver(bench.delivery())
     await until(lambda: bench.log == ["moved", "ack"])
     await working.stop()
@@ -187,15 +187,15 @@ async def test_a_request_that_was_set_aside_is_acknowledged_and_neither_handled_
 
 
 async def test_an_internal_error_while_setting_aside_requeues_the_delivery_and_the_lane_continues() -> None:
-    class Broken(FromQueue):
-        async def enter(self, job: Job) -> Turn:
-            return Turn.ASIDE
+    class Broken(QueueEntrance):
+        async def enter(self, job: Job) -> Admission:
+            return Admission.ASIDE
 
         async def set_aside(self, job: Job) -> Outcome | None:
             raise ZeroDivisionError
 
     bench = Bench()
-    working = Working(bench, answer, entering=Broken(Turns().bench(4)))
+    working = Working(bench, answer, entrance=Broken(LaneSlots().queue(4)))
     working.deliver(bench.delivery(), bench.delivery())
     await until(lambda: bench.log == ["reject", "reject"])
     assert not working.running.done()
@@ -371,7 +371,7 @@ async def test_deliveries_after_a_pause_wait_for_a_slot() -> None:
 
     working = Working(bench, wait)
     working.deliver(*(bench.delivery(message_id=f"m-{at}") for at in range(6)))
-    await until(lambda: working.pool._in_hand == 6)
+    await until(lambda: working.pool.in_hand == 6)
     assert working.activity.running == 4
     await working.pool.pause("store: away")
     await working.pool.resume()
@@ -396,7 +396,7 @@ async def test_a_request_that_waits_for_a_slot_is_returned_when_the_pool_stops_a
 
     working = Working(bench, hold)
     working.deliver(*(bench.delivery(message_id=f"m-{at}") for at in range(5)))
-    await until(lambda: working.pool._in_hand == 5)
+    await until(lambda: working.pool.in_hand == 5)
     await working.pool.stop()
     working.running.cancel()
     await asyncio.wait([working.running])
@@ -422,7 +422,7 @@ async def test_each_log_line_of_a_request_has_its_id_lane_and_attempt() -> None:
     async def speak() -> None:
         log.info("in a task of its own")
 
-    with logs.written(service="s", level="debug", stream=out):
+    with logs.configured(service="s", level="debug", stream=out):
         working = Working(bench, work)
         working.deliver(
             bench.delivery(message_id="a", headers={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}),
@@ -449,7 +449,7 @@ async def test_log_lines_of_a_request_that_starts_a_trace_have_its_trace_id() ->
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))
 
-    with logs.written(service="s", level="debug", stream=out):
+    with logs.configured(service="s", level="debug", stream=out):
         working = Working(bench, answer, tracing=Tracing(provider))
         working.deliver(bench.delivery(message_id="a"))
         await until(lambda: working.activity.answered == 1)
@@ -469,7 +469,7 @@ async def test_a_log_call_below_the_level_computes_no_fields() -> None:
             return {"request": "a"}
 
     subject, out = Subject(), io.StringIO()
-    with logs.written(service="s", level="info", stream=out), loggers.about(subject):
+    with logs.configured(service="s", level="info", stream=out), loggers.about(subject):
         loggers.logger().debug("not read")
         assert subject.asked == 0
         loggers.logger().info("read")

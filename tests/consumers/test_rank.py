@@ -2,7 +2,7 @@
 
 import pytest
 
-from consumers.rank import HIGHEST, rank, restored
+from consumers.rank import HIGHEST, original_priority, rank
 
 SAID = (None, *range(HIGHEST + 1))
 
@@ -17,7 +17,7 @@ def test_requests_that_come_back_go_before_all_fresh_ones(priority: int | None) 
 @pytest.mark.parametrize("is_fresh", [True, False])
 @pytest.mark.parametrize("priority", SAID)
 def test_the_requesters_priority_is_restored(priority: int | None, is_fresh: bool) -> None:
-    assert restored(rank(priority, is_fresh=is_fresh)) == priority
+    assert original_priority(rank(priority, is_fresh=is_fresh)) == priority
 
 
 def test_requests_that_come_back_keep_the_order_of_their_priorities() -> None:
@@ -26,9 +26,9 @@ def test_requests_that_come_back_keep_the_order_of_their_priorities() -> None:
 
 
 def test_the_highest_priority_is_that_of_the_brokers_queues() -> None:
-    assert restored(rank(9, is_fresh=False)) == 9
+    assert original_priority(rank(9, is_fresh=False)) == 9
     assert rank(10, is_fresh=False) == rank(200, is_fresh=False) == rank(9, is_fresh=False)
 
 
 def test_a_priority_that_no_worker_sets_counts_as_none() -> None:
-    assert restored(255) is None
+    assert original_priority(255) is None

@@ -16,7 +16,7 @@ from consumers.providers.breaker import FAILURES
 from consumers.providers.breakers import Breakers
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.state.base import Stop
-from tests.support.jobs import NOW_MS, Bench, asked, read
+from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.virtual_time import virtually
 from topology.lanes import BATCH, CRITICAL, LaneSpec
 
@@ -38,7 +38,7 @@ class Ground:
         return read(job, self.routes.of("critical", "", MODEL))
 
     async def enter(self, job: Job) -> Outcome | None:
-        return await self.gate.enter(job, asked(job))
+        return await self.gate.enter(job, decoded(job))
 
     @property
     def all(self) -> tuple[Route, ...]:
@@ -70,7 +70,7 @@ def test_a_provider_with_an_open_breaker_is_not_among_those_to_call() -> None:
         await ground.break_(one)
 
         assert await ground.enter(ground.job()) is None
-        assert ground.breakers.callable(ground.all) == [two]
+        assert ground.breakers.usable(ground.all) == [two]
 
     virtually(story())
 
@@ -114,7 +114,7 @@ def test_the_delay_grows_with_the_outage_within_the_lanes_limits(lane: LaneSpec,
             await ground.break_(route)
         job = ground.job()
 
-        outcome = ground.gate.later(job, replace(asked(job), lane=lane), 1.0)
+        outcome = ground.gate.later(job, replace(decoded(job), lane=lane), 1.0)
 
         assert isinstance(outcome, Deferred)
         assert least_s <= outcome.delay_ms / 1000 <= most_s + 2
@@ -185,5 +185,5 @@ def test_a_request_that_is_told_to_stop_ends_its_wait_for_a_breaker() -> None:
 def test_the_rest_of_a_chain_begins_with_the_given_route() -> None:
     one, two = Ground().all
 
-    assert Chain((one, two)).since(two) == (two,)
-    assert Chain((one, two)).since(one) == (one, two)
+    assert Chain((one, two)).starting_at(two) == (two,)
+    assert Chain((one, two)).starting_at(one) == (one, two)

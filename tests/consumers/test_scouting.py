@@ -8,8 +8,8 @@ from itertools import cycle
 import pytest
 
 from consumers.fairness import scouting
+from consumers.fairness.lane_slots import LaneSlots, QueueSlots
 from consumers.fairness.scouting import Scouted, Scouting
-from consumers.fairness.turns import Bench, Turns
 from tests.support.waiting import until
 
 QUEUE = "lane.normal"
@@ -38,13 +38,13 @@ class Lane:
     """A lane of two slots; `waiting` is the length of its queue."""
 
     def __init__(self) -> None:
-        self.bench: Bench = Turns().bench(2)
+        self.slots: QueueSlots = LaneSlots().queue(2)
         self.waiting = 10
         self.scouts: list[FakeScout] = []
         self.looks = 0
         self.turned = 0
         self.scouting = Scouting(
-            [Scouted(queue=QUEUE, bench=self.bench, scout=self._scout)],
+            [Scouted(queue=QUEUE, slots=self.slots, scout=self._scout)],
             depths=self._depths,
         )
 
@@ -53,7 +53,7 @@ class Lane:
         return sum(each.is_out for each in self.scouts)
 
     def fill(self) -> None:
-        while self.bench.begin("crm"):
+        while self.slots.begin("crm"):
             pass
 
     def _scout(self) -> FakeScout:
@@ -70,12 +70,12 @@ class Lane:
 
         async def turn_over() -> None:
             for tenant in cycle(tenants):
-                assert self.bench.begin(tenant)
+                assert self.slots.begin(tenant)
                 await asyncio.sleep(0)
-                self.bench.end(tenant)
+                self.slots.end(tenant)
                 self.turned += 1
 
-        assert self.bench.begin(tenants[0])
+        assert self.slots.begin(tenants[0])
         turning = asyncio.create_task(turn_over())
         try:
             yield
@@ -102,8 +102,8 @@ async def test_a_scout_starts_if_all_slots_are_busy_for_long_and_more_requests_w
     lane.fill()
     async with lane.looked_at():
         await until(lambda: lane.out == 1)
-        assert lane.bench.is_sorting
-    assert not lane.bench.is_sorting
+        assert lane.slots.sets_surplus_aside
+    assert not lane.slots.sets_surplus_aside
 
 
 async def test_no_scout_starts_if_nothing_more_waits() -> None:
@@ -143,9 +143,9 @@ async def test_the_scout_stops_when_slots_are_free_and_starts_again_later() -> N
     lane.fill()
     async with lane.looked_at():
         await until(lambda: lane.out == 1)
-        lane.bench.end("crm")
+        lane.slots.end("crm")
         await until(lambda: lane.out == 0)
-        assert not lane.bench.is_sorting
+        assert not lane.slots.sets_surplus_aside
         lane.fill()
         await until(lambda: lane.out == 1)
     assert len(lane.scouts) == 2

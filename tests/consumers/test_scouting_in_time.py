@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import pytest
 
+from consumers.fairness.lane_slots import LaneSlots, QueueSlots
 from consumers.fairness.scouting import Scouted, Scouting
-from consumers.fairness.turns import Bench, Turns
 from tests.support.virtual_time import virtually
 
 QUEUE = "lane.normal"
@@ -34,9 +34,9 @@ class Lane:
     def __init__(self, waiting: int) -> None:
         self.loop = asyncio.get_running_loop()
         self.waiting = waiting
-        self.bench: Bench = Turns().bench(2)
+        self.slots: QueueSlots = LaneSlots().queue(2)
         self.scouts: list[FakeScout] = []
-        self._scouting = Scouting([Scouted(queue=QUEUE, bench=self.bench, scout=self._scout)], depths=self._depths)
+        self._scouting = Scouting([Scouted(queue=QUEUE, slots=self.slots, scout=self._scout)], depths=self._depths)
         self._running = asyncio.create_task(self._scouting.run())
         self.began_s = self.loop.time()
 
@@ -48,7 +48,7 @@ class Lane:
         return dict.fromkeys(queues, self.waiting)
 
     def fill(self) -> None:
-        while self.bench.begin("crm"):
+        while self.slots.begin("crm"):
             pass
 
     async def end(self) -> None:
@@ -76,7 +76,7 @@ def test_no_scout_goes_out_in_a_shorter_burst() -> None:
         for _ in range(5):
             lane.fill()
             await asyncio.sleep(0.74)
-            lane.bench.end("crm")
+            lane.slots.end("crm")
             await asyncio.sleep(0.3)
         assert not lane.scouts
         await lane.end()
@@ -91,7 +91,7 @@ def test_a_scout_comes_back_when_slots_were_free_for_two_seconds() -> None:
         await asyncio.sleep(3.1)
         (scout,) = lane.scouts
         free_s = lane.loop.time()
-        lane.bench.end("crm")
+        lane.slots.end("crm")
         await asyncio.sleep(1.5)
         assert not scout.ended_s
         await asyncio.sleep(1.5)
@@ -121,15 +121,15 @@ def test_while_slots_become_free_a_scout_goes_out_only_between_several_tenants(
 ) -> None:
     async def story() -> None:
         lane = Lane(waiting=1000)
-        lane.bench.begin("crm")  # one slot is held, the other one turns over
+        lane.slots.begin("crm")  # one slot is held, the other one turns over
         for _ in range(40):
             await asyncio.sleep(0.2)
             for tenant in (*tenants, *tenants):
-                assert lane.bench.begin(tenant)
-                lane.bench.end(tenant)
-            assert lane.bench.begin("crm")
+                assert lane.slots.begin(tenant)
+                lane.slots.end(tenant)
+            assert lane.slots.begin("crm")
             await asyncio.sleep(0.06)
-            lane.bench.end("crm")
+            lane.slots.end("crm")
         assert bool(lane.scouts) == goes
         await lane.end()
 

@@ -22,7 +22,7 @@ from consumers.state.base import Stop, StoreUnavailable
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
 from tests.support.allowances import MemoryAllowances
-from tests.support.jobs import NOW_MS, Bench, asked, read
+from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.virtual_time import virtually
 from topology.lanes import CRITICAL
 
@@ -75,7 +75,7 @@ def test_the_price_list_is_what_the_facts_say() -> None:
 
 
 async def take(spending: Spending, bounds: tuple[Bound, ...], spent: Spent) -> Hold | Over:
-    return await spending.take(bounds, spent, tell=lambda _, **__: None)
+    return await spending.take(bounds, spent, publish=lambda _, **__: None)
 
 
 def counted(store: MemoryAllowances) -> dict[str, float]:
@@ -231,7 +231,7 @@ class Ground:
             estimate=lambda _, __, ___: ESTIMATE,
             now_ms=lambda: NOW_MS,
             rng=rng,
-            tell=lambda job, event, **figures: self.told.append((job.id, event, figures)),
+            publish=lambda job, event, **figures: self.told.append((job.id, event, figures)),
         )
         self.told: list[tuple[str, str, dict[str, Any]]] = []
 
@@ -241,14 +241,14 @@ class Ground:
         return read(job)
 
     async def enter(self, job: Job) -> Outcome | None:
-        return await self.gate.enter(job, asked(job))
+        return await self.gate.enter(job, decoded(job))
 
     async def through(
         self, job: Job, outcome: Outcome, *, usage: Amounts | None, cost_usd: float | None = None, lost: Lost = ()
     ) -> None:
-        assert await self.gate.enter(job, asked(job)) is None
+        assert await self.gate.enter(job, decoded(job)) is None
         job.attempted = Attempted(started_ms=NOW_MS, usage=usage, cost_usd=cost_usd, lost=lost)
-        await self.gate.leave(job, asked(job), outcome)
+        await self.gate.leave(job, decoded(job), outcome)
         await self.spending.finish(within_s=30)
 
 
@@ -307,11 +307,11 @@ async def test_an_answer_whose_usage_is_not_known_counts_as_a_request_without_to
 async def test_leaving_the_gate_does_not_wait_for_the_store() -> None:
     ground = Ground(lanes={"critical": Cap(usd=1)})
     job = ground.job()
-    assert await ground.gate.enter(job, asked(job)) is None
+    assert await ground.gate.enter(job, decoded(job)) is None
     job.attempted = Attempted(started_ms=NOW_MS, usage=ESTIMATE, cost_usd=0.5)
     ground.store.is_away = True
 
-    await ground.gate.leave(job, asked(job), ANSWERED)
+    await ground.gate.leave(job, decoded(job), ANSWERED)
 
     assert ground.spending.totals()["lane"]["critical"].usd == 0.5
 
@@ -321,7 +321,7 @@ async def test_a_request_that_was_told_to_stop_takes_nothing() -> None:
     job = ground.job()
     job.stopped = Stop.CANCELLED
 
-    assert await ground.gate.enter(job, asked(job)) is None
+    assert await ground.gate.enter(job, decoded(job)) is None
     assert ground.store.used == {}
 
 
@@ -329,8 +329,8 @@ async def test_a_request_that_was_not_sent_gives_everything_back() -> None:
     ground = Ground(lanes={"critical": Cap(requests=10)})
     job = ground.job()
 
-    assert await ground.gate.enter(job, asked(job)) is None
-    await ground.gate.leave(job, asked(job), None)
+    assert await ground.gate.enter(job, decoded(job)) is None
+    await ground.gate.leave(job, decoded(job), None)
     await ground.spending.finish(within_s=30)
 
     assert ground.store.used == {"cap lane critical requests": 0}

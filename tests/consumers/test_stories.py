@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from consumers.capacity.lending import Seen, decide
+from consumers.capacity.lending import QueueLoad, decide
 from consumers.chain import Route
 from consumers.failures import (
     UNREACHABLE,
@@ -21,11 +21,11 @@ from consumers.failures import (
     RejectedError,
     TransientError,
 )
-from consumers.fairness.turns import Bench, Shares, TenantShare, Turns
+from consumers.fairness.lane_slots import LaneSlots, QueueSlots, Shares, TenantShare
 from consumers.gates.waiting_room import WaitingRoom
 from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.outcomes import Retried
-from consumers.providers.breakers import Breakers, Pass
+from consumers.providers.breakers import Breakers, Permit
 from consumers.retry import RetryPolicy
 from consumers.retry import decide as decide_retry
 from tests.support.virtual_time import virtually
@@ -47,9 +47,9 @@ def slots_of_tenants() -> list[str]:
 
     async def story() -> None:
         shares = Shares({"shop": TenantShare(weight=2), "tools": TenantShare(in_flight=2), "*": TenantShare()})
-        turns = Turns(shares=shares, side=TwoAside())
-        benches = [turns.bench(4), turns.bench(2)]
-        held: list[tuple[Bench, str]] = []
+        turns = LaneSlots(shares=shares, side=TwoAside())
+        benches = [turns.queue(4), turns.queue(2)]
+        held: list[tuple[QueueSlots, str]] = []
         tasks: list[asyncio.Task[None]] = []
 
         async def ask(number: int, at: int, tenant: str) -> None:
@@ -76,7 +76,7 @@ def slots_of_tenants() -> list[str]:
             elif what < 0.88:
                 benches[at].resize(chosen.choice((1, 3, 5)))
             elif what < 0.92:
-                benches[at].sort(chosen.random() < 0.5)
+                benches[at].set_surplus_aside(chosen.random() < 0.5)
             elif what < 0.95 and tasks:
                 chosen.choice(tasks).cancel()
             await asyncio.sleep(chosen.choice((0, 0, 1, 20)))
@@ -101,11 +101,12 @@ def slots_that_are_lent() -> list[str]:
         for slots, most in ((8, 16), (5, 7), (1, 12)):
             extra = chosen.randrange(most - slots + 1)
             grown = chosen.randrange(extra + 1)
-            queue = Seen(slots=slots, kept=chosen.choice((0, 1, slots)), most=most, target_wait_s=2.0, extra=extra)
+            reserved = chosen.choice((0, 1, slots))
+            queue = QueueLoad(slots=slots, reserved=reserved, max_slots=most, target_wait_s=2.0, extra=extra)
             queue = replace(queue, grown=grown, ending=chosen.choice((0, 0, extra - grown)))
             queue = replace(queue, busiest=chosen.randrange(slots + extra + 1), waiting=chosen.choice((0, 0, 1, 4, 50)))
             queues.append(
-                replace(queue, wait_s=chosen.choice((0, 2.0, 2.1, 9)), held=chosen.choice((None, None, "rpm")))
+                replace(queue, wait_s=chosen.choice((0, 2.0, 2.1, 9)), bottleneck=chosen.choice((None, None, "rpm")))
             )
         lines.append(" | ".join(f"{each.lent} {each.grown} {each.limit}" for each in decide(queues)))
     return lines
@@ -170,29 +171,29 @@ def breakers_of_two_providers() -> list[str]:
 
     async def story() -> None:
         loop, breakers = asyncio.get_running_loop(), Breakers(rng=chosen)
-        running: list[Pass] = []
+        running: list[Permit] = []
         for number in range(300):
             await asyncio.sleep(chosen.choice((0, 0, 0, 0, 0.5, 2, 6)))
             route, now_s, what = chosen.choice(routes), loop.time(), chosen.random()
             if what < 0.5 or not running:
-                entered = await breakers.enter(route, now_s, request=str(number // 2))
-                lines.append(f"{now_s:.3f} {route.provider}: {entered and (entered.is_probe, entered.change)}")
-                running += [entered] if entered else []
+                permit = await breakers.enter(route, now_s, request=str(number // 2))
+                lines.append(f"{now_s:.3f} {route.provider}: {permit and (permit.is_probe, permit.change)}")
+                running += [permit] if permit else []
             else:
-                entered = running.pop(chosen.randrange(len(running)))
+                permit = running.pop(chosen.randrange(len(running)))
                 if what < 0.96:
                     error, timeout_s = (
                         chosen.choices(ERRORS, (9, 5, 5, 5, 5, 1, 0, 1, 1))[0],
                         chosen.choice((3, 60, 60)),
                     )
-                    change = await breakers.failed(entered, error, now_s, timeout_s=timeout_s)
-                    lines.append(f"{now_s:.3f} {entered.route.provider} fails by {error.detail}: {change}")
+                    change = await breakers.failed(permit, error, now_s, timeout_s=timeout_s)
+                    lines.append(f"{now_s:.3f} {permit.route.provider} fails by {error.detail}: {change}")
                 elif what < 0.98:
-                    lines.append(f"{entered.route.provider} answers: {await breakers.answered(entered, now_s)}")
+                    lines.append(f"{permit.route.provider} answers: {await breakers.answered(permit, now_s)}")
                 else:
-                    await breakers.unknown(entered, now_s)
+                    await breakers.unknown(permit, now_s)
             waits = [f"{breakers.wait_s(each, now_s):.3f} {breakers.down_s(each, now_s):.3f}" for each in routes]
-            usable = [each.provider for each in breakers.callable(routes)]
+            usable = [each.provider for each in breakers.usable(routes)]
             lines.append(f"{waits} {usable} {breakers.least_wait_s(routes):.3f} {breakers.states(now_s)}")
 
     virtually(story())

@@ -3,6 +3,9 @@
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+from structlog.testing import capture_logs
+
 from consumers.background import Background
 from consumers.state.base import Held, Identity, StoreUnavailable
 from consumers.state.following import Part, Refused, Submission
@@ -19,6 +22,7 @@ class Store:
         self.calls: list[list[Part]] = []
         self.answer: Refused | None = None
         self.failing = False
+        self.fault: Exception | None = None
         self.waits = asyncio.Event()
         self.waits.set()
 
@@ -26,20 +30,22 @@ class Store:
         self.calls.append(list(parts))
         is_failing = self.failing
         await self.waits.wait()
+        if self.fault is not None:
+            raise self.fault
         if is_failing:
             raise StoreUnavailable("away")
         return [self.answer] * len(parts)
 
     def told(self) -> list[tuple[str, bytes]]:
-        return [(each.kind, each.body) for call in self.calls for part in call for each in part.told]
+        return [(each.kind, each.body) for call in self.calls for part in call for each in part.entries]
 
 
 def trails(store: Store) -> Trails:
     return Trails(store, Background())  # type: ignore[arg-type]
 
 
-def trail(of: Trails, id: str = "a") -> Trail:
-    return of.begin(Held(Identity("", id), 1), SUBMISSION)
+def trail(of: Trails, id: str = "a", *, is_takeover: bool = False) -> Trail:
+    return of.begin(Held(Identity("", id), 1), SUBMISSION, is_takeover=is_takeover)
 
 
 async def test_the_first_entry_is_written_at_once_and_those_that_follow_together() -> None:
@@ -55,7 +61,7 @@ async def test_the_first_entry_is_written_at_once_and_those_that_follow_together
     await other.flushed()
 
     assert len(store.calls) == 2
-    assert [len(part.told) for part in store.calls[1]] == [50, 50]
+    assert [len(part.entries) for part in store.calls[1]] == [50, 50]
     assert store.told()[0] == ("started", b'{"attempt": 1}')
 
 
@@ -73,6 +79,7 @@ async def test_flushed_waits_until_all_is_written() -> None:
     assert one.is_written
 
 
+@pytest.mark.slow
 async def test_a_store_that_is_away_stops_the_events_and_not_the_life() -> None:
     store = Store()
     one = trail(trails(store))
@@ -90,6 +97,7 @@ async def test_a_store_that_is_away_stops_the_events_and_not_the_life() -> None:
     assert [kind for kind, _ in store.told()[2:]] == ["started", "truncated", "retrying"]
 
 
+@pytest.mark.slow
 async def test_a_store_that_stays_away_is_told_that_events_are_missing_as_soon_as_it_is_back() -> None:
     store = Store()
     one = trail(trails(store))
@@ -104,6 +112,44 @@ async def test_a_store_that_stays_away_is_told_that_events_are_missing_as_soon_a
     assert [kind for kind, _ in store.told()] == ["started", "truncated"]
 
 
+async def test_a_claim_that_was_taken_over_begins_its_events_with_one_restart() -> None:
+    store = Store()
+    writing = trails(store)
+    one, other = (trail(writing, id, is_takeover=True) for id in "ab")
+    one.tell("started")
+    one.part("event", b"a")
+    one.part("event", b"b")
+    await one.flushed()
+    assert [kind for kind, _ in store.told()] == ["started", "restart", "event", "event"]
+
+    store.calls.clear()
+    other.part("restart", b"{}")
+    other.part("event", b"a")
+    await other.flushed()
+    assert [kind for kind, _ in store.told()] == ["restart", "event"]
+
+
+@pytest.mark.slow
+async def test_a_fault_of_ours_ends_the_trails_that_it_hit_and_delays_nothing() -> None:
+    store = Store()
+    writing = trails(store)
+    one = trail(writing)
+    store.fault = ValueError("odd")
+    with capture_logs() as logs:
+        one.tell("started")
+        await until(lambda: one.is_written)
+    assert [each["event"] for each in logs] == ["handler.failed"]
+    one.part("event", b"a")
+    assert one.is_written
+
+    store.fault = None
+    other = trail(writing, "b")
+    other.part("event", b"a")
+    await until(lambda: other.is_written)
+    assert store.told()[-1] == ("event", b"a")
+
+
+@pytest.mark.slow
 async def test_events_after_a_restart_are_written_if_those_before_it_failed() -> None:
     store = Store()
     one = trail(trails(store))

@@ -25,7 +25,7 @@ def told(job: Job) -> list[tuple[str, float, float]]:
     """For each wait: its name, and how many ms before the delivery it began and ended."""
     return [
         (each.name, (TAKEN_NS - each.start_ns) / MS, (TAKEN_NS - each.end_ns) / MS)
-        for each in waits.before(job, TAKEN_NS)
+        for each in waits.before_delivery(job, TAKEN_NS)
     ]
 
 
@@ -67,22 +67,22 @@ def test_a_dead_letter_that_was_published_again_waited_in_lane_dead() -> None:
 def test_a_wait_for_the_budget_has_a_span_only_if_it_took_time() -> None:
     job = job_of({})
     job.attempted = Attempted(started_ms=NOW_MS + 4)
-    assert not list(waits.turn(job, TAKEN_NS))
+    assert not list(waits.before_call(job, TAKEN_NS))
     job.attempted = Attempted(started_ms=NOW_MS + 3000)
-    assert list(waits.turn(job, TAKEN_NS)) == [waits.Wait("wait (turn)", TAKEN_NS, (NOW_MS + 3000) * MS)]
+    assert list(waits.before_call(job, TAKEN_NS)) == [waits.Wait("wait (turn)", TAKEN_NS, (NOW_MS + 3000) * MS)]
 
 
 @pytest.mark.parametrize(("waited_ms", "spans"), [(0, 0), (1, 1)])
 def test_a_wait_has_a_span_from_a_millisecond_on(waited_ms: int, spans: int) -> None:
     job = job_of({n.SENT_MS: NOW_MS - waited_ms})
-    assert len(list(waits.before(job, NOW_MS * MS))) == spans
+    assert len(list(waits.before_delivery(job, NOW_MS * MS))) == spans
 
 
 @pytest.mark.parametrize(("waited_ms", "spans"), [(4, 0), (5, 1)])
 def test_a_wait_for_the_budget_has_a_span_from_five_milliseconds_on(waited_ms: int, spans: int) -> None:
     job = job_of({})
     job.attempted = Attempted(started_ms=NOW_MS + waited_ms)
-    assert len(list(waits.turn(job, NOW_MS * MS))) == spans
+    assert len(list(waits.before_call(job, NOW_MS * MS))) == spans
 
 
 @pytest.mark.parametrize("said", [True, 0, -1, "7"])

@@ -99,11 +99,6 @@ class RedisStore:
     def url(self) -> str:
         return f"redis://{LOOPBACK}:{self.line.port}/0"
 
-    async def restart_empty(self) -> None:
-        """Restart it without its data."""
-        await asyncio.to_thread(self.server.kill)
-        await asyncio.to_thread(self.server.start)
-
 
 @asynccontextmanager
 async def redis_store() -> AsyncIterator[RedisStore]:

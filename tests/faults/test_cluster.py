@@ -18,10 +18,12 @@ import pytest
 from service.private_broker.source import Unavailable
 from service.simulated.app import SimulatedAPI
 from tests.faults.checker import Verdict, check
-from tests.faults.clients import Load, Mix
+from tests.faults.clients import Load
 from tests.faults.history import Called, History
+from tests.faults.mix import Mix
 from tests.faults.workers import Crew
-from tests.support.cluster import Cluster, Node, cluster
+from tests.support.cluster import Cluster, cluster
+from tests.support.nodes import Node
 from tests.support.processes import environment, run
 from tests.support.waiting import until
 

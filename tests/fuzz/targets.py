@@ -17,17 +17,17 @@ from pamqp import frame
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
-from consumers.control import question as control_question
+from consumers.control import command as control_command
 from consumers.failures import ProviderError
 from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, read_answer
 from consumers.providers.event_stream import FrameSplitter
 from consumers.providers.events import EventSplitter
-from consumers.providers.stream_field import say_stream
+from consumers.providers.stream_field import set_stream
 from consumers.providers.streamed import StreamedMessage, parse_event, to_json
 from consumers.providers.translation import classify, from_event, read_retry_after_s
 from lanekeeper.amqp.driver import fields
-from lanekeeper.amqp.driver.frames import NESTED_LEVELS, message_of, tolerate
+from lanekeeper.amqp.driver.frames import NESTED_LEVELS, message_of, patch_pamqp
 from lanekeeper.amqp.driver.outgoing import encoded
 from lanekeeper.contract.messages import UNREADABLE, Message
 from lanekeeper.contract.names import Names
@@ -38,7 +38,7 @@ from topology.codec.decoding import decode
 from topology.codec.request import Request
 from topology.lanes import CRITICAL, LaneSpec
 
-tolerate()
+patch_pamqp()
 
 NOW_MS: Final = 1_790_000_000_000
 EVENT_BYTES: Final = 1024 * 1024
@@ -69,7 +69,7 @@ def body(data: bytes) -> None:
     assert said["messages"]
     assert decoded(Message(body=request.body, routing_key="critical.fuzz.body")).body == request.body
     try:
-        assert strict(say_stream(request.body, True))["stream"] is True
+        assert strict(set_stream(request.body, True))["stream"] is True
     except ProviderError as error:
         _is_one_line(error)
 
@@ -182,8 +182,8 @@ def control(data: bytes) -> None:
     text = kind.decode("utf-8", "replace")
     message = Message(body=said, routing_key=text, type=text, user_id="crm")
     try:
-        control_question.id_of(message)
-        control_question.read(message, speakers=())
+        control_command.id_of(message)
+        control_command.read(message, speakers=())
     except RequestProblem as problem:
         _is_fit_to_send(problem)
 

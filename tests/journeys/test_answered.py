@@ -4,10 +4,12 @@ import gzip
 import json
 import time
 import uuid
+from typing import Any
 
 import aiohttp
 import pytest
 
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -33,7 +35,7 @@ WHOLE = {
 
 
 @pytest.mark.every_version
-async def test_the_answer_is_the_providers_message_with_every_documented_header(vhost) -> None:
+async def test_the_answer_is_the_providers_message_with_every_documented_header(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         before_s = time.monotonic()
         reply = await app.ask(
@@ -65,7 +67,7 @@ async def test_the_answer_is_the_providers_message_with_every_documented_header(
         await until(lambda: _is_empty(app))
 
 
-async def test_the_answers_body_is_byte_for_byte_what_the_provider_sends(vhost) -> None:
+async def test_the_answers_body_is_byte_for_byte_what_the_provider_sends(vhost: Vhost) -> None:
     """The same call is also made directly; only fields that differ between any two calls may differ."""
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         reply = await app.ask(WHOLE)
@@ -79,7 +81,7 @@ async def test_the_answers_body_is_byte_for_byte_what_the_provider_sends(vhost) 
         assert reply.body == direct.replace(theirs, reply.json["id"].encode())
 
 
-async def test_a_messages_body_reaches_the_provider_unchanged(vhost) -> None:
+async def test_a_messages_body_reaches_the_provider_unchanged(vhost: Vhost) -> None:
     """With unknown and beta fields, tools, system prompt, images and thinking."""
     raw = ("  " + json.dumps(WHOLE, ensure_ascii=False, indent=2).replace("1.5", "1.500") + "\n").encode()
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
@@ -92,8 +94,11 @@ async def test_a_messages_body_reaches_the_provider_unchanged(vhost) -> None:
         )
 
 
-async def test_a_given_model_and_max_tokens_are_kept_and_missing_ones_are_the_lanes(vhost) -> None:
-    lanes = {"critical": {"max_tokens": 77}, "batch": {"max_tokens": 78, "model": "claude-haiku-4-5"}}
+async def test_a_given_model_and_max_tokens_are_kept_and_missing_ones_are_the_lanes(vhost: Vhost) -> None:
+    lanes: dict[str, dict[str, Any]] = {
+        "critical": {"max_tokens": 77},
+        "batch": {"max_tokens": 78, "model": "claude-haiku-4-5"},
+    }
     expected = {
         "critical": ("claude-sonnet-5-5", 77),
         "normal": ("claude-sonnet-5-5", 1024),
@@ -118,27 +123,27 @@ async def test_a_given_model_and_max_tokens_are_kept_and_missing_ones_are_the_la
             }
 
 
-async def test_a_gzipped_body_is_decompressed(vhost) -> None:
+async def test_a_gzipped_body_is_decompressed(vhost: Vhost) -> None:
     packed = gzip.compress(json.dumps({"prompt": "squeezed " + "a" * 100_000}).encode())
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         reply = await app.ask(packed, content_encoding="gzip", content_type="application/json")
         assert reply.text.startswith("echo: squeezed aaa")
 
 
-async def test_a_request_without_message_id_gets_one(vhost) -> None:
+async def test_a_request_without_message_id_gets_one(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         first, second = await app.ask({"prompt": "a"}), await app.ask({"prompt": "b"})
         assert len({first.headers["x-lane-request-id"], second.headers["x-lane-request-id"], ""}) == 3
 
 
-@pytest.mark.every_version
-async def test_a_request_with_direct_reply_to_is_answered(vhost) -> None:
+@pytest.mark.oldest_version
+async def test_a_request_with_direct_reply_to_is_answered(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
         ids = [await app.publish({"prompt": f"question {n}"}) for n in range(20)]
         assert [(await app.final(each)).text for each in ids] == [f"echo: question {n}" for n in range(20)]
 
 
-async def test_a_request_with_a_reply_queue_of_the_application_is_answered(vhost) -> None:
+async def test_a_request_with_a_reply_queue_of_the_application_is_answered(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         for name in ("shop.answers", "lane.reply.shop"):
             await app.channel.queue_declare(name, durable=True)
@@ -146,7 +151,7 @@ async def test_a_request_with_a_reply_queue_of_the_application_is_answered(vhost
             await until(lambda name=name: app.depth(name))
 
 
-async def test_a_request_without_reply_to_is_worked_on_and_acknowledged(vhost) -> None:
+async def test_a_request_without_reply_to_is_worked_on_and_acknowledged(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_events()
         await app.publish({"prompt": "tell nobody"}, reply_to=None, correlation_id="c", message_id="quiet")
@@ -155,7 +160,7 @@ async def test_a_request_without_reply_to_is_worked_on_and_acknowledged(vhost) -
         await until(lambda: _is_empty(app))
 
 
-async def test_each_of_many_concurrent_requests_gets_its_own_answer_once(vhost) -> None:
+async def test_each_of_many_concurrent_requests_gets_its_own_answer_once(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         lanes = ("critical", "normal", "batch")
         asked = {
@@ -169,7 +174,7 @@ async def test_each_of_many_concurrent_requests_gets_its_own_answer_once(vhost) 
         assert all(len(app.replies[each]) == 1 for each in asked)
 
 
-async def test_headers_sent_as_strings_are_accepted(vhost) -> None:
+async def test_headers_sent_as_strings_are_accepted(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         headers = {"x-lane-deadline-ms": "5000", "x-lane-stream": "false", "x-lane-no-batch": "true"}
         assert (await app.ask({"prompt": "hello"}, headers=headers)).status == "ok"

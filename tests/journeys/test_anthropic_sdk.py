@@ -8,6 +8,7 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 
+from tests.support.brokers import Vhost
 from tests.support.gate import gate
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -39,7 +40,7 @@ def sdk(url: str, **options: Any) -> AsyncAnthropic:
 
 
 @pytest.mark.parametrize("extra", BODIES.values(), ids=BODIES)
-async def test_a_message_is_the_same(vhost, extra) -> None:
+async def test_a_message_is_the_same(vhost: Vhost, extra) -> None:
     async with (
         serving(vhost.amqp_url) as worker,
         gate(worker.settings) as url,
@@ -49,7 +50,7 @@ async def test_a_message_is_the_same(vhost, extra) -> None:
         assert same(await ours.messages.create(**asked(**extra))) == same(await own.messages.create(**asked(**extra)))
 
 
-async def test_its_bytes_are_the_providers_and_its_headers_tell_of_the_lane(vhost) -> None:
+async def test_its_bytes_are_the_providers_and_its_headers_tell_of_the_lane(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url) as worker,
         gate(worker.settings) as url,
@@ -67,7 +68,7 @@ async def test_its_bytes_are_the_providers_and_its_headers_tell_of_the_lane(vhos
 
 
 @pytest.mark.parametrize("extra", BODIES.values(), ids=BODIES)
-async def test_a_streams_events_are_the_same(vhost, extra) -> None:
+async def test_a_streams_events_are_the_same(vhost: Vhost, extra) -> None:
     async def events(client: AsyncAnthropic) -> list[Any]:
         async with client.messages.stream(**asked(**extra)) as stream:
             found = [event.to_dict() async for event in stream]
@@ -93,7 +94,7 @@ async def test_a_streams_events_are_the_same(vhost, extra) -> None:
     ],
     ids=["model", "fault", "parameter"],
 )
-async def test_an_error_is_the_same(vhost, wrong, stream) -> None:
+async def test_an_error_is_the_same(vhost: Vhost, wrong, stream) -> None:
     async def asks(client: AsyncAnthropic) -> None:
         given = {**asked(), **wrong}
         sampling = {"temperature": given.pop("temperature")} if "temperature" in given else None
@@ -118,7 +119,7 @@ async def test_an_error_is_the_same(vhost, wrong, stream) -> None:
         assert await error(ours) == await error(own)
 
 
-async def test_calls_that_wait_in_the_queue_are_kept_open_and_answered(vhost) -> None:
+async def test_calls_that_wait_in_the_queue_are_kept_open_and_answered(vhost: Vhost) -> None:
     lines: list[str] = []
 
     async def read() -> None:

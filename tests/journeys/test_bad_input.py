@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.brokers import Vhost
 from tests.support.requester import Requester, raw_properties, requester, table
 from tests.support.serving import RunningWorker, serving
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.every_version
+pytestmark = pytest.mark.oldest_version
 
 GOOD = {"prompt": "fine"}
 MIB = 1024 * 1024
@@ -299,7 +300,7 @@ async def check(case: Bad, n: int, worker: RunningWorker, app: Requester) -> Non
 @pytest.mark.parametrize(
     "cases", [BODIES, PROPERTIES, HEADERS, RAW], ids=["bodies", "properties", "headers", "raw frames"]
 )
-async def test_a_malformed_message_is_answered_parked_and_never_sent_to_the_provider(vhost, cases) -> None:
+async def test_a_malformed_message_is_answered_parked_and_never_sent_to_the_provider(vhost: Vhost, cases) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for n, case in enumerate(cases):

@@ -1,21 +1,23 @@
 """Replies bound to their user: a worker sends them only to queues that the requester may read."""
 
 import json
+from typing import Any
 from urllib.parse import quote
 
 import pytest
 
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.every_version
+pytestmark = pytest.mark.oldest_version
 
 BOUND = {"bound_to_user": True}
 
 
 @pytest.fixture
-def other(vhost):
+def other(vhost: Vhost):
     """Another user of the broker, with all permissions."""
     name = f"{vhost.name}-other"
     vhost.api("PUT", f"users/{name}", {"password": "secret", "tags": ""})
@@ -24,7 +26,7 @@ def other(vhost):
     vhost.api("DELETE", f"users/{name}")
 
 
-async def test_no_reply_goes_to_another_users_queue(vhost, other) -> None:
+async def test_no_reply_goes_to_another_users_queue(vhost: Vhost, other) -> None:
     """Neither to a durable queue nor to an exclusive one whose name is known."""
     name, url = other
     async with (
@@ -47,7 +49,7 @@ async def test_no_reply_goes_to_another_users_queue(vhost, other) -> None:
         assert not any([await victim.depth(each) for each in theirs[1:]])
 
 
-async def test_a_reply_goes_to_the_users_own_queue_also_after_a_delay_and_a_retry(vhost, other) -> None:
+async def test_a_reply_goes_to_the_users_own_queue_also_after_a_delay_and_a_retry(vhost: Vhost, other) -> None:
     name, url = other
     async with serving(vhost.amqp_url, reply_to=BOUND) as worker, requester(url) as app:
         own = f"lane.reply.{name}.eu"
@@ -61,16 +63,16 @@ async def test_a_reply_goes_to_the_users_own_queue_also_after_a_delay_and_a_retr
         assert worker.is_well
 
 
-async def test_direct_reply_to_works_without_a_user_for_requests_and_control_messages(vhost) -> None:
+async def test_direct_reply_to_works_without_a_user_for_requests_and_control_messages(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, reply_to=BOUND), requester(vhost.amqp_url, direct=True) as app:
         assert (await app.ask({"prompt": "x"}, message_id="m-1")).status == "ok"
         assert (await app.control({"result": "m-1"}, key="result")).status == "ok"
         assert (await app.control({"cancel": "m-1"}, key="cancel")).json["outcome"] == "ended"
 
 
-async def test_replies_to_a_speaker_are_bound_to_its_own_user(vhost, other) -> None:
+async def test_replies_to_a_speaker_are_bound_to_its_own_user(vhost: Vhost, other) -> None:
     name, url = other
-    speaks = {"speakers": (name,), "reply_to": BOUND}
+    speaks: dict[str, Any] = {"speakers": (name,), "reply_to": BOUND}
     async with serving(vhost.amqp_url, **speaks) as worker, requester(url) as gateway, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for queue in (f"lane.reply.{name}", "lane.reply.shop"):
@@ -83,7 +85,7 @@ async def test_replies_to_a_speaker_are_bound_to_its_own_user(vhost, other) -> N
         assert len(worker.api.calls) == 1
 
 
-async def test_forged_direct_reply_addresses_of_control_messages_affect_no_other_requester(vhost) -> None:
+async def test_forged_direct_reply_addresses_of_control_messages_affect_no_other_requester(vhost: Vhost) -> None:
     """Before RabbitMQ 4.3.5 each of them kills the connection that answers it."""
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url, direct=True) as app:
         for n in range(3):

@@ -1,8 +1,9 @@
 """If a stream breaks, the requester gets a restart, and a partial answer is never sent as a complete one."""
 
-from tests.journeys.test_streamed import put_together
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
+from tests.support.stream import put_together
 from tests.support.waiting import until
 
 BROKEN = [
@@ -20,7 +21,7 @@ BROKEN = [
 SHORT = {"critical": {"call_timeout_s": 0.6}}
 
 
-async def test_a_broken_stream_is_started_again_after_a_restart(vhost) -> None:
+async def test_a_broken_stream_is_started_again_after_a_restart(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, lanes=SHORT) as worker, requester(vhost.amqp_url) as app:
         for fault in BROKEN:
             body = {"prompt": f"a story [[fault: {fault} x1]]"}
@@ -43,7 +44,7 @@ async def test_a_broken_stream_is_started_again_after_a_restart(vhost) -> None:
                 assert "message_stop" not in [part.json["type"] for part in parts[:restart]], fault
 
 
-async def test_a_stream_that_breaks_every_time_ends_as_an_error(vhost) -> None:
+async def test_a_stream_that_breaks_every_time_ends_as_an_error(vhost: Vhost) -> None:
     lanes = {"critical": {"call_timeout_s": 0.6, "max_attempts": 2}}
     async with serving(vhost.amqp_url, lanes=lanes) as worker, requester(vhost.amqp_url) as app:
         for fault in BROKEN:
@@ -54,7 +55,7 @@ async def test_a_stream_that_breaks_every_time_ends_as_an_error(vhost) -> None:
             assert (await app.ask({"prompt": "all is well"})).status == "ok", "or the breaker would open"
 
 
-async def test_a_permanent_error_in_the_middle_of_a_stream_ends_the_request(vhost) -> None:
+async def test_a_permanent_error_in_the_middle_of_a_stream_ends_the_request(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         for type, status in (("invalid_request_error", 400), ("authentication_error", 401)):
             body = {"prompt": f"a story [[fault: error_mid_stream type={type}]]"}
@@ -64,7 +65,7 @@ async def test_a_permanent_error_in_the_middle_of_a_stream_ends_the_request(vhos
             assert len(worker.calls(type)) == 1
 
 
-async def test_an_answer_streamed_only_for_its_length_is_retried_too(vhost) -> None:
+async def test_an_answer_streamed_only_for_its_length_is_retried_too(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "long [[fault: cut x1]]", "max_tokens": 30_000})
         assert (await app.final(asked)).text.startswith("echo: long")
@@ -72,7 +73,7 @@ async def test_an_answer_streamed_only_for_its_length_is_retried_too(vhost) -> N
         assert len(worker.api.calls) == 2
 
 
-async def test_a_slow_stream_without_long_pauses_is_not_interrupted(vhost) -> None:
+async def test_a_slow_stream_without_long_pauses_is_not_interrupted(vhost: Vhost) -> None:
     """The lane's time limit applies to the first event and every pause, not to the whole stream."""
     async with serving(vhost.amqp_url, lanes=SHORT) as worker, requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "a long breath [[latency: 2s]]"}, headers={"x-lane-stream": True})
@@ -80,7 +81,9 @@ async def test_a_slow_stream_without_long_pauses_is_not_interrupted(vhost) -> No
         assert len(worker.api.calls) == 1
 
 
-async def test_after_a_worker_lost_the_broker_in_the_middle_of_a_stream_the_requester_gets_a_restart(vhost) -> None:
+async def test_after_a_worker_lost_the_broker_in_the_middle_of_a_stream_the_requester_gets_a_restart(
+    vhost: Vhost,
+) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "to be continued [[latency: 1s]]"}, headers={"x-lane-stream": True})
         await until(lambda: len(app.parts(asked)) > 3)

@@ -19,7 +19,7 @@ from tests.support.waiting import until
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
 
-pytestmark = pytest.mark.every_version
+pytestmark = pytest.mark.oldest_version
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy" / "rabbitmq.conf"
 SENT = "x-lane-sent-ms"

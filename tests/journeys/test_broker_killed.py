@@ -7,6 +7,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -15,8 +16,10 @@ import pytest
 
 from lanekeeper import Client, ReplyLost
 from lanekeeper.contract.problems import BrokerUnreachable, ConfirmUnknown
+from service.private_broker.broker import PrivateBroker
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
+from tests.support.brokers import Vhost
 from tests.support.ledger import Ledger
 from tests.support.processes import environment, lanekeeper
 from tests.support.requester import requester
@@ -24,9 +27,9 @@ from tests.support.serving import serving
 from tests.support.waiting import until
 from topology.broker.admin.apply import apply
 
-SHORT_MS = 8_000
+SHORT_MS = 15_000
 """A delay that ends while the broker is down; its start takes longer."""
-LONG_MS = 30_000
+LONG_MS = 50_000
 """A delay that ends after the broker is back."""
 SETTLED_S = 4.0
 """How old a quorum queue must be to survive: RabbitMQ 4.3.6 comes back with an empty one where it was declared less
@@ -40,16 +43,17 @@ async def ask_all(ledger: Ledger) -> None:
         await ledger.ask("critical", f"delayed briefly {n}", id=f"short-{n}", headers={"x-lane-delay-ms": SHORT_MS})
         await ledger.ask("normal", f"delayed long {n}", id=f"long-{n}", headers={"x-lane-delay-ms": LONG_MS + 100 * n})
     for n in range(4):
-        await ledger.ask("critical", f"running {n} [[latency: 5s]]", id=f"running-{n}")
-        retried = "[[fault: server_error retry_after=3 x1]]"
+        await ledger.ask("critical", f"running {n} [[latency: 10s]]", id=f"running-{n}")
+        retried = "[[fault: server_error retry_after=8 x1]]"
         await ledger.ask("normal", f"retried {n} {retried}", id=f"retried-{n}")
     for n in range(40):
-        await ledger.ask("batch", f"queued {n} [[latency: 100ms]]", id=f"queued-{n}")
+        await ledger.ask("batch", f"queued {n} [[latency: 500ms]]", id=f"queued-{n}")
 
 
 @pytest.mark.every_version
-@pytest.mark.timing
-async def test_when_the_broker_is_killed_no_request_is_lost_and_the_worker_recovers_by_itself(own_broker) -> None:
+async def test_when_the_broker_is_killed_no_request_is_lost_and_the_worker_recovers_by_itself(
+    own_broker: PrivateBroker,
+) -> None:
     ledger = Ledger(own_broker.amqp_url)
     async with serving(own_broker.amqp_url, lanes={"batch": {"slots": 1}}) as own:
         async with requester(own_broker.amqp_url) as watching, ledger.writing():
@@ -77,22 +81,24 @@ async def test_when_the_broker_is_killed_no_request_is_lost_and_the_worker_recov
             well = time.monotonic()
             await until(lambda: ledger.finals)
             first = time.monotonic()
-            await until(lambda: not ledger.lost, within_s=60)
+            await until(lambda: not ledger.lost, within_s=120)
         ledger.check()
         print(
             f"down {back - died:.1f} s; all queues consumed {well - back:.2f} s after it was back, first answer "
             f"{first - back:.2f} s; {len(ledger.confirmed)} requests, {ledger.repeated} replies twice, "
             f"{len(own.api.calls) - len(ledger.confirmed) - 4} calls beyond those needed"
         )
-        assert well - back < 30
+        assert well - back < 60
         for n in range(20):
             due_s = asked + (LONG_MS + 100 * n) / 1000
             calls = own.calls(f"delayed long {n}")
             assert calls[0].started_s > due_s - 0.1, "not before it was due"
-            assert calls[0].started_s < max(due_s, well) + 20
+            assert calls[0].started_s < max(due_s, well) + 40
 
 
-async def test_a_publish_while_the_broker_is_away_fails_with_an_error_or_succeeds_later(own_broker) -> None:
+async def test_a_publish_while_the_broker_is_away_fails_with_an_error_or_succeeds_later(
+    own_broker: PrivateBroker,
+) -> None:
     async with (
         serving(own_broker.amqp_url) as own,
         Client(own_broker.amqp_url, publish_within_s=0.5) as hasty,
@@ -114,7 +120,9 @@ async def test_a_publish_while_the_broker_is_away_fails_with_an_error_or_succeed
         assert again.text == "echo: again"
 
 
-async def test_a_worker_process_reports_not_ready_without_a_broker_and_recovers_by_itself(own_broker, tmp_path) -> None:
+async def test_a_worker_process_reports_not_ready_without_a_broker_and_recovers_by_itself(
+    own_broker: PrivateBroker, tmp_path: Path
+) -> None:
     ledger = Ledger(own_broker.amqp_url)
     async with SimulatedAPI() as api:
         environ = environment(own_broker.amqp_url, own_broker.management_url, ANTHROPIC_BASE_URL=api.base_url)
@@ -127,7 +135,7 @@ async def test_a_worker_process_reports_not_ready_without_a_broker_and_recovers_
             async with ledger.writing():
                 await asyncio.sleep(SETTLED_S)
                 for n in range(40):
-                    await ledger.ask("batch", f"job {n} [[latency: 400ms]]", id=f"job-{n}")
+                    await ledger.ask("batch", f"job {n} [[latency: 1500ms]]", id=f"job-{n}")
                 await until(lambda: api.running == 4)
                 await own_broker.kill()
             await until(lambda: is_status(http, f"{url}/readyz", 503))
@@ -151,17 +159,17 @@ async def test_a_worker_process_reports_not_ready_without_a_broker_and_recovers_
             assert await worker.ended() == 0
 
 
-async def test_connections_closed_by_an_administrator_cause_at_most_a_repeated_call(vhost) -> None:
+async def test_connections_closed_by_an_administrator_cause_at_most_a_repeated_call(vhost: Vhost) -> None:
     ledger = Ledger(vhost.amqp_url)
-    options = SimulatedOptions(latency_ms=500)
+    options = SimulatedOptions(latency_ms=1500)
     async with serving(vhost.amqp_url, simulated=options, lanes={"batch": {"slots": 8}}) as own:
         async with ledger.writing(), ledger.reading():
             for which in ("consume", "publish", "consume"):
                 of_that_name = connections_named(vhost, f"lanekeeper {which}")
                 (name,) = await until(lambda of_that_name=of_that_name: asyncio.to_thread(of_that_name))
                 asked = len(ledger.confirmed)
-                for n in range(asked, asked + 24):
-                    await ledger.ask("batch", f"job {n:02d}", id=f"job-{n}")
+                jobs = range(asked, asked + 24)
+                await asyncio.gather(*(ledger.ask("batch", f"job {n:02d}", id=f"job-{n}") for n in jobs))
                 await until(lambda: own.api.running >= 8)
                 loss = own.parts.consuming.loss if which == "consume" else own.parts.publishing.loss
                 await asyncio.to_thread(vhost.api, "DELETE", f"connections/{quote(name, safe='')}")
@@ -174,7 +182,7 @@ async def test_connections_closed_by_an_administrator_cause_at_most_a_repeated_c
         assert len(own.api.calls) <= 3 * 24 + 2 * 10, "what ran on the consuming connection, and nothing else"
 
 
-async def test_a_closed_consumer_channel_is_opened_again_on_the_same_connection(vhost) -> None:
+async def test_a_closed_consumer_channel_is_opened_again_on_the_same_connection(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, lanes={"critical": {"slots": 2}}) as own, requester(vhost.amqp_url) as app:
         running = [await app.publish({"prompt": f"running {n} [[latency: 500ms]]"}) for n in range(2)]
         await until(lambda: own.api.running == 2)
@@ -189,8 +197,8 @@ async def test_a_closed_consumer_channel_is_opened_again_on_the_same_connection(
         assert (await app.ask({"prompt": "go on"})).status == "ok"
 
 
-@pytest.mark.every_version
-async def test_a_deleted_queue_makes_the_worker_unready_until_it_is_declared_again(vhost) -> None:
+@pytest.mark.oldest_version
+async def test_a_deleted_queue_makes_the_worker_unready_until_it_is_declared_again(vhost: Vhost) -> None:
     """Its content is lost, which cannot be prevented; but the loss must be reported."""
     async with serving(vhost.amqp_url, declares=False) as own, requester(vhost.amqp_url) as app:
         await asyncio.to_thread(vhost.api, "DELETE", f"queues/{vhost.quoted}/lane.normal")
@@ -205,7 +213,7 @@ async def test_a_deleted_queue_makes_the_worker_unready_until_it_is_declared_aga
         assert (await app.ask({"prompt": "back"}, key="normal.tests.x")).status == "ok"
 
 
-def connections_named(vhost, name: str) -> Callable[[], list[str]]:
+def connections_named(vhost: Vhost, name: str) -> Callable[[], list[str]]:
     """Returns a function that finds the client's connections by name. The management API lists new ones a little
     late."""
 

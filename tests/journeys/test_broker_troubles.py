@@ -5,20 +5,25 @@ import time
 
 import pytest
 
+from service.private_broker.broker import PrivateBroker
 from tests.support.alarms import memory_alarm
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
 
 SLOW = {"critical": {"slots": 2, "slots_max": 2}}
-REQUESTS = 24
-"""Six seconds of work, so that the alarm begins long before its end."""
+REQUESTS = 20
+"""Forty seconds of work, so that the alarm begins before its end, although `rabbitmqctl` takes ten seconds on a busy
+machine. A broker tells of its alarm only those who publish."""
 
 
-async def test_during_an_alarm_nothing_is_started_and_afterwards_every_request_is_answered_once(own_broker) -> None:
+async def test_during_an_alarm_nothing_is_started_and_afterwards_every_request_is_answered_once(
+    own_broker: PrivateBroker,
+) -> None:
     async with serving(own_broker.amqp_url, lanes=SLOW) as worker, requester(own_broker.amqp_url) as app:
         for n in range(REQUESTS):
-            await app.publish({"prompt": f"ask {n} [[latency: 500ms]]"}, correlation_id=f"{n}")
+            await app.publish({"prompt": f"ask {n} [[latency: 4s]]"}, correlation_id=f"{n}")
         await until(lambda: worker.api.calls)
         async with memory_alarm(own_broker.amqp_url):
             await until(lambda: all(pool.is_paused for pool in worker.parts.pools))
@@ -34,8 +39,8 @@ async def test_during_an_alarm_nothing_is_started_and_afterwards_every_request_i
         assert len(worker.api.calls) == REQUESTS
 
 
-@pytest.mark.every_version
-async def test_while_a_worker_cannot_publish_it_takes_no_request_and_reports_why(vhost) -> None:
+@pytest.mark.oldest_version
+async def test_while_a_worker_cannot_publish_it_takes_no_request_and_reports_why(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         assert (await app.ask({"prompt": "before"})).status == "ok"
         rights = f"permissions/{vhost.quoted}/{vhost.user}"
@@ -53,8 +58,7 @@ async def test_while_a_worker_cannot_publish_it_takes_no_request_and_reports_why
         assert len(worker.calls("meanwhile")) == 1
 
 
-@pytest.mark.every_version
-async def test_a_deleted_queue_of_a_lane_is_declared_again_and_consumed(vhost) -> None:
+async def test_a_deleted_queue_of_a_lane_is_declared_again_and_consumed(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         assert (await app.ask({"prompt": "before"})).status == "ok"
         deleted_s = time.monotonic()

@@ -1,24 +1,30 @@
-"""A page in a browser follows a request by EventSource, and misses nothing while its gateway is restarted."""
+"""A page in a browser follows requests by EventSource and by WebSocket, and misses nothing while its gateway is
+restarted."""
 
 import asyncio
 import json
 import shutil
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.simulated.options import SimulatedOptions
+from tests.support.brokers import Vhost
 from tests.support.chromium import PROGRAM, Page, opened
+from tests.support.held_provider import HeldProvider
 from tests.support.http_calls import call, submit
 from tests.support.processes import Running, environment, lanekeeper
 from tests.support.serving import serving
 from tests.support.waiting import STARTED_S, until
 
 PAGE = Path(__file__).parents[1] / "support" / "following.html"
-LONG = f"[[latency: 15s]] {'a word ' * 30}"
-PIECES = SimulatedOptions(stream_deltas=60)
+PROMPT = "a word " * 25
+LANE = {"x-lane-name": "batch"}
+"""Its deadline and its time between two events are longer than a gateway takes to start on a busy machine."""
+BOTH = ("byEvents", "bySocket")
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,48 +34,94 @@ pytestmark = [
 ]
 
 
-async def address_of(gateway: Running) -> str:
-    return str((await gateway.tells("gateway.ready", within_s=STARTED_S))["url"])
+class Story:
+    """A page that follows one request by each way, and its gateway on one port."""
+
+    def __init__(self, vhost: Any, provider: HeldProvider, folder: Path) -> None:
+        self._provider = provider
+        self._folder = folder
+        self._environ = environment(vhost.amqp_url, vhost.management_url, LANEKEEPER_GRACE_S="120")
+        self._port = "0"
+        self.page: Page
+        self.url = ""
+
+    @asynccontextmanager
+    async def gateway(self) -> AsyncIterator[Running]:
+        async with lanekeeper("gateway", "--port", self._port, environ=self._environ, folder=self._folder) as gateway:
+            self.url = str((await gateway.tells("gateway.ready", within_s=STARTED_S))["url"])
+            self._port = self.url.rpartition(":")[2]
+            yield gateway
+
+    async def follows_two(self) -> None:
+        """Until the page has the first part of both."""
+        submitted = await submit(self.url, PROMPT, stream=True, **LANE)
+        message = {"role": "user", "content": PROMPT}
+        body = {"model": "claude-sonnet-5-5", "max_tokens": 50, "messages": [message], "stream": True}
+        await self.page.value(f"followByEvents({json.dumps(submitted['events_url'])})")
+        await self.page.value(f"followBySocket('from-a-page', {json.dumps({'body': body, 'headers': LANE})})")
+        for way in BOTH:
+            await self.holds(f"{way}.found.length > 5")
+
+    async def goes_on_with_another_gateway(self) -> None:
+        """The middle comes while no gateway runs, and the end when both are followed again."""
+        before = [await self.page.value(f"{way}.last") for way in BOTH]
+        self._provider.go_on()
+        async with self.gateway():
+            for way, last in zip(BOTH, before, strict=True):
+                await self.holds(f"{way}.last > {last}")
+            self._provider.go_on()
+            for way in BOTH:
+                await self.holds(f"{way}.hasEnded")
+                await self.see_that_nothing_is_missing(way)
+            await self.holds("byEvents.source.readyState === EventSource.CLOSED")  # it asks no more
+
+    async def holds(self, expression: str) -> None:
+        """Wait until this JavaScript is true on the page."""
+        await until(lambda: self.page.value(expression), within_s=STARTED_S)
+
+    async def see_that_nothing_is_missing(self, way: str) -> None:
+        assert await self.page.value(f"{way}.problems") == []
+        found: list[dict[str, Any]] = await self.page.value(f"{way}.found")
+        assert [each["number"] for each in found] == list(range(1, len(found) + 1))
+        assert [each["kind"] for each in found[:2]] == ["queued", "started"]
+        assert {each["kind"] for each in found[2:-1]} == {"event"}
+        assert found[-1]["kind"] == "completed"
+        text = "".join(each["data"]["delta"].get("text", "") for each in found if "delta" in each["data"])
+        assert text == found[-1]["data"]["result"]["content"][0]["text"] == f"echo: {PROMPT}"
 
 
-async def holds(page: Page, expression: str) -> None:
-    """Wait until this JavaScript is true on the page."""
-    await until(lambda: page.value(expression), within_s=STARTED_S)
-
-
-async def see_that_nothing_is_missing(page: Page) -> None:
-    found: list[dict[str, Any]] = await page.value("found")
-    assert [each["number"] for each in found] == list(range(1, len(found) + 1))
-    assert [each["kind"] for each in found[:2]] == ["queued", "started"]
-    assert {each["kind"] for each in found[2:-1]} == {"event"}
-    assert found[-1]["kind"] == "completed"
-    text = "".join(each["data"]["delta"].get("text", "") for each in found if "delta" in each["data"])
-    assert text == found[-1]["data"]["result"]["content"][0]["text"]
-
-
-async def test_an_event_source_goes_on_after_an_orderly_restart_of_its_gateway(vhost, tmp_path: Path) -> None:
+async def test_a_page_misses_nothing_when_its_gateway_stops_and_another_starts(vhost: Vhost, tmp_path: Path) -> None:
     """The gateway that stops waits for another call, and answers meanwhile."""
-    async with serving(vhost.amqp_url, simulated=PIECES) as worker:
-        environ = environment(vhost.amqp_url, vhost.management_url, LANEKEEPER_GRACE_S="120")
-        async with lanekeeper("gateway", "--port", "0", environ=environ, folder=tmp_path) as first:
-            url = await address_of(first)
-            async with opened(f"{url}/page", PAGE.read_text(), folder=tmp_path) as page:
-                slow = {"prompt": "[[latency: 250s]] other"}
-                other = asyncio.create_task(call("POST", f"{url}/v1/messages", slow, x_lane_name="batch"))
-                await worker.api.until(lambda: worker.api.running == 1)
-                submitted = await submit(url, LONG, stream=True)
-                await page.value(f"followByEvents({json.dumps(submitted['events_url'])})")
-                await holds(page, "found.length > 5")
-                first.send(signal.SIGTERM)
-                await holds(page, "followed.opened > 1 || followed.source.readyState === EventSource.CLOSED")
-                assert not first.has_ended
-                other.cancel()
-                assert await first.ended() == 0
-                assert not await page.value("hasEnded()")
-                port = url.rpartition(":")[2]
-                async with lanekeeper("gateway", "--port", port, environ=environ, folder=tmp_path) as second:
-                    assert await address_of(second) == url
-                    await holds(page, "hasEnded()")
-                    await see_that_nothing_is_missing(page)
-                    await holds(page, "followed.source.readyState === EventSource.CLOSED")  # it asks no more
-        assert len(worker.calls("a word")) == 1
+    async with HeldProvider(parts=3) as provider, serving(vhost.amqp_url, base_url=provider.base_url):
+        story = Story(vhost, provider, tmp_path)
+        async with story.gateway() as first, opened(f"{story.url}/page", PAGE.read_text(), folder=tmp_path) as page:
+            story.page = page
+            other = asyncio.create_task(
+                call("POST", f"{story.url}/v1/messages", {"prompt": "x", "stream": True}, **LANE)
+            )
+            await until(lambda: provider.calls == 1)
+            await story.follows_two()
+            first.send(signal.SIGTERM)
+            await story.holds("byEvents.opened > 1 || byEvents.source.readyState === EventSource.CLOSED")
+            await story.holds("bySocket.lost > 1")  # the call for another WebSocket was refused
+            assert not first.has_ended
+            other.cancel()
+            assert await first.ended() == 0
+            await story.goes_on_with_another_gateway()
+        assert provider.calls == 3
+
+
+async def test_a_page_misses_nothing_when_its_gateway_is_killed_and_another_starts(
+    vhost: Vhost, tmp_path: Path
+) -> None:
+    async with HeldProvider(parts=3) as provider, serving(vhost.amqp_url, base_url=provider.base_url):
+        story = Story(vhost, provider, tmp_path)
+        async with story.gateway() as first, opened(f"{story.url}/page", PAGE.read_text(), folder=tmp_path) as page:
+            story.page = page
+            await story.follows_two()
+            first.send(signal.SIGKILL)
+            await first.ended()
+            for way in BOTH:
+                await story.holds(f"{way}.lost > 0")
+            await story.goes_on_with_another_gateway()
+        assert provider.calls == 2

@@ -4,6 +4,7 @@ The simulated provider enforces its limits by buckets of its own; it is the judg
 """
 
 import asyncio
+from pathlib import Path
 from statistics import quantiles
 
 import pytest
@@ -12,6 +13,7 @@ from lanekeeper import Client
 from service.checks.status import look
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
+from tests.support.brokers import Vhost
 from tests.support.processes import environment, lanekeeper
 from tests.support.redis import redis_server
 from tests.support.requester import Requester, requester
@@ -45,7 +47,7 @@ async def status_of(running: RunningWorker) -> tuple[str, ...]:
 
 
 @pytest.mark.timing
-async def test_a_flood_leaves_critical_its_share_and_the_provider_refuses_no_call(vhost) -> None:
+async def test_a_flood_leaves_critical_its_share_and_the_provider_refuses_no_call(vhost: Vhost) -> None:
     """Initially nothing is known of the provider's limits; they are learned from its answers."""
     async with (
         serving(vhost.amqp_url, simulated=TEN_A_SECOND, lanes=WIDE, budget=UNKNOWN) as running,
@@ -70,7 +72,7 @@ async def test_a_flood_leaves_critical_its_share_and_the_provider_refuses_no_cal
         assert len(running.api.calls) == 220, "one call for each"
 
 
-async def test_the_first_burst_of_a_new_worker_is_not_refused_because_of_the_initial_guess(vhost) -> None:
+async def test_the_first_burst_of_a_new_worker_is_not_refused_because_of_the_initial_guess(vhost: Vhost) -> None:
     """The initially assumed limit is 50 requests a minute; the first answer announces a thousand."""
     plenty = SimulatedOptions(requests_per_minute=1000, latency_ms=150)
     async with serving(vhost.amqp_url, simulated=plenty, budget=UNKNOWN) as running, requester(vhost.amqp_url) as app:
@@ -85,7 +87,7 @@ async def test_the_first_burst_of_a_new_worker_is_not_refused_because_of_the_ini
         assert refused(running.api) == 0
 
 
-async def test_a_new_worker_with_a_simulated_provider_answers_its_first_burst(vhost, tmp_path) -> None:
+async def test_a_new_worker_with_a_simulated_provider_answers_its_first_burst(vhost: Vhost, tmp_path: Path) -> None:
     environ = environment(vhost.amqp_url, vhost.management_url)
     for name in ("REQUESTS", "INPUT_TOKENS", "OUTPUT_TOKENS"):
         del environ[f"LANEKEEPER_BUDGET__{name}_PER_MIN"]
@@ -101,7 +103,9 @@ async def test_a_new_worker_with_a_simulated_provider_answers_its_first_burst(vh
         assert [reply.code for reply in replies if reply.status != "ok"] == []
 
 
-async def test_a_request_that_cannot_be_in_time_is_refused_at_once_with_the_figures_and_without_a_call(vhost) -> None:
+async def test_a_request_that_cannot_be_in_time_is_refused_at_once_with_the_figures_and_without_a_call(
+    vhost: Vhost,
+) -> None:
     async with (
         serving(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as running,
         requester(vhost.amqp_url) as app,
@@ -117,7 +121,7 @@ async def test_a_request_that_cannot_be_in_time_is_refused_at_once_with_the_figu
         assert refused(running.api) == 0
 
 
-async def test_when_more_is_asked_than_the_limit_allows_every_call_that_starts_is_answered(vhost) -> None:
+async def test_when_more_is_asked_than_the_limit_allows_every_call_that_starts_is_answered(vhost: Vhost) -> None:
     """Twice as many requests as the provider allows, and each answer takes a third of the deadline."""
     busy = SimulatedOptions(requests_per_minute=300, burst_s=2, latency_ms=1000)
     async with (
@@ -138,7 +142,7 @@ async def test_when_more_is_asked_than_the_limit_allows_every_call_that_starts_i
         assert called - ok <= 0.1 * called
 
 
-async def test_the_reason_of_a_wait_is_in_the_event_and_in_the_status(vhost) -> None:
+async def test_the_reason_of_a_wait_is_in_the_event_and_in_the_status(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as running,
         requester(vhost.amqp_url) as app,
@@ -156,7 +160,7 @@ async def test_the_reason_of_a_wait_is_in_the_event_and_in_the_status(vhost) -> 
         await until(waits)
 
 
-async def test_a_request_that_waits_for_the_budget_can_be_cancelled(vhost) -> None:
+async def test_a_request_that_waits_for_the_budget_can_be_cancelled(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as running,
         requester(vhost.amqp_url) as app,
@@ -169,7 +173,7 @@ async def test_a_request_that_waits_for_the_budget_can_be_cancelled(vhost) -> No
         assert not running.calls("job 19")
 
 
-async def test_two_processes_with_one_redis_share_one_budget(vhost, tmp_path) -> None:
+async def test_two_processes_with_one_redis_share_one_budget(vhost: Vhost, tmp_path: Path) -> None:
     with redis_server(tmp_path) as redis:
         async with SimulatedAPI(TEN_A_SECOND) as api:
             environ = environment(

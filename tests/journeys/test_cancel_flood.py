@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.brokers import Vhost
 from tests.support.flooding import flooding
 from tests.support.requester import requester
 from tests.support.serving import serving
@@ -13,7 +14,7 @@ FLOOD_PER_S = 1500
 LONG = "[[latency: 60s]]"
 
 
-async def test_a_worker_that_starts_during_a_flood_of_cancellations_answers_requests(vhost) -> None:
+async def test_a_worker_that_starts_during_a_flood_of_cancellations_answers_requests(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url):
         pass  # the topology is declared, and no worker runs
     async with flooding(vhost.amqp_url, per_s=FLOOD_PER_S, user=vhost.user), requester(vhost.amqp_url) as app:
@@ -30,7 +31,9 @@ async def test_a_worker_that_starts_during_a_flood_of_cancellations_answers_requ
             assert worker.parts.answers.refused
 
 
-async def test_another_tenants_cancellation_is_fast_during_a_flood_and_the_flood_is_read_to_its_end(vhost) -> None:
+async def test_another_tenants_cancellation_is_fast_during_a_flood_and_the_flood_is_read_to_its_end(
+    vhost: Vhost,
+) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         async with flooding(vhost.amqp_url, per_s=FLOOD_PER_S, user=vhost.user):
             await until(lambda: worker.parts.answers.unanswered > FLOOD_PER_S, within_s=60)

@@ -2,13 +2,14 @@
 
 import asyncio
 
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 
 MANY = 40
 
 
-async def test_a_request_cancelled_while_no_worker_ran_is_never_called(vhost) -> None:
+async def test_a_request_cancelled_while_no_worker_ran_is_never_called(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url):
         pass  # the topology is declared, and no worker runs
     async with requester(vhost.amqp_url) as app:

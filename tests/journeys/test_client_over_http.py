@@ -10,6 +10,7 @@ import pytest
 from lanekeeper import AccessRefused, Client, ControlRefused, Final, NotEnded, Part, Problem, PublishRefused
 from lanekeeper.replies import Final as Reply
 from service.gateway.access import hash_of
+from tests.support.brokers import Vhost
 from tests.support.gate import gate
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -44,7 +45,7 @@ async def outcomes(client: Client, ids: str) -> list[Any]:
     ]  # fmt: skip
 
 
-async def test_everything_comes_to_the_same_as_over_amqp(vhost) -> None:
+async def test_everything_comes_to_the_same_as_over_amqp(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url) as worker,
         gate(worker.settings) as url,
@@ -54,7 +55,7 @@ async def test_everything_comes_to_the_same_as_over_amqp(vhost) -> None:
         assert await outcomes(over_http, "h") == await outcomes(over_amqp, "a")
 
 
-async def test_a_failed_attempt_gives_a_restart_and_the_parts_after_it_are_the_answer(vhost) -> None:
+async def test_a_failed_attempt_gives_a_restart_and_the_parts_after_it_are_the_answer(vhost: Vhost) -> None:
     prompt = "one two three four five six seven eight [[fault: cut x1]]"
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url, Client(url) as client:
         said = ""
@@ -66,7 +67,7 @@ async def test_a_failed_attempt_gives_a_restart_and_the_parts_after_it_are_the_a
         assert len(worker.calls("one two")) == 2
 
 
-async def test_a_gateway_that_restarts_loses_neither_request_nor_part(vhost) -> None:
+async def test_a_gateway_that_restarts_loses_neither_request_nor_part(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker:
         async with gate(worker.settings) as url:
             client = Client(url)
@@ -75,7 +76,7 @@ async def test_a_gateway_that_restarts_loses_neither_request_nor_part(vhost) -> 
             stream = client.stream({"prompt": "[[latency: 4s]] a story told in many words, one by one"}, key=KEY)
             came = [await anext(stream)]
             await worker.api.until(lambda: worker.api.running == 2)
-        async with gate(worker.settings, port=urlsplit(url).port), aclosing(stream), client:
+        async with gate(worker.settings, port=urlsplit(url).port or 0), aclosing(stream), client:
             came += [each async for each in stream]
 
             *parts, last = came
@@ -87,7 +88,7 @@ async def test_a_gateway_that_restarts_loses_neither_request_nor_part(vhost) -> 
 
 
 @pytest.mark.parametrize("how", ["request", "stream"])
-async def test_a_caller_that_leaves_cancels_its_request_at_the_provider(vhost, how: str) -> None:
+async def test_a_caller_that_leaves_cancels_its_request_at_the_provider(vhost: Vhost, how: str) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url, Client(url) as client:
         if how == "request":
             asked = asyncio.create_task(client.request(SLOW, key=KEY, message_id="a-1"))
@@ -106,7 +107,7 @@ async def test_a_caller_that_leaves_cancels_its_request_at_the_provider(vhost, h
             await client.result("a-1", wait_s=30)
 
 
-async def test_a_request_that_waits_is_cancelled_by_its_id(vhost) -> None:
+async def test_a_request_that_waits_is_cancelled_by_its_id(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url, Client(url) as client:
         await client.publish({"prompt": "delayed"}, key=KEY, message_id="a-1", delay_s=600)
 
@@ -122,7 +123,7 @@ async def test_a_request_that_waits_is_cancelled_by_its_id(vhost) -> None:
         assert not worker.calls("delayed")
 
 
-async def test_a_key_gives_its_own_requests_alone(vhost) -> None:
+async def test_a_key_gives_its_own_requests_alone(vhost: Vhost) -> None:
     keys = {hash_of(CRM): {"tenant": "crm", "lanes": ["normal"]}, hash_of(SHOP): {"tenant": "shop"}}
     user = urlsplit(vhost.amqp_url).username
     async with (
@@ -143,7 +144,7 @@ async def test_a_key_gives_its_own_requests_alone(vhost) -> None:
                 pass
 
 
-async def test_a_full_lane_is_refused_with_how_long_to_wait(vhost) -> None:
+async def test_a_full_lane_is_refused_with_how_long_to_wait(vhost: Vhost) -> None:
     lanes = {"batch": {"max_length": 2}}
     async with (
         serving(vhost.amqp_url, works=("critical",), lanes=lanes) as worker,

@@ -4,11 +4,13 @@ set."""
 import asyncio
 import json
 import stat
+from pathlib import Path
 
 import pytest
 import structlog
 
 from lanekeeper.telemetry import signals
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -16,7 +18,7 @@ from tests.support.waiting import until
 
 @pytest.mark.parametrize("bound", [{"max_count": 2}, {"keep_s": 3600}])
 async def test_the_oldest_dead_letters_beyond_the_limit_are_exported_and_the_others_stay(
-    vhost, tmp_path, bound
+    vhost: Vhost, tmp_path: Path, bound
 ) -> None:
     folder = tmp_path / "dead"
     async with serving(vhost.amqp_url, dead={"folder": folder, **bound}) as worker, requester(vhost.amqp_url) as app:
@@ -36,7 +38,7 @@ async def test_the_oldest_dead_letters_beyond_the_limit_are_exported_and_the_oth
             assert await worker.parts.dead_letters.look() == 0
 
 
-async def test_dead_letters_that_are_too_old_are_dropped_with_a_warning_if_there_is_no_folder(vhost) -> None:
+async def test_dead_letters_that_are_too_old_are_dropped_with_a_warning_if_there_is_no_folder(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, dead={"keep_s": 1}) as worker, requester(vhost.amqp_url) as app:
         await app.read_events()
         for number in range(2):
@@ -53,7 +55,7 @@ async def test_dead_letters_that_are_too_old_are_dropped_with_a_warning_if_there
         await until(lambda: _depth_is(app, 0))
 
 
-async def test_several_workers_remove_each_dead_letter_once(vhost, tmp_path) -> None:
+async def test_several_workers_remove_each_dead_letter_once(vhost: Vhost, tmp_path: Path) -> None:
     """One after the other and at the same time: the broker delivers each dead letter to only one of them."""
     folder, dead = tmp_path / "dead", {"max_count": 2}
     async with (

@@ -4,12 +4,13 @@ import time
 
 import pytest
 
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
 
 
-async def test_a_request_whose_deadline_passes_in_the_queue_is_never_sent_to_the_provider(vhost) -> None:
+async def test_a_request_whose_deadline_passes_in_the_queue_is_never_sent_to_the_provider(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, lanes={"batch": {"slots": 1}}) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         await app.publish({"prompt": "in the way [[latency: 700ms]]"}, key="batch.tests.x")
@@ -30,7 +31,7 @@ async def test_a_request_whose_deadline_passes_in_the_queue_is_never_sent_to_the
         assert not app.dead_of("d-1"), "it is not kept: trying it again makes no sense"
 
 
-async def test_when_the_deadline_passes_during_an_attempt_the_providers_connection_is_closed(vhost) -> None:
+async def test_when_the_deadline_passes_during_an_attempt_the_providers_connection_is_closed(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         for stream in (False, True):
             before_s = time.monotonic()
@@ -42,13 +43,13 @@ async def test_when_the_deadline_passes_during_an_attempt_the_providers_connecti
             assert 0.39 < time.monotonic() - before_s < 15
             assert reply.json["attempts"] == 1
             assert "attempt 1" in reply.json["detail"]
-            assert reply.headers["x-lane-run-ms"] >= 390
+            assert reply.headers["x-lane-wait-ms"] + reply.headers["x-lane-run-ms"] >= 390
             assert reply.headers["x-lane-wait-ms"] < 400
         await worker.api.until(lambda: worker.api.running == 0)
         assert len(worker.api.calls) == 2
 
 
-async def test_a_retry_that_would_come_after_the_deadline_is_not_made(vhost) -> None:
+async def test_a_retry_that_would_come_after_the_deadline_is_not_made(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         before_s = time.monotonic()
         reply = await app.ask(
@@ -60,7 +61,7 @@ async def test_a_retry_that_would_come_after_the_deadline_is_not_made(vhost) -> 
         assert len(worker.api.calls) == 1
 
 
-async def test_a_deadline_longer_than_the_lanes_is_refused_by_name(vhost) -> None:
+async def test_a_deadline_longer_than_the_lanes_is_refused_by_name(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         reply = await app.ask({"prompt": "x"}, headers={"x-lane-deadline-ms": 120_001})
         assert reply.code == "invalid_request"
@@ -68,8 +69,8 @@ async def test_a_deadline_longer_than_the_lanes_is_refused_by_name(vhost) -> Non
         assert "120000" in reply.json["detail"]
 
 
-@pytest.mark.every_version
-async def test_a_request_that_expires_in_the_queue_by_amqp_expiration_is_answered(vhost) -> None:
+@pytest.mark.oldest_version
+async def test_a_request_that_expires_in_the_queue_by_amqp_expiration_is_answered(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, lanes={"normal": {"slots": 1}}) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         await app.publish({"prompt": "in the way [[latency: 700ms]]"}, key="normal.tests.x")
@@ -86,8 +87,8 @@ async def test_a_request_that_expires_in_the_queue_by_amqp_expiration_is_answere
         assert len(app.finals(asked)) == 1
 
 
-@pytest.mark.every_version
-async def test_expiration_limits_only_the_wait_in_the_intake(vhost) -> None:
+@pytest.mark.oldest_version
+async def test_expiration_limits_only_the_wait_in_the_intake(vhost: Vhost) -> None:
     """Afterwards only the deadline counts: a retry or a delay may take longer than `expiration`."""
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         reply = await app.ask(

@@ -1,5 +1,6 @@
 """A delayed request does not run before its due time, and runs soon after it."""
 
+import asyncio
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -7,6 +8,7 @@ import pytest
 
 from consumers.state.base import Identity
 from lanekeeper import Client
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -14,24 +16,36 @@ from tests.support.waiting import until
 LATE_S = 0.5
 
 
-@pytest.mark.timing
 @pytest.mark.every_version
-@pytest.mark.parametrize("delay_ms", [100, 750, 3000])
-async def test_a_delayed_request_starts_when_it_is_due(vhost, delay_ms) -> None:
+async def test_a_delayed_request_does_not_start_before_it_is_due(vhost: Vhost) -> None:
+    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
+
+        async def waited_ms(delay_ms: int) -> float:
+            before_s = time.monotonic()
+            reply = await app.ask({"prompt": f"after {delay_ms} ms"}, headers={"x-lane-delay-ms": delay_ms})
+            assert reply.headers["x-lane-attempt"] == 1
+            return 1000 * (worker.calls(f"after {delay_ms} ms")[0].started_s - before_s)
+
+        delays = (100, 750, 3000)
+        for delay_ms, waited in zip(delays, await asyncio.gather(*map(waited_ms, delays)), strict=True):
+            assert waited >= delay_ms - 2
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("delay_ms", [100, 3000])
+async def test_a_delayed_request_starts_when_it_is_due(vhost: Vhost, delay_ms) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "warm up"})
         before_s = time.monotonic()
         reply = await app.ask(
             {"prompt": "later"}, headers={"x-lane-delay-ms": delay_ms, "x-lane-sent-ms": time.time_ns() // 1_000_000}
         )
-        waited_s = worker.calls("later")[0].started_s - before_s
-        assert delay_ms / 1000 - 0.002 <= waited_s <= delay_ms / 1000 + LATE_S
+        assert worker.calls("later")[0].started_s - before_s <= delay_ms / 1000 + LATE_S
         assert reply.headers["x-lane-wait-ms"] < 1000 * LATE_S, "the wait counts from the due time"
-        assert reply.headers["x-lane-attempt"] == 1
 
 
 @pytest.mark.timing
-async def test_a_request_with_a_start_time_runs_at_that_time(vhost) -> None:
+async def test_a_request_with_a_start_time_runs_at_that_time(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_events()
         at = datetime.now(UTC) + timedelta(seconds=1.6)
@@ -46,13 +60,13 @@ async def test_a_request_with_a_start_time_runs_at_that_time(vhost) -> None:
         await until(lambda: sorted(app.events_of("at")) == ["completed", "deferred", "started"])
 
 
-async def test_a_start_time_in_the_past_means_at_once(vhost) -> None:
+async def test_a_start_time_in_the_past_means_at_once(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         reply = await app.ask({"prompt": "late already"}, headers={"x-lane-at": "2020-01-01T00:00:00Z"}, within_s=2)
         assert reply.status == "ok"
 
 
-async def test_a_delay_is_not_shortened_by_a_timestamp_in_whole_seconds(vhost) -> None:
+async def test_a_delay_is_not_shortened_by_a_timestamp_in_whole_seconds(vhost: Vhost) -> None:
     """`timestamp` has whole seconds: a delay counted from the beginning of that second would end early."""
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "warm up"})
@@ -62,7 +76,7 @@ async def test_a_delay_is_not_shortened_by_a_timestamp_in_whole_seconds(vhost) -
         assert worker.calls("stamped")[0].started_s - before_s >= 0.698
 
 
-async def test_the_deadline_counts_from_the_due_time(vhost) -> None:
+async def test_the_deadline_counts_from_the_due_time(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         headers = {"x-lane-delay-ms": 1500, "x-lane-deadline-ms": 1000}
         assert (await app.ask({"prompt": "due after its deadline"}, headers=headers)).status == "ok"
@@ -71,10 +85,10 @@ async def test_the_deadline_counts_from_the_due_time(vhost) -> None:
         assert "1000 ms" in reply.json["detail"]
 
 
-@pytest.mark.every_version
-async def test_delayed_requests_start_in_the_order_of_their_due_times(vhost) -> None:
+@pytest.mark.oldest_version
+async def test_delayed_requests_start_in_the_order_of_their_due_times(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, lanes={"batch": {"slots": 4}}) as worker, requester(vhost.amqp_url) as app:
-        delays = [1700, 200, 900, 1300, 500]
+        delays = [6200, 1700, 4700, 3200]  # further apart than the publishes on a busy machine
         asked = [
             await app.publish({"prompt": f"due {each:04d}"}, key="batch.tests.x", headers={"x-lane-delay-ms": each})
             for each in delays
@@ -84,8 +98,9 @@ async def test_delayed_requests_start_in_the_order_of_their_due_times(vhost) -> 
         assert [call.prompt for call in worker.api.calls] == [f"due {each:04d}" for each in sorted(delays)]
 
 
-@pytest.mark.every_version
-async def test_beyond_the_limit_of_waiting_requests_a_long_delay_is_refused_and_a_short_one_is_not(vhost) -> None:
+async def test_beyond_the_limit_of_waiting_requests_a_long_delay_is_refused_and_a_short_one_is_not(
+    vhost: Vhost,
+) -> None:
     long, short = {"x-lane-delay-ms": 3_600_000}, {"x-lane-delay-ms": 200}
     async with (
         serving(vhost.amqp_url, waiting={"per_tenant": 2, "in_all": 3}) as worker,
@@ -105,7 +120,7 @@ async def test_beyond_the_limit_of_waiting_requests_a_long_delay_is_refused_and_
         assert not worker.calls("too many")
 
 
-async def test_a_request_cancelled_before_it_arrives_ends_without_its_delay(vhost) -> None:
+async def test_a_request_cancelled_before_it_arrives_ends_without_its_delay(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url) as worker,
         requester(vhost.amqp_url) as app,

@@ -4,10 +4,12 @@ import asyncio
 import re
 import signal
 from asyncio.subprocess import DEVNULL, PIPE
+from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.brokers import Vhost
 from tests.support.processes import environment, lanekeeper, run
 from tests.support.waiting import until
 
@@ -15,14 +17,14 @@ QUICK = {"LANEKEEPER_LANES__BATCH__SLOTS": "100"}
 """The flood takes two seconds instead of twelve; everything else is the same."""
 
 
-def left_on(vhost) -> list[str]:
+def left_on(vhost: Vhost) -> list[str]:
     """The queues and exchanges in a virtual host, except those that every virtual host has."""
     names = [each["name"] for what in ("queues", "exchanges") for each in vhost.api("GET", f"{what}/{vhost.quoted}")]
     return [name for name in names if name and not name.startswith("amq.")]
 
 
 @pytest.mark.timing
-async def test_the_demo_answers_everything_and_its_verdict_says_so(vhost, tmp_path) -> None:
+async def test_the_demo_answers_everything_and_its_verdict_says_so(vhost: Vhost, tmp_path: Path) -> None:
     of_the_real_account = {"LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "30"}
     environ = environment(vhost.amqp_url, vhost.management_url, **QUICK, **of_the_real_account)
     code, lines = await run("demo", environ=environ, folder=tmp_path, within_s=160)
@@ -47,7 +49,7 @@ async def test_the_demo_answers_everything_and_its_verdict_says_so(vhost, tmp_pa
     await until(lambda: not left_on(vhost))
 
 
-async def test_the_demo_fails_if_a_lane_is_broken(vhost, tmp_path) -> None:
+async def test_the_demo_fails_if_a_lane_is_broken(vhost: Vhost, tmp_path: Path) -> None:
     broken = {
         "LANEKEEPER_LANES__CRITICAL__MODEL": "claude-no-such-model",
         "LANEKEEPER_PRICES__MODELS": '{"claude-no-such-model": {"input": 1, "output": 5}}',  # no provider has it
@@ -64,7 +66,7 @@ async def test_the_demo_fails_if_a_lane_is_broken(vhost, tmp_path) -> None:
 
 @pytest.mark.parametrize("moment", ["while it declares", "in the middle"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-async def test_an_interrupted_demo_leaves_nothing_on_the_broker(vhost, tmp_path, number, moment) -> None:
+async def test_an_interrupted_demo_leaves_nothing_on_the_broker(vhost: Vhost, tmp_path: Path, number, moment) -> None:
     environ = environment(vhost.amqp_url, vhost.management_url)
     async with lanekeeper("demo", environ=environ, folder=tmp_path) as demo:
         if moment == "in the middle":
@@ -76,7 +78,7 @@ async def test_an_interrupted_demo_leaves_nothing_on_the_broker(vhost, tmp_path,
 
 
 @pytest.mark.parametrize("moment", ["while the broker starts", "in the middle"])
-async def test_an_interrupted_demo_leaves_no_process_container_or_folder(tmp_path, moment) -> None:
+async def test_an_interrupted_demo_leaves_no_process_container_or_folder(tmp_path: Path, moment) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     environ = environment(None, TMPDIR=str(temporary), **QUICK)
@@ -93,7 +95,7 @@ async def test_an_interrupted_demo_leaves_no_process_container_or_folder(tmp_pat
         assert await demo.ended() == 130, demo.events
     await until(lambda: not [each for each in theirs if each.is_running()])
     assert not list(temporary.iterdir())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tmp"]
+    assert list(temporary.parent.iterdir()) == [temporary]
     assert not await containers_with(secrets)
 
 

@@ -1,14 +1,21 @@
 """Life-cycle events report the steps of each request, under routing keys that a queue can be bound with."""
 
 import time
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from consumers.lifecycle import COMMON, EVENTS
-from tests.support.requester import requester
+from service.simulated.app import SimulatedAPI
+from tests.support.brokers import Vhost
+from tests.support.processes import environment, lanekeeper
+from tests.support.requester import Requester, requester
 from tests.support.serving import serving
 from tests.support.waiting import until
 
 
-async def test_each_step_is_an_event_with_lane_application_and_attempt(vhost) -> None:
+async def test_each_step_is_an_event_with_lane_application_and_attempt(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_events()
         before_ms = time.time() * 1000
@@ -35,14 +42,14 @@ async def test_each_step_is_an_event_with_lane_application_and_attempt(vhost) ->
         assert len(worker.api.calls) == 2
 
 
-async def test_each_event_has_exactly_its_documented_fields(vhost) -> None:
+async def test_each_event_has_exactly_its_documented_fields(vhost: Vhost) -> None:
     lanes = {"critical": {"max_attempts": 2}}
     async with serving(vhost.amqp_url, lanes=lanes), requester(vhost.amqp_url) as app:
         await app.read_events()
         for _ in range(2):
             await app.ask({"prompt": "twice"}, message_id="twice", headers={"x-lane-delay-ms": 100})
         await app.ask({"prompt": "never [[fault: server_error]]"}, message_id="never")
-        how = {"exchange": "lane.control", "key": "cancel", "message_type": "cancel"}
+        how: dict[str, Any] = {"exchange": "lane.control", "key": "cancel", "message_type": "cancel"}
         said = await app.publish({"cancel": "late"}, **how)
         await until(lambda: app.replies[said])
         await app.ask({"prompt": "late"}, message_id="late")
@@ -53,7 +60,63 @@ async def test_each_event_has_exactly_its_documented_fields(vhost) -> None:
             assert each.json.keys() - set(COMMON) <= EVENTS[each.json["event"]]
 
 
-async def test_a_worker_that_starts_sends_no_event_about_itself(vhost) -> None:
+@pytest.mark.parametrize("state", ["unseen", "delayed", "running", "between two attempts"])
+async def test_a_request_that_is_cancelled_has_one_event_of_its_end_and_a_repetition_none(
+    vhost: Vhost, state: str
+) -> None:
+    prompt, headers = {
+        "unseen": ("a", None),
+        "delayed": ("a [[latency: 60s]]", {"x-lane-delay-ms": 1000}),
+        "running": ("a [[latency: 60s]]", None),
+        "between two attempts": ("a [[fault: rate_limited retry_after=2]]", None),
+    }[state]
+    how: dict[str, Any] = {"key": "normal.tests.x", "message_id": "c", "headers": headers}
+    seen_before = {"delayed": "deferred", "running": "started", "between two attempts": "retrying"}
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        await app.read_events()
+        if state == "unseen":
+            assert (await app.control({"cancel": "c"}, key="cancel")).json["outcome"] == "unseen"
+        asked = await app.publish({"prompt": prompt}, **how)
+        if state != "unseen":
+            await until(lambda: seen_before[state] in app.events_of("c"))
+            assert (await app.control({"cancel": "c"}, key="cancel")).json["outcome"] in ("recorded", "told")
+        assert (await app.final(asked)).code == "cancelled"
+        await until(lambda: ends_of(app, "c") == ["cancelled"])
+
+        for _ in range(2):
+            await app.ask({"prompt": prompt}, **how)
+        await until(lambda: len(ends_of(app, "c")) == 3)
+        assert ends_of(app, "c") == ["cancelled", "replayed", "replayed"]
+
+
+def ends_of(app: Requester, id: str) -> list[str]:
+    """The events of a request that say how it ended."""
+    return [each for each in app.events_of(id) if each not in ("deferred", "started", "retrying")]
+
+
+@pytest.mark.slow
+async def test_after_a_crash_between_storing_and_acknowledging_the_end_is_told_as_replayed(
+    vhost: Vhost, tmp_path: Path
+) -> None:
+    async with SimulatedAPI() as api, requester(vhost.amqp_url) as app:
+        environ = environment(
+            vhost.amqp_url, vhost.management_url, ANTHROPIC_BASE_URL=api.base_url, LANEKEEPER_GATEWAY__PORT="0"
+        )
+        dying = {**environ, "LANEKEEPER_FAILPOINTS": "after_store:1"}
+        async with lanekeeper("serve", environ=dying, folder=tmp_path) as worker:
+            await worker.ready()
+            await app.read_events()
+            asked = await app.publish({"prompt": "a"}, message_id="one")
+            await until(lambda: worker.has_ended, within_s=60)
+        async with lanekeeper("serve", environ=environ, folder=tmp_path):
+            reply = await app.final(asked)
+            await until(lambda: ends_of(app, "one"))
+
+        assert (reply.status, reply.headers["x-lane-replayed"]) == ("ok", True)
+        assert (ends_of(app, "one"), len(api.calls)) == (["replayed"], 1)
+
+
+async def test_a_worker_that_starts_sends_no_event_about_itself(vhost: Vhost) -> None:
     """Anybody who may read events could read it."""
     async with requester(vhost.amqp_url) as app:
         async with serving(vhost.amqp_url):
@@ -65,7 +128,7 @@ async def test_a_worker_that_starts_sends_no_event_about_itself(vhost) -> None:
         assert {each.json["id"] for each in app.events} == {"first"}
 
 
-async def test_a_request_with_the_longest_possible_names_does_not_suppress_other_events(vhost) -> None:
+async def test_a_request_with_the_longest_possible_names_does_not_suppress_other_events(vhost: Vhost) -> None:
     """The routing key of its events would be longer than AMQP allows."""
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         await app.read_events()

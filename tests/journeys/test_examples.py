@@ -48,7 +48,7 @@ async def test_the_python_examples_send_and_stream(vhost: Vhost) -> None:
             run(vhost, "client.py", "stream", "three rivers"),
         )
 
-    assert asked == [(0, "echo: three rivers\n", "")] * 4
+    assert list(asked) == [(0, "echo: three rivers\n", "")] * 4
 
 
 async def test_the_python_examples_fetch_and_cancel(vhost: Vhost) -> None:

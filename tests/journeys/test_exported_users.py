@@ -23,12 +23,12 @@ pytestmark = pytest.mark.every_version
 
 
 @pytest.fixture
-async def users(vhost) -> AsyncIterator[Broker]:
+async def users(vhost: Vhost) -> AsyncIterator[Broker]:
     async with imported_users(vhost) as it:
         yield it
 
 
-async def test_an_application_can_send_and_stream(users: Broker, vhost) -> None:
+async def test_an_application_can_send_and_stream(users: Broker, vhost: Vhost) -> None:
     key = f"normal.{users.app}.chat"
     async with serving(vhost.amqp_url, declares=False), Client(users.url("application")) as client:
         asked = [client.request({"prompt": f"number {n}"}, key=key) for n in range(20)]
@@ -40,7 +40,7 @@ async def test_an_application_can_send_and_stream(users: Broker, vhost) -> None:
     assert len(came) > 2
 
 
-async def test_a_client_can_cancel_and_fetch(users: Broker, vhost) -> None:
+async def test_a_client_can_cancel_and_fetch(users: Broker, vhost: Vhost) -> None:
     key = f"critical.{users.users['client'].name}.chat"
     async with serving(vhost.amqp_url, declares=False) as running, Client(users.url("client")) as client:
         slow = await client.publish({"prompt": "slow [[latency: 60s]]"}, key=key)
@@ -51,7 +51,7 @@ async def test_a_client_can_cancel_and_fetch(users: Broker, vhost) -> None:
 
 
 async def test_an_application_without_the_right_to_fetch_is_answered_after_it_lost_its_connection(
-    users: Broker, vhost
+    users: Broker, vhost: Vhost
 ) -> None:
     slow = SimulatedOptions(latency_ms=8000)
     async with (
@@ -66,7 +66,7 @@ async def test_an_application_without_the_right_to_fetch_is_answered_after_it_lo
         assert len(running.calls("slow")) == 1, "the provider is not called again"
 
 
-async def test_a_refused_cancellation_does_not_prevent_the_answer(users: Broker, vhost) -> None:
+async def test_a_refused_cancellation_does_not_prevent_the_answer(users: Broker, vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url, declares=False) as running,
         Client(users.url("application")) as client,

@@ -9,12 +9,12 @@ import pytest
 
 from lanekeeper import Client
 from lanekeeper.contract.problems import PublishRefused
-from tests.support.lanes import SIDE_QUEUES
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.every_version
+pytestmark = pytest.mark.oldest_version
 
 LIMIT = 20
 """The broker's delivery limit; the next delivery removes the message from the queue."""
@@ -44,7 +44,7 @@ async def rejecting(url: str, queue: str) -> int:
 
 
 @pytest.mark.parametrize("queue", ["lane.critical", "lane.critical.due"])
-async def test_a_request_that_exceeds_the_delivery_limit_is_answered_as_poison_and_parked(vhost, queue) -> None:
+async def test_a_request_that_exceeds_the_delivery_limit_is_answered_as_poison_and_parked(vhost: Vhost, queue) -> None:
     """Workers that die at once cannot count deliveries; then the broker's limit ends the request."""
     if queue == "lane.critical" and vhost.version.startswith("3."):
         pytest.skip("a classic intake has no delivery limit: the due queue counts")
@@ -73,7 +73,7 @@ async def test_a_request_that_exceeds_the_delivery_limit_is_answered_as_poison_a
         assert await app.depth(queue) == await app.depth("lane.fallen") == 0
 
 
-async def test_a_dead_lettered_request_can_be_published_again_unchanged(vhost) -> None:
+async def test_a_dead_lettered_request_can_be_published_again_unchanged(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, works=("normal",)) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         await app.publish(
@@ -92,7 +92,7 @@ async def test_a_dead_lettered_request_can_be_published_again_unchanged(vhost) -
         assert len(worker.calls("second life")) == 1
 
 
-async def test_a_delayed_message_without_a_delay_bit_is_parked_and_others_end_on_time(vhost) -> None:
+async def test_a_delayed_message_without_a_delay_bit_is_parked_and_others_end_on_time(vhost: Vhost) -> None:
     """As if an operator had published it by hand. Without an alternate exchange, it would block its wait queue for
     ever."""
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
@@ -131,7 +131,7 @@ async def test_a_delayed_message_without_a_delay_bit_is_parked_and_others_end_on
         assert await app.depth("lane.delay.02") == await app.depth("lane.fallen") == 0
 
 
-async def test_an_unroutable_request_is_answered_and_parked_or_only_parked_without_reply_to(vhost) -> None:
+async def test_an_unroutable_request_is_answered_and_parked_or_only_parked_without_reply_to(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for n, key in enumerate(["express.tests.x", "criticalx.tests", "", "x" * 255, "#"]):
@@ -149,9 +149,9 @@ async def test_an_unroutable_request_is_answered_and_parked_or_only_parked_witho
         assert worker.is_well
 
 
-async def test_a_full_lane_refuses_new_requests_and_finishes_accepted_ones(vhost) -> None:
+async def test_a_full_lane_refuses_new_requests_and_finishes_accepted_ones(vhost: Vhost) -> None:
     """Requests that return from a delay were accepted before, and are not refused; other lanes are not affected."""
-    lanes = {"batch": {"slots": 1, "max_length": 10}}
+    lanes = {"batch": {"slots": 1, "max_length": 10, "side_queues": 0}}  # what is set aside leaves room in the intake
     async with serving(vhost.amqp_url, lanes=lanes) as worker, requester(vhost.amqp_url) as app:
         delayed = [
             await app.publish({"prompt": f"delayed {n}"}, key="batch.tests.x", headers={"x-lane-delay-ms": 1500})
@@ -177,9 +177,7 @@ async def test_a_full_lane_refuses_new_requests_and_finishes_accepted_ones(vhost
         for each in (*delayed, retried):
             assert (await app.final(each)).status == "ok"
         assert not app.finals(accepted[0]), "they came back while the intake was full and its only slot taken"
-        sides = (f"lane.batch.side.{n:02d}" for n in range(SIDE_QUEUES))
-        waiting = [await app.depth(each) for each in ("lane.batch", *sides)]
-        assert sum(waiting) >= 7, "in the intake, or set aside; the head of what is aside is in hand"
+        assert await app.depth("lane.batch") >= 7
         for each in accepted:
             assert (await app.final(each)).status == "ok"
         assert (await app.ask({"prompt": "room again"}, key="batch.tests.x")).status == "ok"

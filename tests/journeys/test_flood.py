@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from service.simulated.options import SimulatedOptions
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -17,8 +18,8 @@ CHATS = 30
 LATENCY_MS = 300
 BLOCK = "[[latency: 90s]] in the way"
 """Has the only slot until it is cancelled, when the others have been published."""
-SMALL = {"slots": 1}
-"""One slot, so that the order of calls is the lane's order."""
+SMALL = {"slots": 1, "side_queues": 0}
+"""One slot, and nothing is set aside, so that the order of calls is the lane's order."""
 
 
 def sent() -> dict[str, int]:
@@ -26,7 +27,7 @@ def sent() -> dict[str, int]:
 
 
 @pytest.mark.timing
-async def test_higher_lanes_do_not_wait_for_a_flood_in_the_batch_lane(vhost) -> None:
+async def test_higher_lanes_do_not_wait_for_a_flood_in_the_batch_lane(vhost: Vhost) -> None:
     async with (
         serving(
             vhost.amqp_url, simulated=SimulatedOptions(latency_ms=LATENCY_MS), lanes={"batch": {"slots": 12}}
@@ -70,7 +71,7 @@ async def wait_of(app, asked: str) -> int:
 
 
 @pytest.mark.parametrize(("stuck", "free"), [("critical", "batch"), ("batch", "critical")])
-async def test_requests_of_a_stuck_lane_never_use_another_lanes_own_slots(vhost, stuck, free) -> None:
+async def test_requests_of_a_stuck_lane_never_use_another_lanes_own_slots(vhost: Vhost, stuck, free) -> None:
     """However urgent the stuck lane is, the others continue with their own slots."""
     lanes = {"critical": {"slots": 2}, "normal": {"slots": 2}, "batch": {"slots": 2}}
     async with serving(vhost.amqp_url, lanes=lanes) as worker, requester(vhost.amqp_url) as app:
@@ -89,7 +90,7 @@ async def test_requests_of_a_stuck_lane_never_use_another_lanes_own_slots(vhost,
 
 @pytest.mark.every_version
 @pytest.mark.parametrize("shuffled", [False, True], ids=["low first", "mixed"])
-async def test_inside_a_lane_higher_priorities_go_first(vhost, shuffled) -> None:
+async def test_inside_a_lane_higher_priorities_go_first(vhost: Vhost, shuffled) -> None:
     """Strictly from 4.3 on and before 4.0. From 4.0 to 4.2 there are two classes, and the higher one gets the larger
     share."""
     priorities = [n % 10 for n in range(40)] if shuffled else sorted(n % 10 for n in range(40))
@@ -119,7 +120,7 @@ async def test_inside_a_lane_higher_priorities_go_first(vhost, shuffled) -> None
 
 
 @pytest.mark.every_version
-async def test_a_missing_priority_counts_as_4_or_0(vhost) -> None:
+async def test_a_missing_priority_counts_as_4_or_0(vhost: Vhost) -> None:
     """4 in a quorum intake, 0 in a classic one: docs/facts.md, section 1."""
     async with serving(vhost.amqp_url, lanes={"normal": SMALL}) as worker, requester(vhost.amqp_url) as app:
         await app.publish({"prompt": BLOCK}, key="normal.tests.x", priority=9, message_id="block")

@@ -8,6 +8,7 @@ import aiohttp
 
 from lanekeeper import Client
 from service.simulated.options import SimulatedOptions
+from tests.support.brokers import Vhost
 from tests.support.gate import gate
 from tests.support.http_calls import Reader, call, submit
 from tests.support.serving import serving
@@ -16,7 +17,7 @@ from tests.support.waiting import until
 LONG = f"[[latency: 10s]] {'a word ' * 30}"
 
 
-async def test_a_streams_life_its_parts_and_its_end_come_in_order(vhost) -> None:
+async def test_a_streams_life_its_parts_and_its_end_come_in_order(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         submitted = await submit(url, "a story in several pieces", stream=True)
         reader = Reader()
@@ -32,7 +33,7 @@ async def test_a_streams_life_its_parts_and_its_end_come_in_order(vhost) -> None
         assert found.body == final
 
 
-async def test_what_is_read_again_from_a_number_lacks_nothing_and_repeats_nothing(vhost) -> None:
+async def test_what_is_read_again_from_a_number_lacks_nothing_and_repeats_nothing(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         submitted = await submit(url, "read it again", stream=True)
         whole = Reader()
@@ -49,7 +50,7 @@ async def test_what_is_read_again_from_a_number_lacks_nothing_and_repeats_nothin
         assert (await call("GET", f"{url}/v1/requests/nobodys/events")).status == 404
 
 
-async def test_a_retry_is_told_and_begins_the_answer_again(vhost) -> None:
+async def test_a_retry_is_told_and_begins_the_answer_again(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         submitted = await submit(url, "[[fault: cut x1]] a longer story in many pieces", stream=True)
         reader = Reader()
@@ -64,7 +65,7 @@ async def test_a_retry_is_told_and_begins_the_answer_again(vhost) -> None:
         assert after.text == reader.found[-1].data["result"]["content"][0]["text"]
 
 
-async def test_an_unstreamed_request_tells_its_life_and_its_end(vhost) -> None:
+async def test_an_unstreamed_request_tells_its_life_and_its_end(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings, ping_every_s=0.1) as url:
         submitted = await submit(url, "[[latency: 1s]] whole")
         reader = Reader()
@@ -74,7 +75,7 @@ async def test_an_unstreamed_request_tells_its_life_and_its_end(vhost) -> None:
         assert reader.comments >= 3
 
 
-async def test_a_cancelled_request_ends_for_whoever_follows_it(vhost) -> None:
+async def test_a_cancelled_request_ends_for_whoever_follows_it(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         submitted = await submit(url, "[[latency: 60s]] slow", stream=True)
         reader = Reader()
@@ -87,7 +88,7 @@ async def test_a_cancelled_request_ends_for_whoever_follows_it(vhost) -> None:
         assert reader.found[-1].data["problem"]["code"] == "cancelled"
 
 
-async def test_two_gateways_one_goes_and_the_other_continues_where_it_was(vhost) -> None:
+async def test_two_gateways_one_goes_and_the_other_continues_where_it_was(vhost: Vhost) -> None:
     many = SimulatedOptions(stream_deltas=40)
     async with serving(vhost.amqp_url, simulated=many) as worker, gate(worker.settings) as second:
         reader = Reader()
@@ -105,7 +106,7 @@ async def test_two_gateways_one_goes_and_the_other_continues_where_it_was(vhost)
         assert reader.text == reader.found[-1].data["result"]["content"][0]["text"]
 
 
-async def test_a_request_that_is_published_over_amqp_without_reply_to_is_followed_too(vhost) -> None:
+async def test_a_request_that_is_published_over_amqp_without_reply_to_is_followed_too(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         async with Client(vhost.amqp_url) as client:
             id = await client.publish(

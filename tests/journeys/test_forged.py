@@ -4,6 +4,7 @@ import uuid
 
 import pytest
 
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -27,8 +28,7 @@ INTERNAL = {
 }
 
 
-@pytest.mark.every_version
-async def test_internal_headers_of_a_fresh_request_are_not_believed(vhost) -> None:
+async def test_internal_headers_of_a_fresh_request_are_not_believed(vhost: Vhost) -> None:
     """Neither its attempts, nor its due time, nor its tenant; and they are not in the dead letter."""
     async with (
         serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 3}}) as worker,
@@ -51,8 +51,8 @@ async def test_internal_headers_of_a_fresh_request_are_not_believed(vhost) -> No
         assert left == {"x-lane-attempt", "x-lane-errors", "x-lane-dead-code"}
 
 
-@pytest.mark.every_version
-async def test_a_forged_death_is_refused_by_name(vhost) -> None:
+@pytest.mark.oldest_version
+async def test_a_forged_death_is_refused_by_name(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         death = [{"queue": "lane.critical.due", "reason": "delivery_limit", "count": 1, "exchange": "lane.due"}]
@@ -65,16 +65,16 @@ async def test_a_forged_death_is_refused_by_name(vhost) -> None:
         assert not worker.api.calls
 
 
-@pytest.mark.every_version
-async def test_the_internal_exchange_cannot_be_published_to(vhost) -> None:
+@pytest.mark.oldest_version
+async def test_the_internal_exchange_cannot_be_published_to(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         with pytest.raises(Exception, match=r"ACCESS_REFUSED|internal"):
             await app.publish({"prompt": "x"}, exchange="lane.due", headers={"x-lane-attempt": 0})
         assert not worker.api.calls
 
 
-@pytest.mark.every_version
-async def test_the_user_checked_by_the_broker_is_kept_through_retries(vhost) -> None:
+@pytest.mark.oldest_version
+async def test_the_user_checked_by_the_broker_is_kept_through_retries(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}), requester(vhost.amqp_url) as app:
         await app.read_dead()
         headers = {"x-lane-user-id": "boss"}
@@ -102,7 +102,7 @@ FORBIDDEN = [
 ]
 
 
-async def test_a_forbidden_reply_address_is_parked_and_nothing_is_sent_there(vhost) -> None:
+async def test_a_forbidden_reply_address_is_parked_and_nothing_is_sent_there(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for n, address in enumerate(FORBIDDEN):
@@ -122,7 +122,7 @@ async def test_a_forbidden_reply_address_is_parked_and_nothing_is_sent_there(vho
         assert worker.is_well
 
 
-async def test_reply_addresses_can_be_restricted_to_a_list(vhost) -> None:
+async def test_reply_addresses_can_be_restricted_to_a_list(vhost: Vhost) -> None:
     narrowed = serving(vhost.amqp_url, reply_to={"allow": ("shop.*",)})
     async with narrowed as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
@@ -136,7 +136,7 @@ async def test_reply_addresses_can_be_restricted_to_a_list(vhost) -> None:
 
 @pytest.mark.every_version
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_forged_direct_reply_address_affects_no_other_requester(vhost, stream) -> None:
+async def test_a_forged_direct_reply_address_affects_no_other_requester(vhost: Vhost, stream) -> None:
     """Before RabbitMQ 4.3.5 it kills the connection that answers it (docs/facts.md, section 6)."""
     async with (
         serving(vhost.amqp_url) as worker,
@@ -169,8 +169,8 @@ async def test_a_forged_direct_reply_address_affects_no_other_requester(vhost, s
         await until(lambda: _nothing_left(app))
 
 
-@pytest.mark.every_version
-async def test_an_error_for_a_forged_direct_reply_address_is_parked_once(vhost) -> None:
+@pytest.mark.oldest_version
+async def test_an_error_for_a_forged_direct_reply_address_is_parked_once(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         forged = f"amq.rabbitmq.reply-to.{uuid.uuid4().hex}.{uuid.uuid4().hex}"

@@ -11,6 +11,7 @@ import pytest
 
 from service.gateway.access import hash_of
 from service.simulated.options import SimulatedOptions
+from tests.support.brokers import Vhost
 from tests.support.gate import gate
 from tests.support.serving import serving
 
@@ -46,7 +47,7 @@ def types(found: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_when_the_client_goes_its_request_is_cancelled_at_the_provider(vhost, stream) -> None:
+async def test_when_the_client_goes_its_request_is_cancelled_at_the_provider(vhost: Vhost, stream) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         call = asyncio.create_task(post(url, body(SLOW, stream=stream)))
         await worker.api.until(lambda: worker.api.running == 1)
@@ -56,7 +57,7 @@ async def test_when_the_client_goes_its_request_is_cancelled_at_the_provider(vho
         assert [each.outcome for each in worker.calls("slow")] == ["client_gone"]
 
 
-async def test_with_an_idempotency_key_it_goes_on_and_the_next_try_gets_its_answer(vhost) -> None:
+async def test_with_an_idempotency_key_it_goes_on_and_the_next_try_gets_its_answer(vhost: Vhost) -> None:
     said = body("[[latency: 500ms]] once")
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         call = asyncio.create_task(post(url, said, idempotency_key="k-1"))
@@ -73,7 +74,7 @@ async def test_with_an_idempotency_key_it_goes_on_and_the_next_try_gets_its_answ
         assert (status, problem["error"]["type"], headers["x-should-retry"]) == (409, "conflict_error", "false")
 
 
-async def test_a_gateway_that_dies_takes_no_request_with_it(vhost) -> None:
+async def test_a_gateway_that_dies_takes_no_request_with_it(vhost: Vhost) -> None:
     said = body("[[latency: 8s]] survives", stream=True)
     async with serving(vhost.amqp_url) as worker:
         async with gate(worker.settings) as first:
@@ -89,7 +90,7 @@ async def test_a_gateway_that_dies_takes_no_request_with_it(vhost) -> None:
         assert len(worker.calls("survives")) == 1
 
 
-async def test_while_it_waits_a_stream_gets_pings(vhost) -> None:
+async def test_while_it_waits_a_stream_gets_pings(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings, ping_every_s=0.05) as url:
         found = types(await events(url, body("[[fault: slow_first_byte delay=1s x1]] wait", stream=True)))
 
@@ -98,7 +99,7 @@ async def test_while_it_waits_a_stream_gets_pings(vhost) -> None:
         assert found[-1] == "message_stop"
 
 
-async def test_an_attempt_that_fails_before_the_first_piece_is_not_noticed(vhost) -> None:
+async def test_an_attempt_that_fails_before_the_first_piece_is_not_noticed(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         found = await events(url, body("[[fault: overloaded x1]] again", stream=True))
 
@@ -107,7 +108,7 @@ async def test_an_attempt_that_fails_before_the_first_piece_is_not_noticed(vhost
         assert len(worker.calls("again")) == 2
 
 
-async def test_an_attempt_that_fails_in_the_middle_ends_the_stream_so_that_the_client_tries_again(vhost) -> None:
+async def test_an_attempt_that_fails_in_the_middle_ends_the_stream_so_that_the_client_tries_again(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         found = await events(url, body("[[fault: cut x1]] a longer story in many pieces", stream=True))
 
@@ -116,7 +117,7 @@ async def test_an_attempt_that_fails_in_the_middle_ends_the_stream_so_that_the_c
         assert found[-1]["error"]["type"] == "overloaded_error"
 
 
-async def test_what_has_failed_for_good_is_not_tried_again_by_the_client(vhost) -> None:
+async def test_what_has_failed_for_good_is_not_tried_again_by_the_client(vhost: Vhost) -> None:
     lanes = {"critical": {"max_attempts": 2}}
     async with serving(vhost.amqp_url, lanes=lanes) as worker, gate(worker.settings) as url:
         status, headers, problem = await post(url, body("[[fault: server_error]] never"))
@@ -125,11 +126,11 @@ async def test_what_has_failed_for_good_is_not_tried_again_by_the_client(vhost) 
         assert (headers["x-lane-code"], headers["x-should-retry"]) == ("attempts_exhausted", "false")
 
 
-async def test_a_full_lane_is_an_overload_that_passes(vhost) -> None:
+async def test_a_full_lane_is_an_overload_that_passes(vhost: Vhost) -> None:
     lanes = {"batch": {"max_length": 1}}
     async with serving(vhost.amqp_url, lanes=lanes, works=("critical",)) as worker, gate(worker.settings) as url:
         async with asyncio.TaskGroup() as group:
-            waiting = set()
+            waiting: set[asyncio.Task[Any]] = set()
             done: set[asyncio.Task[Any]] = set()
             while not done:  # a quorum queue takes a few more than its limit, if they come at once
                 call = post(url, body("x"), x_lane_name="batch", idempotency_key=f"b-{len(waiting)}")
@@ -143,7 +144,7 @@ async def test_a_full_lane_is_an_overload_that_passes(vhost) -> None:
         assert int(headers["retry-after"]) > 0
 
 
-async def test_a_key_tells_whose_the_request_is_and_what_it_may(vhost) -> None:
+async def test_a_key_tells_whose_the_request_is_and_what_it_may(vhost: Vhost) -> None:
     keys = {
         hash_of(CRM): {"tenant": "crm", "lanes": ["normal", "batch"]},
         hash_of(SHOP): {"tenant": "shop", "models": ["claude-haiku-5-5"]},
@@ -166,7 +167,7 @@ async def test_a_key_tells_whose_the_request_is_and_what_it_may(vhost) -> None:
         assert len(worker.api.calls) == 2
 
 
-async def test_twenty_readers_at_once_each_get_their_own_stream(vhost) -> None:
+async def test_twenty_readers_at_once_each_get_their_own_stream(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=200)) as worker,
         gate(worker.settings) as url,
@@ -178,7 +179,7 @@ async def test_twenty_readers_at_once_each_get_their_own_stream(vhost) -> None:
             assert said == f"echo: reader {number}."
 
 
-async def test_without_the_workers_consent_no_call_is_taken_for_a_tenant(vhost) -> None:
+async def test_without_the_workers_consent_no_call_is_taken_for_a_tenant(vhost: Vhost) -> None:
     keys = {hash_of(CRM): {"tenant": "crm"}}
     async with serving(vhost.amqp_url) as worker, gate(worker.settings, keys=keys) as url:
         status, _, problem = await post(url, body(), x_api_key=CRM)

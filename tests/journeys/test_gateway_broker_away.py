@@ -10,6 +10,7 @@ from pydantic import SecretStr
 
 from service.gateway.app import ABSENT_WITHIN_S
 from tests.faults.proxy import Proxy
+from tests.support.brokers import Vhost
 from tests.support.gate import gate
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -28,7 +29,7 @@ async def is_unready(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_is_refused_within_seconds_and_the_next_one_succeeds_when_it_is_back(vhost, stream) -> None:
+async def test_a_call_is_refused_within_seconds_and_the_next_one_succeeds_when_it_is_back(vhost: Vhost, stream) -> None:
     at = urlsplit(vhost.amqp_url)
     loop = asyncio.get_running_loop()
     async with (

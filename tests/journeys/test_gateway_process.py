@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 
 from service.simulated.app import SimulatedAPI
+from tests.support.brokers import Vhost
 from tests.support.processes import environment, interpreter
 
 pytestmark = pytest.mark.slow
@@ -18,7 +19,9 @@ BODY = {
 }
 
 
-async def test_a_gateway_that_is_stopped_answers_what_is_under_way_and_exits_with_0(vhost, tmp_path: Path) -> None:
+async def test_a_gateway_that_is_stopped_answers_what_is_under_way_and_exits_with_0(
+    vhost: Vhost, tmp_path: Path
+) -> None:
     async with SimulatedAPI() as api, aiohttp.ClientSession() as session:
         environ = environment(vhost.amqp_url, vhost.management_url, ANTHROPIC_BASE_URL=api.base_url)
         async with (

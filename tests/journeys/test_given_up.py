@@ -4,13 +4,14 @@ import json
 
 import pytest
 
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
 
 
 async def test_after_all_attempts_failed_the_requester_gets_an_error_and_the_request_is_parked_with_its_errors(
-    vhost,
+    vhost: Vhost,
 ) -> None:
     async with (
         serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 7}}) as worker,
@@ -74,7 +75,7 @@ FOR_GOOD = {
 }
 
 
-async def test_a_request_that_the_provider_rejects_for_good_is_called_once(vhost) -> None:
+async def test_a_request_that_the_provider_rejects_for_good_is_called_once(vhost: Vhost) -> None:
     """The problem document has the provider's status; with and without streaming."""
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
@@ -96,7 +97,7 @@ async def test_a_request_that_the_provider_rejects_for_good_is_called_once(vhost
         assert len(worker.api.calls) == 2 * len(FOR_GOOD) + 1
 
 
-async def test_an_unroutable_request_is_answered_and_parked(vhost) -> None:
+async def test_an_unroutable_request_is_answered_and_parked(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for key in ("urgent.tests.ask", "Critical.tests.ask", "lane.critical", "", "critical-x.y"):
@@ -114,7 +115,7 @@ async def test_an_unroutable_request_is_answered_and_parked(vhost) -> None:
 
 
 @pytest.mark.every_version
-async def test_a_message_published_directly_to_a_queue_is_refused_and_parked(vhost) -> None:
+async def test_a_message_published_directly_to_a_queue_is_refused_and_parked(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         forged = {"x-lane-attempt": 1, "x-lane-user-id": "boss"}
@@ -129,8 +130,8 @@ async def test_a_message_published_directly_to_a_queue_is_refused_and_parked(vho
         assert worker.is_well
 
 
-@pytest.mark.every_version
-async def test_a_dead_letter_that_is_published_again_unchanged_runs(vhost) -> None:
+@pytest.mark.oldest_version
+async def test_a_dead_letter_that_is_published_again_unchanged_runs(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}) as worker,
         requester(vhost.amqp_url) as app,
@@ -156,7 +157,7 @@ async def test_a_dead_letter_that_is_published_again_unchanged_runs(vhost) -> No
         assert len(worker.api.calls) == 5
 
 
-async def test_a_model_that_the_lane_does_not_allow_is_refused(vhost) -> None:
+async def test_a_model_that_the_lane_does_not_allow_is_refused(vhost: Vhost) -> None:
     only = {"critical": {"models": ("claude-sonnet-5-5", "claude-haiku-5-5")}}
     async with serving(vhost.amqp_url, lanes=only) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lanekeeper.contract.messages import Headers
+from tests.support.brokers import Vhost
 from tests.support.requester import Got, Requester, raw_properties, requester, table
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -47,7 +48,7 @@ async def copies_in_delays(app: Requester, level: int) -> list[Got]:
     """The copies that workers publish to one level of the delays from now on."""
     found: list[Got] = []
     queue = (await app.channel.queue_declare(exclusive=True)).queue or ""
-    bit = {"x-match": "all", f"lane-d{level:02d}": True}
+    bit: dict[str, Any] = {"x-match": "all", f"lane-d{level:02d}": True}
     await app.channel.queue_bind(queue, f"lane.delay.{level:02d}", "", arguments=bit)
 
     async def keep(delivered: Any) -> None:
@@ -58,7 +59,7 @@ async def copies_in_delays(app: Requester, level: int) -> list[Got]:
 
 
 @pytest.mark.every_version
-async def test_a_requesters_headers_keep_value_and_type_through_delay_retry_and_dead_letter(vhost) -> None:
+async def test_a_requesters_headers_keep_value_and_type_through_delay_retry_and_dead_letter(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}) as worker,
         requester(vhost.amqp_url) as app,
@@ -80,7 +81,7 @@ async def test_a_requesters_headers_keep_value_and_type_through_delay_retry_and_
     assert dead.headers.encoded("x-lane-delay-ms") == b"s\x00\x64"
 
 
-async def test_all_our_integer_headers_are_signed_64_bit_whatever_their_value(vhost) -> None:
+async def test_all_our_integer_headers_are_signed_64_bit_whatever_their_value(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}), requester(vhost.amqp_url) as app:
         await app.read_dead()
         on_its_way = await copies_in_delays(app, level=0)
@@ -111,10 +112,10 @@ async def test_all_our_integer_headers_are_signed_64_bit_whatever_their_value(vh
             assert set(ours.values()) == {b"l"}
 
 
-async def test_integers_in_answers_to_control_messages_are_signed_64_bit(vhost) -> None:
+async def test_integers_in_answers_to_control_messages_are_signed_64_bit(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "now"}, message_id="now")
-        how = {"exchange": "lane.control", "key": "result", "message_type": "result"}
+        how: dict[str, Any] = {"exchange": "lane.control", "key": "result", "message_type": "result"}
         asked = await app.publish({"result": "now"}, **how)
         again = await until(lambda: app.replies[asked])
         assert again[0].headers["x-lane-replayed"] is True

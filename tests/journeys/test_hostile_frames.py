@@ -5,10 +5,11 @@ from contextlib import suppress
 import pytest
 from aiormq.exceptions import AMQPError
 
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 
-pytestmark = pytest.mark.every_version
+pytestmark = pytest.mark.oldest_version
 
 FLAGS = {
     "flags that go on, and end": b"\x00\x01",
@@ -19,7 +20,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-async def test_property_flags_that_no_client_sends_close_at_most_the_senders_connection(vhost, flags) -> None:
+async def test_property_flags_that_no_client_sends_close_at_most_the_senders_connection(vhost: Vhost, flags) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         with suppress(AMQPError):
             async with requester(vhost.amqp_url) as hostile:

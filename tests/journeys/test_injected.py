@@ -9,6 +9,7 @@ import pytest
 from aiormq.exceptions import AMQPError
 
 from service.telemetry import logs
+from tests.support.brokers import Vhost
 from tests.support.requester import raw_properties, requester, table
 from tests.support.serving import RunningWorker, serving
 
@@ -39,7 +40,7 @@ def foreign(worker: RunningWorker) -> list[str]:
     return sorted(name for name in names - OURS if not name.startswith(CLIENTS))
 
 
-async def test_the_provider_gets_our_own_traceparent_and_neither_tracestate_nor_baggage(vhost) -> None:
+async def test_the_provider_gets_our_own_traceparent_and_neither_tracestate_nor_baggage(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "x"}, headers={**TRACE, "x-api-key": "stolen", "host": "elsewhere", "x-own": "1"})
         (call,) = worker.api.calls
@@ -53,7 +54,7 @@ async def test_the_provider_gets_our_own_traceparent_and_neither_tracestate_nor_
     "text", [CRLF, ESCAPE, "x" * 60_000, "\u2028\u202e\u0085"], ids=["CRLF", "ESC", "long", "lines"]
 )
 @pytest.mark.parametrize("format", ["json", "console"])
-async def test_hostile_text_in_any_property_becomes_one_log_line_and_no_header(vhost, text, format) -> None:
+async def test_hostile_text_in_any_property_becomes_one_log_line_and_no_header(vhost: Vhost, text, format) -> None:
     """Each property is tested alone, so that not always the same one is refused."""
     out = io.StringIO()
     short = text[:100]
@@ -74,7 +75,7 @@ async def test_hostile_text_in_any_property_becomes_one_log_line_and_no_header(v
         {"key": f"critical.{short}.x"},
         {"key": f"nowhere.{short}.x"},
     ]
-    with logs.written(service="worker", level="debug", stream=out, format=format):
+    with logs.configured(service="worker", level="debug", stream=out, format=format):
         async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
             for each in places:
                 await app.publish({"prompt": "x"}, **each)
@@ -91,8 +92,7 @@ async def test_hostile_text_in_any_property_becomes_one_log_line_and_no_header(v
     assert not any(line.startswith(("x-injected", '{"event":"forged"')) for line in lines)
 
 
-@pytest.mark.every_version
-async def test_a_megabyte_of_headers_closes_only_the_senders_connection(vhost) -> None:
+async def test_a_megabyte_of_headers_closes_only_the_senders_connection(vhost: Vhost) -> None:
     """A frame has at most 128 KiB; the broker closes the sender's connection."""
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         value = b"S" + struct.pack(">I", 1_000_000) + b"a" * 1_000_000

@@ -1,12 +1,13 @@
 """A tenant's invalid messages do not fill the dead letters."""
 
 from consumers.state.base import Identity
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 
 
 async def test_a_tenants_invalid_messages_are_all_answered_but_not_all_parked_and_other_tenants_are_not_affected(
-    vhost,
+    vhost: Vhost,
 ) -> None:
     async with serving(vhost.amqp_url, dead={"invalid_per_hour": 3}) as worker, requester(vhost.amqp_url) as app:
         ids = [f"r-{number}" for number in range(6)]

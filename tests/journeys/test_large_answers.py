@@ -1,99 +1,200 @@
-"""An answer that is too large to be sent ends its request at once and delays no other."""
+"""An answer that is too large for a message lies beside the broker, and the reply has its address and digest. Who uses
+our client, the gateway or the command line sees the same answer as ever."""
 
 import asyncio
+import hashlib
 import json
-import statistics
+from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
+from yarl import URL
 
-from service.simulated.options import SimulatedOptions
-from tests.support.requester import Requester, requester
+from lanekeeper import BodiesUnavailable, Client, Final, Part
+from lanekeeper.bodies import BodyStore
+from lanekeeper.contract.messages import BodyAddress
+from service.gateway.access import hash_of
+from tests.support.brokers import Vhost
+from tests.support.gate import gate
+from tests.support.processes import environment, lanekeeper
+from tests.support.requester import Got, requester
 from tests.support.serving import serving
 from tests.support.waiting import until
 from topology.lanes import MIB
 
-TOKENS = 4_400_000
-"""Four bytes each: more than the 16 MiB that RabbitMQ 4 accepts as one message."""
-MANY = 128 * MIB
-"""Allowed size of answers, so high that the broker's limit is the one that applies."""
-LANES = {"normal": {"slots": 8}}
+TOKENS = 600_000
+"""Four bytes each."""
+KEY = "critical.tests.ask"
 
 
-def huge(name: str) -> dict[str, object]:
-    return {"prompt": f"{name} [[tokens: {TOKENS}]]", "max_tokens": TOKENS}
+def large(words: str = "large", *, tokens: int = TOKENS, **more: Any) -> dict[str, Any]:
+    asked = [{"role": "user", "content": f"{words} [[tokens: {tokens}]]"}]
+    return {"model": "claude-sonnet-5-5", "max_tokens": tokens, "messages": asked, **more}
 
 
-def takes_it(version: str) -> bool:
-    return int(version.split(".")[0]) < 4
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"bodies": {"url": f"file://{folder}/bodies", **more}}
 
 
-@pytest.mark.every_version
-@pytest.mark.parametrize(("stream", "deltas"), [(False, 8), (True, 8), (True, 1)], ids=["whole", "parts", "one part"])
-async def test_an_answer_over_the_brokers_limit_ends_the_request_at_once_and_is_parked(vhost, stream, deltas) -> None:
-    """Also if a single event of its stream is over the limit."""
-    simulated, results = SimulatedOptions(stream_deltas=deltas), {"answer_bytes": MANY}
+def kept_of(reply: Got) -> BodyAddress:
+    return BodyAddress(reply.headers["x-lane-body"], reply.headers["x-lane-body-sha256"])
+
+
+async def got(url: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    method = "GET" if body is None else "POST"
+    async with aiohttp.ClientSession() as session, session.request(method, url, json=body, headers=named) as found:
+        return found.status, await found.read()
+
+
+async def test_twenty_megabytes_come_by_address_over_amqp_and_whole_by_client_and_http(
+    vhost: Vhost, tmp_path: Path
+) -> None:
+    store = BodyStore(f"file://{tmp_path}/bodies")
+    asked = large("twenty", tokens=5_200_000)
     async with (
-        serving(vhost.amqp_url, simulated=simulated, results=results) as worker,
+        serving(vhost.amqp_url, **settings(tmp_path)) as worker,
         requester(vhost.amqp_url) as app,
+        Client(vhost.amqp_url, bodies=store) as client,
+        gate(worker.settings) as url,
     ):
-        await app.read_dead()
-        reply = await app.ask(huge("too much"), headers={"x-lane-stream": stream}, message_id="big", within_s=60)
-        if takes_it(vhost.version):
-            assert reply.status == "ok"
-            return
-        assert (reply.code, reply.json["status"], reply.json["attempts"]) == ("answer_too_large", 502, 1)
-        assert str(16 * MIB) in reply.json["detail"]
-        assert "max_tokens" in reply.json["detail"]
-        dead = await app.buried("big")
-        assert dead.headers["x-lane-dead-code"] == "answer_too_large"
-        again = await app.ask(huge("too much"), message_id="big")
-        assert (again.code, len(worker.calls("too much"))) == ("answer_too_large", 1), "told again, not called again"
+        reply = await app.ask(asked, message_id="big", within_s=120)
+        assert (reply.status, reply.properties.content_type) == ("ok", "application/json")
+        answer = await store.fetch(kept_of(reply))
+        assert len(json.loads(answer)["content"][0]["text"]) > 20 * 1000 * 1000
+        assert reply.json == {
+            "type": "urn:lanekeeper:body",
+            "address": reply.headers["x-lane-body"],
+            "sha256": hashlib.sha256(answer).hexdigest(),
+            "bytes": len(answer),
+        }
+        again = await app.ask(asked, message_id="big")
+        assert (again.body, again.headers["x-lane-replayed"]) == (reply.body, True)
+        told = await app.control({"result": "big"}, key="result")
+        assert (told.body, kept_of(told)) == (reply.body, kept_of(reply))
+
+        assert (await client.result("big")).body == answer
+        assert (await client.request(asked, key=KEY, message_id="big")).body == answer
+        status, whole = await got(f"{url}/v1/requests/big")
+        assert (status, whole.endswith(b'"result": ' + answer + b"}")) == (200, True)
+        assert len(worker.api.calls) == 1
         assert not worker.losses
 
 
-async def test_an_answer_over_our_own_limit_ends_the_same_way_on_every_broker(vhost) -> None:
-    async with serving(vhost.amqp_url, results={"answer_bytes": MIB}) as worker, requester(vhost.amqp_url) as app:
-        reply = await app.ask({"prompt": "x [[tokens: 300000]]", "max_tokens": 300_000}, within_s=60)
-        assert reply.code == "answer_too_large"
-        assert str(MIB) in reply.json["detail"]
-        fits = await app.ask({"prompt": "y [[tokens: 250000]]", "max_tokens": 300_000}, within_s=60)
-        assert (fits.status, len(fits.body) > 999_000) == ("ok", True)
-        assert not worker.losses
+async def test_an_answer_up_to_the_limit_is_in_the_reply_and_one_above_is_not(vhost: Vhost, tmp_path: Path) -> None:
+    bodies = settings(tmp_path, answers_over_bytes=MIB)
+    async with serving(vhost.amqp_url, **bodies), requester(vhost.amqp_url) as app:
+        fits = await app.ask(large(tokens=260_000), within_s=60)
+        above = await app.ask(large(tokens=264_000), within_s=60)
+
+    assert len(fits.body) > 1_040_000
+    assert ("x-lane-body" in fits.headers, "x-lane-body" in above.headers) == (False, True)
+    assert len(above.body) < 1000
 
 
-async def test_eight_too_large_answers_occupy_no_slot_and_affect_no_other_request(vhost) -> None:
-    """Afterwards their lane answers others, the publish connection is open, and no part of another stream is lost."""
-    quick = {"prompt": "quick"}
+async def test_a_streamed_answer_comes_in_parts_and_at_the_end_by_address(vhost: Vhost, tmp_path: Path) -> None:
     async with (
-        serving(vhost.amqp_url, lanes=LANES, results={"answer_bytes": MANY}) as worker,
-        requester(vhost.amqp_url) as app,
-        requester(vhost.amqp_url) as other,
+        serving(vhost.amqp_url, **settings(tmp_path)) as worker,
+        Client(vhost.amqp_url, bodies=f"file://{tmp_path}/bodies") as client,
+        gate(worker.settings) as url,
     ):
-        await other.ask(quick)
-        usual = await waits(other, 5)
-        ids = [await app.publish(huge(f"n {n}"), key="normal.tests.ask", message_id=f"big-{n}") for n in range(8)]
-        during = asyncio.create_task(waits(other, 20))
-        streamed = await other.publish({"prompt": "a story [[tokens: 400]]"}, headers={"x-lane-stream": True})
-        for each in ids:
-            await until(lambda each=each: app.finals(each), within_s=90)
-            assert takes_it(vhost.version) or app.finals(each)[0].code == "answer_too_large"
-        print(f"waits of others: usual {max(usual):.3f} s, meanwhile {sorted(await during)[-3:]} s")
-        assert statistics.median(await during) < 2
-        assert (await app.ask(quick, key="normal.tests.ask")).status == "ok"
-        await until(lambda: other.finals(streamed))
-        parts = [each for each in other.replies[streamed] if each.headers.get("x-lane-part") == "event"]
-        assert [each.headers["x-lane-seq"] for each in parts] == list(range(len(parts)))
-        assert json.loads(parts[-1].body)["type"] == "message_stop"
-        assert not worker.losses
+        replies = [each async for each in client.stream(large(), key=KEY, message_id="s")]
+        final = replies[-1]
+        assert isinstance(final, Final)
+        assert final.kept is not None
+        assert "".join(each.text for each in replies if isinstance(each, Part)) == final.text
+        assert len(final.text) > 2 * MIB
+
+        fresh = await got(f"{url}/v1/messages", large("by http", stream=True))
+        stored = await got(f"{url}/v1/messages", large("by http", stream=True), idempotency_key="stored")
+        again = await got(f"{url}/v1/messages", large("by http", stream=True), idempotency_key="stored")
+        texts = {text_of(each[1]) for each in (fresh, stored, again)}
+        assert [len(each) > 2 * MIB for each in texts] == [True]
+        assert len(worker.calls("by http")) == 2
 
 
-async def waits(app: Requester, count: int) -> list[float]:
-    """How long this many critical requests take, one after the other."""
-    loop = asyncio.get_running_loop()
-    found = []
-    for n in range(count):
-        began = loop.time()
-        assert (await app.ask({"prompt": f"quick {n}"}, within_s=60)).status == "ok"
-        found.append(loop.time() - began)
-        await asyncio.sleep(0.05)
-    return found
+async def test_every_way_over_http_gives_the_whole_answer(vhost: Vhost, tmp_path: Path) -> None:
+    async with serving(vhost.amqp_url, **settings(tmp_path)) as worker, gate(worker.settings) as url:
+        status, answer = await got(f"{url}/v1/messages", large("way"), idempotency_key="way")
+        assert (status, len(answer) > 2 * MIB, json.loads(answer)["type"]) == (200, True, "message")
+        assert await got(f"{url}/v1/messages", large("way"), idempotency_key="way") == (200, answer)
+
+        status, polled = await got(f"{url}/v1/requests/way?wait=10s")
+        assert (status, polled.endswith(b'"result": ' + answer + b"}")) == (200, True)
+        status, events = await got(f"{url}/v1/requests/way/events")
+        assert events.endswith(b"data: " + polled + b"\n\n")
+        assert events.count(b"event: completed") == 1
+        async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/v1/ws", max_msg_size=0) as ws:
+            await ws.send_json({"type": "subscribe", "id": "way"})
+            entries = [json.loads(await ws.receive_str()) for _ in range(2)]
+        assert entries[-1]["kind"] == "completed"
+        assert entries[-1]["data"] == json.loads(polled)
+        async with Client(url) as client:
+            assert (await client.result("way")).body == answer
+            final = await client.request(large("by client"), key=KEY)
+            assert len(final.text) > 2 * MIB
+        assert len(worker.api.calls) == 2
+
+
+async def test_the_command_line_prints_a_large_answer_whole(vhost: Vhost, tmp_path: Path) -> None:
+    async with serving(vhost.amqp_url, **settings(tmp_path)):
+        environ = environment(vhost.amqp_url, LANEKEEPER_BODIES__URL=f"file://{tmp_path}/bodies")
+        prompt = [f"said [[tokens: {TOKENS}]]", "--max-tokens", str(TOKENS), "--id", "cli", "--json"]
+        sent = await printed("send", *prompt, environ=environ, folder=tmp_path)
+        assert len(sent) > 2 * MIB
+        assert await printed("result", "cli", "--json", environ=environ, folder=tmp_path) == sent
+
+
+async def printed(*command: str, environ: dict[str, str], folder: Path) -> str:
+    async with lanekeeper(*command, environ=environ, folder=folder) as process:
+        await until(lambda: process.has_ended, within_s=120)
+        await until(lambda: process.lines, within_s=30)
+        return "\n".join(process.lines)
+
+
+async def test_a_client_without_the_store_is_told_where_the_answer_lies_or_gets_its_address(
+    vhost: Vhost, tmp_path: Path
+) -> None:
+    async with (
+        serving(vhost.amqp_url, **settings(tmp_path)),
+        Client(vhost.amqp_url) as without,
+        Client(vhost.amqp_url, fetches_answers=False) as other,
+    ):
+        with pytest.raises(BodiesUnavailable, match=f"file://{tmp_path}/bodies/answer-.*bodies"):
+            await without.request(large(), key=KEY, message_id="without")
+        final = await other.result("without")
+        assert final.kept is not None
+    assert size_of(final.kept) == final.message["bytes"]
+
+
+async def test_another_tenant_gets_neither_answer_nor_address(vhost: Vhost, tmp_path: Path) -> None:
+    keys = {hash_of(f"lane-{name}"): {"tenant": name} for name in ("crm", "shop")}
+    speakers = {"speakers": (vhost.user,), **settings(tmp_path)}
+    async with serving(vhost.amqp_url, **speakers) as worker, gate(worker.settings, keys=keys) as url:
+        mine = await got(f"{url}/v1/messages", large("mine"), x_api_key="lane-crm", idempotency_key="mine")
+        assert mine[0] == 200
+        assert (await got(f"{url}/v1/requests/mine", x_api_key="lane-crm"))[0] == 200
+        for path in ("/v1/requests/mine", "/v1/requests/mine/events"):
+            status, told = await got(url + path, x_api_key="lane-shop")
+            assert (status, b"answer-" in told) == (404, False)
+
+
+async def test_fifty_at_once_are_all_answered(vhost: Vhost, tmp_path: Path) -> None:
+    async with serving(vhost.amqp_url, **settings(tmp_path)) as worker, gate(worker.settings) as url:
+        first = await got(f"{url}/v1/messages", large(), idempotency_key="one")
+        found = await asyncio.gather(*(got(f"{url}/v1/requests/one") for _ in range(50)))
+        assert {status for status, _ in found} == {200}
+        assert all(text.endswith(first[1] + b"}") for _, text in found)
+
+
+def size_of(kept: BodyAddress) -> int:
+    return Path(URL(kept.address).path).stat().st_size
+
+
+def text_of(events: bytes) -> str:
+    """The text of a stream of Server-Sent Events, which must have come to its end."""
+    data = [line.removeprefix(b"data: ") for line in events.split(b"\n") if line.startswith(b"data: ")]
+    said = [json.loads(each) for each in data]
+    assert said[-1]["type"] == "message_stop"
+    return "".join(each.get("delta", {}).get("text", "") for each in said)

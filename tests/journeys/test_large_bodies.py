@@ -13,7 +13,8 @@ import pytest
 
 from lanekeeper import Client, TopologyMismatch
 from lanekeeper.bodies import BodyStore
-from lanekeeper.contract.messages import Kept
+from lanekeeper.contract.messages import BodyAddress
+from tests.support.brokers import Vhost
 from tests.support.gate import gate
 from tests.support.requester import Got, Requester, requester
 from tests.support.serving import serving
@@ -34,11 +35,11 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
     return {"bodies": {"url": f"file://{folder}/bodies", **more}}
 
 
-async def ask(app: Requester, kept: Kept, **properties: Any) -> Got:
+async def ask(app: Requester, kept: BodyAddress, **properties: Any) -> Got:
     return await app.ask(b"", headers=dict(kept.headers), within_s=60, **properties)
 
 
-async def test_twenty_megabytes_of_images_are_answered_and_their_body_is_removed(vhost, tmp_path) -> None:
+async def test_twenty_megabytes_of_images_are_answered_and_their_body_is_removed(vhost: Vhost, tmp_path: Path) -> None:
     body = images("what is this?")
     store = BodyStore(f"file://{tmp_path}/bodies")
     async with serving(vhost.amqp_url, **settings(tmp_path)) as worker, requester(vhost.amqp_url) as app:
@@ -56,17 +57,17 @@ async def test_twenty_megabytes_of_images_are_answered_and_their_body_is_removed
     store.close()
 
 
-async def test_a_body_that_is_not_as_announced_is_refused_parked_and_never_sent(vhost, tmp_path) -> None:
+async def test_a_body_that_is_not_as_announced_is_refused_parked_and_never_sent(vhost: Vhost, tmp_path: Path) -> None:
     store = BodyStore(f"file://{tmp_path}/bodies")
     kept = await store.keep([images("right", mebibytes=2)])
     (tmp_path / "secret").write_bytes(b'{"prompt": "secret"}')
     secret = hashlib.sha256(b'{"prompt": "secret"}').hexdigest()
     wrong = {
-        "another digest": (Kept(kept.address, "0" * 64), "invalid_request", "SHA-256"),
-        "nothing there": (Kept(kept.address + "0", kept.sha256), "invalid_request", "nothing is there"),
-        "elsewhere": (Kept(f"file://{tmp_path}/secret", secret), "invalid_request", "not allowed"),
-        "above": (Kept(f"{store.url}/../secret", secret), "invalid_request", "not allowed"),
-        "by http": (Kept("http://169.254.169.254/meta-data", secret), "invalid_request", "not allowed"),
+        "another digest": (BodyAddress(kept.address, "0" * 64), "invalid_request", "SHA-256"),
+        "nothing there": (BodyAddress(kept.address + "0", kept.sha256), "invalid_request", "nothing is there"),
+        "elsewhere": (BodyAddress(f"file://{tmp_path}/secret", secret), "invalid_request", "not allowed"),
+        "above": (BodyAddress(f"{store.url}/../secret", secret), "invalid_request", "not allowed"),
+        "by http": (BodyAddress("http://169.254.169.254/meta-data", secret), "invalid_request", "not allowed"),
         "too large": (await store.keep([b" " * (4 * MIB)]), "too_large", "more than"),
         "no JSON": (await store.keep([b"x" * 2 * MIB]), "invalid_request", "body"),
     }
@@ -85,13 +86,13 @@ async def test_a_body_that_is_not_as_announced_is_refused_parked_and_never_sent(
     store.close()
 
 
-async def test_the_refusal_of_a_message_that_is_too_large_says_what_to_do_instead(vhost) -> None:
+async def test_the_refusal_of_a_message_that_is_too_large_says_what_to_do_instead(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         reply = await app.ask(images("x", mebibytes=2), within_s=60)
         assert (reply.code, "x-lane-body" in reply.json["detail"]) == ("too_large", True)
 
 
-async def test_a_dead_letters_body_stays_and_its_replay_is_answered(vhost, tmp_path) -> None:
+async def test_a_dead_letters_body_stays_and_its_replay_is_answered(vhost: Vhost, tmp_path: Path) -> None:
     store = BodyStore(f"file://{tmp_path}/bodies")
     body = images("[[fault: invalid x1]]", mebibytes=2)
     kept = await store.keep([body])
@@ -114,7 +115,7 @@ async def test_a_dead_letters_body_stays_and_its_replay_is_answered(vhost, tmp_p
     store.close()
 
 
-async def test_a_store_that_is_away_delays_the_request_and_counts_no_attempt(vhost, tmp_path) -> None:
+async def test_a_store_that_is_away_delays_the_request_and_counts_no_attempt(vhost: Vhost, tmp_path: Path) -> None:
     store = BodyStore(f"file://{tmp_path}/bodies")
     kept = await store.keep([images("later", mebibytes=2)])
     folder = tmp_path / "bodies"
@@ -131,7 +132,9 @@ async def test_a_store_that_is_away_delays_the_request_and_counts_no_attempt(vho
     store.close()
 
 
-async def test_twenty_megabytes_by_http_reach_the_provider_unchanged_and_leave_nothing_behind(vhost, tmp_path) -> None:
+async def test_twenty_megabytes_by_http_reach_the_provider_unchanged_and_leave_nothing_behind(
+    vhost: Vhost, tmp_path: Path
+) -> None:
     body = images("what is this?")
     async with serving(vhost.amqp_url, **settings(tmp_path)) as worker, gate(worker.settings) as url:
         status, answer = await post(url, body, idempotency_key="large")
@@ -144,7 +147,7 @@ async def test_twenty_megabytes_by_http_reach_the_provider_unchanged_and_leave_n
         assert len(worker.api.calls) == 1
 
 
-async def test_a_large_body_that_comes_without_its_size_is_streamed_back(vhost, tmp_path) -> None:
+async def test_a_large_body_that_comes_without_its_size_is_streamed_back(vhost: Vhost, tmp_path: Path) -> None:
     body = json.dumps({**json.loads(images("stream", mebibytes=3)), "stream": True}).encode()
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -159,7 +162,9 @@ async def test_a_large_body_that_comes_without_its_size_is_streamed_back(vhost, 
         assert text.rstrip().splitlines()[-2] == "event: message_stop"
 
 
-async def test_a_wrong_large_body_is_refused_by_the_name_of_its_field_and_not_kept(vhost, tmp_path) -> None:
+async def test_a_wrong_large_body_is_refused_by_the_name_of_its_field_and_not_kept(
+    vhost: Vhost, tmp_path: Path
+) -> None:
     wrong = json.dumps({**json.loads(images("x", mebibytes=2)), "max_tokens": "many"}).encode()
     async with (
         serving(vhost.amqp_url, **settings(tmp_path, most_bytes=3 * MIB)) as worker,
@@ -173,7 +178,7 @@ async def test_a_wrong_large_body_is_refused_by_the_name_of_its_field_and_not_ke
         assert not (tmp_path / "bodies").exists()
 
 
-async def test_a_submitted_large_body_is_worked_on_and_polled(vhost, tmp_path) -> None:
+async def test_a_submitted_large_body_is_worked_on_and_polled(vhost: Vhost, tmp_path: Path) -> None:
     async with serving(vhost.amqp_url, **settings(tmp_path)) as worker, gate(worker.settings) as url:
         status, told = await post(url, images("later", mebibytes=3), path="/v1/requests")
         assert status == 202
@@ -182,7 +187,7 @@ async def test_a_submitted_large_body_is_worked_on_and_polled(vhost, tmp_path) -
         assert len(worker.api.calls) == 1
 
 
-async def test_the_client_keeps_a_large_body_beside_the_broker(vhost, tmp_path) -> None:
+async def test_the_client_keeps_a_large_body_beside_the_broker(vhost: Vhost, tmp_path: Path) -> None:
     body = images("by client")
     async with (
         serving(vhost.amqp_url, **settings(tmp_path)) as worker,
@@ -197,7 +202,7 @@ async def test_the_client_keeps_a_large_body_beside_the_broker(vhost, tmp_path) 
         await until(lambda: not list((tmp_path / "bodies").iterdir()))
 
 
-async def test_a_body_whose_request_is_not_published_is_removed(vhost, tmp_path) -> None:
+async def test_a_body_whose_request_is_not_published_is_removed(vhost: Vhost, tmp_path: Path) -> None:
     async with Client(vhost.amqp_url, bodies=f"file://{tmp_path}/bodies") as client:
         with pytest.raises(TopologyMismatch):  # nothing is declared
             await client.publish(images("x", mebibytes=2), key="critical.tests.ask")

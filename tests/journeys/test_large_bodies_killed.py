@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from service.simulated.app import SimulatedAPI
+from tests.support.brokers import Vhost
 from tests.support.processes import environment, lanekeeper
 from tests.support.requester import requester
 from tests.support.waiting import until
@@ -41,7 +42,7 @@ async def host(asked: list[web.Request]) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def test_a_worker_that_is_killed_while_it_fetches_a_body_is_replaced(vhost, tmp_path: Path) -> None:
+async def test_a_worker_that_is_killed_while_it_fetches_a_body_is_replaced(vhost: Vhost, tmp_path: Path) -> None:
     asked: list[web.Request] = []
     async with SimulatedAPI() as api, host(asked) as url, requester(vhost.amqp_url) as app:
         environ = environment(

@@ -7,7 +7,9 @@ import asyncio
 import json
 import urllib.request
 from collections.abc import Iterable
+from pathlib import Path
 
+from tests.support.brokers import Vhost
 from tests.support.corpus.answers import Asked, Piece, head
 from tests.support.malicious_provider import MaliciousProvider
 from tests.support.otlp import OtlpReceiver
@@ -33,7 +35,9 @@ def get(url: str) -> str:
         return str(answer.read().decode())
 
 
-async def test_prompts_and_quotes_of_them_reach_only_the_requester_and_the_dead_letter(vhost, tmp_path) -> None:
+async def test_prompts_and_quotes_of_them_reach_only_the_requester_and_the_dead_letter(
+    vhost: Vhost, tmp_path: Path
+) -> None:
     async with MaliciousProvider(quoting) as provider, OtlpReceiver() as otlp, requester(vhost.amqp_url) as app:
         environ = environment(
             vhost.amqp_url,

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from tests.support.brokers import Vhost
 from tests.support.requester import raw_properties, requester, table
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -41,8 +42,7 @@ VALUES = {
 }
 
 
-@pytest.mark.every_version
-async def test_headers_of_every_type_are_passed_on_through_retries_into_the_dead_letter(vhost) -> None:
+async def test_headers_of_every_type_are_passed_on_through_retries_into_the_dead_letter(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 3}}) as worker,
         requester(vhost.amqp_url) as app,
@@ -71,8 +71,8 @@ async def test_headers_of_every_type_are_passed_on_through_retries_into_the_dead
             datetime.fromtimestamp(1_763_726_400, tz=UTC), datetime.fromtimestamp(4_294_967_295, tz=UTC),
             {"inner": {"x": 5}}, None, bytearray(b"\x01\x02"), False, False, False,
         ]  # fmt: skip
-        for (n, name), value in zip(enumerate(VALUES), expected, strict=True):
-            assert came[n][name.decode()] == value, name
+        for (n, name), read in zip(enumerate(VALUES), expected, strict=True):
+            assert came[n][name.decode()] == read, name
 
 
 KEY = b"critical.tests.x"
@@ -106,8 +106,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.every_version
-async def test_unusual_messages_are_answered_or_parked_and_the_worker_continues(vhost) -> None:
+@pytest.mark.oldest_version
+async def test_unusual_messages_are_answered_or_parked_and_the_worker_continues(vhost: Vhost) -> None:
     """Each is published three times, to be answered, retried and parked: the three ways in which it can be passed
     on."""
     bodies = (b'{"prompt": "odd"}', b'{"prompt": "odd %d [[fault: server_error x1]]"}', b"not json %d")
@@ -131,7 +131,7 @@ async def test_unusual_messages_are_answered_or_parked_and_the_worker_continues(
         await until(lambda: _nothing_left(app))
 
 
-async def test_a_malformed_trace_context_starts_a_new_trace_and_affects_nothing_else(vhost) -> None:
+async def test_a_malformed_trace_context_starts_a_new_trace_and_affects_nothing_else(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         for value in ("rubbish", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", 5, b"\xff", [1], None, "x" * 10_000):
             headers = {
@@ -141,7 +141,7 @@ async def test_a_malformed_trace_context_starts_a_new_trace_and_affects_nothing_
             assert (await app.ask({"prompt": "x"}, headers=headers)).status == "ok"
 
 
-async def test_a_body_of_a_megabyte_is_processed(vhost) -> None:
+async def test_a_body_of_a_megabyte_is_processed(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         body = {
             "messages": [

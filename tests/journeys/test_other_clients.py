@@ -11,6 +11,7 @@ from typing import Any
 import pika
 import pytest
 
+from tests.support.brokers import Vhost
 from tests.support.serving import serving
 from tests.support.waiting import until
 
@@ -66,10 +67,10 @@ def pika_asks(url: str, reply_to: str, requests: list[tuple[str, Any, dict[str, 
             connection.close()
 
 
-@pytest.mark.every_version
+@pytest.mark.oldest_version
 @pytest.mark.parametrize("reply_to", ["", "amq.rabbitmq.reply-to"], ids=["exclusive queue", "direct reply-to"])
-async def test_an_application_with_pika_is_answered(vhost, reply_to) -> None:
-    requests = [
+async def test_an_application_with_pika_is_answered(vhost: Vhost, reply_to) -> None:
+    requests: list[tuple[str, Any, dict[str, Any]]] = [
         ("critical.shop.chat", {"prompt": "whole"}, {}),
         ("normal.shop.chat", {"prompt": "in parts"}, {"x-lane-stream": True}),
         ("batch.shop.chat", {"prompt": "again [[fault: overloaded x2]]"}, {"x-lane-deadline-ms": 10_000}),
@@ -97,7 +98,7 @@ async def test_an_application_with_pika_is_answered(vhost, reply_to) -> None:
     assert {finals[f"c-{n}"][0][0].headers["x-lane-request-id"] for n in range(6)} == {f"m-{n}" for n in range(6)}
 
 
-async def test_a_shell_script_publishes_and_reads_the_answer(vhost) -> None:
+async def test_a_shell_script_publishes_and_reads_the_answer(vhost: Vhost) -> None:
     """amqp-publish sends no message id, and all headers as strings."""
     install_amqp_tools()
     async with serving(vhost.amqp_url) as worker:

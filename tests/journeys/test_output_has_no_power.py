@@ -2,6 +2,7 @@
 
 import json
 
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -24,7 +25,7 @@ HOSTILE = json.dumps(
 )
 
 
-async def test_an_answer_full_of_control_text_changes_only_the_body_of_its_reply(vhost) -> None:
+async def test_an_answer_full_of_control_text_changes_only_the_body_of_its_reply(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         await app.read_events()

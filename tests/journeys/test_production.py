@@ -3,11 +3,13 @@ start."""
 
 import asyncio
 import json
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from lanekeeper import Client, Problem
+from tests.support.brokers import Vhost
 from tests.support.processes import environment, lanekeeper, run
 from tests.support.serving import serving
 from tests.support.users import imported_users
@@ -16,7 +18,7 @@ from topology.declaration import RECOMMENDED, is_before
 
 @pytest.mark.parametrize("command", ["serve", "consume"])
 async def test_a_worker_that_does_not_meet_the_profile_reports_all_findings_and_does_not_start(
-    vhost, tmp_path, command: str
+    vhost: Vhost, tmp_path: Path, command: str
 ) -> None:
     environ = environment(
         vhost.amqp_url, None, LANEKEEPER_PROFILE="production", LANEKEEPER_LOG_CONTENT="true", LANEKEEPER_STORE_URL=""
@@ -34,8 +36,10 @@ async def test_a_worker_that_does_not_meet_the_profile_reports_all_findings_and_
     assert [each for each in expected if f"{each}:" not in said] == []
 
 
-@pytest.mark.every_version
-async def test_an_administrator_is_refused_as_a_workers_user_and_the_role_worker_is_accepted(vhost, tmp_path) -> None:
+@pytest.mark.oldest_version
+async def test_an_administrator_is_refused_as_a_workers_user_and_the_role_worker_is_accepted(
+    vhost: Vhost, tmp_path: Path
+) -> None:
     async with imported_users(vhost) as users:
         plain = {"LANEKEEPER_PROFILE": "production"}
         admin = environment(vhost.amqp_url, None, **plain)
@@ -47,7 +51,7 @@ async def test_an_administrator_is_refused_as_a_workers_user_and_the_role_worker
     assert "topology export --user worker:worker" in rights[0][0]["text"]
 
 
-async def test_without_the_profile_check_warns_of_the_findings_and_does_not_fail(vhost, tmp_path) -> None:
+async def test_without_the_profile_check_warns_of_the_findings_and_does_not_fail(vhost: Vhost, tmp_path: Path) -> None:
     async with serving(vhost.amqp_url):
         code, lines = await run("check", "--json", "--simulate", environ=environment(vhost.amqp_url), folder=tmp_path)
 
@@ -56,7 +60,7 @@ async def test_without_the_profile_check_warns_of_the_findings_and_does_not_fail
     assert found["user_id"]["text"].startswith("not for production: requests without user_id")
 
 
-async def test_a_request_without_user_id_is_refused_and_one_with_it_belongs_to_that_user(vhost) -> None:
+async def test_a_request_without_user_id_is_refused_and_one_with_it_belongs_to_that_user(vhost: Vhost) -> None:
     async with (
         imported_users(vhost) as users,
         serving(vhost.amqp_url, declares=False, require_user_id=True),

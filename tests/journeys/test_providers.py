@@ -1,6 +1,7 @@
 """Several providers, fallback models and caps: if one provider fails another answers, and no cap is exceeded."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from consumers.providers.registry import SPEND_REFUSALS
+from consumers.state.spec import DAY_S
 from service.checks.status import Status, look
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import PLENTY, RunningWorker, serving
 from tests.support.waiting import until
@@ -35,7 +38,7 @@ async def status(worker: RunningWorker) -> Status:
 
 
 async def test_while_the_first_provider_is_down_the_second_answers_and_afterwards_the_first_is_called_again(
-    vhost, spare
+    vhost: Vhost, spare
 ) -> None:
     with capture_logs() as logs:
         async with serving(vhost.amqp_url, **chain(spare)) as worker, requester(vhost.amqp_url) as app:
@@ -65,7 +68,7 @@ async def test_while_the_first_provider_is_down_the_second_answers_and_afterward
 
 
 async def test_while_all_providers_are_down_requests_are_deferred_and_afterwards_all_are_answered(
-    vhost,
+    vhost: Vhost,
 ) -> None:
     async with (
         serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 20}}) as worker,
@@ -86,7 +89,7 @@ async def test_while_all_providers_are_down_requests_are_deferred_and_afterwards
         assert len(worker.calls("patient")) <= 40 * 2.5, "not asked again and again while it was down"
 
 
-async def test_a_stream_that_breaks_is_started_again_by_another_provider_after_a_restart(vhost, spare) -> None:
+async def test_a_stream_that_breaks_is_started_again_by_another_provider_after_a_restart(vhost: Vhost, spare) -> None:
     async with serving(vhost.amqp_url, **chain(spare)) as worker, requester(vhost.amqp_url) as app:
         worker.api.configure(SimulatedOptions(faults={"cut": 1.0}))
         asked = await app.publish({"prompt": "one two three four five"}, headers={"x-lane-stream": True})
@@ -99,14 +102,17 @@ async def test_a_stream_that_breaks_is_started_again_by_another_provider_after_a
         assert not [each for each in parts[at + 1 :] if each.headers["x-lane-part"] == "restart"]
 
 
-async def test_a_request_above_its_tenants_cap_is_refused_with_the_figures_or_waits_for_the_next_day(vhost) -> None:
+async def test_a_request_above_its_tenants_cap_is_refused_with_the_figures_or_waits_for_the_next_day(
+    vhost: Vhost,
+) -> None:
     caps = {"tenants": {"*": {"requests": 3}}}
+    await until(lambda: DAY_S - time.time() % DAY_S > 60, within_s=70)  # the next day, in UTC, begins after the test
     with capture_logs() as logs:
         async with serving(vhost.amqp_url, caps=caps, budget=PLENTY) as worker, requester(vhost.amqp_url) as app:
             await app.read_events()
             for n in range(3):
                 assert (await app.ask({"prompt": f"within {n}"})).status == "ok"
-            over = await app.ask({"prompt": "over"})
+            over = await app.ask({"prompt": "over"}, headers={"x-lane-deadline-ms": 20_000})
             assert over.code == "deadline_exceeded"
             assert "has used 3 requests of 3 requests today (UTC)" in over.json["detail"]
             await app.publish({"prompt": "tomorrow"}, key="batch.tests.x", message_id="tomorrow-1")
@@ -119,7 +125,7 @@ async def test_a_request_above_its_tenants_cap_is_refused_with_the_figures_or_wa
     assert [each["percent"] for each in logs if each["event"] == "cap.reached"] == [50, 80, 100]
 
 
-async def test_a_spend_limit_is_reported_at_once_and_pauses_the_account_without_further_calls(vhost) -> None:
+async def test_a_spend_limit_is_reported_at_once_and_pauses_the_account_without_further_calls(vhost: Vhost) -> None:
     spent = SimulatedOptions(faults={"spend_limit": 1.0})
     with capture_logs() as logs:
         async with serving(vhost.amqp_url, simulated=spent) as worker, requester(vhost.amqp_url) as app:

@@ -4,11 +4,12 @@ import asyncio
 from collections import Counter
 
 from lanekeeper import Client
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 
 
-async def test_the_same_request_again_is_answered_from_the_store(vhost) -> None:
+async def test_the_same_request_again_is_answered_from_the_store(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         first = await app.ask({"prompt": "once"}, message_id="i-1")
         second = await app.ask({"prompt": "once"}, message_id="i-1")
@@ -21,7 +22,7 @@ async def test_the_same_request_again_is_answered_from_the_store(vhost) -> None:
         assert len(worker.calls("once")) == 1
 
 
-async def test_a_repeated_request_gets_the_same_error_and_is_parked_once(vhost) -> None:
+async def test_a_repeated_request_gets_the_same_error_and_is_parked_once(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         body = {"prompt": "hopeless [[fault: not_found]]"}
         first = await app.ask(body, message_id="i-1")
@@ -32,7 +33,7 @@ async def test_a_repeated_request_gets_the_same_error_and_is_parked_once(vhost) 
         assert await app.depth("lane.dead") == 1
 
 
-async def test_the_same_id_with_another_body_is_a_conflict_and_does_not_affect_the_first(vhost) -> None:
+async def test_the_same_id_with_another_body_is_a_conflict_and_does_not_affect_the_first(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         first = await app.ask({"prompt": "one"}, message_id="i-1")
         other = await app.ask({"prompt": "two"}, message_id="i-1")
@@ -43,7 +44,7 @@ async def test_the_same_id_with_another_body_is_a_conflict_and_does_not_affect_t
         assert await app.depth("lane.dead") == 0
 
 
-async def test_the_same_id_of_two_tenants_is_two_requests(vhost) -> None:
+async def test_the_same_id_of_two_tenants_is_two_requests(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         nobodys = await app.ask({"prompt": "one"}, message_id="i-1")
         mine = await app.ask({"prompt": "two"}, message_id="i-1", user_id=vhost.user)
@@ -51,7 +52,7 @@ async def test_the_same_id_of_two_tenants_is_two_requests(vhost) -> None:
         assert (nobodys.text, mine.text) == ("echo: one", "echo: two")
 
 
-async def test_requests_without_an_id_are_never_the_same(vhost) -> None:
+async def test_requests_without_an_id_are_never_the_same(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "any"})
         await app.ask({"prompt": "any"})
@@ -59,7 +60,7 @@ async def test_requests_without_an_id_are_never_the_same(vhost) -> None:
         assert len(worker.calls("any")) == 2
 
 
-async def test_fifty_copies_at_once_with_two_workers_make_one_call(vhost) -> None:
+async def test_fifty_copies_at_once_with_two_workers_make_one_call(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url) as one,
         serving(vhost.amqp_url) as two,
@@ -75,7 +76,7 @@ async def test_fifty_copies_at_once_with_two_workers_make_one_call(vhost) -> Non
         assert [len(app.finals(each)) for each in asked] == [1] * 50
 
 
-async def test_a_dead_letter_that_is_published_again_unchanged_runs_again(vhost) -> None:
+async def test_a_dead_letter_that_is_published_again_unchanged_runs_again(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         await app.read_dead()
         failed = await app.ask({"prompt": "mend me [[fault: not_found x1]]"}, message_id="i-1")

@@ -2,14 +2,15 @@
 
 import pytest
 
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.every_version
+pytestmark = pytest.mark.oldest_version
 
 
-async def test_the_request_of_a_requester_that_has_gone_runs_once_and_is_acknowledged(vhost) -> None:
+async def test_the_request_of_a_requester_that_has_gone_runs_once_and_is_acknowledged(vhost: Vhost) -> None:
     """With an exclusive queue and with direct reply-to, with and without streaming."""
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as stays:
         await stays.read_dead()
@@ -30,7 +31,7 @@ async def test_the_request_of_a_requester_that_has_gone_runs_once_and_is_acknowl
         assert await stays.depth("lane.critical") == 0
 
 
-async def test_an_error_for_a_requester_that_has_gone_is_parked_once(vhost) -> None:
+async def test_an_error_for_a_requester_that_has_gone_is_parked_once(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as stays:
         await stays.read_dead()
         async with requester(vhost.amqp_url) as leaves:

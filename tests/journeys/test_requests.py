@@ -1,12 +1,21 @@
 """Requests that are submitted by HTTP and asked for later: polled, waited for, cancelled, and nobody else's."""
 
 import asyncio
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+from pydantic import SecretStr
+from structlog.testing import capture_logs
+
+from consumers.capacity import pace
 from service.gateway.access import hash_of
+from tests.support.brokers import Vhost
 from tests.support.gate import gate
 from tests.support.http_calls import call, submit
 from tests.support.serving import serving
+from tests.support.waiting import until
 
 SLOW = "[[latency: 60s]] slow"
 CRM, SHOP = "lane-crm", "lane-shop"
@@ -22,7 +31,7 @@ async def comes_to(url: str, id: str, word: str) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_request_is_submitted_polled_and_its_result_fetched(vhost) -> None:
+async def test_a_request_is_submitted_polled_and_its_result_fetched(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         submitted = await submit(url, "[[latency: 500ms]] polled", x_lane_name="normal")
         assert submitted.status == 202
@@ -38,7 +47,7 @@ async def test_a_request_is_submitted_polled_and_its_result_fetched(vhost) -> No
         assert "problem" not in found.body
 
 
-async def test_a_call_can_wait_for_the_end_and_is_answered_without_it_when_its_time_is_over(vhost) -> None:
+async def test_a_call_can_wait_for_the_end_and_is_answered_without_it_when_its_time_is_over(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         slow = await submit(url, SLOW)
         assert (await call("GET", f"{url}{slow['status_url']}?wait=300ms"))["status"] in ("queued", "running")
@@ -53,7 +62,57 @@ async def test_a_call_can_wait_for_the_end_and_is_answered_without_it_when_its_t
         await call("DELETE", url + slow["status_url"])
 
 
-async def test_a_failed_request_tells_its_problem(vhost) -> None:
+async def test_a_queued_request_tells_its_position_and_when_it_may_start(
+    vhost: Vhost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "NOTE_EVERY_S", 0.1)
+    monkeypatch.setattr(pace, "SEEN_AT_LEAST_S", 0.5)
+    lanes = {"batch": {"slots": 1, "side_queues": 0}}
+    async with serving(vhost.amqp_url, lanes=lanes) as worker, gate(worker.settings) as url:
+        for number in range(40):
+            last = await submit(url, f"[[latency: 3s]] number {number}", x_lane_name="batch")
+
+        async def queued() -> Any:
+            found = await call("GET", url + last["status_url"])
+            assert found["status"] == "queued"
+            return found.body if "predicted_start_at" in found.body else None
+
+        found = await until(queued)
+        assert 0 < found["position"] < 40
+        assert found["submitted_at"] < found["predicted_start_at"]
+
+
+async def test_without_a_worker_a_cancellation_is_taken_at_once_and_carried_out_when_one_starts(
+    vhost: Vhost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lanekeeper.control.ANSWERED_WITHIN_S", 3600)
+    async with serving(vhost.amqp_url) as worker:
+        settings = worker.settings
+    async with gate(settings) as url:
+        submitted = await submit(url, "never", x_lane_name="batch")
+        found = await call("GET", url + submitted["status_url"])
+        assert (found["status"], found["position"]) == ("queued", 0)
+        assert "predicted_start_at" not in found.body
+
+        cancelled = await call("DELETE", url + submitted["status_url"])
+        assert (cancelled.status, cancelled["outcome"]) == (202, "unseen")
+        async with serving(vhost.amqp_url) as worker:
+            ended = await call("GET", f"{url}{submitted['status_url']}?wait=60s")
+            assert ended["status"] == "cancelled"
+            assert not worker.calls("never")
+
+
+async def test_a_gateway_with_another_store_than_its_workers_logs_it(vhost: Vhost, tmp_path: Path) -> None:
+    async with serving(vhost.amqp_url) as worker:
+        other = worker.settings.model_copy(update={"store_url": SecretStr(f"sqlite:///{tmp_path}/other.sqlite")})
+        with capture_logs() as logs:
+            async with gate(other) as url:
+                submitted = await submit(url, "lost to sight")
+                await until(lambda: "gateway.other_store" in [each["event"] for each in logs])
+                assert await status(url, submitted["id"]) == "queued"
+
+
+async def test_a_failed_request_tells_its_problem(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         submitted = await submit(url, "[[fault: invalid]] wrong")
         found = await call("GET", f"{url}{submitted['status_url']}?wait=30s")
@@ -63,7 +122,7 @@ async def test_a_failed_request_tells_its_problem(vhost) -> None:
         assert found["problem"]["request"] == submitted["id"]
 
 
-async def test_the_same_key_is_the_same_request_and_with_another_body_a_conflict(vhost) -> None:
+async def test_the_same_key_is_the_same_request_and_with_another_body_a_conflict(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url, gate(worker.settings) as other:
         first = await submit(url, "[[latency: 500ms]] once", idempotency_key="k-1")
         again = await submit(other, "[[latency: 500ms]] once", idempotency_key="k-1")
@@ -77,7 +136,7 @@ async def test_the_same_key_is_the_same_request_and_with_another_body_a_conflict
         assert len(worker.calls("once")) == 1
 
 
-async def test_cancelled_while_it_is_queued_delayed_and_running(vhost) -> None:
+async def test_cancelled_while_it_is_queued_delayed_and_running(vhost: Vhost) -> None:
     lanes = {"critical": {"slots": 1}}
     async with serving(vhost.amqp_url, lanes=lanes) as worker, gate(worker.settings) as url:
         running = await submit(url, SLOW)
@@ -86,6 +145,7 @@ async def test_cancelled_while_it_is_queued_delayed_and_running(vhost) -> None:
         delayed = await submit(url, "never delayed", x_lane_delay_ms="600000")
         assert await status(url, queued["id"]) == "queued"
         assert await status(url, delayed["id"]) == "delayed"
+        assert (await call("GET", url + running["status_url"]))["attempts"] == 0  # the first has not ended
 
         for each, outcomes in ((delayed, {"recorded"}), (queued, {"recorded", "unseen"}), (running, {"told"})):
             cancelled = await call("DELETE", url + each["status_url"])
@@ -100,7 +160,7 @@ async def test_cancelled_while_it_is_queued_delayed_and_running(vhost) -> None:
         assert not worker.calls("never")
 
 
-async def test_a_tenant_that_asks_for_anothers_request_learns_nothing(vhost) -> None:
+async def test_a_tenant_that_asks_for_anothers_request_learns_nothing(vhost: Vhost) -> None:
     keys = {hash_of(CRM): {"tenant": "crm"}, hash_of(SHOP): {"tenant": "shop"}}
     user = urlsplit(vhost.amqp_url).username
     async with serving(vhost.amqp_url, speakers=(user,)) as worker, gate(worker.settings, keys=keys) as url:
@@ -118,7 +178,7 @@ async def test_a_tenant_that_asks_for_anothers_request_learns_nothing(vhost) -> 
         assert (await call("DELETE", where, x_api_key=CRM)).status == 202
 
 
-async def test_what_could_not_be_published_is_not_known(vhost) -> None:
+async def test_what_could_not_be_published_is_not_known(vhost: Vhost) -> None:
     lanes = {"batch": {"max_length": 1}}
     async with serving(vhost.amqp_url, lanes=lanes, works=("critical",)) as worker, gate(worker.settings) as url:
         full = 202
@@ -135,7 +195,7 @@ async def test_what_could_not_be_published_is_not_known(vhost) -> None:
         assert (waits["status"], waits["lane"]) == ("queued", "batch")
 
 
-async def test_any_gateway_knows_a_request_after_the_one_that_took_it_has_gone(vhost) -> None:
+async def test_any_gateway_knows_a_request_after_the_one_that_took_it_has_gone(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker:
         async with gate(worker.settings) as first:
             submitted = await submit(first, "[[latency: 1s]] survives")
@@ -146,7 +206,7 @@ async def test_any_gateway_knows_a_request_after_the_one_that_took_it_has_gone(v
         assert len(worker.calls("survives")) == 1
 
 
-async def test_a_revoked_key_is_refused_after_a_restart_and_what_it_submitted_ends(vhost) -> None:
+async def test_a_revoked_key_is_refused_after_a_restart_and_what_it_submitted_ends(vhost: Vhost) -> None:
     shop = {hash_of(SHOP): {"tenant": "shop"}}
     user = urlsplit(vhost.amqp_url).username
     async with serving(vhost.amqp_url, speakers=(user,)) as worker:

@@ -10,13 +10,14 @@ import pytest
 from consumers.state.base import Identity
 from lanekeeper import Client, ControlRefused, NotEnded
 from lanekeeper.replies import Problem
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.stores import store_url
 from tests.support.waiting import until
 
 
-async def test_a_fetched_answer_equals_the_one_that_was_sent(vhost) -> None:
+async def test_a_fetched_answer_equals_the_one_that_was_sent(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         reply = await app.ask({"prompt": "three rivers"}, message_id="a-1")
         result = await client.result("a-1")
@@ -37,7 +38,7 @@ async def test_a_fetched_answer_equals_the_one_that_was_sent(vhost) -> None:
         (b"not JSON", "invalid_request"),
     ],
 )
-async def test_a_fetched_error_equals_the_one_that_was_sent(vhost, body: object, code: str) -> None:
+async def test_a_fetched_error_equals_the_one_that_was_sent(vhost: Vhost, body: object, code: str) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app, Client(vhost.amqp_url) as client:
         reply = await app.ask(body, message_id="a-1")
         with pytest.raises(Problem) as caught:
@@ -47,14 +48,14 @@ async def test_a_fetched_error_equals_the_one_that_was_sent(vhost, body: object,
         assert caught.value.fields == reply.json
 
 
-async def test_a_result_can_be_fetched_although_no_reply_was_requested(vhost) -> None:
+async def test_a_result_can_be_fetched_although_no_reply_was_requested(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), Client(vhost.amqp_url) as client:
         id = await client.publish({"prompt": "fire and forget"}, key="batch.tests.x")
 
         assert (await client.result(id, wait_s=15)).text == "echo: fire and forget"
 
 
-async def test_an_unknown_id_is_answered_as_unknown_at_once(vhost) -> None:
+async def test_an_unknown_id_is_answered_as_unknown_at_once(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), Client(vhost.amqp_url) as client:
         began = time.monotonic()
         with pytest.raises(NotEnded, match=r"request never has no result yet: unknown") as caught:
@@ -64,7 +65,7 @@ async def test_an_unknown_id_is_answered_as_unknown_at_once(vhost) -> None:
         assert time.monotonic() - began < 10
 
 
-async def test_fetching_a_running_request_waits_as_long_as_requested(vhost) -> None:
+async def test_fetching_a_running_request_waits_as_long_as_requested(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
         await client.publish({"prompt": "slow [[latency: 15s]]"}, key="critical.tests.x", message_id="s-1")
         await until(lambda: worker.calls("slow"))
@@ -79,7 +80,7 @@ async def test_fetching_a_running_request_waits_as_long_as_requested(vhost) -> N
         assert (await client.result("s-1", wait_s=30)).text.startswith("echo: slow")
 
 
-async def test_a_request_between_two_attempts_is_reported_as_waiting(vhost) -> None:
+async def test_a_request_between_two_attempts_is_reported_as_waiting(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
         prompt = "again [[fault: rate_limited retry_after=3 x1]]"
         await client.publish({"prompt": prompt}, key="critical.tests.x", message_id="w-1")
@@ -97,7 +98,7 @@ async def test_a_request_between_two_attempts_is_reported_as_waiting(vhost) -> N
 
 
 @pytest.mark.parametrize("lane", ["critical", "batch"])
-async def test_a_delayed_request_is_reported_as_waiting_until_its_due_time(vhost, lane: str) -> None:
+async def test_a_delayed_request_is_reported_as_waiting_until_its_due_time(vhost: Vhost, lane: str) -> None:
     async with serving(vhost.amqp_url), Client(vhost.amqp_url) as client:
         await client.publish({"prompt": "later"}, key=f"{lane}.tests.x", message_id="d-1", delay_s=60)
 
@@ -115,7 +116,7 @@ async def test_a_delayed_request_is_reported_as_waiting_until_its_due_time(vhost
             await client.result("d-1")
 
 
-async def test_a_delayed_request_runs_although_the_store_has_forgotten_it(vhost) -> None:
+async def test_a_delayed_request_runs_although_the_store_has_forgotten_it(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
         await client.publish({"prompt": "later"}, key="normal.tests.x", message_id="d-1", delay_s=2)
 
@@ -128,7 +129,7 @@ async def test_a_delayed_request_runs_although_the_store_has_forgotten_it(vhost)
         assert (await client.result("d-1", wait_s=15)).text == "echo: later"
 
 
-async def test_another_worker_can_answer_after_the_first_has_stopped(vhost) -> None:
+async def test_another_worker_can_answer_after_the_first_has_stopped(vhost: Vhost) -> None:
     async with Client(vhost.amqp_url) as client:
         async with serving(vhost.amqp_url):
             body = (await client.request({"prompt": "x"}, key="critical.tests.x", message_id="a-1")).body
@@ -137,7 +138,7 @@ async def test_another_worker_can_answer_after_the_first_has_stopped(vhost) -> N
             assert not worker.api.calls
 
 
-async def test_another_tenants_result_cannot_be_fetched(vhost) -> None:
+async def test_another_tenants_result_cannot_be_fetched(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url),
         requester(vhost.amqp_url) as app,
@@ -154,7 +155,7 @@ async def test_another_tenants_result_cannot_be_fetched(vhost) -> None:
         assert (reply.control, reply.status, "may not speak" in reply.json["detail"]) == ("error", None, True)
 
 
-async def test_a_speaker_can_fetch_results_of_its_tenants(vhost) -> None:
+async def test_a_speaker_can_fetch_results_of_its_tenants(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, speakers=(vhost.user,)), Client(vhost.amqp_url) as client:
         for tenant in ("acme", "bell"):
             await client.request({"prompt": tenant}, key="critical.tests.x", message_id="t-1", tenant=tenant)
@@ -165,7 +166,7 @@ async def test_a_speaker_can_fetch_results_of_its_tenants(vhost) -> None:
         ]
 
 
-async def test_results_can_be_fetched_while_every_slot_is_in_use(vhost) -> None:
+async def test_results_can_be_fetched_while_every_slot_is_in_use(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url, lanes={"critical": {"slots": 1}}, works=("critical",)) as worker,
         Client(vhost.amqp_url) as client,

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -27,8 +28,7 @@ PASSING = [
 ]
 
 
-@pytest.mark.every_version
-async def test_a_request_with_a_temporary_failure_is_retried_and_answered(vhost) -> None:
+async def test_a_request_with_a_temporary_failure_is_retried_and_answered(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_events()
         for fault in PASSING:  # one after the other, because a provider that fails all calls at once counts as down
@@ -42,7 +42,7 @@ async def test_a_request_with_a_temporary_failure_is_retried_and_answered(vhost)
             assert sorted(told) == ["completed", *["retrying"] * 2, *["started"] * 3]
 
 
-async def test_an_attempt_that_hangs_ends_at_the_lanes_time_limit_and_is_retried(vhost) -> None:
+async def test_an_attempt_that_hangs_ends_at_the_lanes_time_limit_and_is_retried(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url, lanes={"critical": {"call_timeout_s": 0.5}}) as worker,
         requester(vhost.amqp_url) as app,
@@ -55,7 +55,7 @@ async def test_an_attempt_that_hangs_ends_at_the_lanes_time_limit_and_is_retried
 
 
 @pytest.mark.every_version
-async def test_a_retried_request_goes_ahead_of_others_in_its_lane(vhost) -> None:
+async def test_a_retried_request_goes_ahead_of_others_in_its_lane(vhost: Vhost) -> None:
     """The lane is full of requests of the highest priority; the retried one does not wait behind them."""
     strict = {"batch": {"slots": 1, "side_queues": 0}}  # requests that are set aside are worked on in another order
     async with serving(vhost.amqp_url, lanes=strict) as worker, requester(vhost.amqp_url) as app:
@@ -77,7 +77,7 @@ async def test_a_retried_request_goes_ahead_of_others_in_its_lane(vhost) -> None
         assert peers == sorted(peers), "what was published first is worked first"
 
 
-async def test_a_retry_waits_for_the_providers_retry_after(vhost) -> None:
+async def test_a_retry_waits_for_the_providers_retry_after(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         reply = await app.ask({"prompt": "patience [[fault: rate_limited retry_after=2 x1]]"})
         first, second = worker.api.calls
@@ -86,7 +86,7 @@ async def test_a_retry_waits_for_the_providers_retry_after(vhost) -> None:
         assert reply.headers["x-lane-wait-ms"] >= 2000
 
 
-async def test_after_overloads_the_pauses_grow_exponentially(vhost) -> None:
+async def test_after_overloads_the_pauses_grow_exponentially(vhost: Vhost) -> None:
     retry = {"base_s": 0.4, "span_s": 2.8, "cap_s": 10}
     async with serving(vhost.amqp_url, retry=retry) as worker, requester(vhost.amqp_url) as app:
         reply = await app.ask({"prompt": "busy [[fault: overloaded x3]]"})
@@ -96,7 +96,7 @@ async def test_after_overloads_the_pauses_grow_exponentially(vhost) -> None:
             assert step_s <= gap < 1.5 * step_s + 10, gaps
 
 
-async def test_a_single_request_outlasts_a_short_outage_of_its_provider(vhost) -> None:
+async def test_a_single_request_outlasts_a_short_outage_of_its_provider(vhost: Vhost) -> None:
     """Five times as fast as with the defaults: the provider is down for 4 s instead of 20."""
     down_s, times = 4.0, 5
     retry = {"base_s": 1 / times, "span_s": 30 / times, "cap_s": 60 / times}
@@ -112,7 +112,7 @@ async def test_a_single_request_outlasts_a_short_outage_of_its_provider(vhost) -
         assert 3 <= reply.headers["x-lane-attempt"] <= 4
 
 
-async def test_a_lane_continues_while_a_request_waits_for_its_retry(vhost) -> None:
+async def test_a_lane_continues_while_a_request_waits_for_its_retry(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, lanes={"critical": {"slots": 1}}), requester(vhost.amqp_url) as app:
         waiting = await app.publish({"prompt": "later [[fault: unavailable retry_after=8 x1]]"})
         others = await asyncio.gather(*(app.ask({"prompt": f"now {n}"}) for n in range(5)))

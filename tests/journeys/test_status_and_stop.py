@@ -7,6 +7,7 @@ import asyncio
 import json
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from structlog.testing import capture_logs
 
 from service.simulated.app import SimulatedAPI
 from service.worker.running import summarise_once
+from tests.support.brokers import Vhost
 from tests.support.processes import environment, lanekeeper, run
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
 
 
-async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vhost, tmp_path) -> None:
+async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vhost: Vhost, tmp_path: Path) -> None:
     async with SimulatedAPI() as api:
         environ = environment(
             vhost.amqp_url,
@@ -76,7 +78,7 @@ async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vh
             assert "since the workers began: 1 control messages refused" in lines
 
 
-async def test_a_ready_worker_names_its_providers(vhost, tmp_path) -> None:
+async def test_a_ready_worker_names_its_providers(vhost: Vhost, tmp_path: Path) -> None:
     async with SimulatedAPI() as api:
         environ = environment(
             vhost.amqp_url,
@@ -90,7 +92,7 @@ async def test_a_ready_worker_names_its_providers(vhost, tmp_path) -> None:
             assert (await worker.tells("service.ready"))["providers"] == ["europe"]
 
 
-async def test_without_a_worker_status_shows_what_waits(vhost, tmp_path) -> None:
+async def test_without_a_worker_status_shows_what_waits(vhost: Vhost, tmp_path: Path) -> None:
     environ = environment(vhost.amqp_url, vhost.management_url)
     async with serving(vhost.amqp_url, works=("critical",)), requester(vhost.amqp_url) as app:
         for n in range(3):
@@ -103,7 +105,7 @@ async def test_without_a_worker_status_shows_what_waits(vhost, tmp_path) -> None
     assert {lane["running"] for lane in told["lanes"]} == {None}
 
 
-async def test_once_a_minute_the_log_has_the_same_figures_of_each_lane(vhost) -> None:
+async def test_once_a_minute_the_log_has_the_same_figures_of_each_lane(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, lanes={"batch": {"slots": 1}}) as own, requester(vhost.amqp_url) as app:
         for n in range(4):
             await app.ask({"prompt": f"chat {n}"}, headers={"x-lane-sent-ms": time.time_ns() // 1_000_000})
@@ -126,7 +128,7 @@ async def test_once_a_minute_the_log_has_the_same_figures_of_each_lane(vhost) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-async def test_an_idle_worker_stops_at_once_and_reports_it(vhost, tmp_path, number) -> None:
+async def test_an_idle_worker_stops_at_once_and_reports_it(vhost: Vhost, tmp_path: Path, number) -> None:
     environ = environment(vhost.amqp_url, vhost.management_url)
     async with lanekeeper("serve", "--simulate", "--port", "0", environ=environ, folder=tmp_path) as worker:
         await worker.ready()

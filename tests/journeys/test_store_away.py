@@ -14,6 +14,7 @@ from urllib.parse import unquote
 import pytest
 
 from service.gateway.server import Server
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.stores import store_url
@@ -63,7 +64,7 @@ async def readiness(health: Server) -> tuple[int, dict[str, str]]:
     ids=["newer version", "corrupt", "a folder", "another program's"],
 )
 async def test_a_worker_started_without_a_usable_store_waits_and_then_recovers(
-    vhost, spoil: Callable[[Path], None], word: str
+    vhost: Vhost, spoil: Callable[[Path], None], word: str
 ) -> None:
     path = Path(unquote(store_url(vhost.amqp_url).removeprefix("sqlite:///")))
     spoil(path)
@@ -88,7 +89,7 @@ async def test_a_worker_started_without_a_usable_store_waits_and_then_recovers(
         assert len(worker.api.calls) == 1
 
 
-async def test_a_worker_whose_store_is_locked_waits_and_then_recovers(vhost) -> None:
+async def test_a_worker_whose_store_is_locked_waits_and_then_recovers(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         first = await app.publish({"prompt": "long [[latency: 1500ms]]"})
         await until(lambda: worker.api.running == 1)

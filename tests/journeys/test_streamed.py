@@ -3,6 +3,7 @@
 import pytest
 
 from service.simulated.options import SimulatedOptions
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.stream import put_together
@@ -18,7 +19,7 @@ from tests.support.waiting import until
     ],
     ids=["text", "thinking", "tool"],
 )
-async def test_parts_come_in_order_and_the_final_reply_equals_them(vhost, extra) -> None:
+async def test_parts_come_in_order_and_the_final_reply_equals_them(vhost: Vhost, extra) -> None:
     body = {"messages": [{"role": "user", "content": "tell me a “story” 🦊"}], **extra}
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         asked = await app.publish(body, headers={"x-lane-stream": True}, message_id="s-1")
@@ -38,7 +39,7 @@ async def test_parts_come_in_order_and_the_final_reply_equals_them(vhost, extra)
         assert final.json == put_together(events)
 
 
-async def test_parts_are_sent_when_the_provider_sends_them_and_not_at_the_end(vhost) -> None:
+async def test_parts_are_sent_when_the_provider_sends_them_and_not_at_the_end(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, simulated=SimulatedOptions(latency_ms=600)), requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "slowly, please"}, headers={"x-lane-stream": True})
         final = await app.final(asked)
@@ -47,7 +48,7 @@ async def test_parts_are_sent_when_the_provider_sends_them_and_not_at_the_end(vh
         assert times[-1] - times[0] > 0.35
 
 
-async def test_a_streamed_request_whose_requester_does_not_read_is_answered(vhost) -> None:
+async def test_a_streamed_request_whose_requester_does_not_read_is_answered(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_events()
         await app.publish({"prompt": "x"}, reply_to=None, headers={"x-lane-stream": True}, message_id="s-2")
@@ -56,7 +57,7 @@ async def test_a_streamed_request_whose_requester_does_not_read_is_answered(vhos
 
 
 async def test_an_answer_that_may_take_longer_than_ten_minutes_is_streamed_from_the_provider_but_answered_whole(
-    vhost,
+    vhost: Vhost,
 ) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         asked = await app.publish({"prompt": "a long one", "max_tokens": 21_334})
@@ -67,7 +68,7 @@ async def test_an_answer_that_may_take_longer_than_ten_minutes_is_streamed_from_
         assert worker.api.calls[0].stream
 
 
-async def test_a_stream_field_in_the_body_must_agree_with_the_header(vhost) -> None:
+async def test_a_stream_field_in_the_body_must_agree_with_the_header(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         both = await app.publish({"prompt": "x", "stream": True}, headers={"x-lane-stream": True})
         assert (await app.final(both)).status == "ok"
@@ -79,7 +80,7 @@ async def test_a_stream_field_in_the_body_must_agree_with_the_header(vhost) -> N
 
 
 @pytest.mark.every_version
-async def test_a_stream_can_be_received_by_direct_reply_to(vhost) -> None:
+async def test_a_stream_can_be_received_by_direct_reply_to(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
         asked = await app.publish({"prompt": "hello there, how are you"}, headers={"x-lane-stream": True})
         final = await app.final(asked)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -15,6 +16,7 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedAPI
+from tests.support.brokers import Vhost
 from tests.support.otlp import OtlpReceiver, ReceivedSpan, one, tree
 from tests.support.processes import environment, lanekeeper
 from tests.support.requester import requester
@@ -40,7 +42,7 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(vhost, tmp_path) -> AsyncIterator[Scene]:
+async def scene(vhost: Vhost, tmp_path: Path) -> AsyncIterator[Scene]:
     async with OtlpReceiver() as otlp, SimulatedAPI() as api:
         environ = environment(
             vhost.amqp_url,

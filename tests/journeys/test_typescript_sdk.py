@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.brokers import Vhost
 from tests.support.gate import gate
 from tests.support.serving import serving
 
@@ -57,7 +58,7 @@ async def got(sdk: Path, url: str) -> Any:
     return json.loads(_ID.sub(r'"\1": ""', json.dumps(json.loads(out))))
 
 
-async def test_it_gets_the_same_from_the_gateway_as_from_the_api(vhost, sdk: Path) -> None:
+async def test_it_gets_the_same_from_the_gateway_as_from_the_api(vhost: Vhost, sdk: Path) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         ours, own = await got(sdk, url), await got(sdk, worker.api.base_url)
 

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.walk import walked
@@ -22,7 +23,7 @@ def rows(title: str) -> list[tuple[str, list[str]]]:
     ]
 
 
-async def test_a_fresh_request_calls_the_listed_functions_in_order(vhost) -> None:
+async def test_a_fresh_request_calls_the_listed_functions_in_order(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "warm up"}, headers={"x-lane-stream": True})
         with walked() as walk:
@@ -46,7 +47,7 @@ async def test_a_fresh_request_calls_the_listed_functions_in_order(vhost) -> Non
     assert len(listed) <= AT_MOST
 
 
-async def test_a_fresh_request_crosses_no_more_borders_than_docs_architecture_says(vhost) -> None:
+async def test_a_fresh_request_crosses_no_more_borders_than_docs_architecture_says(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "warm up"})
         with walked() as walk:

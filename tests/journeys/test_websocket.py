@@ -11,6 +11,7 @@ import pytest
 
 from service.gateway.access import hash_of
 from service.simulated.options import SimulatedOptions
+from tests.support.brokers import Vhost
 from tests.support.gate import gate
 from tests.support.http_calls import call, submit
 from tests.support.serving import serving
@@ -64,7 +65,7 @@ async def socket(url: str, **headers: str) -> AsyncIterator[Socket]:
         yield Socket(ws)
 
 
-async def test_many_requests_on_one_connection_each_get_their_own_entries_in_order(vhost) -> None:
+async def test_many_requests_on_one_connection_each_get_their_own_entries_in_order(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url, socket(url) as own:
         ids = [f"w-{number}" for number in range(20)]
         for id in ids:
@@ -80,7 +81,7 @@ async def test_many_requests_on_one_connection_each_get_their_own_entries_in_ord
         assert refs == {f"ref {id}": id for id in ids}
 
 
-async def test_a_request_is_followed_on_another_connection_of_another_gateway_from_where_it_was(vhost) -> None:
+async def test_a_request_is_followed_on_another_connection_of_another_gateway_from_where_it_was(vhost: Vhost) -> None:
     many = SimulatedOptions(stream_deltas=40)
     async with serving(vhost.amqp_url, simulated=many) as worker, gate(worker.settings) as second:
         async with gate(worker.settings) as first, socket(first) as own:
@@ -95,7 +96,7 @@ async def test_a_request_is_followed_on_another_connection_of_another_gateway_fr
         assert own.text("long") + other.text("long") == entries[-1]["data"]["result"]["content"][0]["text"]
 
 
-async def test_a_request_is_cancelled_and_one_that_is_left_is_followed_no_more(vhost) -> None:
+async def test_a_request_is_cancelled_and_one_that_is_left_is_followed_no_more(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url, socket(url) as own:
         await own.submit(SLOW, id="slow", subscribe=False)
         submitted = await submit(url, "[[latency: 1s]] left")
@@ -117,7 +118,7 @@ async def test_a_request_is_cancelled_and_one_that_is_left_is_followed_no_more(v
         assert own.entries(submitted["id"])[-1]["kind"] != "completed"
 
 
-async def test_what_is_refused_is_told_and_the_connection_goes_on(vhost) -> None:
+async def test_what_is_refused_is_told_and_the_connection_goes_on(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url, socket(url) as own:
         await own.say("submit", body={"messages": []}, ref="wrong")
         wrong = await own.until(lambda each: each["type"] == "problem")
@@ -131,7 +132,7 @@ async def test_what_is_refused_is_told_and_the_connection_goes_on(vhost) -> None
 @pytest.mark.parametrize(
     ("rubbish", "code"), [(b"\x00\x01", 1003), ("nonsense", 1007), ('{"type": "shout"}', 1008), ("x" * 1_100_000, 1009)]
 )
-async def test_rubbish_closes_the_connection_with_a_reason(vhost, rubbish: str | bytes, code: int) -> None:
+async def test_rubbish_closes_the_connection_with_a_reason(vhost: Vhost, rubbish: str | bytes, code: int) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url, socket(url) as own:
         if isinstance(rubbish, bytes):
             await own.ws.send_bytes(rubbish)
@@ -144,7 +145,7 @@ async def test_rubbish_closes_the_connection_with_a_reason(vhost, rubbish: str |
         assert closed.extra or code == 1009  # of the library, without a reason
 
 
-async def test_origin_and_key_are_checked_at_the_upgrade(vhost) -> None:
+async def test_origin_and_key_are_checked_at_the_upgrade(vhost: Vhost) -> None:
     keys = {hash_of("lane-crm"): {"tenant": "crm"}}
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         with pytest.raises(aiohttp.WSServerHandshakeError) as refused:

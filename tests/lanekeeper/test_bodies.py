@@ -1,13 +1,17 @@
 """The store of bodies that are too large for a message."""
 
+import asyncio
 import os
+import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyStore, BodyTooLarge
-from lanekeeper.contract.messages import Kept
+from lanekeeper.bodies import THREADS, BodiesUnavailable, BodyError, BodyStore, BodyTooLarge
+from lanekeeper.contract.messages import BodyAddress
 
 HELLO = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
 
@@ -34,7 +38,7 @@ async def test_the_folder_is_readable_by_its_owner_alone(store: BodyStore, tmp_p
 async def test_another_digest_is_an_error(store: BodyStore) -> None:
     kept = await store.keep([b"hello"])
     with pytest.raises(BodyError, match="SHA-256"):
-        await store.fetch(Kept(kept.address, "0" * 64))
+        await store.fetch(BodyAddress(kept.address, "0" * 64))
 
 
 async def test_more_than_allowed_is_not_read(store: BodyStore) -> None:
@@ -54,8 +58,8 @@ async def test_what_is_dropped_is_gone_and_may_be_dropped_again(store: BodyStore
 async def test_only_what_was_kept_here_is_dropped(store: BodyStore, tmp_path: Path) -> None:
     await store.keep([b"hello"])
     (tmp_path / "bodies/mine").write_bytes(b"hello")
-    await store.drop(Kept(f"{store.url}/mine", HELLO))
-    assert await store.fetch(Kept(f"{store.url}/mine", HELLO)) == b"hello"
+    await store.drop(BodyAddress(f"{store.url}/mine", HELLO))
+    assert await store.fetch(BodyAddress(f"{store.url}/mine", HELLO)) == b"hello"
 
 
 @pytest.mark.parametrize("path", ["../secret", "a/../../secret", "%2e%2e/secret", ".hidden", "a//b", "", "a?b", "/etc"])
@@ -64,7 +68,7 @@ async def test_an_address_leads_nowhere_else(store: BodyStore, tmp_path: Path, p
     address = f"{store.url}/{path}"
     assert not store.holds(address)
     with pytest.raises(BodyError, match="not in this store"):
-        await store.fetch(Kept(address, HELLO))
+        await store.fetch(BodyAddress(address, HELLO))
 
 
 async def test_another_stores_address_is_not_held(store: BodyStore) -> None:
@@ -77,7 +81,7 @@ async def test_a_link_does_not_lead_out_of_the_folder(store: BodyStore, tmp_path
     (tmp_path / "secret").write_bytes(b"hello")
     os.symlink(tmp_path / "secret", tmp_path / "bodies/link")
     with pytest.raises(BodyError, match="link"):
-        await store.fetch(Kept(f"{store.url}/link", HELLO))
+        await store.fetch(BodyAddress(f"{store.url}/link", HELLO))
 
 
 async def test_a_full_store_refuses_and_leaves_nothing_behind(store: BodyStore, tmp_path: Path) -> None:
@@ -108,3 +112,91 @@ async def test_a_store_that_cannot_be_written_is_unavailable(tmp_path: Path) -> 
     with pytest.raises(BodiesUnavailable, match=r"NotADirectoryError|FileExistsError"):
         await store.keep([b"hello"])
     store.close()
+
+
+async def test_an_answer_stays_as_long_as_its_result_and_no_request_removes_it(
+    store: BodyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = await store.keep_answer(b"hello", for_s=1000)
+    request = await store.keep([b"hello"])
+    await store.drop(kept)
+    assert await store.fetch(kept) == b"hello"
+
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 900)
+    await store.sweep()
+    assert await store.fetch(kept) == b"hello"
+    with pytest.raises(BodyError):
+        await store.fetch(request)
+    monkeypatch.setattr(time, "time", lambda: now_s + 1002)
+    await store.sweep()
+    assert not list((tmp_path / "bodies").iterdir())
+
+
+async def test_a_body_is_copied_into_a_file_in_pieces_and_checked(store: BodyStore) -> None:
+    kept = await store.keep([b"hello"])
+    with tempfile.TemporaryFile() as file:
+        assert await store.fetch_into(file, kept) == 5
+        file.seek(0)
+        assert file.read() == b"hello"
+        with pytest.raises(BodyError, match="SHA-256"):
+            await store.fetch_into(file, BodyAddress(kept.address, "0" * 64))
+        with pytest.raises(BodyTooLarge):
+            await store.fetch_into(file, kept, most_bytes=4)
+        with pytest.raises(BodyError, match="not in this store"):
+            await store.fetch_into(file, BodyAddress("file:///etc/passwd", kept.sha256))
+
+
+async def test_calls_that_hang_do_not_gather_others_behind_them(store: BodyStore) -> None:
+    """A waiter that gives up leaves nothing behind, so what is kept later does not pile up in memory."""
+    may_end = threading.Event()
+
+    def hangs() -> Iterator[bytes]:
+        may_end.wait()
+        yield b"late"
+
+    hanging = [asyncio.create_task(store.keep(hangs())) for _ in range(THREADS)]
+    await asyncio.sleep(0)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await store.keep([b"behind"])
+    may_end.set()
+    assert len(await asyncio.gather(*hanging)) == THREADS
+    assert await store.fetch(await store.keep([b"hello"])) == b"hello"
+
+
+async def test_an_error_names_no_file_of_this_machine_but_its_cause_does(tmp_path: Path) -> None:
+    (tmp_path / "bodies").write_bytes(b"no folder")
+    store = BodyStore(f"file://{tmp_path}/bodies")
+    with pytest.raises(BodiesUnavailable) as caught:
+        await store.keep([b"hello"])
+    assert str(tmp_path) not in str(caught.value)
+    assert str(tmp_path) in caught.value.cause
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "403, message='Forbidden', url='https://a.example/bodies/x?se=2026&sig=SECRET%3D'",
+        "cannot connect to s3://user:SECRET@host/bucket",
+        "bad answer <AWSAccessKeyId>SECRET</AWSAccessKeyId>",
+        "options: {'key': 'SECRET', 'secret_key': 'SECRET'}",
+        "AccountKey=SECRET; region=eu",
+        "refused: Authorization: Bearer SECRET",
+        "refused: Authorization: AWS4-HMAC-SHA256 Credential=SECRET, Signature=SECRET",
+    ],
+)
+async def test_the_cause_of_an_error_has_no_key_and_no_signature(text: str) -> None:
+    def fails() -> Iterator[bytes]:
+        yield b""
+        raise OSError(text)
+
+    store = BodyStore("memory://secrets")
+    with pytest.raises(BodiesUnavailable) as caught:
+        await store.keep(fails())
+    store.close()
+
+    assert caught.value.cause.startswith("OSError: ")
+    assert "…" in caught.value.cause
+    assert "SECRET" not in f"{caught.value.cause} {caught.value} {caught.value.__cause__}"

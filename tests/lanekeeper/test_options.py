@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from lanekeeper import Client
 from lanekeeper.options import Options, bound_s, message_of
 from lanekeeper.replies import Problem
 
@@ -38,6 +39,17 @@ def test_a_priority_that_workers_refuse_is_not_sent(priority: int) -> None:
 @pytest.mark.parametrize("priority", [0, 9])
 def test_the_lowest_and_the_highest_priority_are_sent(priority: int) -> None:
     assert message_of({}, Options(priority=priority), stream=False, user="crm").priority == priority
+
+
+def test_an_unknown_option_is_an_error_that_names_it_and_those_that_are_known() -> None:
+    with pytest.raises(TypeError, match=r"unknown option: id; known: .*message_id"):
+        message_of({}, {"id": "k-1"}, stream=False, user="crm")  # type: ignore[typeddict-unknown-key]
+
+
+async def test_a_body_that_is_no_object_no_bytes_and_no_file_is_an_error_before_anything_is_published() -> None:
+    for url in ("http://127.0.0.1:1", "amqp://a:b@127.0.0.1:1/"):
+        with pytest.raises(TypeError, match="body: found list"):
+            await Client(url).publish([], key="critical.a.b")  # type: ignore[arg-type]
 
 
 def test_options_become_headers_and_given_headers_override_them() -> None:

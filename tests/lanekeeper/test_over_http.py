@@ -89,6 +89,7 @@ async def test_a_gateway_that_stays_away_is_told_and_whether_the_request_may_hav
         assert client.trouble is None
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_is_not_there_is_told_as_soon_as_the_client_wants(gateway) -> None:
     async with Client(gateway.url, api_key=KEY, absent_within_s=0) as client:
         gateway.faults += [503]
@@ -99,6 +100,7 @@ async def test_a_gateway_that_is_not_there_is_told_as_soon_as_the_client_wants(g
         await client.publish(BODY, key=LANE)  # it may have been taken, so it is tried again
 
 
+@pytest.mark.slow
 async def test_a_full_lane_is_told_with_how_long_to_wait_or_waited_for(gateway, client) -> None:
     gateway.faults += [Refusal(529, {"detail": "the lane is full"}, {"retry-after": "7"})]
     with pytest.raises(PublishRefused, match="the lane is full") as refused:
@@ -154,6 +156,7 @@ async def test_a_request_that_failed_is_the_problem(gateway, client) -> None:
     assert (failed.value.status, failed.value.attempts, failed.value.fields) == (504, 2, problem)
 
 
+@pytest.mark.slow
 async def test_no_answer_in_time_is_no_reply(gateway, client) -> None:
     gateway.status["status"] = "running"
     with pytest.raises(NoReply, match=r"id-1 within 0\.3 s"):
@@ -196,6 +199,7 @@ async def test_an_unknown_request_has_no_result_and_cannot_be_cancelled(client) 
             await client.cancel(id)
 
 
+@pytest.mark.slow
 async def test_a_stream_goes_on_after_a_lost_connection_where_it_was(gateway, client) -> None:
     gateway.streams += [
         [": hello\n\n", event(1, "queued"), event(2, "started"), word(3, "One "), "id: 4\nevent: event\nda"],
@@ -278,6 +282,7 @@ async def test_a_caller_that_leaves_while_its_request_is_posted_cancels_it_once_
     assert gateway.cancelled == ["id-1"]
 
 
+@pytest.mark.slow
 async def test_a_wait_that_the_gateway_has_no_room_for_is_tried_again(gateway, client) -> None:
     await client.publish(BODY, key=LANE, message_id="id-1")
     gateway.faults += [529, 529]

@@ -1,10 +1,12 @@
 import pytest
-from suite import load, report
+from suite import gateway_table, load, report
 from suite.call_log import CallLog
 from suite.medians import Median, quantile, ratio
-from suite.report import BEGIN, END, Aim
+from suite.report import COMMAND, Aim, marks
 from suite.results import Results, Run
 from suite.results import load as load_results
+
+BEGIN, END = marks(COMMAND)
 
 
 def results(*runs: Run) -> Results:
@@ -79,6 +81,20 @@ def test_a_report_is_written_only_between_the_markers(tmp_path):
     report.between(page, "new")
 
     assert page.read_text() == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_the_gateways_tables_have_a_place_in_the_page(page: str):
+    assert all(mark in (report.ROOT / page).read_text() for mark in marks(gateway_table.COMMAND))
+
+
+def test_what_the_gateway_adds_is_the_difference_to_the_direct_call_of_the_same_round():
+    def took(contestant: str, number: int, p50_ms: float) -> Run:
+        return Run(scenario="first token", contestant=contestant, round=number, figures={"p50_ms": p50_ms})
+
+    found = results(took("direct", 0, 1), took("lanekeeper", 0, 5), took("direct", 1, 10), took("lanekeeper", 1, 16))
+
+    assert "| first token: added p50 | < 5 ms | 5 (4 to 6) | **no** |" in gateway_table.text(found)
 
 
 def test_a_page_without_markers_is_not_changed(tmp_path):

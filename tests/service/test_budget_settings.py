@@ -8,7 +8,7 @@ import pytest
 
 from consumers.prices import Price
 from consumers.spending import Cap
-from service.config.copies import answered_by
+from service.config.copies import with_provider
 from tests.support.settings import load, wrong
 from topology.lanes import DEFAULT_LANES
 
@@ -189,7 +189,7 @@ def test_a_table_that_cannot_be_read_is_reported_with_what_is_allowed(name: str,
 def test_with_a_simulated_provider_no_other_is_called() -> None:
     settings = load(env={**PROVIDERS, "LANEKEEPER_LANES__BATCH__PROVIDERS": "aws"})
 
-    spec = answered_by(settings, "http://127.0.0.1:1", key="k").routes_spec()
+    spec = with_provider(settings, "http://127.0.0.1:1", key="k").routes_spec()
 
     assert [each.name for each in spec.providers] == ["anthropic"]
     assert spec.lanes == {}

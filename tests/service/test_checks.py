@@ -1,4 +1,4 @@
-"""`lanekeeper check` without a broker: what it reports about the store."""
+"""`lanekeeper check` without a broker: what it reports about the store, and the store of large bodies."""
 
 from pathlib import Path
 
@@ -12,9 +12,13 @@ NOBODY_LISTENS = "amqp://guest:guest@127.0.0.1:1/"
 
 
 async def of_the_store(store_url: str) -> Finding:
-    settings = load_settings(environ={"LANEKEEPER_AMQP_URL": NOBODY_LISTENS, "LANEKEEPER_STORE_URL": store_url})
+    return await finding("store", LANEKEEPER_STORE_URL=store_url)
+
+
+async def finding(what: str, **environ: str) -> Finding:
+    settings = load_settings(environ={"LANEKEEPER_AMQP_URL": NOBODY_LISTENS, **environ})
     findings = [each async for each in look(settings)]
-    return next(each for each in findings if each.what == "store")
+    return next(each for each in findings if each.what == what)
 
 
 @pytest.fixture(autouse=True)
@@ -22,11 +26,11 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-async def test_a_writable_store_is_reported_as_ok_and_only_its_file_is_made(tmp_path: Path) -> None:
+async def test_a_writable_store_is_reported_as_ok_and_only_it_and_the_folder_of_bodies_are_made(tmp_path: Path) -> None:
     found = await of_the_store("sqlite:///state/lane.sqlite")
 
     assert found == Finding("store", True, "sqlite:///state/lane.sqlite can be written")
-    assert [each.name for each in (tmp_path / "state").iterdir()] == ["lane.sqlite"]
+    assert {each.name for each in (tmp_path / "state").iterdir()} == {"lane.sqlite", "lane-bodies"}
 
 
 async def test_a_file_that_is_no_store_is_reported_with_the_remedy(tmp_path: Path) -> None:
@@ -44,3 +48,34 @@ async def test_an_unreachable_redis_is_reported_without_its_password() -> None:
     assert not found.well
     assert "Redis at redis://127.0.0.1:1 cannot be reached: see that it runs, and LANEKEEPER_STORE_URL" in found.text
     assert "s3cret" not in found.text
+
+
+async def test_bodies_that_can_be_kept_are_reported_as_ok_and_none_stays(tmp_path: Path) -> None:
+    found = await finding("bodies", LANEKEEPER_BODIES__URL=f"file://{tmp_path}/bodies")
+
+    assert found == Finding("bodies", True, f"file://{tmp_path}/bodies can be written, read and cleared")
+    assert list((tmp_path / "bodies").iterdir()) == []
+
+
+async def test_bodies_that_cannot_be_kept_are_reported_with_the_cause_and_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "bodies").write_text("no folder")
+
+    found = await finding("bodies", LANEKEEPER_BODIES__URL=f"file://{tmp_path}/bodies")
+
+    assert found.well is False
+    assert f"file://{tmp_path}/bodies: a body cannot be written: FileExistsError" in found.text
+    assert "see that it is there, and that this process may write, read and remove files in it" in found.text
+
+
+async def test_a_store_of_bodies_whose_driver_is_missing_is_reported_by_name() -> None:
+    found = await finding("bodies", LANEKEEPER_BODIES__URL="gs://bucket/bodies")
+
+    assert found.well is False
+    assert "gcsfs" in found.text
+
+
+async def test_without_a_store_of_bodies_the_check_says_what_is_refused() -> None:
+    found = await finding("bodies", LANEKEEPER_STORE_URL="redis://127.0.0.1:1/0")
+
+    assert found.well is None
+    assert "LANEKEEPER_BODIES__URL" in found.text

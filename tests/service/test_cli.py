@@ -52,6 +52,7 @@ def imported_by(code: str) -> set[str]:
     return set(eval(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.slow
 def test_help_imports_no_slow_package() -> None:
     imported = imported_by("from service.cli import main; main.run(['--help'])")
 

@@ -1,9 +1,7 @@
 """docs/contract.md documents exactly what the code declares, and the tests that it names exist."""
 
-import ast
 import json
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,8 @@ from consumers.lifecycle import COMMON, EVENTS
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import PROBLEMS, RequestProblem
 from service.cli import later
-from topology.codec.headers import LATER
+from tests.support.sources import functions_in
+from topology.codec.headers import UNSUPPORTED
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "contract.md").read_text()
@@ -28,15 +27,9 @@ def section(title: str) -> str:
     return found[1]
 
 
-@cache
-def names_in(path: str) -> set[str]:
-    tree = ast.parse((ROOT / "tests" / path).read_text())
-    return {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
-
-
 def test_every_declared_header_is_documented_and_no_other() -> None:
     named = set(re.findall(r"`(x-lane-[a-z0-9-]*[a-z0-9])`", DOCUMENT))
-    assert named == n.PUBLIC | n.OURS | LATER.keys() | {n.CODE}
+    assert named == n.PUBLIC | n.OURS | UNSUPPORTED.keys() | {n.CODE}
 
 
 def test_our_integer_headers_are_documented_with_their_type() -> None:
@@ -71,9 +64,9 @@ def test_control_messages_and_missing_features_are_documented() -> None:
     keys = re.findall(r"^\| `(\w+)` \| `\{", section("Control"), re.MULTILINE)
     assert set(keys) == {n.CANCEL_KEY, n.RESULT_KEY, n.STATUS_KEY}
     missing = section("Not in this version")
-    assert all(f"`{name}`" in missing for name in (*LATER, *later.COMMANDS))
+    assert all(f"`{name}`" in missing for name in (*UNSUPPORTED, *later.COMMANDS))
 
 
 @pytest.mark.parametrize(("path", "name"), TESTS, ids=lambda each: str(each))
 def test_every_cited_test_exists(path: str, name: str) -> None:
-    assert name in names_in(path)
+    assert name in functions_in(path)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sources import words
+
 ROOT = Path(__file__).parents[2]
 DECISIONS = sorted((ROOT / "docs/decisions").glob("*.md"))
 
@@ -20,14 +22,8 @@ def test_each_decision_has_date_status_and_alternatives(path: Path) -> None:
 @pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
 def test_files_and_constants_named_by_a_decision_exist(path: Path) -> None:
     text = path.read_text()
-    code = "\n".join(
-        each.read_text()
-        for package in ("lanekeeper", "topology", "consumers", "service")
-        for each in (ROOT / package).rglob("*.py")
-    )
 
     files = re.findall(r"`((?:lanekeeper|topology|consumers|service|tests|benchmarks)/[\w/.]*)`", text)
     assert [each for each in files if not (ROOT / each).exists()] == []
-    words = set(re.findall(r"\w+", code))
     constants = re.findall(r"`([A-Z][A-Z_]+_[A-Z]+|\w+\(\))`", text)
-    assert [each for each in constants if not {each.removesuffix("()"), each.lower()} & words] == []
+    assert [each for each in constants if not {each.removesuffix("()"), each.lower()} & words()] == []

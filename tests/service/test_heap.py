@@ -8,7 +8,7 @@ import gc
 from service.worker import heap
 made = [[] for _ in range(100_000)]
 before = len(gc.get_objects())
-heap.settle()
+heap.tune()
 print(before, len(gc.get_objects()))
 """
 

@@ -25,7 +25,7 @@ def lines(out: io.StringIO) -> list[dict[str, Any]]:
 def test_an_event_is_one_line_of_json_with_its_name_and_fields() -> None:
     out = io.StringIO()
 
-    with logs.written(service="worker", level="INFO", stream=out):
+    with logs.configured(service="worker", level="INFO", stream=out):
         structlog.get_logger().bind(lane="critical").info(signals.REQUEST_ANSWERED, wait_ms=4)
 
     (line,) = lines(out)
@@ -43,7 +43,7 @@ def test_an_event_is_one_line_of_json_with_its_name_and_fields() -> None:
 def test_a_terminal_gets_columns() -> None:
     out = Terminal()
 
-    with logs.written(service="worker", level="INFO", stream=out):
+    with logs.configured(service="worker", level="INFO", stream=out):
         structlog.get_logger().info(signals.BROKER_LOST, reason="reset\x1b[2J\nby peer")
 
     assert "broker.lost" in out.getvalue()
@@ -55,7 +55,7 @@ def test_a_terminal_gets_columns() -> None:
 def test_the_log_level_applies_to_our_events_and_libraries_are_logged_from_warning_on() -> None:
     out = io.StringIO()
 
-    with logs.written(service="s", level="debug", stream=out):
+    with logs.configured(service="s", level="debug", stream=out):
         structlog.get_logger().debug("ours")
         logging.getLogger("aiormq").info("not shown")
         logging.getLogger("aiormq").warning("lost %s\nand more", "amqp://u:p@h/")
@@ -72,7 +72,7 @@ def test_errors_of_the_trace_exporter_are_logged_once_a_minute_with_their_count(
     out, clock_s = io.StringIO(), [1_000.0]
     monkeypatch.setattr(logs.time, "monotonic", lambda: clock_s[-1])
 
-    with logs.written(service="s", level="info", stream=out):
+    with logs.configured(service="s", level="info", stream=out):
         for now_s in (1_000.0, 1_030.0, 1_059.0, 1_061.0):
             clock_s.append(now_s)
             logging.getLogger("opentelemetry.sdk").error("no receiver")
@@ -86,8 +86,8 @@ def test_errors_of_the_trace_exporter_are_logged_once_a_minute_with_their_count(
 def test_a_library_event_is_logged_once_inside_nested_setups() -> None:
     outer, inner = io.StringIO(), io.StringIO()
 
-    with logs.written(service="s", level="warning", stream=outer):
-        with logs.written(service="s", level="error", stream=inner):
+    with logs.configured(service="s", level="warning", stream=outer):
+        with logs.configured(service="s", level="error", stream=inner):
             logging.getLogger("aiormq").error("within")
         logging.getLogger("aiormq").warning("after")
 
@@ -97,7 +97,7 @@ def test_a_library_event_is_logged_once_inside_nested_setups() -> None:
 def test_afterwards_logging_is_as_it_was_before() -> None:
     handlers, was = list(logging.getLogger().handlers), structlog.is_configured()
 
-    with logs.written(service="s", level="INFO", stream=io.StringIO()):
+    with logs.configured(service="s", level="INFO", stream=io.StringIO()):
         assert structlog.is_configured()
 
     assert structlog.is_configured() == was
@@ -107,7 +107,7 @@ def test_afterwards_logging_is_as_it_was_before() -> None:
 def test_an_exception_is_logged_with_its_place_and_only_our_own_errors_are_quoted() -> None:
     out = io.StringIO()
 
-    with logs.written(service="s", level="INFO", stream=out):
+    with logs.configured(service="s", level="INFO", stream=out):
         try:
             try:
                 dict[str, str]()["secret prompt"]
@@ -126,7 +126,7 @@ def test_an_exception_is_logged_with_its_place_and_only_our_own_errors_are_quote
 def test_an_exception_may_be_given_in_each_way_that_the_standard_library_knows() -> None:
     out, error = io.StringIO(), BrokerUnreachable("reset by peer")
 
-    with logs.written(service="worker", level="INFO", stream=out):
+    with logs.configured(service="worker", level="INFO", stream=out):
         log = structlog.get_logger()
         log.error("given", exc_info=error)
         log.error("given", exc_info=(type(error), error, None))
@@ -145,7 +145,7 @@ def test_an_exception_may_be_given_in_each_way_that_the_standard_library_knows()
 def test_content_is_logged_if_the_setting_allows_it() -> None:
     out = io.StringIO()
 
-    with logs.written(service="s", level="INFO", with_content=True, stream=out):
+    with logs.configured(service="s", level="INFO", with_content=True, stream=out):
         try:
             dict[str, str]()["what was asked"]
         except KeyError:

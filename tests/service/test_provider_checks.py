@@ -113,6 +113,7 @@ async def test_a_provider_without_a_lanes_default_model_is_called_with_a_model_o
     assert found["provider eu"].text.endswith("answers as claude-opus-5-5")
 
 
+@pytest.mark.slow
 async def test_missing_cloud_credentials_are_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from consumers.parsing import Parsing
 from consumers.providers import cloud
-from consumers.reading import Reading
 from lanekeeper.contract.problems import SettingsError
 from service.config.loading import load_settings
 from service.worker.open_providers import open_providers
@@ -15,7 +15,7 @@ AWS = {"LANEKEEPER_PROVIDERS__AWS__KIND": "bedrock", "LANEKEEPER_PROVIDERS__AWS_
 
 def opened(env: dict[str, str]) -> list[str]:
     return [
-        each.name for each in open_providers(load_settings(environ=env), traceparent=lambda: None, reading=Reading())
+        each.name for each in open_providers(load_settings(environ=env), traceparent=lambda: None, parsing=Parsing())
     ]
 
 

@@ -27,6 +27,7 @@ PUBLIC = {
     "service.worker.assembly": {"assemble"},
     "lanekeeper": {
         "Client", "Options", "Final", "Part", "Cancelled", "Depth", "Names", "Tracing", "BodiesUnavailable",
+        "BodyError",
         "LanekeeperError", "Problem", "NoReply", "NotEnded", "ReplyLost", "ControlRefused", "BrokerError",
         "BrokerUnreachable", "BrokerBlocked", "PublishRefused", "Unroutable", "ConfirmUnknown", "AccessRefused",
         "TopologyMismatch",

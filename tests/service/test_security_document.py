@@ -1,11 +1,11 @@
 """docs/security.md has a row for every threat, and the tests that it cites exist."""
 
-import ast
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.support.sources import functions_in
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "security.md").read_text()
@@ -14,15 +14,9 @@ ROWS = {
     for line in DOCUMENT.splitlines()
     if (cells := re.split(r"(?<!\\)\|", line.strip("|"))) and re.fullmatch(r"T\d+", cells[0].strip())
 }
-THREATS = [f"T{number}" for number in range(1, 27)]
+THREATS = [f"T{number}" for number in range(1, 28)]
 TESTS = sorted(set(re.findall(r"`([\w/]+\.py)::(\w+)`", DOCUMENT)))
 SHOWN_BY, FAILS_WITHOUT = 3, 4
-
-
-@cache
-def names_in(path: str) -> set[str]:
-    tree = ast.parse((ROOT / "tests" / path).read_text())
-    return {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def test_every_threat_has_its_row() -> None:
@@ -39,7 +33,7 @@ def test_every_row_names_a_test_and_the_control_unless_the_feature_does_not_exis
 
 @pytest.mark.parametrize(("path", "name"), TESTS, ids=str)
 def test_every_cited_test_exists(path: str, name: str) -> None:
-    assert name in names_in(path)
+    assert name in functions_in(path)
 
 
 def test_every_entry_of_owasps_list_is_covered() -> None:

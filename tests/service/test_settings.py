@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lanekeeper.contract.problems import SettingsError
-from service.config.copies import answered_by
+from service.config.copies import with_provider
 from service.config.loading import load_settings
 from service.config.settings import Settings
 from tests.support.settings import lane, load, wrong
@@ -37,13 +37,13 @@ def test_one_field_of_a_lane_can_be_set_alone() -> None:
 
 def test_slots_min_and_slots_max_follow_from_slots_if_not_set() -> None:
     critical = lane(load(), "critical")
-    assert (critical.kept_slots, critical.most_slots, critical.most_due_slots) == (2, 128, 32)
+    assert (critical.reserved_slots, critical.most_slots, critical.most_due_slots) == (2, 128, 32)
     batch = lane(load(lanes={"batch": {"slots": 3}}), "batch")
-    assert (batch.kept_slots, batch.most_slots, batch.most_due_slots) == (1, 3, 1), "who says how many means it"
+    assert (batch.reserved_slots, batch.most_slots, batch.most_due_slots) == (1, 3, 1), "who says how many means it"
     batch = lane(load(lanes={"batch": {"slots": 3, "slots_max": 24}}), "batch")
-    assert (batch.kept_slots, batch.most_slots, batch.most_due_slots) == (1, 24, 6)
+    assert (batch.reserved_slots, batch.most_slots, batch.most_due_slots) == (1, 24, 6)
     fixed = lane(load(lanes={"batch": {"slots": 1, "slots_min": 0, "slots_max": 1, "target_wait_s": 5}}), "batch")
-    assert (fixed.kept_slots, fixed.most_slots, fixed.most_due_slots, fixed.target_wait_s) == (0, 1, 1, 5)
+    assert (fixed.reserved_slots, fixed.most_slots, fixed.most_due_slots, fixed.target_wait_s) == (0, 1, 1, 5)
 
 
 @pytest.mark.parametrize("source", ["environment", "file", "option"])
@@ -456,11 +456,18 @@ def test_tls_always_verifies() -> None:
 def test_the_traces_endpoint_is_read_and_other_otel_variables_are_left_to_the_sdk() -> None:
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://jaeger:4318/", "OTEL_SERVICE_NAME": "x", "OTEL_TYPO": "y"}
 
-    assert load(env=env).otlp == ("http://jaeger:4318", None)
+    assert load(env=env).traces_url == "http://jaeger:4318/v1/traces"
+
+
+def test_the_complete_url_for_spans_comes_before_the_collectors() -> None:
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://b:2/spans"}
+
+    assert load(env=env).traces_url == "http://b:2/spans"
+    assert load().traces_url is None
 
 
 def test_answered_by_changes_only_the_provider() -> None:
     before = load(env={"LANEKEEPER_NAMESPACE": "staging"})
-    after = answered_by(before, "http://127.0.0.1:1234", key="simulated")
+    after = with_provider(before, "http://127.0.0.1:1234", key="simulated")
 
     assert (after.provider_url, after.api_key, after.namespace) == ("http://127.0.0.1:1234", "simulated", "staging")

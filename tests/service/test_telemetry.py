@@ -13,7 +13,6 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.telemetry import recording, signals
 from lanekeeper.telemetry.tracing import Tracing
 from service.telemetry import exporters as telemetry
-from service.telemetry.exporters import TelemetrySpec
 from tests.support.otlp import OtlpReceiver, one
 
 CANARY = "canary-91c2"
@@ -26,17 +25,21 @@ def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def publish(spec: TelemetrySpec, message: Message, *, exchange: str, key: str) -> None:
+def traces_url(otlp: OtlpReceiver) -> str:
+    return f"{otlp.endpoint}/v1/traces"
+
+
+def publish(otlp: OtlpReceiver, message: Message, *, service: str, exchange: str, key: str) -> None:
     with (
-        telemetry.running(spec, stream=io.StringIO()) as provider,
+        telemetry.running(traces_url=traces_url(otlp), service_name=service, stream=io.StringIO()) as provider,
         Tracing(provider).send(message, exchange=exchange, routing_key=key),
     ):
         pass
 
 
-def work(spec: TelemetrySpec, message: Message, *, queue: str, attempts_left: int) -> Message:
+def work(otlp: OtlpReceiver, message: Message, *, queue: str, attempts_left: int) -> Message:
     """What a worker does with one delivery; returns the published messages."""
-    with telemetry.running(spec, stream=io.StringIO()) as provider:
+    with telemetry.running(traces_url=traces_url(otlp), service_name="worker", stream=io.StringIO()) as provider:
         tracing = Tracing(provider)
         with tracing.process(message, queue=queue, delivery_tag=1) as span:
             try:
@@ -59,13 +62,11 @@ def work(spec: TelemetrySpec, message: Message, *, queue: str, attempts_left: in
 
 async def test_a_request_with_a_retry_and_a_reply_is_one_trace_with_correct_parents() -> None:
     async with OtlpReceiver() as otlp:
-        app = TelemetrySpec(service_name="app", otlp_endpoint=otlp.endpoint)
-        worker = TelemetrySpec(service_name="worker", otlp_endpoint=otlp.endpoint)
         message = Message(body=CANARY.encode(), exchange="lane.requests", routing_key="critical.a.b", message_id="m")
 
-        publish(app, message, exchange="lane.requests", key="critical.a.b")
-        retried = work(worker, message, queue="lane.critical", attempts_left=1)
-        reply = work(worker, retried, queue="lane.critical.due", attempts_left=0)
+        publish(otlp, message, service="app", exchange="lane.requests", key="critical.a.b")
+        retried = work(otlp, message, queue="lane.critical", attempts_left=1)
+        reply = work(otlp, retried, queue="lane.critical.due", attempts_left=0)
 
         sent = one(await otlp.wait_for(lambda spans: len(spans) >= 9), "send lane.requests")
         spans = await otlp.trace(sent.trace_id, names=["ack lane.critical", "ack lane.critical.due", "send (reply)"])
@@ -99,9 +100,7 @@ async def test_the_sdk_reads_its_own_environment_variables(monkeypatch: pytest.M
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-collector-key=abc")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
     async with OtlpReceiver() as otlp:
-        spec = TelemetrySpec(otlp_traces_endpoint=otlp.endpoint + "/v1/traces", otlp_endpoint="http://127.0.0.1:9")
-
-        publish(spec, Message(body=b""), exchange="lane.requests", key="k")
+        publish(otlp, Message(body=b""), service="app", exchange="lane.requests", key="k")
         (sent,) = await otlp.wait_for(lambda spans: spans)
 
     assert sent.service == "named-by-operator"
@@ -113,14 +112,14 @@ async def test_the_sdk_reads_its_own_environment_variables(monkeypatch: pytest.M
 async def test_with_a_sampler_that_drops_everything_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     async with OtlpReceiver() as otlp:
-        publish(TelemetrySpec(otlp_endpoint=otlp.endpoint), Message(body=b""), exchange="e", key="k")
+        publish(otlp, Message(body=b""), service="app", exchange="e", key="k")
 
     assert otlp.requests == []
 
 
 async def test_all_spans_are_exported_before_the_process_ends() -> None:
     async with OtlpReceiver() as otlp:
-        with telemetry.running(TelemetrySpec(otlp_endpoint=otlp.endpoint), stream=io.StringIO()) as provider:
+        with telemetry.running(traces_url=traces_url(otlp), stream=io.StringIO()) as provider:
             tracing = Tracing(provider)
             for _ in range(1000):
                 with tracing.send(Message(body=b""), exchange="e", routing_key="k"):
@@ -138,7 +137,7 @@ def test_an_unreachable_endpoint_neither_delays_the_exit_nor_fills_the_log(endpo
         if endpoint == "never answers":
             listener.listen()
         url = f"http://user:{CANARY}@127.0.0.1:{listener.getsockname()[1]}"
-        with telemetry.running(TelemetrySpec(otlp_endpoint=url, log_format="json"), stream=out) as provider:
+        with telemetry.running(traces_url=f"{url}/v1/traces", log_format="json", stream=out) as provider:
             tracing = Tracing(provider)
             for _ in range(5000):
                 with tracing.send(Message(body=b""), exchange="e", routing_key="k"):
@@ -156,7 +155,7 @@ def test_an_unreachable_endpoint_neither_delays_the_exit_nor_fills_the_log(endpo
 def test_without_an_endpoint_there_is_no_tracer_provider_and_no_thread() -> None:
     before = threading.active_count()
 
-    with telemetry.running(TelemetrySpec(), stream=io.StringIO()) as provider:
+    with telemetry.running(traces_url=None, stream=io.StringIO()) as provider:
         assert provider is None
         assert threading.active_count() == before
 
@@ -164,15 +163,16 @@ def test_without_an_endpoint_there_is_no_tracer_provider_and_no_thread() -> None
 def test_the_applications_global_tracer_provider_is_not_changed() -> None:
     before = trace.get_tracer_provider()
 
-    with telemetry.running(TelemetrySpec(otlp_endpoint="http://127.0.0.1:9"), stream=io.StringIO()):
+    with telemetry.running(traces_url="http://127.0.0.1:9/v1/traces", stream=io.StringIO()):
         assert trace.get_tracer_provider() is before
 
 
 async def test_prompts_and_keys_are_in_no_span_and_no_log_line() -> None:
     out = io.StringIO()
     async with OtlpReceiver() as otlp:
-        spec = TelemetrySpec(log_level="DEBUG", log_format="json", otlp_endpoint=otlp.endpoint)
-        with telemetry.running(spec, stream=out) as provider:
+        with telemetry.running(
+            traces_url=traces_url(otlp), log_level="DEBUG", log_format="json", stream=out
+        ) as provider:
             tracing = Tracing(provider)
             message = Message(
                 body=f'{{"prompt": "{CANARY}"}}'.encode(),

@@ -60,6 +60,7 @@ class FakePool:
 def parts(*pools: FakePool) -> Worker:
     return Worker(
         names=Names(),
+        bodies=None,
         lanes=(),
         topology=None,  # type: ignore[arg-type]
         consuming=NoConnection(),  # type: ignore[arg-type]
@@ -70,12 +71,12 @@ def parts(*pools: FakePool) -> Worker:
         answers=None,  # type: ignore[arg-type]
         parking=None,  # type: ignore[arg-type]
         dead_letters=FakePool("dead letters"),  # type: ignore[arg-type]
-        retelling=None,  # type: ignore[arg-type]
+        reply_retries=None,  # type: ignore[arg-type]
         pausing=Pausing({}),
         watch=FakePool("watch"),  # type: ignore[arg-type]
-        slots=FakePool("slots"),  # type: ignore[arg-type]
+        scaling=FakePool("slots"),  # type: ignore[arg-type]
         scouting=FakePool("scouting"),  # type: ignore[arg-type]
-        turns={},
+        lane_slots={},
         budgets=None,  # type: ignore[arg-type]
         breakers=None,  # type: ignore[arg-type]
         spending=None,  # type: ignore[arg-type]

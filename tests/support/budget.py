@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from consumers.limits import headers
 from consumers.limits.accounts import Budgets
 from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import Heard, Kind
+from consumers.limits.base import Feedback, Kind
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
 from service.simulated.buckets import Limits
@@ -110,7 +110,7 @@ class Traffic:
         rate = headers.read(told, now_s=time.time())
         retry_after_s = float(told["retry-after"]) if "retry-after" in told else None
         took_s = self.loop.time() - began_s
-        heard = Heard(kind=kind, rate=rate, retry_after_s=retry_after_s, counted=counted, took_s=took_s)
+        heard = Feedback(kind=kind, rate=rate, retry_after_s=retry_after_s, counted=counted, took_s=took_s)
         self.budgets.learn(ACCOUNT, heard)
 
     def slots(self, lane: str, count: int, tokens: Callable[[random.Random], int]) -> None:

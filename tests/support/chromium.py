@@ -31,6 +31,8 @@ OPTIONS = (
     "--disable-extensions",
     "--disable-sync",
     "--disable-breakpad",
+    # The page came from no address, so that calls of this machine's WebSockets would need a user's permission.
+    "--disable-features=LocalNetworkAccessChecks,LocalNetworkAccessChecksWebSockets",
     "--remote-debugging-port=0",
 )
 _LISTENS = re.compile(rb"DevTools listening on (ws://\S+)")

@@ -7,7 +7,7 @@
         await node.kill()               SIGKILL; `start()` brings it back with its data, name and address
         await node.pause()              frozen, like a machine that hangs; undone by `unpause()`
         await node.partition()          disconnected from its peers and from us; undone by `heal()`
-        await node.drain()              as before an upgrade; undone by `revive()` or `restart()`
+        await node.drain()              as before an upgrade; undone by `restart()`
         await c.whole()                 waits until all three run and know it
 
 Nodes are reached at their containers' addresses, not at published ports: `partition` disconnects clients too, and the
@@ -89,10 +89,6 @@ class Cluster:
         path = f"queues/{quote(vhost, safe='')}/{quote(queue, safe='')}?disable_stats=true&enable_queue_totals=true"
         found: dict[str, Any] = await (await self.alive())[0].api("GET", path)
         return found
-
-    async def rabbitmqctl(self, node: Node, *words: str) -> str:
-        """Run `rabbitmqctl` in a node's container."""
-        return await node.run("rabbitmqctl", "--quiet", *words)
 
     async def whole(self, *, within_s: float = READY_S) -> None:
         """Wait until every node runs and sees its peers."""

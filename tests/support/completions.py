@@ -1,19 +1,19 @@
 """Requests, copies and completions for tests of the store."""
 
-from consumers.state.base import Completion, Copy, Identity
+from consumers.state.base import Completion, Fingerprint, Identity
 
 ME = Identity("tenant", "id-1")
 
 
-def copy(
+def fingerprint(
     body: str = "body",
     mark: str = "mark",
     *,
     redelivered: bool = False,
     nonce: bytes = b"",
     dead_at_ms: int | None = None,
-) -> Copy:
-    return Copy(body_hash=_16(body), mark=_16(mark), redelivered=redelivered, nonce=nonce, dead_at_ms=dead_at_ms)
+) -> Fingerprint:
+    return Fingerprint(body_hash=_16(body), mark=_16(mark), redelivered=redelivered, nonce=nonce, dead_at_ms=dead_at_ms)
 
 
 def answered(text: str = "answer", *, ended_ms: int = 1_000) -> Completion:

@@ -22,13 +22,24 @@ from pathlib import Path
 
 HOUSE = Path(__file__).parents[2]
 IMPORTED = (
+    "consumers.state.opening",
+    "consumers.state.redis.shared_turns",
+    "lanekeeper.over_amqp",
+    "service.checks.run",
+    "service.checks.status",
     "service.cli.commands",
+    "service.cli.connecting",
     "service.cli.serve",
     "service.cli.simulate",
+    "service.config.loading",
+    "service.gateway.app",
+    "service.gateway.server",
     "service.simulated.app",
     "service.telemetry.exporters",
+    "service.worker.assembly",
     "service.worker.running",
 )
+"""All that a worker, a gateway and a short command use; some of it is imported only by the commands that need it."""
 Session = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 

@@ -3,6 +3,7 @@
 They show the order of steps, not how a broker behaves: tests/broker is for that.
 """
 
+import asyncio
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -19,22 +20,24 @@ from consumers.gates.base import Gate
 from consumers.gates.budget import BudgetGate
 from consumers.gates.route import RouteGate
 from consumers.handler import Handler
-from consumers.job import Asked, Job, is_trusted
+from consumers.job import Decoded, Job, is_trusted
 from consumers.lifecycle import Lifecycle
 from consumers.limits.estimates import Estimates
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import BudgetSpec
 from consumers.parking import Parking
+from consumers.parsing import Parsing
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
-from consumers.reading import Reading
 from consumers.replies.address import ReplyRule
 from consumers.replies.direct import DirectSender
 from consumers.replies.reply import Replies
-from consumers.replies.retelling import Retelling
+from consumers.replies.reply_retries import ReplyRetries
+from consumers.replies.sendable import Sendable
 from consumers.retry import RetryPolicy
 from consumers.settle import Settler
+from lanekeeper.amqp.confirming import Answer
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import MessageTooLarge
@@ -91,6 +94,8 @@ class FakePublisher:
     log: list[str]
     sent: list[Sent] = field(default_factory=list)
     failing: dict[str, Exception] = field(default_factory=dict)
+    unconfirmed: list[asyncio.Future[Answer]] | None = None
+    """If it is a list: the broker's answers to what is written; they are given by the test."""
     largest: int | None = None
     too_large: set[bytes] = field(default_factory=set)
     """Bodies for which it raises MessageTooLarge."""
@@ -106,7 +111,18 @@ class FakePublisher:
 
     publish_surely = publish
 
-    async def refuses(self, size: int) -> int | None:
+    async def write(
+        self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = 10
+    ) -> asyncio.Future[Answer]:
+        await self.publish(message, exchange=exchange, routing_key=routing_key)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        if self.unconfirmed is None:
+            answer.set_result(None)
+        else:
+            self.unconfirmed.append(answer)
+        return answer
+
+    async def exceeded_limit(self, size: int) -> int | None:
         return None if self.largest is None or size <= self.largest else self.largest
 
 
@@ -137,11 +153,11 @@ class Bench:
         )
         self.store = MemoryStore(self.log)
         self.claiming = Claiming(self.store)  # type: ignore[arg-type]
-        self.retelling = Retelling(self.claiming)
+        self.reply_retries = ReplyRetries(self.claiming)
         self.settler = Settler(
             self.publisher,  # type: ignore[arg-type]
             replies=self.replies,
-            retelling=self.retelling,
+            reply_retries=self.reply_retries,
             claiming=self.claiming,
             lifecycle=self.lifecycle,
             names=NAMES,
@@ -149,6 +165,7 @@ class Bench:
             now_ms=lambda: NOW_MS,
             failpoints=Failpoints(),
             parking=parking,
+            sendable=Sendable(self.publisher),  # type: ignore[arg-type]
         )
 
     def delivery(self, *, body: bytes = BODY, queue: str = "lane.critical", **properties: Any) -> FakeDelivery:
@@ -213,7 +230,7 @@ def handler(
     gates: Sequence[Gate],
     provider: str,
     replies: Replies,
-    reading: Reading | None = None,
+    parsing: Parsing | None = None,
 ) -> Handler:
     """The steps of a request, with these gates; its only route is to `provider`."""
     return Handler(
@@ -223,7 +240,7 @@ def handler(
         replies=replies,
         names=NAMES,
         failpoints=Failpoints(),
-        decoding=Decoding(reading or Reading()),
+        decoding=Decoding(parsing or Parsing()),
     )
 
 
@@ -238,11 +255,11 @@ def read(job: Job, chain: Chain | None = None, *, now_ms: int = NOW_MS) -> Job:
     hop = job.hop if job.trusted else None
     request = decoding.decode(job.message, lane=job.lane, request_id=job.id, hop=hop, now_ms=now_ms)
     chain = chain or routes_of("one").of(job.lane_name, job.identity.tenant, request.model)
-    job.asked = Asked(request, job.lane, chain)
+    job.decoded = Decoded(request, job.lane, chain)
     return job
 
 
-def asked(job: Job) -> Asked:
+def decoded(job: Job) -> Decoded:
     """The decoded request of a job (see `read`), with its lane and chain."""
-    assert job.asked
-    return job.asked
+    assert job.decoded
+    return job.decoded

@@ -1,13 +1,14 @@
 """All log lines that the code can write, read from its source: event, level and fields."""
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
+import re
+from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 from lanekeeper.telemetry import signals
+from tests.support.sources import product
 
-ROOT = Path(__file__).parents[2]
 LEVELS = {"debug", "info", "warning", "error", "exception"}
 
 
@@ -20,13 +21,16 @@ class LogCall(NamedTuple):
     fields: frozenset[str]
 
 
-def log_calls() -> Iterator[LogCall]:
+@cache
+def log_calls() -> Sequence[LogCall]:
     """All calls of loggers. Fails for a call whose fields are not written out in the source."""
-    for package in ("lanekeeper", "topology", "consumers", "service"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and _is_log(node):
-                    yield _read(node, at=f"{path.relative_to(ROOT)}:{node.lineno}")
+    return tuple(
+        _read(node, at=f"{path}:{node.lineno}")
+        for path, text in product().items()
+        if re.search(r"\b_?log\b", text)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and _is_log(node)
+    )
 
 
 def _is_log(call: ast.Call) -> bool:

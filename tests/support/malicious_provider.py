@@ -38,8 +38,6 @@ class MaliciousProvider:
         self.base_url = ""
         self.asked: list[Asked] = []
         """The requests received, in order."""
-        self.sent_bytes = 0
-        """Bytes of answers that clients have taken."""
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -66,7 +64,6 @@ class MaliciousProvider:
                     continue
                 writer.write(piece)
                 await writer.drain()
-                self.sent_bytes += len(piece)
         except (OSError, asyncio.IncompleteReadError):
             pass  # the client has closed the connection
         finally:

@@ -5,26 +5,36 @@ If `failing` is set, every call raises it, like a store that is unavailable. `lo
 
 import sqlite3
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from consumers.state.base import (
     Cancelling,
     Completion,
     Conflict,
-    Copy,
     Ended,
+    Fingerprint,
     Found,
     Granted,
     Held,
     Identity,
-    Room,
     Running,
     Stop,
     StoreUnavailable,
+    WaitingLimit,
 )
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.file import SCHEMA
-from consumers.state.sqlite.requests import Requests, Times
+from consumers.state.sqlite.requests import Requests
+from consumers.state.sqlite.rows import Times
 from consumers.state.sqlite.shares import Waiting
+
+
+@cache
+def _empty() -> bytes:
+    """A database with the tables. Making them takes a millisecond, and hundreds of tests need them."""
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    connection.executescript(SCHEMA)
+    return connection.serialize()
 
 
 class MemoryStore:
@@ -32,7 +42,7 @@ class MemoryStore:
 
     def __init__(self, log: list[str] | None = None, *, spec: StoreSpec | None = None) -> None:
         connection = sqlite3.connect(":memory:", isolation_level=None)
-        connection.executescript(SCHEMA)
+        connection.deserialize(_empty())
         self._requests = Requests(connection, spec or StoreSpec())
         self._waiting = Waiting(connection, spec or StoreSpec())
         self.log = [] if log is None else log
@@ -40,8 +50,8 @@ class MemoryStore:
         self.failing: StoreUnavailable | None = None
         self.trouble: str | None = None
 
-    async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
-        return self._requests.claim(self._at("claim"), identity, copy)
+    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
+        return self._requests.claim(self._at("claim"), identity, fingerprint)
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
         return self._requests.renew(self._at(), held)
@@ -52,14 +62,16 @@ class MemoryStore:
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
         return self._requests.defer(self._at("defer"), identity, due_ms, keep_until_ms)
 
-    async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
+    async def reserve(
+        self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
+    ) -> WaitingLimit:
         today = self._at("reserve").today
-        return self._waiting.reserve(today, identity, copy, weight=weight, until_ms=until_ms)
+        return self._waiting.reserve(today, identity, fingerprint, weight=weight, until_ms=until_ms)
 
     async def complete(
-        self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
+        self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion | None:
-        return self._requests.complete(self._at("stored"), identity, copy, completion, token)
+        return self._requests.complete(self._at("stored"), identity, fingerprint, completion, token)
 
     async def note(self, identity: Identity, completion: Completion) -> None:
         self._requests.note(self._at("noted"), identity, completion)

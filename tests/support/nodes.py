@@ -77,12 +77,9 @@ class Node:
         await docker("network", "connect", f"--ip={self.address}", self.network, self.host)
 
     async def drain(self) -> None:
-        """Move its leaders elsewhere, close its connections and take no new ones, as before an upgrade."""
+        """Move its leaders elsewhere, close its connections and take no new ones, until `restart`: as before an
+        upgrade."""
         await self.run("rabbitmq-upgrade", "drain")
-
-    async def revive(self) -> None:
-        """Undo `drain`, if the node was not restarted."""
-        await self.run("rabbitmq-upgrade", "revive")
 
     async def run(self, *command: str, within_s: float = COMMAND_S) -> str:
         """Run a command in its container: `rabbitmqctl`, `rabbitmq-queues`, … Raises AssertionError if it fails."""

@@ -117,6 +117,17 @@ class Requester:
         )
         return str(given["correlation_id"])
 
+    async def waits_s(self, count: int, *, pause_s: float) -> list[float]:
+        """How long this many critical requests take, one after the other."""
+        loop = asyncio.get_running_loop()
+        found = []
+        for n in range(count):
+            began_s = loop.time()
+            assert (await self.ask({"prompt": f"quick {n}"}, within_s=60)).status == "ok"
+            found.append(loop.time() - began_s)
+            await asyncio.sleep(pause_s)
+        return found
+
     async def ask(self, body: Any, *, within_s: float = FINAL_S, **how: Any) -> Got:
         """Publish and wait for the final reply."""
         return await self.final(await self.publish(body, **how), within_s=within_s)

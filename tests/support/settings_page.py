@@ -16,9 +16,9 @@ from pydantic.fields import FieldInfo
 
 from service.cli.settings import text_of
 from service.config.effective import plain
+from service.config.error_messages import allowed_values
 from service.config.names import ANY, SETTINGS, Place, is_section, variable
 from service.config.settings import Settings
-from service.config.told import allowed
 from topology.lanes import DEFAULT_LANES
 
 PAGE = Path(__file__).parents[2] / "docs/settings.md"
@@ -112,7 +112,7 @@ def page() -> str:
 def _row(entry: Entry) -> str:
     said = [_said(each) for each in entry.defaults]
     defaults = ", ".join(f"`{each}`" for each in (said if len(set(said)) > 1 else said[:1])).replace("`none`", "none")
-    limits = allowed(entry.field) if _is_limited(entry.field) else ""
+    limits = allowed_values(entry.field) if _is_limited(entry.field) else ""
     text = f"{entry.text} Allowed: {limits}." if limits else entry.text
     cells = (f"`{entry.variable}`", defaults, _unit(entry.place[-1]), text, f"`{entry.example}`")
     return "| " + " | ".join(each.replace("|", "\\|") for each in cells) + " |"

@@ -11,7 +11,7 @@ import time
 
 from consumers.limits import learned
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import Heard, Kind
+from consumers.limits.base import Feedback, Kind
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.shared_turns import shared_accounts
@@ -37,7 +37,9 @@ async def main(url: str, namespace: str, seconds: float, version: str = "") -> N
             told = BucketHeaders(
                 limit=PER_MINUTE + len(granted) % 2
             )  # alternates, so that every answer tells something new
-            budgets.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=RateHeaders(told, BucketHeaders(), BucketHeaders())))
+            budgets.learn(
+                ACCOUNT, Feedback(kind=Kind.ANSWERED, rate=RateHeaders(told, BucketHeaders(), BucketHeaders()))
+            )
             budgets.settle(reservation, Amounts(1, 10, 5))
 
     workers = [asyncio.ensure_future(worker(lane)) for lane in LANES * 2]

@@ -1,4 +1,4 @@
 """Consuming, inboxes and events: what a worker does on a connection besides publishing.
 
-Start at `connection.py`, `publisher.py` and `deliveries.py`. Imported by `consumers` and `service`.
+Start at `deliveries.py`; connection and publisher are in `lanekeeper/amqp`. Imported by `consumers` and `service`.
 """

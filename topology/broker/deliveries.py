@@ -1,12 +1,12 @@
-"""Deliveries of one queue as an async stream, over as many channels as it takes.
+"""Deliveries of one queue as an async stream. When the channel is lost, another is opened.
 
-    async for session in deliveries.sessions():         one channel each
-        async for delivery in session:                  until it is lost (ChannelLost) or stopped (ends)
+    async for session in deliveries.sessions():         each session has one channel
+        async for delivery in session:                  raises ChannelLost if the channel is lost; ends after `stop`
             …
             await delivery.ack()
 
-The broker delivers again what was delivered on a lost channel, so work on it must stop: `ChannelLost` ends a TaskGroup
-around the inner loop, and with it the work.
+The broker delivers the unsettled messages of a lost channel again, so work on them must stop. If the inner loop is in a
+TaskGroup, `ChannelLost` ends the group, and with it the tasks that work on these messages.
 """
 
 import asyncio
@@ -24,19 +24,19 @@ from topology.broker.heads import Heads, HeadsSession
 from topology.broker.session import Session
 
 OPEN_TIMEOUT_S = 5
-"""How long to wait for a connection at a time; a `stop` waits no longer than this."""
+"""The limit for opening a channel. A `stop` meanwhile takes effect only when this is over."""
 BACKOFF_CAP_S = 5.0
 SHORT_S = 10
-"""A channel that is lost sooner counts as a failure: the pause before the next one grows."""
+"""If a channel is lost sooner than this, the pause before the next one grows."""
 log = logs.logger()
 
 
 class Deliveries:
-    """Consumes a queue until stopped. If the channel is lost, it opens another, with backoff.
+    """Consumes a queue until `stop`. If the channel is lost, opens another, with growing pauses.
 
-    `counted`: the queue counts deliveries (quorum queues do). `on_missing`: called if the queue does not exist, or the
-    broker ended its consumer. `heads`: fetch the heads of these queues in place of consuming; `queue` then only names
-    them in logs.
+    `counted`: whether the queue counts deliveries (quorum queues do). `on_missing` is called if the queue does not
+    exist, or if the broker ended the consumer. `heads`: several queues whose messages are fetched with `basic.get`, one
+    at a time for each (`heads.py`), in place of consuming one queue; `queue` is then only a name for logs.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Deliveries:
         self._session: Session | None = None
         self._stopping = asyncio.Event()
         self._paused: str | None = None
-        self._wanted = asyncio.Event()
-        self._wanted.set()
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
         self._trouble: str | None = "not consuming yet"
 
     @property
@@ -72,7 +72,8 @@ class Deliveries:
         return self._paused is not None
 
     async def sessions(self) -> AsyncGenerator[Session, None]:
-        """One session after the other, until `stop`."""
+        """Open a channel and yield its `Session`, which iterates over the deliveries; when the channel is lost, do so
+        again, until `stop`."""
         failures = 0
         loop = asyncio.get_running_loop()
         while await self._may_open():
@@ -80,17 +81,17 @@ class Deliveries:
                 session = await self._open()
             except BrokerError as error:
                 failures += 1
-                self._failed(str(error))
+                self._report_failure(str(error))
                 await self._back_off(failures)
                 continue
-            if self._stopping.is_set():  # while it was opened
+            if self._stopping.is_set():  # `stop` was called while the channel was opened
                 await session.close()
                 return
             self._trouble = None
             self._session = session  # from here on `pause`, `resume` and `stop` reach it
             opened_s = loop.time()
             try:
-                if self._paused is not None:  # while it was opened
+                if self._paused is not None:  # `pause` was called while the channel was opened
                     await session.pause()
                 yield session
             finally:
@@ -100,34 +101,35 @@ class Deliveries:
             if session.cancelled:
                 log.warning(signals.CONSUMER_CANCELLED, queue=self.queue)
                 self._on_missing()
-            if self._connection.is_open:  # after a reconnect the pause was long enough
+            if self._connection.is_open:  # otherwise the connection makes pauses while it reconnects
                 failures = failures + 1 if loop.time() < opened_s + SHORT_S else 1
                 await self._back_off(failures)
 
     async def stop(self) -> None:
-        """Take no more. The current session ends as soon as everything it delivered has been taken."""
+        """Stop consuming for good. The current session ends when its remaining deliveries have been iterated over."""
         self._stopping.set()
         if self._session is not None:
             await self._session.stop()
 
     async def pause(self, reason: str) -> None:
-        """Stop consuming until `resume`. What was delivered stays here and can be settled."""
+        """Stop consuming until `resume`. Messages that were delivered stay valid and can be settled."""
         self._paused = reason
-        self._wanted.clear()
+        self._unpaused.clear()
         if self._session is not None:
             await self._session.pause()
 
     async def resume(self) -> None:
         self._paused = None
-        self._wanted.set()
+        self._unpaused.set()
         if self._session is not None:
             await self._session.resume()
 
     async def _may_open(self) -> bool:
-        """Wait until there is a connection and no pause. False as soon as `stop` was called."""
+        """Wait until a channel may be opened: the connection is open and consuming is not paused. Returns False after
+        `stop`."""
         while not self._stopping.is_set():
             if self._paused is not None:
-                await self._unless_stopped(self._wanted.wait())
+                await self._unless_stopped(self._unpaused.wait())
             elif not self._connection.is_open:
                 self._trouble = self._connection.trouble or "no connection"
                 await self._unless_stopped(self._connected())
@@ -143,7 +145,7 @@ class Deliveries:
         await self._unless_stopped(asyncio.sleep(pause_s(failures, first_s=0.1, cap_s=BACKOFF_CAP_S)))
 
     async def _unless_stopped(self, waiting: Coroutine[object, object, object]) -> None:
-        """Wait for an awaitable, but no longer than until `stop`."""
+        """Await a coroutine to its end, but cancel it as soon as `stop` is called."""
         tasks = (asyncio.create_task(waiting), asyncio.create_task(self._stopping.wait()))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -151,7 +153,7 @@ class Deliveries:
             for task in tasks:
                 task.cancel()
 
-    def _failed(self, why: str) -> None:
+    def _report_failure(self, why: str) -> None:
         if self._trouble != why:
             self._trouble = why
             log.warning(signals.CONSUME_FAILED, queue=self.queue, reason=why)

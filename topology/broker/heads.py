@@ -1,13 +1,13 @@
-"""Queues whose first messages (heads) are fetched one at a time (`basic.get`), so that the reader can choose among the
-queues.
+"""Fetches the first message (the head) of each of several queues with `basic.get`, so that a worker can choose among
+the queues.
 
     heads = Heads(queues)
-    async for delivery in HeadsSession(channel, heads, …): …       one of each queue is in hand at most
-    heads.pass_on(delivery.queue)                                  its head was chosen: the next is fetched
+    async for delivery in HeadsSession(channel, heads, …): …       holds at most one message of each queue
+    heads.pass_on(delivery.queue)                                  this head was chosen; the queue's next one is fetched
 
-A consumer would need a prefetch for each queue, and no other process could work on what it holds, nor could a higher
-priority overtake it. A passive declaration each second finds out whether a queue holds anything; after a fetch the
-broker says how many messages are left.
+Consuming these queues would need a prefetch for each. No other process could work on prefetched messages, and messages
+with a higher priority could not overtake them. Once a second, a passive declaration finds out whether a queue has
+messages; the answer to a fetch says how many are left.
 """
 
 import asyncio
@@ -22,12 +22,14 @@ from lanekeeper.amqp.driver.frames import message_of
 from lanekeeper.amqp.driver.incoming import Delivered
 from topology.broker.session import RPC_TIMEOUT_S, ChannelLost, Delivery, Session
 
-LOOK_EVERY_S: Final = 1.0
-"""How often the queues' lengths are read: one passive declaration for each queue, 0.1 ms of CPU."""
+READ_LENGTHS_EVERY_S: Final = 1.0
+"""How often the lengths of the queues are read. One passive declaration takes 0.1 ms of CPU."""
 
 
 class Heads:
-    """What is known of the queues: how many messages wait in each, and whose head is held. It outlives sessions."""
+    """Which of several queues to fetch from next. A queue's head is its first message; a process holds a head that it
+    has fetched until `pass_on`, and holds at most one for each queue. The state (how many messages wait in each queue,
+    which heads are held) stays when a channel is lost."""
 
     def __init__(self, queues: Iterable[str]) -> None:
         self._ready = dict.fromkeys(queues, 0)
@@ -40,53 +42,54 @@ class Heads:
 
     @property
     def ready(self) -> int:
-        """How many messages wait in all the queues, without those that a process holds."""
+        """How many messages wait in all the queues, without those that any process holds."""
         return sum(self._ready.values())
 
     def ready_in(self, queue: str) -> int:
         return self._ready[queue]
 
     def publish_seen(self, queue: str) -> None:
-        """Note that this process published one more message to a queue."""
+        """Add one to the length of a queue, because this process has published a message to it."""
         self._ready[queue] += 1
         self.changed.set()
 
     def pass_on(self, queue: str) -> None:
-        """Note that a queue's head is being worked on, or is gone: the next may be fetched."""
+        """Allow the next fetch from a queue: its head is no longer only held, but being worked on, or was settled."""
         self._held.discard(queue)
         self.changed.set()
 
     def next(self) -> str | None:
-        """A queue whose head should be fetched next, the one that was asked longest ago first; None if there is
-        none."""
+        """The queue from which to fetch next: of those that have messages and whose head is not held, the one whose
+        last fetch is longest ago. None if there is none."""
         for queue, ready in self._ready.items():
             if ready > 0 and queue not in self._held:
                 return queue
         return None
 
     def fetched(self, queue: str, *, left: int) -> None:
-        """Note that a queue's head is held now, and that `left` messages remain behind it."""
+        """Record that the head of a queue was fetched, and that `left` messages remain in the queue."""
         del self._ready[queue]
-        self._ready[queue] = left  # the last to be asked next time
+        self._ready[queue] = left  # moves the queue to the end of the order
         self._held.add(queue)
 
     def found(self, queue: str, ready: int) -> None:
-        """Note that `ready` messages wait in a queue."""
+        """Record the length of a queue, as the broker has reported it: `ready` messages wait."""
         self._ready[queue] = ready
 
     def lost(self) -> None:
-        """Note that the channel is lost: the broker delivers the held heads again."""
+        """Record that no head is held any more, because the channel was lost and the broker delivers them again."""
         self._held.clear()
 
 
 class HeadsSession(Session):
-    """The heads that one channel fetches, as deliveries. It ends, or is lost, like every session."""
+    """A `Session` for several queues that fetches with `basic.get`, in place of consuming. It yields the first message
+    of the queue that `heads` chooses as a delivery."""
 
     def __init__(self, channel: Channel, heads: Heads, *, queue: str, counted: bool) -> None:
         super().__init__(channel, queue=queue, counted=counted)
         self._heads = heads
         self._fetching = False
-        self._look_at_s = 0.0
+        self._next_reading_s = 0.0
 
     async def start(self, *, prefetch: int) -> None:
         self._channel.closing.add_done_callback(self._on_closed)
@@ -117,12 +120,12 @@ class HeadsSession(Session):
                     if (delivery := await self._fetch(queue)) is not None:
                         return delivery
                     continue
-                if loop.time() >= self._look_at_s:
-                    await self._look()
-                    self._look_at_s = loop.time() + LOOK_EVERY_S
+                if loop.time() >= self._next_reading_s:
+                    await self._read_lengths()
+                    self._next_reading_s = loop.time() + READ_LENGTHS_EVERY_S
                     continue
             try:
-                async with asyncio.timeout_at(self._look_at_s if self._fetching else None):
+                async with asyncio.timeout_at(self._next_reading_s if self._fetching else None):
                     await self._heads.changed.wait()
             except TimeoutError:
                 pass
@@ -137,11 +140,11 @@ class HeadsSession(Session):
         got = Delivered(message_of(found), found.delivery.delivery_tag or 0, bool(found.delivery.redelivered))
         return Delivery(got, queue=queue, channel=self._channel, counted=self._counted)
 
-    async def _look(self) -> None:
+    async def _read_lengths(self) -> None:
         for queue in self._heads.queues:
             with border(f"cannot look at {queue!r}", lost=ChannelLost):
-                told = await self._channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
-            self._heads.found(queue, told.message_count or 0)
+                declared = await self._channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
+            self._heads.found(queue, declared.message_count or 0)
 
     def _end(self, reason: str) -> None:
         super()._end(reason)

@@ -1,4 +1,5 @@
-"""An exclusive queue, named by the broker, deleted with its connection. For replies, and questions to all workers.
+"""An exclusive queue, which the broker names and deletes with its connection. It receives replies, and questions that
+go to all workers.
 
 async with Inbox(connection) as inbox:
     reply_to = inbox.name
@@ -21,13 +22,15 @@ from lanekeeper.contract.problems import BrokerUnreachable
 from topology.broker.session import CLOSE_TIMEOUT_S, RPC_TIMEOUT_S, ChannelLost
 
 WAITING = 1000
-"""Messages that may wait to be read before the broker is asked to hold the rest (its prefetch)."""
+"""The prefetch: how many messages may wait here to be read; further ones wait on the broker."""
 TOGETHER = 50
-"""The most messages that are acknowledged with one frame: a third less CPU under load (docs/facts.md, section 12)."""
+"""How many messages are acknowledged with one frame at most, which saves a third of the CPU time under load
+(docs/facts.md, section 12)."""
 
 
 class Inbox:
-    """Messages of an exclusive queue, acknowledged as they are read. `bindings`: (exchange, routing key) pairs."""
+    """Declares an exclusive queue with a name from the broker, and iterates over its messages; a message is
+    acknowledged when it is read. `bindings`: the queue's bindings, as pairs of an exchange and a routing key."""
 
     def __init__(self, connection: Connection, *, bindings: tuple[tuple[str, str], ...] = ()) -> None:
         self._connection = connection
@@ -39,7 +42,7 @@ class Inbox:
         """The queue's name, as the broker gave it (`amq.gen-…`)."""
 
     async def __aenter__(self) -> Self:
-        """Declare, bind and consume. Raises BrokerUnreachable."""
+        """Declare the queue, bind it, and begin to consume it. Raises BrokerUnreachable."""
         channel = self._channel = await self._connection.raw_channel(confirms=False)
         channel.closing.add_done_callback(lambda _: self._arrived.put_nowait(None))
         channel.on_consumer_cancel_callbacks.add(lambda _: self._arrived.put_nowait(None))
@@ -52,7 +55,8 @@ class Inbox:
         return self
 
     async def bind(self) -> None:
-        """Make its bindings again: a deleted exchange has lost them. Raises BrokerUnreachable."""
+        """Make the bindings of the queue. Call it again if an exchange was deleted and declared again, because its
+        bindings are lost then. Raises BrokerUnreachable."""
         assert self._channel is not None
         with border("cannot bind"):
             for exchange, routing_key in self._bindings:
@@ -70,7 +74,7 @@ class Inbox:
         delivered = await self._arrived.get()
         channel = self._channel
         if delivered is None or channel is None:
-            self._arrived.put_nowait(None)  # for the next reader
+            self._arrived.put_nowait(None)  # so that another reader's wait ends too
             raise ChannelLost(f"{self.name}: the queue is gone with its connection")
         self._unacknowledged += 1
         if self._arrived.empty() or self._unacknowledged >= TOGETHER:

@@ -1,7 +1,7 @@
-"""Publishes messages that may be lost (life-cycle events), many in one write; nobody waits for them.
+"""Publishes messages that may be lost (life-cycle events): many in one write, without confirms.
 
-Two events a request, published the ordinary way, cost a quarter of all that we add to a call (measured).
-So they are collected for a moment and their frames are built here; these differ only in the key and the body.
+Each request has two events. Published one by one, they took a quarter of the CPU time that we add to a call. So events
+are collected for a moment, and their frames are written together.
 """
 
 import asyncio
@@ -20,19 +20,21 @@ from lanekeeper.contract.problems import BrokerBlocked, BrokerError
 from lanekeeper.telemetry import logs, signals
 
 WAITING = 1000
-"""Notices that may wait to be written; more are dropped."""
+"""How many messages may wait to be written; further ones are dropped."""
 TOGETHER = 100
-"""The most messages in one write."""
-GATHER_S = 0.005
-"""How long the first of them waits for others."""
+"""How many messages are written together at most."""
+GATHER_S = 0.025
+"""How long the first message of a write waits for others. With 5 ms, a worker that handles one request after another
+wrote once for each request, and used a tenth more CPU."""
 WRITE_TIMEOUT_S = 5
 _Notice = tuple[str, str, bytes, bytes]
-"""Exchange, routing key, properties as they are written, body."""
+"""Exchange, routing key, encoded properties, body."""
 log = logs.logger()
 
 
 class Notices:
-    """JSON messages to exchanges, not persistent, without confirms. A task of its own writes them."""
+    """Publishes messages that may be lost, without confirms. They are queued, and a background task writes many at a
+    time to the connection."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -56,12 +58,15 @@ class Notices:
                 await self._writer
 
     def publish(self, body: bytes, *, exchange: str, routing_key: str) -> None:
-        """Publish an event soon. It is dropped if too many are waiting."""
+        """Queue an event for publishing: `body` is its JSON, and the message is not persistent. It is dropped without
+        an error if `WAITING` messages are queued already."""
         with suppress(asyncio.QueueFull):
             self._waiting.put_nowait((exchange, routing_key, _JSON, body))
 
     def send(self, message: Message, *, routing_key: str) -> bool:
-        """Publish a message to a queue soon; False if it was dropped. It costs a fifth of a confirmed publish."""
+        """Queue a message for publishing to the queue named `routing_key`, through the default exchange. Returns False
+        if it was dropped because `WAITING` messages are queued already. This takes a fifth of the CPU time of a
+        confirmed publish."""
         if self._waiting.full():
             return False
         self._waiting.put_nowait(("", routing_key, encoded(message, message_id=message.message_id), message.body))
@@ -87,7 +92,7 @@ class Notices:
                     self._waiting.task_done()
 
     async def _send(self, together: list[_Notice]) -> None:
-        if self._connection.blocked is not None:  # during an alarm, everything written would stay in our memory
+        if self._connection.blocked is not None:  # during an alarm, written frames would stay in our memory
             raise BrokerBlocked(self._connection.blocked)
         if self._channel is None or self._channel.is_closed:
             self._channel = await self._connection.raw_channel(confirms=False, timeout_s=WRITE_TIMEOUT_S)

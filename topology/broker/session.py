@@ -1,5 +1,5 @@
-"""A session is the stream of deliveries on one channel of a queue. A delivery is one delivered message, until it is
-settled."""
+"""A session is the stream of deliveries of one queue on one channel. A delivery is a message that was delivered and
+must be settled."""
 
 import asyncio
 from bisect import bisect_left
@@ -19,15 +19,16 @@ from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 
 RPC_TIMEOUT_S = 30
 CLOSE_TIMEOUT_S = 3
-"""A broker that hangs delays a `stop` by no more than this."""
+"""The limit for closing a channel, so that a broker that does not answer delays a `stop` only briefly."""
 
 
 class ChannelLost(BrokerError):
-    """The channel of a delivery is gone. The broker delivers again what was not acknowledged on it."""
+    """The channel on which a message was delivered is lost. Messages that were not settled on it cannot be settled any
+    more; the broker delivers them again."""
 
 
 class Delivery:
-    """One message that was delivered and has to be settled: ack, nack or reject."""
+    """A message that was delivered and must be settled by `ack`, `nack` or `reject`."""
 
     __slots__ = ("_channel", "_counted", "message", "queue", "redelivered", "tag")
 
@@ -41,11 +42,11 @@ class Delivery:
 
     @property
     def times_delivered(self) -> int | None:
-        """How often it was delivered without being settled, this time included; None if the queue does not count
-        (classic queues).
+        """How often the message was delivered without being acknowledged, including this time; None if the queue does
+        not count deliveries (classic queues).
 
-        Believed only on a redelivered message of a queue that counts: elsewhere the header can be forged
-        (docs/facts.md, section 7). On 4.3 a message that was only returned by nack has no delivery count.
+        The broker's header is used only if the message is redelivered and the queue counts; otherwise a requester can
+        forge it (docs/facts.md, section 7). From 4.3 on, a message that was only returned by nack has no such header.
         """
         if not self.redelivered:
             return 1
@@ -54,16 +55,17 @@ class Delivery:
         return count + 1 if self._counted and isinstance(count, int) else None
 
     async def ack(self) -> None:
-        """Acknowledge it. Raises ChannelLost if the channel is gone; the broker then delivers it again."""
+        """Acknowledge the message. Raises ChannelLost if the channel is lost; the broker then delivers it again."""
         await self._settle(self._channel.basic_ack(self.tag, wait=False))
 
     async def reject(self) -> None:
-        """Return the message to its queue; the broker counts this as a delivery (docs/facts.md, section 7)."""
+        """Return the message to its queue, and let the broker count this as a failed delivery (towards the queue's
+        delivery limit; docs/facts.md, section 7)."""
         await self._settle(self._channel.basic_reject(self.tag, requeue=True, wait=False))
 
     async def nack(self) -> None:
-        """Return the message to its queue. RabbitMQ 4.3 does not count this as a delivery; use it if the message is not
-        at fault."""
+        """Return the message to its queue; RabbitMQ 4.3 does not count this as a delivery. Use it if the message is not
+        the cause of the failure."""
         await self._settle(self._channel.basic_nack(self.tag, requeue=True, wait=False))
 
     async def _settle(self, call: Awaitable[None]) -> None:
@@ -72,19 +74,20 @@ class Delivery:
 
 
 class Session:
-    """The deliveries of one channel. Iterating ends when it is stopped, and raises ChannelLost when it is lost."""
+    """Consumes one queue on one channel: an iterator over the deliveries. Iterating ends after `stop`, and raises
+    ChannelLost if the channel is lost."""
 
     def __init__(self, channel: Channel, *, queue: str, counted: bool) -> None:
         self._channel = channel
         self._queue = queue
         self._counted = counted
         self._tag: str | None = None
-        self._turn = asyncio.Lock()
+        self._consume_lock = asyncio.Lock()
         self._arrived: asyncio.Queue[Delivery | None] = asyncio.Queue()  # bounded by the prefetch
         self._lost: str | None = None
         self._stopped = False
         self.cancelled = False
-        """The broker ended the consumer: the queue was deleted, its leader moved, or the consumer timeout was
+        """Whether the broker ended the consumer: the queue was deleted, its leader moved, or the consumer timeout was
         reached."""
 
     async def start(self, *, prefetch: int) -> None:
@@ -94,7 +97,7 @@ class Session:
         await self._consume()
 
     async def stop(self) -> None:
-        """Take no more; what was delivered can still be settled."""
+        """Stop consuming for good. Messages that were delivered can still be settled."""
         if self._stopped or self._lost is not None:
             return
         self._stopped = True
@@ -102,16 +105,16 @@ class Session:
         self._arrived.put_nowait(None)
 
     async def pause(self) -> None:
-        """Stop consuming. What was delivered can still be settled."""
-        async with self._turn:
+        """Stop consuming until `resume`. Messages that were delivered can still be settled."""
+        async with self._consume_lock:
             if self._lost is None and (tag := self._tag) is not None:
                 self._tag = None
                 with suppress(BrokerUnreachable), border("cancelling"):
                     await self._channel.basic_cancel(tag, timeout=RPC_TIMEOUT_S)
 
     async def resume(self) -> None:
-        """After `pause`: consume again under a new tag, because the broker may still know the old one."""
-        async with self._turn:
+        """Consume again after `pause`, under a new consumer tag, because the broker may still use the old one."""
+        async with self._consume_lock:
             if self._lost is None and self._tag is None and not self._stopped:
                 with suppress(BrokerUnreachable), border(f"cannot consume {self._queue!r}"):
                     await self._consume()  # if this fails, the channel closes, and the session with it
@@ -122,11 +125,12 @@ class Session:
         self._tag = consuming.consumer_tag or ""
 
     async def ack(self, deliveries: Sequence[Delivery], *, in_hand: Collection[int] = ()) -> None:
-        """Acknowledge several in one write: a write for each takes most of the time under a flood. All tags before the
-        first one that is still `in_hand` are acknowledged together. Raises ChannelLost."""
+        """Acknowledge several deliveries in one write, because separate writes take most of the CPU time under high
+        load. `in_hand`: the delivery tags of other messages, which must not be acknowledged yet. Those of `deliveries`
+        with a tag below all of these are acknowledged by a single frame (`multiple`). Raises ChannelLost."""
         if self._lost is not None:
             raise ChannelLost(f"{self._queue}: {self._lost}")
-        tags = sorted(each.tag for each in deliveries)
+        tags = sorted(delivery.tag for delivery in deliveries)
         before = bisect_left(tags, min(in_hand, default=tags[-1] + 1))
         frames = [Basic.Ack(delivery_tag=tag) for tag in tags[before:]]
         if before:
@@ -141,7 +145,7 @@ class Session:
 
     @property
     def waiting(self) -> int:
-        """How many deliveries have arrived and not been taken yet."""
+        """How many deliveries have arrived and were not yet returned by the iterator."""
         return self._arrived.qsize()
 
     def __aiter__(self) -> "Session":
@@ -149,7 +153,7 @@ class Session:
 
     async def __anext__(self) -> Delivery:
         delivery = await self._arrived.get()
-        if self._lost is not None:  # the broker delivers messages again even if they have arrived here
+        if self._lost is not None:  # the broker delivers the unsettled messages again, also those in `_arrived`
             raise ChannelLost(f"{self._queue}: {self._lost}")
         if delivery is None:
             raise StopAsyncIteration

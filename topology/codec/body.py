@@ -1,6 +1,7 @@
-"""The body of a request: Anthropic's own, or the short form. Only the fields that we need are checked.
+"""Checks the body of a request, which is either that of Anthropic's Messages API or the short form. Only the fields
+that we need are checked.
 
-The rest of the body goes to the provider unchanged, and the provider judges it.
+All other fields go to the provider unchanged, and the provider checks them.
 """
 
 import json
@@ -12,15 +13,17 @@ from pydantic_core import PydanticCustomError
 from lanekeeper.contract.problems import RequestProblem
 
 FIELDS_AT_MOST = 1000
-"""The most fields of the short form, which has five. Each unknown field costs the time of one pydantic error."""
+"""How many fields a body in the short form may have before it is refused without a check. Five are known; pydantic
+makes an error for each unknown field, which takes time."""
 
 
 MEDIA_AS_TEXT_BYTES = 6400
-"""An image of any size costs up to 1,600 tokens: as many as this much text."""
+"""How many bytes of text have about as many tokens as an image. An image of any size has at most 1,600 tokens."""
 
 
 def _text_or_blocks(content: Any) -> Any:
-    """Check only the type: pydantic would copy the blocks one by one."""
+    """Check that a message's content is text or a list of blocks. The blocks are not checked, because pydantic would
+    copy them one by one."""
     if not isinstance(content, str | list):
         raise PydanticCustomError("text_or_blocks", "Input should be a string or an array")
     return content
@@ -32,7 +35,7 @@ MaxTokens = Annotated[int, Field(ge=1, le=10_000_000)]
 
 
 class Turn(BaseModel):
-    """One message of the conversation."""
+    """One message of the conversation in a Messages request: who speaks, and what."""
 
     model_config = ConfigDict(strict=True)
     role: str
@@ -40,11 +43,11 @@ class Turn(BaseModel):
 
 
 class MessagesBody(BaseModel):
-    """The JSON body of `POST /v1/messages`; `model` and `max_tokens` may be left to the lane."""
+    """The JSON body of `POST /v1/messages`. Without `model` or `max_tokens`, the lane's value applies."""
 
     model_config = ConfigDict(strict=True)
     messages: Annotated[list[Any], Field(min_length=1)]
-    """Each as `Turn` describes. They are checked without making `Turn` objects, which would take 4 µs each."""
+    """Every item has the fields of `Turn`. No `Turn` objects are made for the check: that would take 4 µs each."""
     model: ModelName | None = None
     max_tokens: MaxTokens | None = None
     stream: bool | None = None
@@ -52,7 +55,7 @@ class MessagesBody(BaseModel):
 
 
 class PromptBody(BaseModel):
-    """The short form of a request's body."""
+    """The JSON body of a request in the short form: one `prompt` in place of a conversation."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     prompt: Annotated[str, Field(min_length=1)]
@@ -63,7 +66,8 @@ class PromptBody(BaseModel):
 
 
 def check(found: object) -> MessagesBody | PromptBody:
-    """Check a decoded body. Raises a RequestProblem that names every wrong field and never quotes the prompt."""
+    """Check a request's parsed JSON body: either Anthropic's Messages format or the short form with `prompt`. Raises a
+    RequestProblem that names up to five wrong fields and never quotes the prompt."""
     if not isinstance(found, dict):
         raise RequestProblem("invalid_request", f"body: found {_kind(found)}, allowed is a JSON object")
     if "prompt" in found and "messages" in found:
@@ -91,7 +95,9 @@ def check(found: object) -> MessagesBody | PromptBody:
 
 
 def media_bytes(checked: MessagesBody | PromptBody) -> int:
-    """Bytes of images and documents in base64, less those of the text that would cost as much as each of them."""
+    """How many of the body's bytes are images and documents in base64, and so are left out when input tokens are
+    estimated from the body's length. `MEDIA_AS_TEXT_BYTES` of each image or document are not left out: they stand for
+    its tokens."""
     if isinstance(checked, PromptBody):
         return 0
     blocks = [block for turn in checked.messages if isinstance(turn["content"], list) for block in turn["content"]]
@@ -106,14 +112,15 @@ def _is_turn(turn: object) -> bool:
 
 def _problem(error: ValidationError, *place: str | int) -> RequestProblem:
     wrong = [
-        f"{'.'.join(str(step)[:40] for step in (*place, *each['loc']))}: {each['msg']} (found {_kind(each['input'])})"
-        for each in error.errors(include_url=False, include_context=False)[:5]
+        f"{'.'.join(str(step)[:40] for step in (*place, *one['loc']))}: {one['msg']} (found {_kind(one['input'])})"
+        for one in error.errors(include_url=False, include_context=False)[:5]
     ]
     return RequestProblem("invalid_request", f"body: {'; '.join(wrong)}")
 
 
 def _kind(value: object) -> str:
-    """The value that was found, in JSON's words. For strings and objects, which may contain a prompt, only the type."""
+    """Describe a wrong value in an error's text: numbers, booleans and null as JSON; other values, which may contain a
+    prompt, only by their type."""
     if value is None or isinstance(value, (bool, int, float)):
         return json.dumps(value)[:40]
     kinds: dict[type, str] = {str: "a string", list: "an array", dict: "an object"}

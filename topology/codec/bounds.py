@@ -1,44 +1,49 @@
-"""Limits how much a JSON text may hold, and checks that before it is parsed.
+"""Checks, before a JSON text is parsed, that it does not have too many values or too long numbers.
 
-The event loop stands still while JSON is parsed. How long that takes depends on the number of values more than on the
-number of bytes: 8 MiB of `[],[],…` took 1.8 s and 958 MB, 8 MiB of text takes 30 ms. So keys and values are counted
-first, by a few passes over the bytes in C: at most 10 ms a MiB, and nothing for short bodies.
+Parsing JSON blocks the event loop. How long it takes depends more on the number of values than on the number of bytes:
+8 MiB of `[],[],…` took 1.8 s and 958 MB of memory; 8 MiB of text take 30 ms. So keys and values are counted first, by a
+few passes over the bytes in C. Counting takes at most 10 ms for each MiB. Short texts are not counted.
 """
 
 from collections.abc import Iterator
 from typing import Final
 
 VALUES: Final = 100_000
-"""Keys and values of one request or answer, by default. As many are parsed, checked and written again in 50 ms. The
-largest requests that we know (thousands of messages, hundreds of tools) have a tenth of it."""
+"""The default limit for the keys and values of one request or answer. As many are parsed, checked and written again in
+50 ms. The largest requests that we know (thousands of messages, hundreds of tools) have a tenth of this."""
 ANSWER_BYTES: Final = 16 * 1024 * 1024
-"""RabbitMQ 4's default limit for one message, and far more than the longest answer of a model today (1 MB)."""
+"""The default limit for one answer: RabbitMQ 4's default limit for one message, and far more than the longest answer of
+a model today (1 MB)."""
+ANSWER_SETTINGS: Final = "LANEKEEPER_RESULTS__ANSWER_BYTES, and LANEKEEPER_BODIES__URL for more than a message holds"
 DIGITS: Final = 128
-"""The most digits of one number. The time grows with the square of the digits: 8 MiB of numbers with 4,300 digits took
-0.8 s to write."""
+"""The most digits of one number. The time to write a number grows with the square of its digits: 8 MiB of numbers with
+4,300 digits took 0.8 s."""
 SMALL_BYTES: Final = 32 * 1024
-"""A text this short is parsed within 10 ms, whatever it holds."""
+"""A text of this size or less is parsed within 10 ms, whatever it contains, so it is not checked."""
 _PIECE_BYTES: Final = 2 * 1024 * 1024
 _MARKS: Final = (b",", b":", b"[", b"{")
 _ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
 _STEP: Final = 16
 _RUN: Final = b"0" * (DIGITS // _STEP)
-"""Finds numbers that are too long by looking at every 16th byte."""
+"""A number with more than `DIGITS` digits has a digit at this many successive positions if only every 16th byte is
+taken. (Digits are replaced by zeros before the search.)"""
 
 
 class Measure:
-    """Counts the keys and values of JSON that comes in pieces. The inside of strings does not count."""
+    """Checks the limits for a JSON text that is given in pieces: the number of its keys and values, and the number of
+    digits of a number. It counts separators outside strings, without parsing the text."""
 
-    __slots__ = ("_carried", "_in_string", "_values", "left")
+    __slots__ = ("_carried", "_in_string", "_max_values", "left")
 
-    def __init__(self, values: int) -> None:
-        self._values = values
-        self.left = values
+    def __init__(self, max_values: int) -> None:
+        self._max_values = max_values
+        self.left = max_values
         self._in_string = False
         self._carried = b""
 
     def add(self, piece: bytes) -> str | None:
-        """The limit that the pieces so far exceed; None: no limit."""
+        """Count the next piece. Returns a text that names the limit that all pieces so far exceed; None: they exceed
+        none."""
         piece = self._carried + piece
         self._carried = b""
         if b"\\" in piece:
@@ -59,17 +64,19 @@ class Measure:
         return None
 
     def _too_many(self) -> str:
-        return f"more than {self._values} keys and values (LANEKEEPER_JSON_VALUES)"
+        return f"more than {self._max_values} keys and values (LANEKEEPER_JSON_VALUES)"
 
 
-def excess(raw: bytes, *, values: int) -> str | None:
-    """The limit that this JSON exceeds; None: no limit. Invalid JSON is not detected here."""
-    return next((found for found in measured(raw, values=values) if found is not None), None)
+def excess(raw: bytes, *, max_values: int) -> str | None:
+    """Check that a JSON text has at most `max_values` keys and values, and no number of more than `DIGITS` digits.
+    Returns a text that names the exceeded limit; None: none is exceeded. Invalid JSON is not detected."""
+    return next((found for found in excess_in_steps(raw, max_values=max_values) if found is not None), None)
 
 
-def measured(raw: bytes, *, values: int) -> Iterator[str | None]:
-    """The result of `excess`, in steps of at most 20 ms. It ends with the first step that is not None."""
-    if len(raw) <= min(values, SMALL_BYTES):
+def excess_in_steps(raw: bytes, *, max_values: int) -> Iterator[str | None]:
+    """Compute `excess` in steps of at most 20 ms, so that a caller can do other work between them. The steps yield
+    None, except a last one that finds an exceeded limit: it yields the text that names it."""
+    if len(raw) <= min(max_values, SMALL_BYTES):
         return
     marks = 0
     for at in range(0, len(raw), _PIECE_BYTES):
@@ -77,10 +84,10 @@ def measured(raw: bytes, *, values: int) -> Iterator[str | None]:
             yield None
         piece = raw[at : at + _PIECE_BYTES]
         marks += len(piece) - len(piece.translate(None, b"".join(_MARKS)))
-    has_many = marks > values
+    has_many = marks > max_values
     if not has_many and _RUN not in raw[::_STEP].translate(_ZEROS):
         return
-    measure = Measure(values)
+    measure = Measure(max_values)
     for at in range(0, len(raw), _PIECE_BYTES):
         found = measure.add(raw[at : at + _PIECE_BYTES])
         yield found

@@ -1,4 +1,4 @@
-"""Turns a delivered message into a `Request`, strictly: errors name what is wrong, and nothing is guessed."""
+"""Turns a delivered message into a `Request`. Anything that is wrong or unknown raises an error that names it."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import jiter
 
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
-from lanekeeper.contract.messages import PRIORITY_AT_MOST, UNREADABLE, Kept, Message
+from lanekeeper.contract.messages import PRIORITY_AT_MOST, UNREADABLE, BodyAddress, Message
 from lanekeeper.contract.names import BODY, BODY_SHA256, DEADLINE_MS, DEATH, STREAM
 from lanekeeper.contract.problems import RequestProblem
 from topology.codec import body as bodies
@@ -20,12 +20,14 @@ from topology.codec.request import Request
 from topology.lanes import MIB, LaneSpec
 
 PACKED_BYTES = MIB
+"""The largest body in a message, as published."""
 UNPACKED_BYTES = 8 * MIB
+"""The largest body after unpacking. Unpacking this much takes 20 ms of CPU, whatever the size of the packed body."""
 UNPACKED_TIMES = 1032
-"""The most bytes that gzip packs into one. Unpacking 8 MiB takes 20 ms of CPU, however small it was packed."""
+"""The highest ratio of gzip: one byte of packed data becomes at most so many bytes."""
 NESTED = 200
-"""How deep arrays and objects may be nested: as deep as the parser goes."""
-_TWICE = re.compile(r'Detected duplicate key "(?P<key>.*)"', re.DOTALL)
+"""How deep arrays and objects may be nested; the limit is the parser's."""
+_DUPLICATE_KEY = re.compile(r'Detected duplicate key "(?P<key>.*)"', re.DOTALL)
 _JSON_TYPE = re.compile(r'application/json(\s*;\s*charset="?utf-8"?)?\s*', re.IGNORECASE)
 
 
@@ -37,31 +39,36 @@ def decode(
     hop: HopHeaders | None,
     now_ms: int,
     raw: bytes | None = None,
-    values: int = bounds.VALUES,
+    max_values: int = bounds.VALUES,
 ) -> Request:
-    """Read a request of `lane`. `hop`: what a worker wrote on it; None for a fresh one. `raw`: the body, if it has been
-    fetched or unpacked, and measured already. A body that lies elsewhere is left to be fetched (`Request.kept`).
+    """Check a message of `lane`, and convert its headers and body to a `Request`.
+
+    `hop`: the headers that a worker wrote; None for a request that no worker has had before. `raw`: the body, if the
+    caller has already fetched or unpacked it, and checked it with `bounds`; None: it is taken from the message. If the
+    message has only the body's address, and `raw` is None, the result has no body but `Request.kept`.
 
     Raises RequestProblem (invalid_request, unsupported_media, too_large, forbidden_model).
     """
     _check_properties(message, lane=lane, fresh=hop is None)
-    said = header_rules.read(message.headers)
-    past = hop or HopHeaders()
-    if said.kept is not None:
+    headers = header_rules.read(message.headers)
+    history = hop or HopHeaders()
+    if headers.kept is not None:
         _check_unpublished(message)
         if raw is None:
-            return _request(message, said, past, lane=lane, request_id=request_id, now_ms=now_ms, kept=said.kept)
+            return _request(
+                message, headers, history, lane=lane, request_id=request_id, now_ms=now_ms, kept=headers.kept
+            )
     if raw is None:
         raw = unpacked(message)
-        if (excess := bounds.excess(raw, values=values)) is not None:
+        if (excess := bounds.excess(raw, max_values=max_values)) is not None:
             raise too_large(excess)
     found = _parsed(raw)
     checked = bodies.check(found)
     assert isinstance(found, dict)
-    if checked.stream is not None and checked.stream != said.stream:
+    if checked.stream is not None and checked.stream != headers.stream:
         raise RequestProblem(
             "invalid_request",
-            f"body: stream is {str(checked.stream).lower()}, but header {STREAM} says {str(said.stream).lower()}",
+            f"body: stream is {str(checked.stream).lower()}, but header {STREAM} says {str(headers.stream).lower()}",
         )
     model = checked.model or lane.model
     if lane.models is not None and model not in lane.models:
@@ -72,23 +79,23 @@ def decode(
     max_tokens = checked.max_tokens or lane.max_tokens
     return _request(
         message,
-        said,
-        past,
+        headers,
+        history,
         lane=lane,
         request_id=request_id,
         now_ms=now_ms,
-        body=_filled(raw, found, checked, model=model, max_tokens=max_tokens, rewrite=lane.models is not None),
+        body=_provider_body(raw, found, checked, model=model, max_tokens=max_tokens, rewrite=lane.models is not None),
         model=model,
         max_tokens=max_tokens,
         states_stream="stream" in checked.model_fields_set,
-        media_bytes=0 if said.kept is None else bodies.media_bytes(checked),
+        media_bytes=0 if headers.kept is None else bodies.media_bytes(checked),
     )
 
 
 def _request(
     message: Message,
-    said: RequestHeaders,
-    past: HopHeaders,
+    headers: RequestHeaders,
+    history: HopHeaders,
     *,
     lane: LaneSpec,
     request_id: str,
@@ -97,31 +104,32 @@ def _request(
     model: str | None = None,
     max_tokens: int | None = None,
     states_stream: bool = False,
-    kept: Kept | None = None,
+    kept: BodyAddress | None = None,
     media_bytes: int = 0,
 ) -> Request:
-    sent = published(message, past, now_ms=now_ms)
-    due_ms = _due_ms(said, past, sent_ms=sent.ms)
+    sent = published(message, history, now_ms=now_ms)
+    due_ms = _due_ms(headers, history, sent_ms=sent.ms)
     return Request(
         id=request_id,
         lane=lane.name,
         body=body,
         model=model or lane.model,
         max_tokens=max_tokens or lane.max_tokens,
-        stream=said.stream,
+        stream=headers.stream,
         states_stream=states_stream,
-        beta=said.beta,
+        beta=headers.beta,
         sent_ms=sent.ms,
         sent_by=sent.by,
         due_ms=due_ms,
-        deadline_ms=(due_ms or sent.ms) + _deadline_ms(said, lane),
+        deadline_ms=(due_ms or sent.ms) + _deadline_ms(headers, lane),
         kept=kept,
         media_bytes=media_bytes,
     )
 
 
 def unpacked(message: Message) -> bytes:
-    """The body after its content encoding. Raises RequestProblem (unsupported_media, too_large, invalid_request)."""
+    """The body of a message, unpacked according to `content_encoding`. Raises RequestProblem (unsupported_media,
+    too_large, invalid_request)."""
     if len(message.body) > PACKED_BYTES:
         raise RequestProblem(
             "too_large",
@@ -146,18 +154,18 @@ def unpacked(message: Message) -> bytes:
 
 
 def weight(message: Message) -> int:
-    """How many bytes the body may have at most once it is unpacked."""
+    """The most bytes that a message's body can have after unpacking (gzip); the body's size if it is not packed."""
     size = len(message.body)
     return min(UNPACKED_BYTES, UNPACKED_TIMES * size) if message.content_encoding else size
 
 
 def too_large(excess: str) -> RequestProblem:
-    """The problem of a body that would take too long to parse."""
+    """The error for a body that exceeds a limit of `bounds`; `excess` is the text that names the limit."""
     return RequestProblem("too_large", f"body: {excess}")
 
 
 def app_of(routing_key: str) -> str:
-    """The application's word in a key `<lane>.<app>.<task>…`."""
+    """The application's name in a routing key `<lane>.<app>.<task>…`; `unknown` if there is none."""
     words = routing_key.split(".", 2)
     return words[1] if len(words) > 1 and words[1] else "unknown"
 
@@ -192,7 +200,7 @@ def _check_properties(message: Message, *, lane: LaneSpec, fresh: bool) -> None:
 
 
 def _check_unpublished(message: Message) -> None:
-    """What comes with the address of a body must not be a body itself."""
+    """Check that a message with the address of a body has neither a body of its own nor a content encoding."""
     if message.body:
         raise RequestProblem(
             "invalid_request", f"body: {len(message.body)} bytes, and header {BODY} says that it lies elsewhere"
@@ -215,43 +223,44 @@ def _parsed(raw: bytes) -> object:
         raise RequestProblem("invalid_request", f"body: not JSON in UTF-8: {_without_content(str(error))}") from None
 
 
-def _without_content(said: str) -> str:
-    """jiter's error without the duplicate key that it may quote: only the kind of error and its position."""
-    twice = _TWICE.match(said)
+def _without_content(error: str) -> str:
+    """The text of an error of the JSON parser (jiter). A duplicate key that it quotes is removed, because it may be
+    part of a prompt, unless it is the name of a known field."""
+    duplicate = _DUPLICATE_KEY.match(error)
     if (
-        twice is None
-        or twice["key"] in bodies.MessagesBody.model_fields
-        or twice["key"] in bodies.PromptBody.model_fields
+        duplicate is None
+        or duplicate["key"] in bodies.MessagesBody.model_fields
+        or duplicate["key"] in bodies.PromptBody.model_fields
     ):
-        return said[:200]
-    return f"a key is there twice{said[twice.end() :]}"
+        return error[:200]
+    return f"a key is there twice{error[duplicate.end() :]}"
 
 
-def _due_ms(said: RequestHeaders, past: HopHeaders, *, sent_ms: int) -> int | None:
-    if past.due_ms is not None:
-        return past.due_ms
-    if said.delay_ms is not None:
-        return sent_ms + said.delay_ms
-    if said.at_ms is not None:
-        if said.at_ms - sent_ms > header_rules.YEAR_MS:
+def _due_ms(headers: RequestHeaders, history: HopHeaders, *, sent_ms: int) -> int | None:
+    if history.due_ms is not None:
+        return history.due_ms
+    if headers.delay_ms is not None:
+        return sent_ms + headers.delay_ms
+    if headers.at_ms is not None:
+        if headers.at_ms - sent_ms > header_rules.YEAR_MS:
             raise RequestProblem("invalid_request", "header x-lane-at: more than a year ahead")
-        return max(said.at_ms, sent_ms)
+        return max(headers.at_ms, sent_ms)
     return None
 
 
-def _deadline_ms(said: RequestHeaders, lane: LaneSpec) -> int:
-    most = int(lane.deadline_s * 1000)
-    if said.deadline_ms is None:
-        return most
-    if said.deadline_ms > most:
+def _deadline_ms(headers: RequestHeaders, lane: LaneSpec) -> int:
+    max_ms = int(lane.deadline_s * 1000)
+    if headers.deadline_ms is None:
+        return max_ms
+    if headers.deadline_ms > max_ms:
         raise RequestProblem(
             "invalid_request",
-            f"header {DEADLINE_MS}: found {said.deadline_ms}, lane {lane.name} allows at most {most}",
+            f"header {DEADLINE_MS}: found {headers.deadline_ms}, lane {lane.name} allows at most {max_ms}",
         )
-    return said.deadline_ms
+    return headers.deadline_ms
 
 
-def _filled(
+def _provider_body(
     raw: bytes,
     found: Mapping[str, object],
     checked: bodies.MessagesBody | bodies.PromptBody,
@@ -260,10 +269,10 @@ def _filled(
     max_tokens: int,
     rewrite: bool,
 ) -> bytes:
-    """The body for the provider: the bytes as they came, with missing fields put in front.
+    """The body for the provider: the bytes as they were published, with missing fields inserted at the beginning.
 
-    `rewrite` (for a lane that allows only some models): the body is written anew from what was checked, in case another
-    parser would read the bytes differently.
+    `rewrite` (for a lane that allows only some models): the body is encoded again from the parsed values that were
+    checked, because the provider's parser might read the original bytes differently.
     """
     if isinstance(checked, bodies.PromptBody):
         body: dict[str, object] = {
@@ -273,17 +282,17 @@ def _filled(
         }
         if checked.system is not None:
             body["system"] = checked.system
-        return _dumped(body)
+        return _encoded(body)
     filled = {"model": model, "max_tokens": max_tokens}
     missing = {key: value for key, value in filled.items() if key not in checked.model_fields_set}
     is_null = any(getattr(checked, key) is None for key in filled.keys() - missing.keys())
     if rewrite or is_null:
-        return _dumped({**found, **filled})
-    # `messages` follows, so the comma is right
-    return raw.replace(b"{", _dumped(missing)[:-1] + b",", 1) if missing else raw
+        return _encoded({**found, **filled})
+    # the object is not empty (it has `messages`), so a comma must follow the inserted fields
+    return raw.replace(b"{", _encoded(missing)[:-1] + b",", 1) if missing else raw
 
 
-def _dumped(body: Mapping[str, object]) -> bytes:
+def _encoded(body: Mapping[str, object]) -> bytes:
     try:
         return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except (ValueError, UnicodeEncodeError) as error:

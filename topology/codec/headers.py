@@ -1,19 +1,20 @@
-"""The headers of a request: those that a requester may set, those that only workers write, those that a hop drops."""
+"""Reads and writes the headers of a request: those that a requester may set, and those that only workers write when
+they publish the request again (a hop)."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from datetime import datetime
 from difflib import get_close_matches
 from typing import Any
 
 from lanekeeper.contract import names
-from lanekeeper.contract.messages import Headers, Kept
+from lanekeeper.contract.messages import BodyAddress, Headers
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
 from topology.delays import UNIT_MS, strip_bits
 
-LATER = {
+UNSUPPORTED = {
     names.DEBOUNCE: "debouncing is",
     names.WEBHOOK: "webhooks are",
     names.PIPELINE: "pipelines are",
@@ -41,7 +42,7 @@ BETA = re.compile(r"[A-Za-z0-9_.,: -]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHeaders:
-    """What the requester set. Times are in ms; `at_ms` and `sent_ms` count from 1970."""
+    """The headers that the requester set. Times are in ms; `at_ms` and `sent_ms` count from 1970."""
 
     deadline_ms: int | None
     stream: bool
@@ -49,47 +50,52 @@ class RequestHeaders:
     at_ms: int | None
     sent_ms: int | None
     beta: str | None
-    kept: Kept | None
-    """Where the body lies, if it is not in the message."""
+    kept: BodyAddress | None
+    """The address and digest of the body; None if the message contains the body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopHeaders:
-    """The headers that a worker wrote when it sent the request through a delay. They are believed from workers only."""
+    """The headers that a worker writes when it publishes a request again: to the wait queues of a delay, or to a side
+    queue. They are read only from messages of queues to which only workers can publish."""
 
     attempts: int = 0
+    """How many attempts were made so far."""
     errors: tuple[str, ...] = ()
+    """The errors of earlier attempts, at most `ERRORS_KEPT`."""
     first_seen_ms: int | None = None
+    """When a worker first received the request; ms since 1970."""
     due_ms: int | None = None
+    """The earliest start of the request; ms since 1970."""
     user_id: str | None = None
+    """The property `user_id` of the message that the requester published."""
     expiration: str | None = None
+    """The property `expiration` of the message that the requester published."""
     dead_at: str | None = None
-    """If a dead letter was published again: when its request had ended."""
+    """If the request is a dead letter that was published again: the time at which it had become a dead letter."""
     redelivered: bool = False
-    """True if the message was moved from a queue that does not count deliveries, where its last delivery was never
+    """True if the request came from a queue that does not count deliveries, and its last delivery there was never
     settled."""
     hop_ms: int | None = None
-    """When it was sent into the delay; ms since 1970."""
+    """When the worker published it to the wait queues of a delay; ms since 1970."""
     back_ms: int | None = None
-    """When the delay is over."""
+    """When its delay is over; ms since 1970."""
     is_fresh: bool = False
-    """True if the request was set aside before any worker had worked on it."""
+    """True if the request was moved to a side queue before any worker had started it."""
     reply_try: int = 0
-    """How often its reply was refused. Above 0 the request has ended, and only its reply has to be sent."""
+    """How often its reply was refused. Above 0, the request has ended, and only its reply has to be sent again."""
     reply_error: str | None = None
     """The problem document to send as its reply; None: the reply is in the store."""
 
 
 def read(headers: Mapping[str, Any]) -> RequestHeaders:
-    """Read the requester's headers. Raises RequestProblem for a header that is unknown, wrong, or not in this
-    version."""
+    """Read the requester's headers. Raises RequestProblem for a header that is unknown or malformed, or that this
+    version does not support."""
     for key in headers:
-        if key in LATER:
-            raise RequestProblem("invalid_request", f"header {key}: {LATER[key]} not available in this version")
+        if key in UNSUPPORTED:
+            raise RequestProblem("invalid_request", f"header {key}: {UNSUPPORTED[key]} not available in this version")
         if key.lower().startswith(PREFIX) and key not in names.PUBLIC and key not in names.OURS:
-            near = get_close_matches(key[len(PREFIX) :], [each[len(PREFIX) :] for each in names.PUBLIC], n=1)
-            hint = f"; did you mean {PREFIX}{near[0]}?" if near else f"; known: {', '.join(sorted(names.PUBLIC))}"
-            raise RequestProblem("invalid_request", f"unknown header {key[:80]!r}{hint}")
+            raise unknown_header(key, known=names.PUBLIC)
     if names.CC in headers or names.BCC in headers:
         raise RequestProblem("invalid_request", "headers CC and BCC are not allowed: publish once, with one key")
     if names.DELAY_MS in headers and names.AT in headers:
@@ -109,12 +115,19 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
     )
 
 
+def unknown_header(key: str, *, known: Set[str]) -> RequestProblem:
+    """The error for an unknown `x-lane-` header. It suggests one of the known ones."""
+    near = get_close_matches(key.lower()[len(PREFIX) :], [name[len(PREFIX) :] for name in sorted(known)], n=1)
+    hint = f"; did you mean {PREFIX}{near[0]}?" if near else f"; known: {', '.join(sorted(known))}"
+    return RequestProblem("invalid_request", f"unknown header {key[:80]!r}{hint}")
+
+
 def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
-    """Read what a worker wrote. Only for a message that came through the delay cascade."""
+    """Read the headers that a worker wrote. Call it only for messages of queues to which only workers can publish."""
     errors = headers.get(names.ERRORS)
     return HopHeaders(
         attempts=_whole(headers.get(names.ATTEMPT)) or 0,
-        errors=tuple(str(each) for each in errors[:ERRORS_KEPT]) if isinstance(errors, list) else (),
+        errors=tuple(str(error) for error in errors[:ERRORS_KEPT]) if isinstance(errors, list) else (),
         first_seen_ms=_whole(headers.get(names.FIRST_SEEN_MS)),
         due_ms=_whole(headers.get(names.DUE_MS)),
         user_id=_text(headers.get(names.USER_ID)),
@@ -130,10 +143,11 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
 
 
 def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
-    """The headers that a hop keeps: the requester's own, without the broker's, ours, and the delay's bits.
+    """The headers that stay when a worker publishes a message again: those of the requester. Left out are headers that
+    the broker or workers set, and delay bits (the headers that route a message through the wait queues of a delay).
 
-    They keep their AMQP types, except the trace context, which every hop writes anew. `x-death` must not stay:
-    RabbitMQ 3.10 drops a republished message as a cycle (docs/facts.md, section 3).
+    The headers keep their AMQP types, except the trace context, which is written again each time. `x-death` must not
+    stay: RabbitMQ 3.10 would take the republished message for a routing cycle and drop it (docs/facts.md, section 3).
     """
     return {
         key: headers.encoded(key) if isinstance(headers, Headers) and key not in names.TRACE_CONTEXT else value
@@ -145,7 +159,7 @@ def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
 
 
 def hop_headers(hop: HopHeaders) -> dict[str, Any]:
-    """The internal headers for the next worker: what happened so far."""
+    """Encode `hop` as message headers, from which the worker that gets the message next reads it (`read_hop`)."""
     found: dict[str, Any] = {
         names.ATTEMPT: hop.attempts,
         names.ERRORS: list(hop.errors) or None,
@@ -170,7 +184,8 @@ def _wrong(key: str, found: object, allowed: str) -> RequestProblem:
 
 
 def _ms(headers: Mapping[str, Any], key: str) -> int | None:
-    """Milliseconds as an integer, or as digits in a string: shell clients (amqp-publish) can only write strings."""
+    """A header in milliseconds: an integer, or digits in a string, because shell clients (amqp-publish) can only send
+    strings. None if it is absent."""
     value = headers.get(key)
     if value is None:
         return None
@@ -183,7 +198,7 @@ def _ms(headers: Mapping[str, Any], key: str) -> int | None:
 
 
 def ms_or_none(headers: Mapping[str, Any], key: str) -> int | None:
-    """The milliseconds of a header, or None if it is malformed. For messages that are not read strictly."""
+    """A header in milliseconds; None if it is absent or malformed. For messages that must be read without errors."""
     try:
         return _ms(headers, key)
     except RequestProblem:
@@ -224,7 +239,7 @@ def _beta(headers: Mapping[str, Any]) -> str | None:
     return value
 
 
-def _kept(headers: Mapping[str, Any]) -> Kept | None:
+def _kept(headers: Mapping[str, Any]) -> BodyAddress | None:
     address, sha256 = headers.get(names.BODY), headers.get(names.BODY_SHA256)
     if address is None and sha256 is None:
         return None
@@ -232,7 +247,7 @@ def _kept(headers: Mapping[str, Any]) -> Kept | None:
         raise _wrong(names.BODY, address, "the URL where the body lies")
     if not isinstance(sha256, str) or not SHA256.fullmatch(sha256):
         raise _wrong(names.BODY_SHA256, sha256, "the body's SHA-256 as 64 hex digits")
-    return Kept(address, sha256.lower())
+    return BodyAddress(address, sha256.lower())
 
 
 def _whole(value: object) -> int | None:

@@ -1,4 +1,4 @@
-"""When a request was published, as far as is known. Its wait and its deadline count from then."""
+"""Finds out when a request was published. The request's wait and its deadline count from this time."""
 
 from typing import NamedTuple
 
@@ -9,21 +9,22 @@ from topology.codec.request import Clock
 
 
 class Published(NamedTuple):
-    """The time in ms since 1970, and whose clock told it."""
+    """The time of publishing in ms since 1970, and the clock that it comes from."""
 
     ms: int
     by: Clock
 
 
-def published(message: Message, past: HopHeaders, *, now_ms: int) -> Published:
-    """When a message was published: never in the future, and never later than its first delivery to a worker."""
-    seen_ms = past.first_seen_ms or now_ms
-    told = None if DEAD_AT in message.headers else _told(message)
-    # a dead letter that is published again still has the times of its first life
-    return Published(seen_ms, "delivery") if told is None else Published(min(told.ms, seen_ms), told.by)
+def published(message: Message, history: HopHeaders, *, now_ms: int) -> Published:
+    """When a message was published, and by which clock: that of the sender or the broker, if the message states a time,
+    else the time of its first delivery to a worker. The result is never later than this delivery."""
+    seen_ms = history.first_seen_ms or now_ms
+    stated = None if DEAD_AT in message.headers else _stated(message)
+    # a dead letter that is published again still has the timestamps of its first publish
+    return Published(seen_ms, "delivery") if stated is None else Published(min(stated.ms, seen_ms), stated.by)
 
 
-def _told(message: Message) -> Published | None:
+def _stated(message: Message) -> Published | None:
     stamped = message.headers.get(BROKER_TIMESTAMP_MS)
     if isinstance(stamped, int) and not isinstance(stamped, bool) and stamped > 0:
         return Published(stamped, "broker")

@@ -1,58 +1,59 @@
-"""A request as a value: body, lane, deadline."""
+"""A request as a value, made by the codec from a delivered message."""
 
 import json
 import uuid
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from lanekeeper.contract.messages import Kept
+from lanekeeper.contract.messages import BodyAddress
 
 Clock: TypeAlias = Literal["broker", "sender", "timestamp", "delivery"]
-"""Where the time of publishing comes from: the broker (`timestamp_in_ms`), the sender (`x-lane-sent-ms`), the property
-`timestamp`, or none of these. In the last case the wait counts from the first delivery."""
+"""The source of the time of publishing: the broker (header `timestamp_in_ms`), the sender (header `x-lane-sent-ms`),
+the property `timestamp`, or, without any of these, the first delivery to a worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request that the codec has read and checked."""
+    """A request, converted from its message and checked."""
 
     id: str
     lane: str
     body: bytes
-    """The JSON for the provider: as it was published, with missing fields filled in."""
+    """The JSON for the provider: as it was published, with missing fields added."""
     model: str
     max_tokens: int
     stream: bool
-    """The requester wants the parts of the answer as they are produced."""
+    """Whether the requester wants the parts of the answer as they are produced."""
     beta: str | None
+    """The value of the header `anthropic-beta` for the provider's call."""
     sent_ms: int
-    """When it was published, as far as is known; ms since 1970."""
+    """When the request was published, in ms since 1970. `sent_by` names the clock that says so."""
     sent_by: Clock
     due_ms: int | None
     """The request must not start before this time; ms since 1970. None: it may start at once."""
     deadline_ms: int
     """The request must be answered by this time; ms since 1970."""
     states_stream: bool = True
-    """Whether its body may have the field `stream`."""
-    kept: Kept | None = None
-    """Where the body lies that is yet to be fetched: until then `body` is empty, and model and `max_tokens` are the
-    lane's. None: the body is here."""
+    """False only if `body` is known to be without the field `stream`."""
+    kept: BodyAddress | None = None
+    """The address and digest of a body that was not fetched yet. `body` is then empty, and `model` and `max_tokens`
+    have the lane's defaults. None: `body` has the body."""
     media_bytes: int = 0
-    """Bytes of the body that are not text for the model (images, documents), as far as they are known."""
+    """Bytes of the body that are not text for the model (images, documents); counted only for a fetched body."""
 
     @property
     def text_bytes(self) -> int:
-        """By this the tokens of the input are estimated."""
+        """How many bytes of the body are text for the model: the number of input tokens is estimated from them."""
         return len(self.body) - self.media_bytes
 
     @property
     def start_ms(self) -> int:
-        """The start of the request's wait: the time of publishing, or the due time."""
+        """When the request's wait begins: the time of publishing or the due time, whichever is later; ms since 1970."""
         return self.sent_ms if self.due_ms is None else max(self.due_ms, self.sent_ms)
 
 
 def unpublished(prompt: str, *, model: str, max_tokens: int) -> Request:
-    """A request that no message brought, for a provider that is called directly. It has neither times nor a lane."""
+    """Make a request for a direct call to a provider, without a message. Its lane is empty, and its times are 0."""
     asked = {"model": model, "max_tokens": max_tokens, "messages": [{"role": "user", "content": prompt}]}
     return Request(
         id=uuid.uuid4().hex,

@@ -1,6 +1,6 @@
-"""What the codec accepts, as JSON Schema: made of the models and bounds that it checks requests by.
+"""JSON Schemas of the requests that the codec accepts, made from the models and limits that the codec checks.
 
-What a schema cannot say (one key twice, how deep, how many values) the codec alone refuses.
+A schema cannot express duplicate keys, the depth of nesting, or the number of values; only the codec checks these.
 """
 
 from typing import Any
@@ -14,19 +14,20 @@ BOOLS = (n.STREAM, n.NO_BATCH)
 
 
 def messages_body() -> Schema:
-    """Anthropic's own body; fields that are not named go to the provider as they are."""
+    """The JSON Schema of a request's body in the format of Anthropic's Messages API. Other fields are allowed, and go
+    to the provider unchanged."""
     found = MessagesBody.model_json_schema()
     found["properties"]["messages"]["items"] = Turn.model_json_schema()
     return {**found, "not": {"required": ["prompt"]}}
 
 
 def prompt_body() -> Schema:
-    """The short form."""
+    """The JSON Schema of a request's body in the short form, which has one `prompt` in place of `messages`."""
     return PromptBody.model_json_schema()
 
 
 def headers() -> dict[str, Schema]:
-    """Each header that a requester may set, as its value is meant: an integer, true or false, a text."""
+    """The JSON Schema of each header that a requester may set; integers and booleans must not be given as text."""
     found: dict[str, Schema] = {
         name: {"type": "integer", "minimum": low, "maximum": high} for name, (low, high) in BOUNDS_MS.items()
     }
@@ -40,7 +41,8 @@ def headers() -> dict[str, Schema]:
 
 
 def amqp_headers() -> dict[str, Schema]:
-    """The same over AMQP, where numbers and booleans may also come as text: some clients can write nothing else."""
+    """The JSON Schema of each header that a requester may set over AMQP. Integers and booleans may be given as text,
+    because some clients can only send text."""
     return {name: _or_text(schema) for name, schema in headers().items()}
 
 

@@ -1,5 +1,6 @@
-"""The question that a process sends to Redis in one step: which of its waiters may go, given the account as this
-process knows it."""
+"""The argument of the script that shares an account: the waiters of this process, and the account as it knows it.
+
+The script answers which of the waiters are granted (`shared_turns.py`)."""
 
 from collections.abc import Sequence
 from math import inf
@@ -14,19 +15,23 @@ TOGETHER: Final = 16
 
 
 def candidates(account: Account, now_s: float) -> tuple[Sequence[Waiter], int]:
-    """The waiters that may be granted in one step, in order lane by lane, and how many of them may be."""
+    """The waiting requests that the script in Redis may grant in one run, lane by lane in the order of their lines; and
+    how many of them it may grant at most."""
     calls = account.concurrency
     calls.regain(now_s)
     if account.stopped_s(now_s) > 0 or calls.is_full:
         return (), 0
-    waiters = [each for lane in range(len(account.lanes)) for each in account.lines.firsts(lane, TOGETHER)]
+    waiters = [waiter for lane in range(len(account.lanes)) for waiter in account.lines.firsts(lane, TOGETHER)]
     if not calls.is_limited:
         return waiters, len(waiters)
     return waiters, 1 if any(account.due_for_a_call()) else max(1, int(calls.limit) - calls.running)
 
 
-def question(account: Account, waiters: Sequence[Waiter], sent: Sent, *, room: int, now_s: float) -> dict[str, Any]:
-    """The argument of the script, to be written as JSON. `room`: how many of the waiters may be granted."""
+def argument(
+    account: Account, waiters: Sequence[Waiter], sent: Sent, *, max_grants: int, now_s: float
+) -> dict[str, Any]:
+    """The argument of the script in Redis that grants waiting requests, before it is turned into JSON. `max_grants`:
+    how many of `waiters` it may grant. `sent`: this process's changes of the account that Redis does not know yet."""
     return {
         "limits": account.per_minute(),
         "bursts": [bucket.burst for bucket in account.buckets],
@@ -35,11 +40,11 @@ def question(account: Account, waiters: Sequence[Waiter], sent: Sent, *, room: i
         "stopped_until": max(account.paused_until_s, account.held_until_s, 0.0),
         "changed": sent.has_learned,
         "back": sent.back,
-        "lower": [-1 if each == inf else each for each in sent.lower],
+        "lower": [-1 if level == inf else level for level in sent.lower],
         "waiters": [
-            {"lane": each.lane + 1, "age": now_s - each.arrived_s, "amounts": each.amounts} for each in waiters
+            {"lane": waiter.lane + 1, "age": now_s - waiter.arrived_s, "amounts": waiter.amounts} for waiter in waiters
         ],
         "sums": [account.lines.sums(lane) for lane in range(len(account.lanes))],
-        "room": room,
+        "room": max_grants,
         "turns": account.due_for_a_call(),
     }

@@ -1,5 +1,5 @@
--- The arithmetic of the three buckets, as in consumers/limits/bucket.py; budget.lua goes on in the same script. `d`
--- numbers the buckets, `l` the lanes by rank.
+-- The arithmetic of the three buckets, like consumers/limits/bucket.py, which explains it. budget.lua is the second
+-- part of this script. `d` is the number of a bucket, `l` the number of a lane, by rank.
 local LEAST = 0.000001
 local lanes, shares, levels, parts
 local burst, most, reserves, wants, caps, holds, per_s = {}, {}, {}, {}, {}, {}, {}
@@ -23,7 +23,7 @@ local function held(d, l)
   if part <= holds[d][l] or part >= caps[d][l] then return math.max(0, part) end
   return holds[d][l]
 end
--- Seconds until the level covers `kept` and what the lanes below will have saved by then.
+-- Seconds until the level covers `kept` and the savings that will then be held for the lanes below.
 local function left_in(d, kept, l, is_first)
   if is_first and levels[d] >= burst[d] then return 0 end
   local missing = kept

@@ -1,8 +1,9 @@
--- One step of a shared account. It decides as consumers/limits does in a process (bucket.py, lines.py, account.py);
--- tests/consumers/state/test_same_grants.py checks that both make the same grants.
+-- One step of a shared account. It decides like consumers/limits does within a process (bucket.py, lines.py,
+-- account.py); tests/consumers/state/test_same_grants.py checks that both make the same grants.
 --
--- An account is one string: its levels, its lanes' parts, what was learned, and the first waiter of each lane of each
--- process, so that the order is kept across processes. A process that says nothing for a while is forgotten.
+-- An account is stored as one string: its levels, its lanes' savings (`parts`), what was learned, and, for each
+-- process, the first waiter of each lane, so that the order is kept across processes. The waiters of a process that has
+-- run no step for a while are removed.
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 local asked = cjson.decode(ARGV[1])
@@ -26,7 +27,7 @@ if not account then
   end
 end
 levels, parts = account.levels, account.parts
-if now < account.at - 1 then  -- the clock was set back: stored times would lie far in the future
+if now < account.at - 1 then  -- the clock was set back, so that stored times would lie far in the future
   account.stopped_until, account.waiting = account.stopped_until - (account.at - now), {}
 end
 local waiting = account.waiting
@@ -34,7 +35,7 @@ for process, its in pairs(waiting) do
   if its.expires < now then waiting[process] = nil end
 end
 
--- The first waiter of a lane among all processes. `own`: the waiters of the process that asks, in order.
+-- The first waiter of a lane among all processes. `own`: for each lane, the waiters of the process that runs this step.
 local own = {}
 for l = 1, lanes do own[l] = {} end
 local gone = {}
@@ -84,7 +85,7 @@ local function want()
   end
 end
 
--- Add what came in since the last step, by the limits and first waiters that were stored then.
+-- Add what has flowed in since the last step, by the limits and the first waiters that were stored then.
 size()
 local before = waiting[asked.process]
 for l = 1, lanes do
@@ -103,12 +104,12 @@ for d = 1, 3 do
   end
 end
 
--- Take over what the process has learned, what it gives back, and levels that were too high.
+-- Take over what the process has learned, the amounts that it gives back, and the lower levels that it has found.
 local is_news = asked.version ~= account.version
 if asked.changed and not is_news then
   for d = 1, 3 do
     local more = asked.bursts[d] - account.bursts[d]
-    if account.guessed[d] and not asked.guessed[d] and more > 0 then  -- it held more from the start than assumed
+    if account.guessed[d] and not asked.guessed[d] and more > 0 then  -- it was larger from the beginning than assumed
       levels[d] = levels[d] + more
       for l = 1, lanes do parts[d][l] = parts[d][l] + shares[l] * more end
     end
@@ -153,7 +154,7 @@ local function take(l, first)
     if ours_left <= 0 then
       for each = 1, lanes do own[each] = {} end
     end
-  else  -- a waiter of another process: its amount is kept for it until its process asks
+  else  -- a waiter of another process: its amounts are kept for it until its process runs a step
     gone[first.process .. l] = true
     lent[#lent + 1] = {l, {before[1] - levels[1], before[2] - levels[2], before[3] - levels[3]}, from_parts}
   end
@@ -195,7 +196,7 @@ for i = #lent, 1, -1 do
   end
 end
 
--- Store who still waits in this process, and add up what the waiters of others need.
+-- Store the first waiters of this process, and add up what the waiters of other processes need.
 local heads, any = {}, false
 for l = 1, lanes do
   local mine = own[l][1]

@@ -1,7 +1,7 @@
 """Calls Redis over a bounded pool of connections, with a time limit for each call, and explains its errors."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,17 +16,18 @@ from consumers.state.redis.script import WRITE, Script
 CONNECT_S = 3.0
 CALL_S = 3.0
 CONNECTIONS = 32
-SHOWN = 200  # characters of what Redis answered
+SHOWN = 200  # characters of Redis's error text that our own error text quotes
 Argument = str | bytes | int | float
 
 
 class RedisClient:
-    """Connects when it is called, and again after an error. `trouble` says why the last call failed."""
+    """Runs Lua scripts on one Redis. It connects at the first call, and again after an error. `trouble` says why the
+    last call failed; None if it succeeded."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.address = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}"
-        """The URL without user and password, so that it may be shown."""
+        """The URL without user and password, for logs and error texts."""
         self.trouble: str | None = None
         pool = BlockingConnectionPool.from_url(
             url,
@@ -35,29 +36,30 @@ class RedisClient:
             socket_connect_timeout=CONNECT_S,
             socket_timeout=CALL_S,
             retry=Retry(NoBackoff(), 0),  # no retries here: the caller decides whether to try again
-            protocol=2,  # with the next line: no greeting, so one round trip less for each connection
+            protocol=2,  # with `driver_info=None` no greeting is sent, which saves a round trip for each connection
             driver_info=None,
         )
         self._redis: Redis = Redis.from_pool(pool)
 
     async def run(self, script: Script, keys: Sequence[str], *arguments: Argument) -> Any:
-        """Run a script and return its result. Raises StoreUnavailable."""
+        """Run a Lua script in Redis, and return its result. Raises StoreUnavailable."""
 
-        async def step() -> Any:
+        async def evaluate() -> Any:
             try:
                 return await self._redis.evalsha(script.sha, len(keys), *keys, *arguments)
             except exceptions.NoScriptError:  # Redis was restarted, or never saw it
                 return await self._redis.eval(script.text, len(keys), *keys, *arguments)
 
-        return await self._told(step)
+        return await self._call(evaluate)
 
     async def write(self, key: str, value: str, *, for_s: int) -> None:
-        """Write a value, by a script like all else: a user may be allowed to write but not to run scripts, or the
-        reverse. Raises StoreUnavailable."""
+        """Write a value that expires after `for_s`. Raises StoreUnavailable. A script writes it, as in all other steps,
+        so that this also shows whether the Redis user may run scripts."""
         await self.run(WRITE, [key], value, for_s)
 
     async def risks(self) -> list[str]:
-        """Why Redis, with its settings, could lose acknowledged writes; empty if it does not show its settings."""
+        """Reasons why Redis could lose acknowledged writes, by its settings. Empty if there are none, or if the
+        settings cannot be read."""
         try:
             info = await self._redis.info("memory", "persistence")
         except (exceptions.RedisError, OSError, TimeoutError):
@@ -72,11 +74,17 @@ class RedisClient:
     async def aclose(self) -> None:
         await self._redis.aclose(close_connection_pool=True)
 
-    async def _told(self, step: Any) -> Any:
+    async def _call(self, evaluate: Callable[[], Awaitable[Any]]) -> Any:
+        """Make one call to Redis within the time limit, and translate its errors."""
         try:
             async with asyncio.timeout(CONNECT_S + CALL_S):
-                value = await step()
-        except (exceptions.RedisError, OSError, TimeoutError, RuntimeError) as error:  # RuntimeError: uvloop, closed
+                value = await evaluate()
+        except (
+            exceptions.RedisError,
+            OSError,
+            TimeoutError,
+            RuntimeError,
+        ) as error:  # RuntimeError: uvloop raises it if the connection is closed
             self.trouble = f"Redis at {self.address} {_explain(error)}"
             raise StoreUnavailable(self.trouble) from error
         self.trouble = None
@@ -84,6 +92,7 @@ class RedisClient:
 
 
 def _explain(error: Exception) -> str:
+    """What is wrong with Redis, and what to do, as the end of a sentence that begins with its address."""
     text = " ".join(str(error).split())[:SHOWN]
     if "unauthenticated" in text:  # Redis answers this to a command of more than ten words before authentication
         error = exceptions.AuthenticationError(text)

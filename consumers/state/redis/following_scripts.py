@@ -1,12 +1,13 @@
-"""The scripts for submissions and entries in the Redis store; they decide as `consumers/state/sqlite/following.py`.
+"""The scripts for submissions and entries in the Redis store. They decide like `consumers/state/sqlite/following.py`.
 
-A submission is a hash, its entries a stream whose ids are `0-<number>`. Keys: of the request, the submission, the
-entries. The first write of each script is one that a Redis without memory or disk refuses.
+A submission is a Redis hash; its entries are a Redis stream with the ids `0-<number>`. A script gets three keys for a
+request: of its claim and result, of its submission, of its entries. If Redis has no memory or disk space left, it
+refuses the first write of a script, so that a refused script has changed nothing.
 """
 
 from typing import Final
 
-from consumers.state.redis.request_scripts import REQUEST
+from consumers.state.redis.request_scripts import FORGET_EVENTS, REQUEST
 from consumers.state.redis.script import Script
 
 _ADD = """
@@ -29,10 +30,13 @@ if before then return before == hash and 'known' or 'conflict' end
 redis.call('HSET', KEYS[1], 'hash', '', 'mark', '', 'token', next_token(row), 'nonce', '', 'deaths', 0,
   'lease', 0, 'claimed', 0, 'attempts', 0, 'noted', '1', 'cancelling', '', 'due', '',
   'status', '', 'code', '', 'headers', '', 'ended', '', 'body', '')
+-- The request may have ended before it was claimed. Readers have seen its end as entry `last + 1`, so go on after it.
+local ended = tonumber(redis.call('HGET', KEYS[2], 'last'))
+local number = ended and ended + 2 or 1
 redis.call('DEL', KEYS[2], KEYS[3])
 add(KEYS[2], unpack(ARGV, 4, 9))
-redis.call('XADD', KEYS[3], '0-1', ARGV[2], ARGV[3])
-redis.call('HSET', KEYS[2], 'last', 1, 'bytes', #ARGV[3])
+redis.call('XADD', KEYS[3], '0-' .. number, ARGV[2], ARGV[3])
+redis.call('HSET', KEYS[2], 'last', number, 'bytes', #ARGV[3])
 for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], keep_until - now) end
 return 'new'
 """
@@ -49,6 +53,7 @@ SUBMISSION: Final = Script(
 )
 APPEND: Final = Script(
     REQUEST
+    + FORGET_EVENTS
     + _ADD
     + """
 local keep_ms, events_at_most, bytes_at_most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -77,10 +82,8 @@ local function append(request, followed, entries, token, count)
   end
   if has_events and (events > events_at_most or bytes > bytes_at_most) then return 'full' end
   if not held[1] then add(followed, unpack(ARGV, at + 2, at + 7)) end
-  if starts > 0 then  -- nobody needs the events before it
-    for _, entry in ipairs(redis.call('XRANGE', entries, '-', '+')) do
-      if entry[2][1] == 'event' then redis.call('XDEL', entries, entry[1]) end
-    end
+  if starts > 0 then  -- another call has begun, so the events of the call before are not needed
+    forget_events(entries)
   end
   for _, entry in ipairs(kept) do
     last = last + 1

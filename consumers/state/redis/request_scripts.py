@@ -1,8 +1,8 @@
 """The scripts for the steps of a request in the Redis store.
 
-A request is a hash; an empty field means what NULL means in SQLite. The first write of each script is one that a Redis
-without memory or disk refuses, so that a refused step has changed nothing. The steps decide as in
-`consumers/state/sqlite/requests.py`, where this is easier to read.
+A request is a Redis hash; an empty field means what NULL means in SQLite. If Redis has no memory or disk space left, it
+refuses the first write of a script, so that a refused script has changed nothing. The scripts decide like the methods
+of `consumers/state/sqlite/requests.py`, which are easier to read.
 """
 
 from typing import Final
@@ -29,7 +29,7 @@ local function read(key)
 end
 local function next_token(row) if row then return row.token + 1 end return now end
 local function ending(key)
-  return redis.call('HMGET', key, 'status', 'code', 'headers', 'ended', 'body')
+  return redis.call('HMGET', key, 'status', 'code', 'headers', 'ended', 'body', 'mark')
 end
 local function end_as_cancelled(key, cancelled_ms)
   redis.call('HSET', key, 'lease', 0, 'cancelling', '')
@@ -37,11 +37,33 @@ local function end_as_cancelled(key, cancelled_ms)
 end
 """
 )
+FORGET_EVENTS = """
+local function forget_events(entries)
+  for _, entry in ipairs(redis.call('XRANGE', entries, '-', '+')) do
+    if entry[2][1] == 'event' then redis.call('XDEL', entries, entry[1]) end
+  end
+end
+"""
 _COPY = """
 local function runs_again(row, dead_at)
   return row.over and row.status == 'error' and dead_at ~= '' and dead_at == row.ended
 end
 local function other_body(row, hash) return row.hash ~= '' and row.hash ~= hash end
+local function ending_for(key, row, mark)
+  local found = ending(key)
+  if row.mark == '' then redis.call('HSET', key, 'mark', mark) end
+  return found
+end
+local function restart_entries(followed, entries, keep_ms)
+  local last = tonumber(redis.call('HGET', followed, 'last'))
+  if not last then return end
+  -- clients that follow the request have seen its end as entry `last + 1`, so that number is left out
+  redis.call('XADD', entries, '0-' .. (last + 2), 'restart', '{}')
+  redis.call('HSET', followed, 'last', last + 2, 'events', 0, 'bytes', 0)
+  forget_events(entries)
+  redis.call('PEXPIRE', followed, keep_ms)
+  redis.call('PEXPIRE', entries, keep_ms)
+end
 local function is_held(row, mark, redelivered)
   return row.lease > now and not (redelivered == '1' and row.mark == mark)
 end
@@ -49,6 +71,7 @@ end
 
 CLAIM: Final = Script(
     REQUEST
+    + FORGET_EVENTS
     + _COPY
     + """
 local key = KEYS[1]
@@ -58,7 +81,7 @@ local row, attempts, deaths = read(key), 0, 0
 if row and not row.noted and not runs_again(row, dead_at) then
   if other_body(row, hash) then return {'conflict'} end
   if row.over then
-    return {'ended', (row.mark == '' or row.mark == mark) and 1 or 0, ending(key)}
+    return {'ended', (row.mark == '' or row.mark == mark) and 1 or 0, ending_for(key, row, mark)}
   end
   if row.lease > 0 and nonce ~= '' and row.nonce == nonce then
     return {'granted', row.token, row.deaths, redis.call('EXISTS', KEYS[2])}
@@ -76,6 +99,7 @@ redis.call('HSET', key, 'hash', hash, 'mark', mark, 'token', token, 'nonce', non
   'attempts', attempts, 'noted', '', 'cancelling', '', 'due', '',
   'status', '', 'code', '', 'headers', '', 'ended', '', 'body', '')
 redis.call('PEXPIRE', key, keep_ms + lease_ms)
+if row and row.over then restart_entries(KEYS[2], KEYS[3], keep_ms) end
 return {'granted', token, deaths, row and redis.call('EXISTS', KEYS[2]) or 0}
 """
 )
@@ -122,6 +146,7 @@ end
 )
 COMPLETE: Final = Script(
     REQUEST
+    + FORGET_EVENTS
     + _COPY
     + """
 local key, keep_ms = KEYS[1], ARGV[1]
@@ -135,12 +160,13 @@ if row and row.token == token then
 else
   if row and not row.noted and not (not token and runs_again(row, dead_at)) then
     if other_body(row, hash) then return {token and 'fenced' or 'given'} end
-    if row.over then return {'held', ending(key)} end
+    if row.over then return {'held', ending_for(key, row, mark)} end
     if token or is_held(row, mark, redelivered) then return {'fenced'} end
   end
   redis.call('HSET', key, 'hash', hash, 'mark', mark, 'token', next_token(row), 'nonce', nonce, 'deaths', 0,
     'lease', 0, 'claimed', now, 'attempts', 0, 'noted', '', 'cancelling', '', 'due', '',
     'status', status, 'code', code, 'headers', headers, 'ended', ended, 'body', body)
+  if row and row.over and KEYS[2] then restart_entries(KEYS[2], KEYS[3], keep_ms) end
 end
 redis.call('PEXPIRE', key, keep_ms)
 return {'given'}

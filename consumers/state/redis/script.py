@@ -1,6 +1,6 @@
-"""A Lua script, and the name under which Redis keeps it once it has seen it.
+"""Lua scripts. Redis keeps a script that it has run, so that the next call needs only its SHA-1 hash.
 
-Each script is one atomic step that takes one round trip and reads Redis's own clock.
+Each script is one atomic step that takes one round trip, and reads the time from Redis.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script and its name in Redis, `sha`."""
+    """A Lua script, and the hash by which Redis finds it."""
 
     text: str
     sha: str = field(init=False)

@@ -1,6 +1,6 @@
-"""The scripts for what processes share besides requests: room for waiting requests, allowances by period, leases.
+"""The scripts for limits of waiting requests, allowances by period, and leases.
 
-The first write of each script is one that a Redis without memory or disk refuses, so that a refused step has changed
+If Redis has no memory or disk space left, it refuses the first write of a script, so that a refused script has changed
 nothing.
 """
 
@@ -26,7 +26,7 @@ for n = 1, weight do
   redis.call('ZADD', all, until_ms, tenant .. ' ' .. member .. ' ' .. n)
 end
 for _, key in ipairs(KEYS) do
-  redis.call('ZREMRANGEBYSCORE', key, '-inf', now)  -- not before: after any write, Redis writes without memory
+  redis.call('ZREMRANGEBYSCORE', key, '-inf', now)  -- last: Redis checks its memory only at the first write
   redis.call('PEXPIRE', key, math.max(redis.call('PTTL', key), until_ms - now, 1))
 end
 return 'kept'

@@ -1,8 +1,7 @@
-"""The turns of an account that several processes share. A script in Redis decides; one step covers all that happened in
-this process since the last one.
+"""The turns of an account that several processes share. A script in Redis decides which waiters are granted.
 
-The next step also sends what was given back and what was learned. While Redis is away, nothing is granted, and the step
-is tried again.
+One run of the script, a step, sends this process's first waiters, and what it has given back and learned since the step
+before. While Redis is away, no request is granted, and the step is repeated.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from consumers.limits import forecast
 from consumers.limits.account import Account
 from consumers.limits.accounts import Accounts
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import Heard, Reservation
+from consumers.limits.base import Feedback, Reservation
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.turns import LATE_S, log_learned, refuse, refuse_hopeless
 from consumers.limits.waiter import Waiter
@@ -32,30 +31,32 @@ from consumers.state.redis.unsent import Unsent
 from lanekeeper.telemetry import logs, signals
 
 FORM: Final = 2
-"""The number of the format in which the script keeps an account. A Lanekeeper with another format has another number
-and so another key: while both run, each spends the whole budget, and 429s lower it for both."""
+"""The version of the format in which the script stores an account. The version is part of the key. So while processes
+with two versions run, each group spends the whole budget, until 429s lower the limits of both."""
 LUA: Final = files("consumers.state.redis")
 STEP: Final = Script("".join(LUA.joinpath(name).read_text(encoding="utf-8") for name in ("bucket.lua", "budget.lua")))
 LOOK_EVERY_S: Final = 0.5
-"""How often a process asks while a request waits. So it notices what others give back, and they know that it still
-waits. Redis could notify processes (publish and subscribe), but that takes another connection, and messages may be
-lost."""
+"""How often a process runs a step while one of its requests waits. A step shows what other processes gave back, and
+shows them that this one still waits. (Publish and subscribe would need another connection, and can lose messages.)"""
 FORGOTTEN_AFTER_S: Final = 4 * LOOK_EVERY_S
-"""A process that says nothing for this long no longer counts as waiting."""
+"""The waiters of a process that has run no step for this long no longer count."""
 SETTLE_WITHIN_S: Final = 0.05
+"""How long what was given back waits at most for the next step, so that one step sends that of several calls."""
 RETRY_S: Final = 0.5
+"""The pause after a step that failed because Redis is away."""
 AT_ONCE_S: Final = 1.0
-"""How long a request that does not wait for its turn (`try_reserve`) waits for Redis."""
+"""How long `try_reserve`, which does not wait for a turn, waits for an answer of Redis."""
 JUMP_S: Final = 0.5
-"""A clock has jumped if Redis's and ours differ by this much more or less than one step before. Smaller differences are
-the time that an answer took."""
+"""If the difference between Redis's clock and ours has changed by more than this since the last step, a clock has
+jumped. A smaller change comes from the time that Redis's answer took."""
 log = logs.logger()
 
 
 def shared_accounts(
     client: RedisClient, *, namespace: str, spec: BudgetSpec, clock: Callable[[], float] = time.time
 ) -> "Accounts[SharedTurns]":
-    """The budgets of all processes that share a Redis. The caller closes `client`, after `Accounts.aclose`."""
+    """The budgets of all accounts for processes that share a Redis. The caller closes `client`, after
+    `Accounts.aclose`."""
 
     def open_turns(name: str) -> SharedTurns:
         key = f"{namespace}:budget:{FORM}:{name}"
@@ -65,7 +66,8 @@ def shared_accounts(
 
 
 class SharedTurns:
-    """Implements `Turns`. `clock`: seconds since 1970, used until Redis's own time is known."""
+    """Implements `Turns` for an account that several processes share: a script in Redis decides whose turn it is.
+    `clock`: seconds since 1970, used until Redis's own time is known."""
 
     def __init__(self, client: RedisClient, key: str, account: Account, *, clock: Callable[[], float]) -> None:
         self.account = account
@@ -73,26 +75,27 @@ class SharedTurns:
         self._key = key
         self._offset_s = clock() - asyncio.get_running_loop().time()
         """Redis's clock minus the event loop's."""
-        self._usual = {
+        self._constant = {
             "process": secrets.token_hex(6),
             "form": FORM,
             "expires_s": FORGOTTEN_AFTER_S,
             "shares": account.shares,
         }
-        """The part of the question that is the same in each step."""
+        """The fields of the script's argument that are the same in each step."""
         self._unsent = Unsent()
         self._version = 0
-        """Redis counts the changes to what all processes have learned; this process knows all up to this number."""
+        """Redis numbers the changes of what was learned. This process has all changes up to this number."""
         self._knowledge = Knowledge(account)
         self._is_due = False
         self._task: asyncio.Task[None] | None = None
         self._stepped = asyncio.Event()
         self._timer: asyncio.Handle | None = None
         self._fires_s = -inf
-        """When the timer fires. uvloop's handle does not know this for less than half a millisecond."""
-        self._told_s = -inf
+        """When the timer fires. Kept here, because uvloop returns a handle without `when` for delays below 0.5 ms."""
+        self._answered_s = -inf
+        """The time of Redis's last answer."""
         self.steps = 0
-        """How many round trips there were."""
+        """The number of round trips, for tests."""
 
     @property
     def is_idle(self) -> bool:
@@ -100,29 +103,29 @@ class SharedTurns:
 
     @property
     def is_asking(self) -> bool:
-        """Whether a step is in progress."""
+        """Whether the script in Redis is being run for this account."""
         return self._task is not None
 
     def now_s(self) -> float:
-        """Redis's time, as far as we know it."""
+        """Redis's time, computed from the difference of the clocks at the last step."""
         return asyncio.get_running_loop().time() + self._offset_s
 
     def step(self) -> None:
-        """Ask Redis, as soon as it has answered the step before."""
+        """Begin a step (one run of the script in Redis), or plan one for when the running step has ended."""
         self._is_due = True
-        if self.now_s() - self._told_s > FORGOTTEN_AFTER_S:
-            self.account.nobody_elsewhere()
+        if self.now_s() - self._answered_s > FORGOTTEN_AFTER_S:
+            self.account.forget_elsewhere()
         if self._task is None:
-            # in its own context: it works for all waiters, so its log lines must not name one request
+            # The task works for all waiters. A context of its own keeps the id of one request out of its log lines.
             self._task = asyncio.get_running_loop().create_task(
                 self._steps(), name=f"budget {self.account.name}", context=Context()
             )
 
     async def decided(self, waiter: Waiter) -> None:
-        """Returns without a decision if Redis is away or slow."""
+        """See `Turns`. Returns without a decision if Redis does not answer within `AT_ONCE_S`."""
         try:
             async with asyncio.timeout(AT_ONCE_S):
-                # the step that is under way may have begun before this waiter joined
+                # The running step may have begun before this waiter joined the line; then wait for the next one.
                 while self.account.lines.heads[waiter.lane] is waiter and self._task is not None:
                     was_due = self._is_due
                     await self._stepped.wait()
@@ -132,31 +135,32 @@ class SharedTurns:
             pass
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
-        over = [amount - (used[each] if used else 0.0) for each, amount in enumerate(reservation.amounts)]
+        unused = [amount - (used[index] if used else 0.0) for index, amount in enumerate(reservation.amounts)]
         self.account.settle(reservation, used, self.now_s())
-        if any(over):
-            self._unsent.give_back(self.account.lanes.index(reservation.lane), over, reservation.own)
-        if any(over) or not self.account.lines.is_empty:
-            self._look_in(SETTLE_WITHIN_S)
+        if any(unused):
+            lane = self.account.lanes.index(reservation.lane)
+            self._unsent.give_back(lane, unused, reservation.from_savings)
+        if any(unused) or not self.account.lines.is_empty:
+            self._step_in(SETTLE_WITHIN_S)
 
-    def learn(self, heard: Heard) -> None:
+    def learn(self, feedback: Feedback) -> None:
         account, now_s = self.account, self.now_s()
         account.refill(now_s)
         before, known = account.per_minute(), account.learned()
         levels = [bucket.level for bucket in account.buckets]
-        is_less = account.learn(heard, now_s)
-        log_learned(account, heard, before=before)
+        is_less = account.learn(feedback, now_s)
+        log_learned(account, feedback, before=before)
         if self._unsent.levels_fell(levels, [bucket.level for bucket in account.buckets]):
-            self._look_in(SETTLE_WITHIN_S)  # look again soon, because the level changes with time
+            self._step_in(SETTLE_WITHIN_S)  # send the lower levels soon, because levels rise with time
         if account.learned() != known:
-            self._unsent.heard.append(heard)
+            self._unsent.feedback.append(feedback)
             self._unsent.has_learned = True
             self.step()
         if is_less:
             refuse_hopeless(account, self.now_s())
 
     async def aclose(self) -> None:
-        """Tell Redis what it was not told yet."""
+        """Send Redis the changes that it does not have yet, and stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
         if self._unsent.back or self._unsent.has_learned:
@@ -173,7 +177,7 @@ class SharedTurns:
         try:
             while self._is_due:
                 self._is_due = False
-                in_s = await self._one()
+                in_s = await self._run_step()
                 self._tell_stepped()
         except StoreUnavailable:  # the waiters keep waiting; `Pausing` reports the reason
             in_s = RETRY_S
@@ -181,13 +185,13 @@ class SharedTurns:
             self._task = None
             self._tell_stepped()
             if not self.account.lines.is_empty or self._unsent.back:
-                self._look_in(min(in_s + LATE_S, LOOK_EVERY_S))
+                self._step_in(min(in_s + LATE_S, LOOK_EVERY_S))
 
     def _tell_stepped(self) -> None:
         self._stepped.set()
         self._stepped = asyncio.Event()
 
-    def _look_in(self, in_s: float) -> None:
+    def _step_in(self, in_s: float) -> None:
         loop = asyncio.get_running_loop()
         fires_s = loop.time() + in_s
         if self._timer is not None:
@@ -195,64 +199,71 @@ class SharedTurns:
                 return
             self._timer.cancel()
         self._fires_s = fires_s
-        self._timer = loop.call_later(in_s, self._look)
+        self._timer = loop.call_later(in_s, self._on_timer)
 
-    def _look(self) -> None:
+    def _on_timer(self) -> None:
         # The clock does not show whether the timer has fired: uvloop's timers may fire half a millisecond early.
         self._timer = None
         self.step()
 
-    async def _one(self) -> float:
-        """One round trip. Returns in how many seconds to ask again."""
-        waiters, room = asking.candidates(self.account, self.now_s())
+    async def _run_step(self) -> float:
+        """Run the script in Redis once, and carry out its decision. Returns the seconds until the next step."""
+        waiters, max_grants = asking.candidates(self.account, self.now_s())
         sent = self._unsent.take()
-        asked = self._usual | asking.question(self.account, waiters, sent, room=room, now_s=self.now_s())
-        asked["version"] = self._version
+        argument = self._constant | asking.argument(
+            self.account, waiters, sent, max_grants=max_grants, now_s=self.now_s()
+        )
+        argument["version"] = self._version
         self.steps += 1
         try:
-            said = await self._client.run(STEP, [self._key], json.dumps(asked), self._knowledge.text())
+            answer = await self._client.run(STEP, [self._key], json.dumps(argument), self._knowledge.text())
         except BaseException:
             self._unsent.failed(sent)
             raise
-        redis_s, reply, text = float(said[0]), json.loads(said[1]), said[2]
+        redis_s, reply, learned_text = float(answer[0]), json.loads(answer[1]), answer[2]
         self._set_clock(redis_s)
-        self._told_s = redis_s
-        self._believe(reply, text, sent.heard, redis_s)
+        self._answered_s = redis_s
+        self._take_over(reply, learned_text, learned_from=sent.learned_from, redis_s=redis_s)
         return self._grant(waiters, reply, redis_s)
 
     def _set_clock(self, redis_s: float) -> None:
-        """Redis's clock may differ from ours, or jump. At a jump, stored times move with it: waits stay the same."""
+        """Compare Redis's clock with ours. If one of them has jumped, move the account's times by the jump, so that the
+        waits stay as long as they were."""
         offset_s = redis_s - asyncio.get_running_loop().time()
         jump_s, self._offset_s = offset_s - self._offset_s, offset_s
         if abs(jump_s) > JUMP_S:
             self.account.shift(jump_s)
 
-    def _believe(self, reply: Mapping[str, Any], text: bytes, heard: int, redis_s: float) -> None:
-        """Take over what Redis counts and what other processes have learned."""
+    def _take_over(self, reply: Mapping[str, Any], learned_text: bytes, *, learned_from: int, redis_s: float) -> None:
+        """Take over the buckets' levels that Redis has computed, and the limits that other processes have learned
+        (`learned_text`, empty if there is nothing new). `learned_from`: see `Sent`."""
         account, unsent = self.account, self._unsent
         if reply["is_forgotten"]:
             error = f"the account is not kept in form {FORM}"
             log.warning(signals.LEARNED_UNREADABLE, account=account.name, error=error)
-        if text:
-            self._knowledge.load(text)
-            for each in unsent.heard:  # Redis does not know yet what this process has learned meanwhile
-                account.learn(each, redis_s)
-            unsent.has_learned = bool(unsent.heard)
+        if learned_text:
+            self._knowledge.load(learned_text)
+            for feedback in unsent.feedback:  # it replaced what this process has learned since, so learn that again
+                account.learn(feedback, redis_s)
+            unsent.has_learned = bool(unsent.feedback)
             self._is_due = self._is_due or unsent.has_learned
             refuse_hopeless(account, redis_s)
         else:
-            del unsent.heard[:heard]
+            del unsent.feedback[:learned_from]
         self._version = reply["version"]
-        for bucket, level, parts in zip(account.buckets, reply["levels"], reply["parts"], strict=True):
-            bucket.correct(level, parts, redis_s)
-        account.elsewhere = reply["elsewhere"]
+        for bucket, level, savings in zip(account.buckets, reply["levels"], reply["parts"], strict=True):
+            bucket.correct(level, savings, redis_s)
+        account.waiting_elsewhere = reply["elsewhere"]
 
     def _grant(self, waiters: Sequence[Waiter], reply: Mapping[str, Any], redis_s: float) -> float:
+        """Give the waiting requests that Redis has granted their reservations, and wake their tasks. Returns the
+        seconds until the next step."""
         account = self.account
-        for index, *own in reply["granted"]:
+        for index, *from_savings in reply["granted"]:
             waiter = waiters[index - 1]
-            if not account.begin(waiter, own=Amounts(*own), now_s=redis_s):  # it left its line meanwhile
-                self._unsent.give_back(waiter.lane, waiter.amounts, own)
+            if not account.begin(waiter, from_savings=Amounts(*from_savings), now_s=redis_s):
+                # the waiter has left its line meanwhile
+                self._unsent.give_back(waiter.lane, waiter.amounts, from_savings)
                 self._is_due = True
             elif not waiter.wake():
                 assert waiter.reservation is not None
@@ -260,12 +271,13 @@ class SharedTurns:
         if not account.lines.is_empty:
             account.is_pressed = True
             if reply["granted"]:
-                self._is_due = True  # waiters behind those that we asked for may also go
+                self._is_due = True  # waiters behind those that were sent may be granted as well
         self._refuse_late_firsts(redis_s)
         return float(reply["look_in"]) if reply["look_in"] >= 0 else LOOK_EVERY_S
 
     def _refuse_late_firsts(self, now_s: float) -> None:
-        """Look at the first of each lane again: its forecast may have missed waiters of other processes."""
+        """Compute the forecast of each lane's first waiting request again, because the earlier one may not have counted
+        requests of other processes. Refuse the request if its turn will come too late."""
         for lane, head in enumerate(self.account.lines.heads):
             if head is not None and head.turn is not None and head.until_s is not None:
                 wait = forecast.first(self.account, lane, head.amounts, now_s)

@@ -1,9 +1,9 @@
-"""The store in Redis, for workers on several machines. Each step is one script, and so one round trip.
+"""The store in Redis, for workers on several machines. Each method runs one script, and so takes one round trip.
 
-What `Store` promises holds as long as Redis keeps what it has acknowledged. With `appendonly yes` and `appendfsync
-always` it does so through a crash; with `everysec` it may lose the last second. A Redis that comes back empty has
-forgotten claims and results: a repeated id runs again, but no request is lost. Redis Cluster is not supported, because
-a renewal is one script over the keys of all running requests.
+The promises of `Store` hold as long as Redis keeps the writes that it has acknowledged. With `appendonly yes` and
+`appendfsync always` it keeps them through a crash; with `everysec` it may lose the last second. If Redis comes back
+empty, claims and results are lost: a repeated id runs again, but no request is lost. Redis Cluster is not supported,
+because a renewal is one script over the keys of all running requests.
 """
 
 import json
@@ -13,10 +13,10 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from consumers.state import base
-from consumers.state.base import Completion, Copy, Held, Identity, StoreUnavailable
+from consumers.state.base import Completion, Fingerprint, Held, Identity, StoreUnavailable
 from consumers.state.redis import request_scripts, share_scripts
 from consumers.state.redis.client import Argument, RedisClient
-from consumers.state.redis.following import Followed, followed_key, request_key
+from consumers.state.redis.following import Followed, request_key
 from consumers.state.spec import DEFAULT, StoreSpec
 from lanekeeper.telemetry import logs, signals
 
@@ -24,8 +24,8 @@ log = logs.logger()
 
 
 class RedisStore(Followed):
-    """Implements `FollowedStore`. `spec.max_bytes` is ignored: Redis's own `maxmemory` limits it, and keys expire by
-    themselves."""
+    """Implements `FollowedStore`. `spec.max_bytes` is ignored: the size of the data is limited by Redis's setting
+    `maxmemory`, and keys expire by themselves."""
 
     def __init__(self, url: str, *, namespace: str, spec: StoreSpec = DEFAULT) -> None:
         super().__init__(RedisClient(url), namespace=namespace, spec=spec)
@@ -53,26 +53,29 @@ class RedisStore(Followed):
             for reason in await self._client.risks():
                 log.warning(signals.STORE_VOLATILE, store=self._client.address, reason=reason)
 
-    async def claim(self, identity: Identity, copy: Copy) -> base.Granted | base.Running | base.Ended | base.Conflict:
+    async def claim(
+        self, identity: Identity, fingerprint: Fingerprint
+    ) -> base.Granted | base.Running | base.Ended | base.Conflict:
         times = (self._lease_ms, self._keep_ms, self._cancelled_ms)
-        keys = [self._request(identity), followed_key(self._namespace, identity)]
-        match await self._client.run(request_scripts.CLAIM, keys, *_of_copy(copy), *times):
+        match await self._client.run(
+            request_scripts.CLAIM, self._keys(identity), *_of_fingerprint(fingerprint), *times
+        ):
             case [b"granted", token, deaths, followed]:
                 return base.Granted(token=token, deaths=deaths, followed=followed == 1)
             case [b"running", for_ms]:
                 return base.Running(for_ms=for_ms)
-            case [b"ended", same_copy, ending]:
-                return base.Ended(completion=_completion(ending), same_copy=same_copy == 1)
+            case [b"ended", is_same_message, ending]:
+                return base.Ended(completion=_completion(ending), is_same_message=is_same_message == 1)
             case _:
                 return base.Conflict()
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, base.Stop]:
         if not held:
             return {}
-        keys = [self._request(each.identity) for each in held]
-        tokens = [each.token for each in held]
+        keys = [self._request(claim.identity) for claim in held]
+        tokens = [claim.token for claim in held]
         stops = await self._client.run(request_scripts.RENEW, keys, self._lease_ms, self._keep_ms, *tokens)
-        return {each: base.Stop(stop.decode()) for each, stop in zip(held, stops, strict=True) if stop}
+        return {claim: base.Stop(stop.decode()) for claim, stop in zip(held, stops, strict=True) if stop}
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
         values = (held.token, attempts, "" if due_ms is None else due_ms, self._keep_ms, self._cancelled_ms)
@@ -82,11 +85,14 @@ class RedisStore(Followed):
         return bool(await self._client.run(request_scripts.DEFER, [self._request(identity)], due_ms, keep_until_ms))
 
     async def complete(
-        self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
+        self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion | None:
         held = "" if token is None else token
-        values = (self._keep_ms, *_of_copy(copy), held, *_of_completion(completion))
-        match await self._client.run(request_scripts.COMPLETE, [self._request(identity)], *values):
+        values = (self._keep_ms, *_of_fingerprint(fingerprint), held, *_of_completion(completion))
+        keys = (
+            self._keys(identity) if token is None else [self._request(identity)]
+        )  # without a claim the script may restart the entries
+        match await self._client.run(request_scripts.COMPLETE, keys, *values):
             case [b"given"]:
                 return completion
             case [b"held", ending]:
@@ -104,12 +110,21 @@ class RedisStore(Followed):
         keys = [self._request(identity), self._of_tenant("unseen", identity.tenant)]
         return base.Cancelling((await self._client.run(request_scripts.CANCEL, keys, *values)).decode())
 
-    async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> base.Room:
-        member = f"{identity.id} {copy.mark.hex()}"
-        message = (quote(identity.tenant, safe=""), member, copy.nonce.hex(), int(copy.redelivered), weight, until_ms)
+    async def reserve(
+        self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
+    ) -> base.WaitingLimit:
+        member = f"{identity.id} {fingerprint.mark.hex()}"
+        message = (
+            quote(identity.tenant, safe=""),
+            member,
+            fingerprint.nonce.hex(),
+            int(fingerprint.redelivered),
+            weight,
+            until_ms,
+        )
         keys = [self._of_tenant("waiting", identity.tenant), f"{self._namespace}:waiting"]
         bounds = (self._spec.waiting_per_tenant, self._spec.waiting_in_all)
-        return base.Room((await self._client.run(share_scripts.RESERVE, keys, *message, *bounds)).decode())
+        return base.WaitingLimit((await self._client.run(share_scripts.RESERVE, keys, *message, *bounds)).decode())
 
     async def find(self, identity: Identity) -> base.Found | None:
         match await self._client.run(request_scripts.FIND, [self._request(identity)]):
@@ -145,16 +160,16 @@ class RedisStore(Followed):
     def _request(self, identity: Identity) -> str:
         return request_key(self._namespace, identity)
 
-    def _of_tenant(self, what: str, tenant: str) -> str:
-        return f"{self._namespace}:{what}:{quote(tenant, safe='')}"
+    def _of_tenant(self, kind: str, tenant: str) -> str:
+        return f"{self._namespace}:{kind}:{quote(tenant, safe='')}"
 
     def _allowance(self, name: str, period_s: int) -> str:
         return f"{self._namespace}:allowance:{period_s}:{name}"
 
 
-def _of_copy(copy: Copy) -> tuple[Argument, ...]:
-    dead_at: Argument = "" if copy.dead_at_ms is None else copy.dead_at_ms
-    return (copy.body_hash, copy.mark, int(copy.redelivered), dead_at, copy.nonce)
+def _of_fingerprint(fingerprint: Fingerprint) -> tuple[Argument, ...]:
+    dead_at: Argument = "" if fingerprint.dead_at_ms is None else fingerprint.dead_at_ms
+    return (fingerprint.body_hash, fingerprint.mark, int(fingerprint.redelivered), dead_at, fingerprint.nonce)
 
 
 def _of_completion(completion: Completion) -> tuple[Argument, ...]:
@@ -163,11 +178,12 @@ def _of_completion(completion: Completion) -> tuple[Argument, ...]:
 
 
 def _completion(ending: Sequence[Any]) -> Completion:
-    status, code, headers, ended_ms, body = ending
+    status, code, headers, ended_ms, body, mark = ending
     return Completion(
         status="ok" if status == b"ok" else "error",
         code=code.decode(),
         body=body,
         headers=json.loads(headers),
         ended_ms=int(ended_ms),
+        mark=mark or None,
     )

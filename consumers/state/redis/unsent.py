@@ -1,57 +1,67 @@
-"""What a process sends to Redis about one account with its next step, and what happens to it if that step fails."""
+"""Changes of a shared account that this process has not sent to Redis yet. The next step of `shared_turns.py` sends
+them; if the step fails, some are sent again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from consumers.limits.base import Heard
+from consumers.limits.base import Feedback
 
 
 @dataclass(slots=True)
 class Sent:
-    """What one step sends to Redis."""
+    """Changes of a shared account that one step (one run of the script in Redis) sends."""
 
     back: list[dict[str, Any]]
+    """Amounts that were given back, or used beyond a reservation (`Unsent.give_back`)."""
     lower: list[float]
-    heard: int
-    """How many of `Unsent.heard` are contained in the knowledge that the step sends."""
+    """For each bucket: the level to which it fell because the provider had less than was assumed; infinite: it did not
+    fall."""
+    learned_from: int
+    """How many responses of `Unsent.feedback` the sent text of what was learned includes."""
     has_learned: bool
+    """True if something was learned that Redis does not have yet."""
 
 
 @dataclass(slots=True)
 class Unsent:
-    """What was not sent to Redis yet about one account."""
+    """Changes of an account's budget that this process has made and not sent to Redis yet, where several processes
+    share the account: amounts given back (`back`), levels that fell (`lower`), limits that were learned. The fields are
+    those of `Sent`."""
 
     back: list[dict[str, Any]] = field(default_factory=list)
     lower: list[float] = field(default_factory=lambda: [inf, inf, inf])
-    heard: list[Heard] = field(default_factory=list)
-    """Responses that changed what was learned. They are learned from again if another process has learned meanwhile."""
+    feedback: list[Feedback] = field(default_factory=list)
+    """Responses that changed what was learned. If another process was faster to send what it has learned, this process
+    takes that over, and then learns from these responses again."""
     has_learned: bool = False
 
-    def give_back(self, lane: int, over: Sequence[float], own: Sequence[float]) -> None:
-        """`over`: what was reserved and not used; below 0: what was used beyond the reservation."""
-        self.back.append({"lane": lane + 1, "over": list(over), "own": list(own)})
+    def give_back(self, lane: int, unused: Sequence[float], from_savings: Sequence[float]) -> None:
+        """Note what to give back after a call. `unused`: for each bucket, what was reserved and not used; below 0: what
+        was used beyond the reservation. `from_savings`: see `Reservation`."""
+        self.back.append({"lane": lane + 1, "over": list(unused), "own": list(from_savings)})
 
     def levels_fell(self, before: Sequence[float], after: Sequence[float]) -> bool:
-        """Note which levels fell because the provider has less than was assumed. True if any did."""
+        """Note the buckets' levels that fell, because the provider has less left than was assumed. True if one fell."""
         found = False
-        for each, (was, now) in enumerate(zip(before, after, strict=True)):
+        for index, (was, now) in enumerate(zip(before, after, strict=True)):
             if now < was:
-                self.lower[each] = min(self.lower[each], max(0.0, now))
+                self.lower[index] = min(self.lower[index], max(0.0, now))
                 found = True
         return found
 
     def take(self) -> Sent:
-        """What the next step sends. It is not sent again, unless the step fails."""
-        sent = Sent(self.back, self.lower, len(self.heard), self.has_learned)
+        """Take out the changes, so that the next step sends them."""
+        sent = Sent(self.back, self.lower, len(self.feedback), self.has_learned)
         self.back, self.lower, self.has_learned = [], [inf, inf, inf], False
         return sent
 
     def failed(self, sent: Sent) -> None:
-        """It is unknown whether Redis counted the step. What was used beyond a reservation is sent again. What was
-        given back is not, because counting it twice would spend more than there is."""
-        for each in sent.back:
-            each["over"] = [min(0.0, over) for over in each["over"]]
-        self.back = [each for each in sent.back if any(each["over"])] + self.back
+        """Keep the changes of a failed step for the next one. It is unknown whether Redis has counted them. Amounts
+        used beyond a reservation are sent again. Amounts given back are not: if they were counted twice, more would be
+        spent than the limits allow."""
+        for change in sent.back:
+            change["over"] = [min(0.0, unused) for unused in change["over"]]
+        self.back = [change for change in sent.back if any(change["over"])] + self.back
         self.has_learned = self.has_learned or sent.has_learned

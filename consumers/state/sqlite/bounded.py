@@ -1,8 +1,8 @@
-"""Limits, by tenant, the rows that cost their publisher nothing, so that they displace no results of other tenants.
+"""Limits the rows that a tenant can create without paying for a call, so that they do not displace other results.
 
-Cancellations of requests that no worker has seen: above a tenant's limit, its oldest is removed. Requests that ended
-before any attempt: kept like all others until the store is full; then what a tenant has above its limit is removed
-first.
+There are two kinds. Unseen cancellations, of requests that no worker has seen: above a tenant's limit, its oldest one
+is removed. Untried requests, which ended before any attempt: they are kept like others until the store is full; then
+those above a tenant's limit are removed first.
 """
 
 import sqlite3
@@ -15,17 +15,19 @@ IS_UNSEEN = "body_hash IS NULL AND noted = 0 AND code = 'cancelled'"
 UNSEEN_BYTES = 800
 """The size of an unseen cancellation, including the row that counts it."""
 FORGOTTEN_AT_MOST = 10
-"""The most cancellations that a new one displaces: more than one only after the limit was lowered."""
+"""The most unseen cancellations that one call removes. It removes more than one only after the limit was lowered."""
 STEP_ROWS = 200
 _FORGET_UNSEEN = f"DELETE FROM request WHERE tenant = ? AND id = ? AND {IS_UNSEEN}"
 _FORGET_UNTRIED = (
     "DELETE FROM request WHERE tenant = ? AND id = ? AND keep_ms <= ? AND status = 'error' AND lease_ms = 0"
 )
-"""`keep_ms <= ?` spares a request whose dead letter was published again: it is kept for longer than was counted."""
+"""`keep_ms <= ?` excludes a request whose dead letter was published again: its row is kept for longer than when it was
+counted."""
 
 
 class Bounded:
-    """Counts and removes these rows, over one connection."""
+    """Limits two kinds of rows for each tenant, over one SQLite connection: cancellations of requests that no worker
+    has seen (unseen), and results of requests that ended before any attempt (untried)."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._execute = connection.execute
@@ -38,7 +40,8 @@ class Bounded:
         return UNSEEN_BYTES * self._shares.used(UNSEEN)
 
     def count_unseen(self, identity: Identity, *, today: int, until_ms: int) -> bool:
-        """Count an unseen cancellation. True if its tenant's oldest was removed for it."""
+        """Count the cancellation of a request that no worker has seen. Returns True if the tenant was at its limit, so
+        that its oldest such cancellation was removed."""
         self._shares.forget_ended(UNSEEN, today)
         self._add(UNSEEN, identity, until_ms)
         displaces = False
@@ -58,8 +61,8 @@ class Bounded:
             self._shares.add(kind, identity.tenant, identity.id, until_ms=until_ms)
 
     def remove_surplus(self) -> int:
-        """One bounded step: of the tenant with the most untried requests, remove the oldest above its limit. Returns
-        how many, including those whose row was gone already."""
+        """Remove results of untried requests, the oldest first, of the tenant that has the most of them, down to the
+        tenant's limit, at most `STEP_ROWS`. Returns how many, including those whose row no longer existed."""
         tenant, used = self._shares.most(UNTRIED)
         surplus = min(used - self._untried_at_most, STEP_ROWS)
         for _ in range(surplus):
@@ -68,5 +71,6 @@ class Bounded:
         return max(surplus, 0)
 
     def sweep(self, today: int) -> int:
-        """One bounded step: remove members whose time is over. Returns how many."""
+        """Stop counting cancellations and results (rows of this SQLite file) whose keeping time is over, a limited
+        number at a time. Returns how many."""
         return self._shares.forget_ended(UNSEEN, today) + self._shares.forget_ended(UNTRIED, today)

@@ -1,32 +1,34 @@
-"""Allowances and leases as rows of a SQLite file: functions over an open transaction."""
+"""Allowances and leases as rows of a SQLite file. Each method works within a transaction that its caller opened."""
 
 import sqlite3
 
 from consumers.state.base import Taken
-from consumers.state.sqlite.requests import STEP_ROWS, Times
+from consumers.state.sqlite.requests import STEP_ROWS
+from consumers.state.sqlite.rows import Times
 
 KEPT_AFTER_MS = 86_400_000
 """How long a period is kept after its end, in case the calendar is set back."""
 
 
 class Counters:
-    """Implements `Allowances` and `Leases` on one SQLite connection."""
+    """Implements `Allowances` (how much was used in a period) and `Leases` (which process does a job) on one SQLite
+    connection. `at`: the time of the transaction."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._execute = connection.execute
 
     def take(self, at: Times, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
-        period, used = self._used(at, name, period_s)
+        period, used = self._current(at, name, period_s)
         granted = used + amount <= limit
         if granted:
             used += amount
-            self._use(name, period, used, period_s)
+            self._set(name, period, used, period_s)
         return Taken(granted=granted, used=used, resets_in_s=((period + 1) * period_s * 1000 - at.today) / 1000)
 
     def correct(self, at: Times, name: str, amount: float, *, period_s: int) -> None:
-        period, used = self._used(at, name, period_s)
-        # Not below 0: what is given back may have been taken in the period before.
-        self._use(name, period, max(0.0, used - amount), period_s)
+        period, used = self._current(at, name, period_s)
+        # Not below 0: the amount may have been taken in the period before.
+        self._set(name, period, max(0.0, used - amount), period_s)
 
     def hold(self, at: Times, name: str, owner: str, *, for_s: float) -> int | None:
         found = self._execute("SELECT owner, token, lease_ms FROM lease WHERE name = ?", (name,)).fetchone()
@@ -48,21 +50,22 @@ class Counters:
         self._execute("UPDATE lease SET lease_ms = 0 WHERE name = ? AND owner = ?", (name, owner))
 
     def sweep(self, at: Times) -> int:
-        """One step: remove periods that are over."""
+        """Remove counts of allowances whose period is over, at most `STEP_ROWS`. Returns how many were removed."""
         return self._execute(
             "DELETE FROM allowance WHERE (name, period_s, period) IN "
             f"(SELECT name, period_s, period FROM allowance WHERE ends_ms < ? LIMIT {STEP_ROWS})",
             (at.today - KEPT_AFTER_MS,),
         ).rowcount
 
-    def _used(self, at: Times, name: str, period_s: int) -> tuple[int, float]:
+    def _current(self, at: Times, name: str, period_s: int) -> tuple[int, float]:
+        """The number of an allowance's current period, and the amount used in it."""
         period = at.today // (period_s * 1000)
         found = self._execute(
             "SELECT used FROM allowance WHERE name = ? AND period_s = ? AND period = ?", (name, period_s, period)
         ).fetchone()
         return period, 0.0 if found is None else float(found[0])
 
-    def _use(self, name: str, period: int, used: float, period_s: int) -> None:
+    def _set(self, name: str, period: int, used: float, period_s: int) -> None:
         self._execute(
             "INSERT INTO allowance VALUES (?, ?, ?, ?, ?) "
             "ON CONFLICT (name, period_s, period) DO UPDATE SET used = excluded.used",

@@ -1,11 +1,11 @@
 """The SQLite file: opens, creates or migrates it, and explains its errors.
 
     open_file(path, namespace=…, clock=…) -> sqlite3.Connection     raises sqlite3.Error, OSError, StoreUnavailable
-    explain(error, path) -> str                                     what is wrong, and what helps
+    explain(error, path) -> str                                     what is wrong, and what to do
 
-The file has a write-ahead log and `synchronous=FULL`: what was committed survives a power cut, and processes can read
-while another one writes. After `sync_commits(connection, False)` a commit does not wait for the disk: it survives the
-end of the process, but no power cut before the next commit that waits.
+The file has a write-ahead log, so that processes can read while another one writes, and `synchronous=FULL`, so that a
+commit survives a power cut. After `sync_commits(connection, False)` a commit does not wait for the disk: it survives
+the end of the process, but a power cut may lose it until a later commit has waited.
 """
 
 import fcntl
@@ -24,14 +24,16 @@ from consumers.state.sqlite import shares as sqlite_shares
 VERSION = 4
 """The schema's version, kept in the file as `user_version`."""
 APPLICATION = 0x4C616E65
-"""Marks the file as ours ("Lane")."""
+"""The file's `application_id`, which marks it as Lanekeeper's: the letters "Lane"."""
 BUSY_S = 3.0
-"""How long to wait for another process's transaction. They last milliseconds: one that takes longer than this hangs."""
+"""How long to wait for the transaction of another process. Transactions take milliseconds, so a longer one hangs."""
 LEASE_AT_MOST_MS = 3_600_000
+"""Longer than any lease. Where the system gives no boot id, a lease that ends later is from an earlier boot."""
 ROOM_BYTES = 1024 * 1024
-"""Free bytes that the disk must have. An answer needs more than `probe` writes, and is already paid for when stored."""
+"""Free bytes that the disk must have. An answer is larger than what `probe` writes, and is paid for before it is
+stored."""
 WAL_BYTES = 64 * 1024 * 1024
-"""After a checkpoint, the log's file is cut to at most this size."""
+"""After a checkpoint, the write-ahead log is cut to at most this size."""
 
 _REQUESTS = """
 CREATE TABLE request (
@@ -78,18 +80,17 @@ MIGRATIONS: dict[int, str] = {
     2: sqlite_shares.SCHEMA,
     3: sqlite_following.SCHEMA,
 }
-"""For each version: the statements that lead to the next one."""
+"""For each version of the schema: the statements that change it into the next version."""
 
 
 def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection:
-    """Open the file, created if missing. It is then ours, of this version, and without leases of an earlier boot."""
+    """Open the SQLite file of the store; create it if it is missing. It then has the schema of this version, and no
+    lease of an earlier boot."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with suppress(FileExistsError):  # not opened if it exists: closing it would drop this process's locks on it
-        # SQLite itself would make it readable by everyone
+    with suppress(FileExistsError):  # an existing file is not opened: closing it would drop this process's locks on it
+        # created here, because SQLite would make it readable by everyone
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    connection = sqlite3.connect(
-        f"file:{quote(str(path))}?mode=rw", uri=True, timeout=BUSY_S, isolation_level=None, cached_statements=64
-    )
+    connection = connect(path)
     try:
         _check(connection, path)
         _write_ahead(connection)
@@ -105,8 +106,16 @@ def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection
     return connection
 
 
+def connect(path: Path) -> sqlite3.Connection:
+    """Open a connection to an SQLite file that exists. Raises sqlite3.Error."""
+    return sqlite3.connect(
+        f"file:{quote(str(path))}?mode=rw", uri=True, timeout=BUSY_S, isolation_level=None, cached_statements=64
+    )
+
+
 def _check(connection: sqlite3.Connection, path: Path) -> int:
-    """The file's version. Raises StoreUnavailable if it is newer than ours, or the file is not ours. Writes nothing."""
+    """The schema's version in the SQLite file. Raises StoreUnavailable if it is newer than this program's, or if the
+    file is not Lanekeeper's. Writes nothing."""
     version = _pragma(connection, "user_version")
     if version > VERSION:
         raise StoreUnavailable(
@@ -122,7 +131,8 @@ def _check(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def _write_ahead(connection: sqlite3.Connection) -> None:
-    """Try repeatedly: if two processes start at once, one gets "database is locked" in spite of the timeout."""
+    """Switch the write-ahead log on. Repeated for `BUSY_S`, because if two processes start at once, one of them gets
+    "database is locked" in spite of the connection's timeout."""
     end = time.monotonic() + BUSY_S
     while True:
         try:
@@ -131,12 +141,12 @@ def _write_ahead(connection: sqlite3.Connection) -> None:
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
                 raise
-            time.sleep(0.02)  # there is no signal when the other has finished
+            time.sleep(0.02)  # nothing signals that the other process has finished
 
 
 def sync_commits(connection: sqlite3.Connection, sync: bool) -> None:
-    """Whether the next commits wait for the disk. Not by `execute`: this pragma takes effect when it is prepared, and
-    `execute` keeps what it has prepared."""
+    """Set whether the next commits wait for the disk. `execute` would not do: the pragma takes effect when it is
+    prepared, and `execute` prepares a statement only once."""
     connection.executescript(f"PRAGMA synchronous={'FULL' if sync else 'NORMAL'}")
 
 
@@ -164,7 +174,7 @@ def _end_leases_of_earlier_boots(connection: sqlite3.Connection, clock: Clock) -
     (before,) = connection.execute("SELECT boot FROM store").fetchone()
     if before == boot != "":
         return
-    # If the boot id is unknown: a lease that ends later than any new lease could is from an earlier boot.
+    # If the boot id is unknown, end only leases that end later than any new lease could.
     above = 0 if boot else clock.since_boot_ms() + LEASE_AT_MOST_MS
     connection.execute("UPDATE request SET lease_ms = 0 WHERE lease_ms > ?", (above,))
     connection.execute("UPDATE lease SET lease_ms = 0 WHERE lease_ms > ?", (above,))
@@ -172,7 +182,7 @@ def _end_leases_of_earlier_boots(connection: sqlite3.Connection, clock: Clock) -
 
 
 def _run(connection: sqlite3.Connection, script: str) -> None:
-    """Run statements one by one: `executescript` would commit first."""
+    """Run several statements in the open transaction; `executescript` would commit it first."""
     for statement in script.split(";\n"):
         if statement.strip():
             connection.execute(statement)
@@ -184,7 +194,7 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
 
 
 def inode(path: Path) -> tuple[int, int] | None:
-    """The identity of the file that is there now; None if there is none."""
+    """The device and inode number of the file at `path`; None if there is no file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -193,14 +203,16 @@ def inode(path: Path) -> tuple[int, int] | None:
 
 
 def log_of(path: Path) -> Path:
-    """Where SQLite keeps the write-ahead log of a file."""
+    """The path at which SQLite keeps the write-ahead log of a file."""
     return path.with_name(path.name + "-wal")
 
 
 def drop_log(path: Path, log: tuple[int, int] | None) -> None:
-    """Remove the log of a file that was removed or replaced while open: SQLite would apply it to the new file.
+    """Remove the write-ahead log of a file that was removed or replaced while it was open. Otherwise SQLite would apply
+    the log to the new file.
 
-    `log` is the inode of the log that we had. Another log stays: it belongs to a process that did this before us.
+    `log`: the inode of the old file's log. A log with another inode stays: it belongs to the new file, because another
+    process has removed the old one before.
     """
     with suppress(FileNotFoundError, NotADirectoryError):
         folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
@@ -214,22 +226,23 @@ def drop_log(path: Path, log: tuple[int, int] | None) -> None:
 
 
 def probe(connection: sqlite3.Connection, path: Path, today: int) -> int:
-    """Write something, as any operation would. Returns how many bytes the disk has left."""
+    """Write a value into the SQLite file, to see whether it can be written. Returns the number of free bytes on its
+    disk."""
     connection.execute("UPDATE store SET probed_ms = ?", (today,))
     disk = os.statvfs(path)
     return disk.f_bavail * disk.f_frsize
 
 
 def explain(error: Exception, path: Path) -> str:
-    """What is wrong with the store, and what to do."""
+    """What is wrong with the SQLite file, and what to do, as text for `StoreUnavailable`."""
     if isinstance(error, StoreUnavailable):
         return str(error)
     if isinstance(error, OSError):
         why = error.strerror or str(error)
         return f"{path} cannot be opened ({why}): let this user write it and its folder, or set LANEKEEPER_STORE_URL"
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    told = _TOLD.get(code, "cannot be used")
-    return f"{path} {told} ({getattr(error, 'sqlite_errorname', type(error).__name__)}: {error})"
+    problem = _PROBLEMS.get(code, "cannot be used")
+    return f"{path} {problem} ({getattr(error, 'sqlite_errorname', type(error).__name__)}: {error})"
 
 
 _LOCKED = f"is locked by another process for more than {BUSY_S:g} s: end what holds it (`fuser` names it)"
@@ -237,7 +250,7 @@ _CORRUPT = (
     "is corrupt: stop every worker on it, move it away together with its -wal and -shm, and start again; "
     "what it remembered is lost, requests are not"
 )
-_TOLD = {
+_PROBLEMS = {
     sqlite3.SQLITE_BUSY: _LOCKED,
     sqlite3.SQLITE_LOCKED: _LOCKED,
     sqlite3.SQLITE_READONLY: "is read-only: let this user write it and its folder",

@@ -1,6 +1,8 @@
-"""Submissions and entries as rows of a SQLite file: functions over an open transaction.
+"""Submissions and entries of followed requests as rows of a SQLite file. Each method works within a transaction that
+its caller opened.
 
-A `followed` row belongs to the `request` row of the same identity, and is removed with it.
+A row of `followed` holds a submission. It belongs to the row of `request` with the same identity, and is removed with
+that row.
 """
 
 import sqlite3
@@ -14,14 +16,15 @@ from consumers.state.following import (
     RESTART,
     Entry,
     Look,
+    NewEntry,
     Part,
     Refused,
     Submission,
     Submitted,
-    Told,
 )
 from consumers.state.spec import StoreSpec
-from consumers.state.sqlite.requests import Requests, Times
+from consumers.state.sqlite.requests import FORGET_EVENTS, Requests
+from consumers.state.sqlite.rows import Times
 from consumers.state.sqlite.together import SIZES, parts
 
 SCHEMA = """
@@ -36,8 +39,8 @@ CREATE TABLE followed (
     due_ms INTEGER,
     deadline_ms INTEGER NOT NULL,
     last INTEGER NOT NULL,   -- number of the last entry
-    events INTEGER NOT NULL, -- since the last restart; their bytes
-    bytes INTEGER NOT NULL,
+    events INTEGER NOT NULL, -- number of events since the last restart
+    bytes INTEGER NOT NULL,  -- their size
     UNIQUE (tenant, id)
 ) STRICT;
 CREATE TABLE entry (
@@ -49,7 +52,7 @@ CREATE TRIGGER request_removed AFTER DELETE ON request
     BEGIN DELETE FROM followed WHERE tenant = old.tenant AND id = old.id; END;
 """
 ENTRIES_IN_A_LOOK: Final = 5000
-"""In all: what is left out comes with the next look."""
+"""The most entries of all its requests that one look returns; the next look returns the rest."""
 _FIELDS: Final = "body_hash, lane, streams, submitted_ms, due_ms, deadline_ms"
 _ADD: Final = (
     f"INSERT INTO followed (tenant, id, {_FIELDS}, last, events, bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0)"
@@ -74,7 +77,7 @@ _ENTRIES: Final = "SELECT number, kind, body FROM entry WHERE followed = ? AND n
 
 
 class Followed:
-    """Implements `Following` on one SQLite connection."""
+    """Keeps the progress of requests that clients follow, on one SQLite connection. Implements `Following`."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec, requests: Requests) -> None:
         self._execute = connection.execute
@@ -84,7 +87,7 @@ class Followed:
         self._bytes = spec.event_bytes_per_request
 
     def follow(
-        self, at: Times, identity: Identity, submission: Submission, *, told: Told, keep_until_ms: int
+        self, at: Times, identity: Identity, submission: Submission, *, first_entry: NewEntry, keep_until_ms: int
     ) -> Submitted:
         known, body_hash = self._requests.body_hash(at, identity)
         if known:
@@ -93,10 +96,11 @@ class Followed:
         before = self.submission(identity)
         if before is not None and self._requests.is_deferred(at, identity):
             return Submitted.KNOWN if before.body_hash == submission.body_hash else Submitted.CONFLICT
-        self._execute(f"DELETE FROM followed WHERE {_OF}", me)
+        # The request may have ended before it was claimed. Readers have seen its end as entry `last + 1`: skip that.
+        ended = self._execute(f"DELETE FROM followed WHERE {_OF} RETURNING last + 1", me).fetchone()
         self._requests.defer(at, identity, None, keep_until_ms)
         key = self._add(identity, submission)
-        self._write(key, last=0, events=0, size=0, told=(told,))
+        self._write(key, last=ended[0] if ended else 0, events=0, size=0, entries=(first_entry,))
         return Submitted.NEW
 
     def unfollow(self, at: Times, identity: Identity) -> None:
@@ -118,22 +122,7 @@ class Followed:
         )
 
     def append(self, given: Sequence[Part]) -> list[Refused | None]:
-        return [self._append(each) for each in given]
-
-    def look(self, wanted: Sequence[tuple[Identity, int]]) -> list[Look | None]:
-        found: list[Look | None] = [None] * len(wanted)
-        numbered = [(at, me, after) for at, (me, after) in enumerate(wanted)]
-        left = ENTRIES_IN_A_LOOK
-        for some in parts(numbered):
-            values = [value for at, me, after in some for value in (at, me.tenant, me.id, after)]
-            for at, after, key, last, ended, is_known in self._execute(_NEWS[len(some)], values).fetchall():
-                entries: list[Entry] = []
-                if key is not None and last > after:
-                    read = self._execute(_ENTRIES, (key, after, max(0, min(ENTRIES_AT_ONCE, left))))
-                    entries = [Entry._make(each) for each in read]
-                    left -= len(entries)
-                found[at] = Look(entries=entries, last=last, ended=bool(ended), is_known=bool(is_known))
-        return found
+        return [self._append(part) for part in given]
 
     def _append(self, part: Part) -> Refused | None:
         me = part.held.identity
@@ -141,30 +130,50 @@ class Followed:
         if found is None:
             return Refused.FENCED
         key, last, events, size = found
-        if key is None:
-            key, last, events, size = self._add(me, part.submission), 0, 0, 0
-        told = part.told
-        starts = max((at for at, each in enumerate(told) if each.kind == RESTART), default=-1)
-        if starts >= 0:  # nobody needs the events before it
-            self._execute("DELETE FROM entry WHERE followed = ? AND kind = ?", (key, EVENT))
-            told = [each for at, each in enumerate(told) if at >= starts or each.kind != EVENT]
+        entries = part.entries
+        starts = max((at for at, entry in enumerate(entries) if entry.kind == RESTART), default=-1)
+        if key is None or starts >= 0:
             events = size = 0
-        events += sum(each.kind == EVENT for each in told)
-        size += sum(len(each.body) for each in told)
-        if (events > self._events or size > self._bytes) and any(each.kind == EVENT for each in told):
+            entries = [entry for at, entry in enumerate(entries) if at >= starts or entry.kind != EVENT]
+        events += sum(entry.kind == EVENT for entry in entries)
+        size += sum(len(entry.body) for entry in entries)
+        if (events > self._events or size > self._bytes) and any(entry.kind == EVENT for entry in entries):
             return Refused.FULL
-        self._write(key, last=last, events=events, size=size, told=told)
+        if key is None:
+            key, last = self._add(me, part.submission), 0
+        elif starts >= 0:  # another call has begun, so the events of the call before are not needed
+            self._execute(FORGET_EVENTS, (key, EVENT))
+        self._write(key, last=last, events=events, size=size, entries=entries)
         return None
 
-    def _add(self, me: Identity, said: Submission) -> int:
-        values = (said.body_hash, said.lane, said.streams, said.submitted_ms, said.due_ms, said.deadline_ms)
+    def _add(self, me: Identity, given: Submission) -> int:
+        """Store a request as it was submitted, so that clients can follow it. Returns the key of its row."""
+        values = (given.body_hash, given.lane, given.streams, given.submitted_ms, given.due_ms, given.deadline_ms)
         key = self._execute(_ADD, (me.tenant, me.id, *values)).lastrowid
         assert key is not None
         return key
 
-    def _write(self, key: int, *, last: int, events: int, size: int, told: Sequence[Told]) -> None:
-        rows = [(key, number, each.kind, each.body) for number, each in enumerate(told, last + 1)]
+    def _write(self, key: int, *, last: int, events: int, size: int, entries: Sequence[NewEntry]) -> None:
+        rows = [(key, number, entry.kind, entry.body) for number, entry in enumerate(entries, last + 1)]
         self._executemany("INSERT INTO entry VALUES (?, ?, ?, ?)", rows)
         self._execute(
             "UPDATE followed SET last = ?, events = ?, bytes = ? WHERE key = ?", (last + len(rows), events, size, key)
         )
+
+
+def look(connection: sqlite3.Connection, wanted: Sequence[tuple[Identity, int]]) -> list[Look | None]:
+    """For each request, given with the number of the entry that its client has read last: the entries after it; None if
+    there is no news. It only reads, so that the connection may be another than the writer's."""
+    found: list[Look | None] = [None] * len(wanted)
+    numbered = [(at, identity, after) for at, (identity, after) in enumerate(wanted)]
+    left = ENTRIES_IN_A_LOOK
+    for batch in parts(numbered):
+        values = [value for at, identity, after in batch for value in (at, identity.tenant, identity.id, after)]
+        for at, after, key, last, ended, is_known in connection.execute(_NEWS[len(batch)], values).fetchall():
+            entries: list[Entry] = []
+            if key is not None and last > after:
+                read = connection.execute(_ENTRIES, (key, after, max(0, min(ENTRIES_AT_ONCE, left))))
+                entries = [Entry._make(row) for row in read]
+                left -= len(entries)
+            found[at] = Look(entries=entries, last=last, ended=bool(ended), is_known=bool(is_known))
+    return found

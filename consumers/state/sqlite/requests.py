@@ -1,20 +1,17 @@
-"""Claims and results as rows of a SQLite file: functions over an open transaction, which never wait.
+"""Claims and results as rows of a SQLite file. Each method works within a transaction that its caller opened.
 
-Each function reads a row once and writes it at most once. Times: `now` is since boot, `today` since 1970, both in ms.
+A method reads the row of a request once and writes it at most once.
 """
 
-import json
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from consumers.state.base import (
     Cancelling,
     Completion,
     Conflict,
-    Copy,
     Ended,
+    Fingerprint,
     Found,
     Granted,
     Held,
@@ -22,77 +19,14 @@ from consumers.state.base import (
     Running,
     Stop,
 )
+from consumers.state.following import EVENT, RESTART
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.bounded import Bounded
+from consumers.state.sqlite.rows import Row, Times
 
 CANCELLED = "cancelled"
-"""The code of `PROBLEMS`."""
-as_json = json.JSONEncoder(ensure_ascii=False).encode
-"""Made once: `json.dumps` makes an encoder for each call with an option."""
+"""The code of a cancelled request in `PROBLEMS`."""
 STEP_ROWS = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """Read once for all operations of a transaction."""
-
-    now: int
-    today: int
-
-
-class Row(NamedTuple):
-    """One request."""
-
-    body_hash: bytes | None
-    mark: bytes | None
-    token: int
-    lease_ms: int
-    claimed_ms: int
-    attempts: int
-    keep_ms: int
-    noted: int
-    cancelling: int
-    nonce: bytes | None = None
-    deaths: int = 0
-    due_ms: int | None = None
-    status: Literal["ok", "error"] | None = None
-    code: str | None = None
-    headers: str | None = None
-    ended_ms: int | None = None
-    body: bytes | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.status is not None and not self.cancelling
-
-    @property
-    def is_deferred(self) -> bool:
-        """It waits until it is due, and no worker has claimed it yet."""
-        return bool(self.noted) and self.status is None
-
-    def is_held_against(self, copy: Copy, now: int) -> bool:
-        """True if a live lease holds the request, unless this copy is the holder's own message, redelivered."""
-        return self.lease_ms > now and not (copy.redelivered and self.mark == copy.mark)
-
-    def ended_by(self, completion: Completion) -> "Row":
-        return self._replace(
-            status=completion.status,
-            code=completion.code,
-            headers=as_json(dict(completion.headers)),
-            ended_ms=completion.ended_ms,
-            body=completion.body,
-        )
-
-    def completion(self) -> Completion:
-        assert self.status is not None
-        assert self.ended_ms is not None
-        return Completion(
-            status=self.status,
-            code=self.code or "",
-            body=self.body or b"",
-            headers=json.loads(self.headers or "{}"),
-            ended_ms=self.ended_ms,
-        )
 
 
 _READ = f"SELECT {', '.join(Row._fields)} FROM request WHERE tenant = ? AND id = ?"
@@ -101,11 +35,15 @@ _WRITE = (
     f"ON CONFLICT (tenant, id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in Row._fields)}"
 )
 _FOLLOWED = "SELECT 1 FROM followed WHERE tenant = ? AND id = ?"
+_AGAIN = "UPDATE followed SET last = last + 2, events = 0, bytes = 0 WHERE tenant = ? AND id = ? RETURNING key, last"
+FORGET_EVENTS = "DELETE FROM entry WHERE followed = ? AND kind = ?"
+_MARK = "UPDATE request SET mark = ? WHERE tenant = ? AND id = ?"
 _RENEW = "UPDATE request SET lease_ms = ? WHERE tenant = ? AND id = ?"
 
 
 class Requests:
-    """Implements `Claims` and `Results` on one SQLite connection."""
+    """Implements the methods of `Store` that concern one request (claim, renew, complete, cancel, …), on one SQLite
+    connection. `at`: the time of the transaction."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._execute = connection.execute
@@ -114,41 +52,44 @@ class Requests:
         self._cancelled_ms = round(spec.cancelled_s * 1000)
         self._bounded = Bounded(connection, spec)
 
-    def claim(self, at: Times, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
+    def claim(self, at: Times, identity: Identity, message: Fingerprint) -> Granted | Running | Ended | Conflict:
         row = self._read(at, identity)
-        if row is None or row.noted or _runs_again(row, copy):
+        if row is None or row.noted or _runs_again(row, message):
             followed = row is not None and self._is_followed(identity)
-            return self._grant(at, identity, copy, token=_next_token(at, row), followed=followed)
-        if row.body_hash not in (None, copy.body_hash):
+            if row is not None and row.ended and followed:
+                self._restart_entries(identity)
+            return self._grant(at, identity, message, token=_next_token(at, row), followed=followed)
+        if row.body_hash not in (None, message.body_hash):
             return Conflict()
         if row.ended:
-            return Ended(completion=row.completion(), same_copy=row.mark in (None, copy.mark))
-        if row.lease_ms and copy.nonce and row.nonce == copy.nonce:  # granted before, and the answer was lost
+            completion = self._completion_for(identity, row, message)
+            return Ended(completion=completion, is_same_message=row.mark in (None, message.mark))
+        if row.lease_ms and message.nonce and row.nonce == message.nonce:  # granted before, and the answer was lost
             return Granted(token=row.token, deaths=row.deaths, followed=self._is_followed(identity))
-        if row.is_held_against(copy, at.now):
+        if row.is_held_against(message, at.now):
             return Running(for_ms=at.now - row.claimed_ms)
-        if row.cancelling:  # its holder died before it ended the request
+        if row.cancelling:  # the holder died before it could end the request
             self._end_as_cancelled(at, identity, row)
-            return Ended(completion=row.completion(), same_copy=True)
+            return Ended(completion=row.completion(), is_same_message=True)
         deaths = row.deaths + bool(row.lease_ms)
         followed = self._is_followed(identity)
         return self._grant(
-            at, identity, copy, token=row.token + 1, attempts=row.attempts, deaths=deaths, followed=followed
+            at, identity, message, token=row.token + 1, attempts=row.attempts, deaths=deaths, followed=followed
         )
 
     def renew(self, at: Times, held: Sequence[Held]) -> dict[Held, Stop]:
         stops = {}
-        for each in held:
-            row = self._read(at, each.identity)
-            if row is None:  # the store has forgotten the claim: nobody else holds it
+        for claim in held:
+            row = self._read(at, claim.identity)
+            if row is None:  # the store has lost the claim, so no other worker holds it
                 continue
-            if row.token != each.token:
-                stops[each] = Stop.FENCED
+            if row.token != claim.token:
+                stops[claim] = Stop.FENCED
                 continue
             if row.cancelling or (row.ended and row.code == CANCELLED):
-                stops[each] = Stop.CANCELLED
+                stops[claim] = Stop.CANCELLED
             if not row.ended:
-                self._execute(_RENEW, (at.now + self._lease_ms, each.identity.tenant, each.identity.id))
+                self._execute(_RENEW, (at.now + self._lease_ms, claim.identity.tenant, claim.identity.id))
         return stops
 
     def release(self, at: Times, held: Held, attempts: int, due_ms: int | None = None) -> None:
@@ -164,16 +105,16 @@ class Requests:
             self._write(held.identity, row._replace(lease_ms=0, attempts=attempts, keep_ms=keep_ms, due_ms=due_ms))
 
     def defer(self, at: Times, identity: Identity, due_ms: int | None, keep_until_ms: int) -> bool:
-        """`due_ms` None: it was submitted, and no worker has seen it."""
+        """Implements `Store.defer`. `due_ms` None: the request was submitted (`follow`), and no worker has seen it."""
         row = self._read(at, identity)
         if row is None or row.noted:
-            waiting = Row(None, None, _next_token(at, row), 0, 0, 0, keep_until_ms, 1, 0, due_ms=due_ms)
+            waiting = Row(token=_next_token(at, row), keep_ms=keep_until_ms, noted=1, due_ms=due_ms)
             self._write(identity, waiting)
             return True
         return not row.ended
 
     def complete(
-        self, at: Times, identity: Identity, copy: Copy, completion: Completion, token: int | None
+        self, at: Times, identity: Identity, message: Fingerprint, completion: Completion, token: int | None
     ) -> Completion | None:
         row = self._read(at, identity)
         keep_ms = at.today + self._keep_ms
@@ -182,16 +123,31 @@ class Requests:
                 return row.completion()
             self._end(at, identity, row._replace(lease_ms=0, keep_ms=keep_ms, cancelling=0), completion)
             return completion
-        if row is not None and not row.noted and not (token is None and _runs_again(row, copy)):
-            if row.body_hash not in (None, copy.body_hash):
+        if row is not None and not row.noted and not (token is None and _runs_again(row, message)):
+            if row.body_hash not in (None, message.body_hash):
                 return completion if token is None else None
             if row.ended:
-                return row.completion()
-            if token is not None or row.is_held_against(copy, at.now):
+                return self._completion_for(identity, row, message)
+            if token is not None or row.is_held_against(message, at.now):
                 return None
-        ours = Row(copy.body_hash, copy.mark, _next_token(at, row), 0, at.now, 0, keep_ms, 0, 0)
+        if row is not None and row.ended:
+            self._restart_entries(identity)
+        ours = Row(
+            body_hash=message.body_hash,
+            mark=message.mark,
+            token=_next_token(at, row),
+            claimed_ms=at.now,
+            keep_ms=keep_ms,
+        )
         self._end(at, identity, ours, completion)
         return completion
+
+    def _completion_for(self, identity: Identity, row: Row, message: Fingerprint) -> Completion:
+        """The completion of a request that ended before this message came. If the request was cancelled before any
+        message of it came, store this message's mark."""
+        if row.mark is None:
+            self._execute(_MARK, (message.mark, identity.tenant, identity.id))
+        return row.completion()
 
     def _end(self, at: Times, identity: Identity, row: Row, completion: Completion) -> None:
         self._write(identity, row.ended_by(completion))
@@ -201,27 +157,27 @@ class Requests:
     def note(self, at: Times, identity: Identity, completion: Completion) -> None:
         row = self._read(at, identity)
         if row is None or (row.noted and not (row.is_deferred and row.due_ms is not None)):
-            noted = Row(None, None, _next_token(at, row), 0, 0, 0, at.today + self._keep_ms, 1, 0)
+            noted = Row(token=_next_token(at, row), keep_ms=at.today + self._keep_ms, noted=1)
             self._write(identity, noted.ended_by(completion))
 
     def cancel(self, at: Times, identity: Identity, completion: Completion) -> Cancelling:
         row = self._read(at, identity)
         if row is None or row.noted:
             keep_ms = 0 if row is None else row.keep_ms
-            unseen = Row(None, None, _next_token(at, row), 0, 0, 0, keep_ms, 0, 0)
+            unseen = Row(token=_next_token(at, row), keep_ms=keep_ms)
             self._end_as_cancelled(at, identity, unseen.ended_by(completion))
-            return Cancelling.RECORDED if row is not None and row.is_deferred else self._kept_unseen(at, identity)
+            return Cancelling.RECORDED if row is not None and row.is_deferred else self._count_unseen(at, identity)
         if row.ended:
             return Cancelling.ENDED
         if row.lease_ms > at.now:
             if not row.cancelling:
                 self._write(identity, row._replace(cancelling=1).ended_by(completion))
             return Cancelling.TOLD
-        # The token stays: an earlier holder that is still alive learns of a cancellation, not of a takeover.
+        # The token stays the same, so that a holder whose lease has expired learns that it was cancelled, not fenced.
         self._end_as_cancelled(at, identity, row.ended_by(completion))
         return Cancelling.RECORDED
 
-    def _kept_unseen(self, at: Times, identity: Identity) -> Cancelling:
+    def _count_unseen(self, at: Times, identity: Identity) -> Cancelling:
         until_ms = at.today + self._cancelled_ms
         displaces = self._bounded.count_unseen(identity, today=at.today, until_ms=until_ms)
         return Cancelling.DISPLACED if displaces else Cancelling.UNSEEN
@@ -238,7 +194,7 @@ class Requests:
         )
 
     def _read(self, at: Times, identity: Identity) -> Row | None:
-        """The row of a request; None if there is none, or if its keeping time is over."""
+        """The row of a request; None if it has no row, or if its keeping time is over."""
         found = self._execute(_READ, (identity.tenant, identity.id)).fetchone()
         if found is None:
             return None
@@ -246,36 +202,57 @@ class Requests:
         return None if row.keep_ms <= at.today and row.lease_ms <= at.now else row
 
     def body_hash(self, at: Times, identity: Identity) -> tuple[bool, bytes | None]:
-        """Whether a worker has seen a request, or it was cancelled before; and the hash of its body, if known."""
+        """For a repeated submission of a request: whether the request is known (a worker has seen it, or it was
+        cancelled before), and the hash of its body, None if unknown."""
         row = self._read(at, identity)
         return (False, None) if row is None or row.noted else (True, row.body_hash)
 
     def is_deferred(self, at: Times, identity: Identity) -> bool:
-        """Whether it waits, and no worker has claimed it yet."""
+        """Whether the request waits until it is due, and no worker has claimed it yet."""
         row = self._read(at, identity)
         return row is not None and row.is_deferred
 
     def _is_followed(self, identity: Identity) -> bool:
         return self._execute(_FOLLOWED, (identity.tenant, identity.id)).fetchone() is not None
 
+    def _restart_entries(self, identity: Identity) -> None:
+        """Add an entry `restart`, because a request that had ended runs again: its dead letter was published again, or
+        only a refusal was stored (`note`). Clients that follow it have seen its end as entry `last + 1`, so that number
+        is left out."""
+        again = self._execute(_AGAIN, (identity.tenant, identity.id)).fetchone()
+        if again is not None:
+            key, last = again
+            self._execute(FORGET_EVENTS, (key, EVENT))
+            self._execute("INSERT INTO entry VALUES (?, ?, ?, ?)", (key, last, RESTART, b"{}"))
+
     def _grant(
         self,
         at: Times,
         identity: Identity,
-        copy: Copy,
+        message: Fingerprint,
         *,
         token: int,
         attempts: int = 0,
         deaths: int = 0,
         followed: bool = False,
     ) -> Granted:
-        lease_ms, keep_ms = at.now + self._lease_ms, at.today + self._keep_ms
-        held = Row(copy.body_hash, copy.mark, token, lease_ms, at.now, attempts, keep_ms, 0, 0, copy.nonce, deaths)
+        held = Row(
+            body_hash=message.body_hash,
+            mark=message.mark,
+            token=token,
+            lease_ms=at.now + self._lease_ms,
+            claimed_ms=at.now,
+            attempts=attempts,
+            keep_ms=at.today + self._keep_ms,
+            nonce=message.nonce,
+            deaths=deaths,
+        )
         self._write(identity, held)
         return Granted(token=token, deaths=deaths, followed=followed)
 
     def _end_as_cancelled(self, at: Times, identity: Identity, row: Row) -> None:
-        """End with the row's completion, and keep it for as long as the request's message can wait in the broker."""
+        """End a request as cancelled, with the completion in `row`, and keep it as long as a message of it can wait in
+        the broker."""
         keep_ms = max(row.keep_ms, at.today + self._cancelled_ms)
         self._write(identity, row._replace(lease_ms=0, keep_ms=keep_ms, cancelling=0))
 
@@ -284,10 +261,12 @@ class Requests:
 
 
 def _next_token(at: Times, row: Row | None) -> int:
-    """The first token is the time: higher than any token of a row that was removed, or lost with the store."""
+    """The token for the next claim. The first token is the time in ms, because it is higher than the tokens of a row
+    that was removed, or lost with an earlier file."""
     return at.today if row is None else row.token + 1
 
 
-def _runs_again(row: Row, copy: Copy) -> bool:
-    """True if the dead letter of exactly this ending was published again."""
-    return row.ended and row.status == "error" and copy.dead_at_ms is not None and copy.dead_at_ms == row.ended_ms
+def _runs_again(row: Row, message: Fingerprint) -> bool:
+    """True if the message is the dead letter of the stored error, published again: then the request may run once
+    more."""
+    return row.ended and row.status == "error" and message.dead_at_ms is not None and message.dead_at_ms == row.ended_ms

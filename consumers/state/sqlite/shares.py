@@ -1,24 +1,25 @@
-"""Counts what each tenant has of each limited kind of row, in a SQLite file, with sums that are kept up to date."""
+"""Counts, in a SQLite file, how many rows of a limited kind each tenant has. The table `share_sum` holds the sums, so
+that no rows need be counted."""
 
 import sqlite3
 from typing import Final
 
-from consumers.state.base import Copy, Identity, Room
+from consumers.state.base import Fingerprint, Identity, WaitingLimit
 from consumers.state.spec import StoreSpec
 
 STEP_ROWS = 100
 UNSEEN: Final = "unseen"
 """Cancellations of requests that no worker has seen."""
 UNTRIED: Final = "untried"
-"""Requests that ended before any attempt was made. They cost their publisher nothing."""
+"""Requests that ended before any attempt was made."""
 WAITING: Final = "waiting"
-"""Requests that wait in the broker because their publisher asked for a delay."""
+"""Messages that wait in the broker because their publisher asked for a delay."""
 SCHEMA = """
 CREATE TABLE share (
     kind TEXT NOT NULL,
     tenant TEXT NOT NULL,
     member TEXT NOT NULL,
-    until_ms INTEGER NOT NULL,  -- since 1970: when it counts no more
+    until_ms INTEGER NOT NULL,  -- since 1970: until when it counts
     weight INTEGER NOT NULL,
     PRIMARY KEY (kind, tenant, member)
 ) STRICT, WITHOUT ROWID;
@@ -34,7 +35,8 @@ CREATE TABLE share_sum (
 
 
 class Shares:
-    """Adds, counts and removes members of a kind, over one connection."""
+    """Counts how many items of one kind each tenant has in the store, so that a limit can be applied. `member`: one
+    counted item, for example the id of a request; `weight`: as how many it counts."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._execute = connection.execute
@@ -44,17 +46,17 @@ class Shares:
         return self._execute("SELECT 1 FROM share WHERE (kind, tenant, member) = (?, ?, ?)", row).fetchone() is not None
 
     def add(self, kind: str, tenant: str, member: str, *, until_ms: int, weight: int = 1) -> None:
-        """Add a member that is not there yet."""
+        """Count an item (`member`) of a tenant that is not counted yet."""
         self._execute("INSERT INTO share VALUES (?, ?, ?, ?, ?)", (kind, tenant, member, until_ms, weight))
         self._change(kind, tenant, weight)
 
     def used(self, kind: str, tenant: str | None = None) -> int:
-        """How much a tenant has, or all tenants together (None)."""
+        """The sum of the weights of a tenant's counted items of one kind; tenant None: of all tenants."""
         found = self._execute("SELECT weight FROM share_sum WHERE kind = ? AND tenant IS ?", (kind, tenant)).fetchone()
         return 0 if found is None else int(found[0])
 
     def most(self, kind: str) -> tuple[str, int]:
-        """The tenant that has most of a kind, and how much."""
+        """The tenant with the largest sum of weights of one kind, and that sum."""
         found = self._execute(
             "SELECT tenant, weight FROM share_sum WHERE kind = ? AND tenant IS NOT NULL ORDER BY weight DESC LIMIT 1",
             (kind,),
@@ -62,7 +64,7 @@ class Shares:
         return ("", 0) if found is None else (str(found[0]), int(found[1]))
 
     def forget_ended(self, kind: str, today: int) -> int:
-        """One bounded step: remove members whose time is over. Returns how many."""
+        """Stop counting items whose time is over, at most `STEP_ROWS`. Returns how many."""
         ended = self._execute(
             "DELETE FROM share WHERE (kind, tenant, member) IN "
             f"(SELECT kind, tenant, member FROM share WHERE kind = ? AND until_ms <= ? LIMIT {STEP_ROWS}) "
@@ -74,7 +76,8 @@ class Shares:
         return len(ended)
 
     def forget_oldest(self, kind: str, tenant: str) -> tuple[str, int] | None:
-        """Remove the tenant's member whose time would end first. Returns it and that time."""
+        """Stop counting the tenant's item whose time would end first. Returns the item and that time; None: there is
+        none."""
         found = self._execute(
             "DELETE FROM share WHERE (kind, tenant, member) IN (SELECT kind, tenant, member FROM share "
             "WHERE kind = ? AND tenant = ? ORDER BY until_ms LIMIT 1) RETURNING member, until_ms, weight",
@@ -85,39 +88,42 @@ class Shares:
         return (str(found[0][0]), int(found[0][1])) if found else None
 
     def _change(self, kind: str, tenant: str, by: int) -> None:
-        for each in (tenant, None):
+        for whose in (tenant, None):  # None: the sum of all tenants
             changed = self._execute(
-                "UPDATE share_sum SET weight = weight + ? WHERE kind = ? AND tenant IS ?", (by, kind, each)
+                "UPDATE share_sum SET weight = weight + ? WHERE kind = ? AND tenant IS ?", (by, kind, whose)
             )
             if not changed.rowcount:
-                self._execute("INSERT INTO share_sum VALUES (?, ?, ?)", (kind, each, by))
+                self._execute("INSERT INTO share_sum VALUES (?, ?, ?)", (kind, whose, by))
         if by < 0:
             self._execute("DELETE FROM share_sum WHERE kind = ? AND tenant = ? AND weight <= 0", (kind, tenant))
 
 
 class Waiting:
-    """Implements `Waits` on one SQLite connection."""
+    """Limits how many messages of a tenant, and of all tenants, wait in the broker for a delay. Implements
+    `Store.reserve` on one SQLite connection."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._shares = Shares(connection)
         self._per_tenant = spec.waiting_per_tenant
         self._in_all = spec.waiting_in_all
 
-    def reserve(self, today: int, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
+    def reserve(
+        self, today: int, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
+    ) -> WaitingLimit:
         while self._shares.forget_ended(WAITING, today):
             pass
-        member = f"{identity.id} {copy.mark.hex()}"
+        member = f"{identity.id} {fingerprint.mark.hex()}"
         if self._shares.has(WAITING, identity.tenant, member):
-            if copy.redelivered:
-                return Room.KEPT
-            member += f" {copy.nonce.hex()}"
+            if fingerprint.redelivered:
+                return WaitingLimit.WITHIN
+            member += f" {fingerprint.nonce.hex()}"
         if self._shares.used(WAITING, identity.tenant) + weight > self._per_tenant:
-            return Room.TENANT_FULL
+            return WaitingLimit.TENANT
         if self._shares.used(WAITING) + weight > self._in_all:
-            return Room.FULL
-        if not self._shares.has(WAITING, identity.tenant, member):  # it is, if an earlier answer was lost
+            return WaitingLimit.TOTAL
+        if not self._shares.has(WAITING, identity.tenant, member):  # it is there if this delivery asks again
             self._shares.add(WAITING, identity.tenant, member, until_ms=until_ms, weight=weight)
-        return Room.KEPT
+        return WaitingLimit.WITHIN
 
     def sweep(self, today: int) -> int:
         return self._shares.forget_ended(WAITING, today)

@@ -9,33 +9,37 @@ from consumers.state.base import (
     Cancelling,
     Completion,
     Conflict,
-    Copy,
     Ended,
+    Fingerprint,
     Found,
     Granted,
     Held,
     Identity,
-    Room,
     Running,
     Stop,
     StoreUnavailable,
     Taken,
+    WaitingLimit,
 )
 from consumers.state.clock import Clock
-from consumers.state.following import Look, Part, Refused, Submission, Submitted, Told
+from consumers.state.following import Look, NewEntry, Part, Refused, Submission, Submitted
 from consumers.state.spec import DEFAULT, StoreSpec
 from consumers.state.sqlite.file import ROOM_BYTES, probe
+from consumers.state.sqlite.following import look
+from consumers.state.sqlite.reader import Reader
 from consumers.state.sqlite.together import Claim, Complete
 from consumers.state.sqlite.writer import Writer
 
 
 class SqliteStore:
-    """Implements `FollowedStore`. Not for a network file system: SQLite's locks and shared memory do not work there."""
+    """Implements `FollowedStore`. The file must not be on a network file system, because SQLite's locks and shared
+    memory do not work there."""
 
     def __init__(self, path: Path, *, namespace: str, spec: StoreSpec = DEFAULT, clock: Clock | None = None) -> None:
         self._path = path
         self._no_room: str | None = None
         self._writer = Writer(path, namespace=namespace, spec=spec, clock=clock or Clock())
+        self._reader = Reader(path)
 
     @property
     def trouble(self) -> str | None:
@@ -48,6 +52,7 @@ class SqliteStore:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._reader.close()
         await self._writer.close()
 
     async def probe(self) -> None:
@@ -57,14 +62,16 @@ class SqliteStore:
             self._no_room = f"{self._path} has no room left, its disk is full ({left} bytes): free some space"
             raise StoreUnavailable(self._no_room)
 
-    async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
+    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
         return await self._writer.do(
-            lambda tables, at: tables.requests.claim(at, identity, copy), alike=Claim(identity, copy), lasts=False
+            lambda tables, at: tables.requests.claim(at, identity, fingerprint),
+            batchable=Claim(identity, fingerprint),
+            durable=False,
         )
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
         return await self._writer.do(
-            lambda tables, at: {} if tables.together.renew(at, held) else tables.requests.renew(at, held), lasts=False
+            lambda tables, at: {} if tables.together.renew(at, held) else tables.requests.renew(at, held), durable=False
         )
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
@@ -74,13 +81,14 @@ class SqliteStore:
         return await self._writer.do(lambda tables, at: tables.requests.defer(at, identity, due_ms, keep_until_ms))
 
     async def complete(
-        self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
+        self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion | None:
-        alike = None  # without a claim, or before any attempt: there is more to do
+        batchable = None  # a completion without a claim, or before any attempt, needs further steps
         if token is not None and not completion.is_untried:
-            alike = Complete(identity, copy, completion, token)
+            batchable = Complete(identity, fingerprint, completion, token)
         return await self._writer.do(
-            lambda tables, at: tables.requests.complete(at, identity, copy, completion, token), alike=alike
+            lambda tables, at: tables.requests.complete(at, identity, fingerprint, completion, token),
+            batchable=batchable,
         )
 
     async def note(self, identity: Identity, completion: Completion) -> None:
@@ -97,27 +105,35 @@ class SqliteStore:
             lambda tables, at: tables.sweeping.sweep(at) + tables.counters.sweep(at) + tables.waiting.sweep(at.today)
         )
 
-    async def reserve(self, identity: Identity, copy: Copy, *, weight: int, until_ms: int) -> Room:
+    async def reserve(
+        self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
+    ) -> WaitingLimit:
         return await self._writer.do(
-            lambda tables, at: tables.waiting.reserve(at.today, identity, copy, weight=weight, until_ms=until_ms)
+            lambda tables, at: tables.waiting.reserve(at.today, identity, fingerprint, weight=weight, until_ms=until_ms)
         )
 
-    async def follow(self, identity: Identity, submission: Submission, *, told: Told, keep_until_ms: int) -> Submitted:
+    async def follow(
+        self, identity: Identity, submission: Submission, *, first_entry: NewEntry, keep_until_ms: int
+    ) -> Submitted:
         return await self._writer.do(
-            lambda tables, at: tables.followed.follow(at, identity, submission, told=told, keep_until_ms=keep_until_ms)
+            lambda tables, at: tables.followed.follow(
+                at, identity, submission, first_entry=first_entry, keep_until_ms=keep_until_ms
+            )
         )
 
     async def unfollow(self, identity: Identity) -> None:
         await self._writer.do(lambda tables, at: tables.followed.unfollow(at, identity))
 
     async def submission(self, identity: Identity) -> Submission | None:
-        return await self._writer.do(lambda tables, _: tables.followed.submission(identity), lasts=False)
+        return await self._writer.do(lambda tables, _: tables.followed.submission(identity), durable=False)
 
     async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
-        return await self._writer.do(lambda tables, _: tables.followed.append(parts), lasts=False)
+        return await self._writer.do(lambda tables, _: tables.followed.append(parts), durable=False)
 
     async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[Look | None]:
-        return await self._writer.do(lambda tables, _: tables.followed.look(wanted), lasts=False)
+        if self._writer.trouble is not None:
+            raise StoreUnavailable(self._writer.trouble)
+        return await self._reader.do(lambda connection: look(connection, wanted))
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
         return await self._writer.do(

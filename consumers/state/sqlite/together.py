@@ -1,24 +1,24 @@
-"""New claims, completions by their holders, renewals: those of one transaction are written by one statement each.
+"""Writes many claims, completions or renewals by one statement, without reading the rows first.
 
-Nearly every request is new, and is completed by whoever claimed it. So the usual case is written without reading the
-row before. Operations that such a statement did not write are done one by one, by `Requests`. sqlite3 gives up the
-interpreter's lock at each step of each statement, and gets it back only when the event loop lets go of it: one
-statement instead of two or three an operation saves these waits, and a third of the work.
+This covers the usual case: a claim of a new request, and a completion or a renewal by the holder of the claim.
+Operations that such a statement does not write are done one by one, by `Requests`. This takes a third less work. It
+also waits less for the interpreter's lock: sqlite3 releases the lock at each step of each statement, and the event loop
+may hold it then.
 
-The operations of a transaction were all asked for before one of them was answered. So their order is free, also
-between claims and completions: each caller sees what it could have seen.
+The operations of one transaction may be done in any order, because all of them were requested before the first one was
+answered.
 """
 
 import sqlite3
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, TypeVar
 
-from consumers.state.base import Completion, Copy, Granted, Held, Identity
+from consumers.state.base import Completion, Fingerprint, Granted, Held, Identity
 from consumers.state.spec import StoreSpec
-from consumers.state.sqlite.requests import Times, as_json
+from consumers.state.sqlite.rows import Times, as_json
 
 SIZES: Final = (32, 16, 8, 4, 2, 1)
-"""How many rows one statement writes. Few sizes, so that each stays prepared."""
+"""The numbers of rows that one statement may write. There are few of them, so that each statement stays prepared."""
 T = TypeVar("T")
 
 _CLAIM: Final = (
@@ -34,13 +34,13 @@ _COMPLETE: Final = (
     " headers = excluded.headers, ended_ms = excluded.ended_ms, body = excluded.body"
     " WHERE request.token = excluded.token AND (request.status IS NULL OR request.cancelling)"
 )
-"""A claim that was forgotten is completed all the same, as `Requests.complete` does it."""
+"""Inserts the row if the store has lost the claim, like `Requests.complete`."""
 _COMPLETE_ROW: Final = "(?1, ?2, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0)"
 _RENEW: Final = (
     "UPDATE request SET lease_ms = ?1 FROM (VALUES {}) AS held"
     " WHERE tenant = held.column1 AND id = held.column2 AND token = held.column3 AND status IS NULL"
 )
-"""Not with `IN (VALUES …)`: for that SQLite reads the whole table."""
+"""`IN (VALUES …)` would make SQLite read the whole table."""
 
 
 def _by_size(statement: str, row: str) -> dict[int, str]:
@@ -53,25 +53,28 @@ _RENEWALS: Final = _by_size(_RENEW, "(?, ?, ?)")
 
 
 class Claim(NamedTuple):
-    """Asks for the claim of a request."""
+    """A request's claim that waits to be written together with others: the arguments of `Requests.claim`."""
 
     identity: Identity
-    copy: Copy
+    fingerprint: Fingerprint
 
 
 class Complete(NamedTuple):
-    """Completes a claim that the caller holds, of a request that was attempted."""
+    """The arguments of `Requests.complete`, for a claim that the caller holds and a request that was attempted."""
 
     identity: Identity
-    copy: Copy
+    fingerprint: Fingerprint
     completion: Completion
     token: int
 
 
 class Together:
-    """Writes these, over one connection. `claim` and `complete` take as many as one of `SIZES`, see `parts`, and return
-    the results in order; None: not written; do that operation by itself. If an error of one of them is raised, none is
-    written."""
+    """Writes many claims, completions or renewals with one SQL statement, over one connection to the SQLite file.
+
+    `claim` and `complete` take as many operations as one of `SIZES` (see `parts`), and return their results in order.
+    The result None means that the operation was not written, and must be done by `Requests`. If one operation raises an
+    error, none is written.
+    """
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._execute = connection.execute
@@ -79,10 +82,11 @@ class Together:
         self._keep_ms = round(spec.keep_s * 1000)
 
     def claim(self, at: Times, asked: Sequence[Claim]) -> list[Granted | None]:
-        """Grant the claims of requests that have no row."""
+        """Grant the claims of requests that have no row in the table, by one statement. Returns the grants in order;
+        None for a request that has a row: its claim must be decided by `Requests`."""
         values: list[object] = [at.today, at.now + self._lease_ms, at.now, at.today + self._keep_ms]
-        for me, copy in asked:
-            values += (me.tenant, me.id, copy.body_hash, copy.mark, copy.nonce)
+        for identity, fingerprint in asked:
+            values += (identity.tenant, identity.id, fingerprint.body_hash, fingerprint.mark, fingerprint.nonce)
         written = self._execute(_CLAIMS[len(asked)], values)
         granted = Granted(token=at.today)
         if written.rowcount == len(asked):
@@ -91,34 +95,37 @@ class Together:
         if written.rowcount and written.lastrowid:  # the new rows have the highest numbers
             new.update(self._execute(_WRITTEN, (written.lastrowid - written.rowcount,)))
         found: list[Granted | None] = []
-        for me, _ in asked:
-            found.append(granted if (me.tenant, me.id) in new else None)
-            new.discard((me.tenant, me.id))  # a second claim of the same request comes after the first
+        for identity, _ in asked:
+            found.append(granted if (identity.tenant, identity.id) in new else None)
+            new.discard((identity.tenant, identity.id))  # a second claim of the same request comes after the first
         return found
 
     def complete(self, at: Times, asked: Sequence[Complete]) -> list[Completion | None]:
-        """Complete the claims that are held by their token."""
+        """Store how several requests ended, by one statement, if the tokens of their claims are valid. Returns the
+        completions in order, or only None: then `Requests` must store them one by one."""
         values: list[object] = [at.now, at.today + self._keep_ms]
-        for me, copy, ending, token in asked:
-            values += (me.tenant, me.id, copy.body_hash, copy.mark, token, ending.status, ending.code)
-            values += (as_json(dict(ending.headers)), ending.ended_ms, ending.body)
+        for identity, fingerprint, ending, token in asked:
+            values += (identity.tenant, identity.id, fingerprint.body_hash, fingerprint.mark, token)
+            values += (ending.status, ending.code, as_json(dict(ending.headers)), ending.ended_ms, ending.body)
         written = self._execute(_COMPLETIONS[len(asked)], values)
         is_all = written.rowcount == len(asked)
-        return [each.completion if is_all else None for each in asked]
+        return [complete.completion if is_all else None for complete in asked]
 
     def renew(self, at: Times, held: Sequence[Held]) -> bool:
-        """Renew leases. Whether there is no more to do: no holder has to stop, and none was forgotten."""
+        """Renew several claims, by one statement for each part. Returns True if all were renewed: no holder must stop,
+        and the store has lost no claim."""
         renewed = 0
-        for some in parts(held):
+        for part in parts(held):
             values: list[object] = [at.now + self._lease_ms]
-            for me, token in ((each.identity, each.token) for each in some):
-                values += (me.tenant, me.id, token)
-            renewed += self._execute(_RENEWALS[len(some)], values).rowcount
+            for claim in part:
+                values += (claim.identity.tenant, claim.identity.id, claim.token)
+            renewed += self._execute(_RENEWALS[len(part)], values).rowcount
         return renewed == len(held)
 
 
 def parts(wanted: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Split into as few parts as possible, each of one of the sizes."""
+    """Split a sequence into as few parts as possible, each with one of `SIZES` as its length, because an SQL statement
+    is prepared for each of these sizes."""
     begin = 0
     for size in SIZES:
         while len(wanted) - begin >= size:

@@ -1,10 +1,10 @@
-"""The one thread that works on the SQLite file. All waiting operations share one transaction, and so one fsync; claims
-and renewals alone need none (see `_must_sync`).
+"""The one thread that writes the SQLite file. All waiting operations share one transaction, and so one fsync. A
+transaction that has only claims and renewals needs no fsync (see `_must_sync`).
 
-    await writer.do(lambda tables, at: tables.requests.claim(at, identity, copy))
+    await writer.do(lambda tables, at: tables.requests.claim(at, identity, fingerprint))
 
-`do` returns what the operation returns. If a transaction fails, all its operations fail, because none of it was kept.
-The file is opened again after an error other than a lock, and if it was removed or replaced.
+`do` returns the operation's result. If a transaction fails, it is rolled back, and all its operations fail. The file is
+opened again after an error other than a lock, and if it was removed or replaced.
 """
 
 import asyncio
@@ -24,20 +24,22 @@ from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.counters import Counters
 from consumers.state.sqlite.file import drop_log, explain, inode, log_of, open_file, sync_commits
 from consumers.state.sqlite.following import Followed
-from consumers.state.sqlite.requests import Requests, Times
+from consumers.state.sqlite.requests import Requests
+from consumers.state.sqlite.rows import Times
 from consumers.state.sqlite.shares import Waiting
 from consumers.state.sqlite.sweeping import Sweeping
 from consumers.state.sqlite.together import Claim, Complete, Together, parts
 
 T = TypeVar("T")
 WAITING_AT_MOST = 10_000
-"""The most operations that may wait: each holds in memory what it wants to write."""
+"""The most operations that may wait, because each of them keeps in memory what it will write."""
 TOGETHER_AT_MOST = 500
 """The most operations in one transaction, so that none waits too long."""
 REOPEN_S = 0.5
+"""The shortest time between two attempts to open the file."""
 CLOSE_S = 10.0
-"""How long waiting operations may take at the end: at most one wait for a lock (`BUSY_S`), then the last fsync."""
-_OF_ITS_OWN = (
+"""How long `close` waits for the last operations: longer than one wait for a lock (`BUSY_S`) and one fsync."""
+_INVALID_VALUES = (
     sqlite3.DataError,
     sqlite3.IntegrityError,
     sqlite3.InterfaceError,
@@ -45,12 +47,13 @@ _OF_ITS_OWN = (
     ValueError,
     OverflowError,
 )
-"""Faults of one operation alone (a value too large for SQLite, invalid Unicode): others in its transaction go on."""
+"""Errors caused by the values of one operation (a value too large for SQLite, invalid Unicode). Only that operation
+fails; the others in its transaction go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The tables that operations use."""
+    """An open SQLite file: the objects that read and write its tables, and the inodes of the file and its log."""
 
     connection: sqlite3.Connection
     requests: Requests
@@ -68,16 +71,17 @@ _Done = tuple["asyncio.Future[Any]", Any, Exception | None]
 
 
 class _Waiting(NamedTuple):
-    """One operation."""
+    """An operation on the SQLite file that waits for the writing thread, with the future of its caller. `batchable` and
+    `durable`: see `Writer.do`."""
 
     operation: Operation[Any]
     done: "asyncio.Future[Any]"
-    alike: Claim | Complete | None
-    lasts: bool
+    batchable: Claim | Complete | None
+    durable: bool
 
 
 class Writer:
-    """Works from `start` to `close`, for one event loop."""
+    """Runs all operations on the SQLite file in one thread, from `start` to `close`, for one event loop."""
 
     def __init__(self, path: Path, *, namespace: str, spec: StoreSpec, clock: Clock) -> None:
         self._path = path
@@ -87,7 +91,7 @@ class Writer:
         self._waiting = 0
         self._gathered: list[_Waiting] = []
         self._is_busy = False
-        """True while a group is worked on, or about to be handed over."""
+        """True while the thread works on a group, or `_hand_over` is about to give it one."""
         self._groups: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._tables: Tables | None = None
@@ -101,38 +105,41 @@ class Writer:
         self._thread.start()
 
     async def close(self) -> None:
-        """Do the waiting operations, then end the thread."""
+        """Do the operations that wait, then end the writing thread."""
         while self._gathered:
             self._hand_over()
         self._groups.put(None)
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._ended), CLOSE_S)
 
-    async def do(self, operation: Operation[T], *, alike: Claim | Complete | None = None, lasts: bool = True) -> T:
-        """Run an operation. Returns its value once it is durable. Raises StoreUnavailable.
+    async def do(
+        self, operation: Operation[T], *, batchable: Claim | Complete | None = None, durable: bool = True
+    ) -> T:
+        """Run an operation in the thread. Returns its result when the operation is durable. Raises StoreUnavailable.
 
-        `alike`: the same as a value, so that one statement can do many of them. `lasts`: False if it need not survive a
-        power cut; then its value is returned once all processes see it.
+        `batchable`: the operation's arguments, if `Together` can write it. `durable`: False if the operation need not
+        survive a power cut; its result is then returned when all processes can see the operation.
         """
         if self._waiting >= WAITING_AT_MOST:
             raise StoreUnavailable(f"{self._path} is too slow: {self._waiting} operations wait for it")
         done: asyncio.Future[T] = self._loop.create_future()
         self._waiting += 1
-        self._gathered.append(_Waiting(operation, done, alike, lasts))
+        self._gathered.append(_Waiting(operation, done, batchable, durable))
         if not self._is_busy:
             self._is_busy = True
             self._loop.call_soon(self._hand_over)
         return await done
 
     def _hand_over(self) -> None:
-        """Give the thread all collected operations: one wake-up, one transaction. Operations that arrive meanwhile form
-        the next group."""
+        """Give the writing thread all collected operations, as one group: it does them in one transaction. Operations
+        that arrive meanwhile form the next group."""
         group, self._gathered = self._gathered[:TOGETHER_AT_MOST], self._gathered[TOGETHER_AT_MOST:]
         self._is_busy = bool(group)
         if group:
             self._groups.put(group)
 
     def _hand_back(self, done: list[_Done]) -> None:
+        """Give the callers the results of their operations, after the writing thread got its next group."""
         self._waiting -= len(done)
         self._hand_over()
         for future, value, error in done:
@@ -147,11 +154,11 @@ class Writer:
 
     def _run(self) -> None:
         while (group := self._groups.get()) is not None:
-            self._tell(self._hand_back, self._do_all(group))
+            self._call_in_loop(self._hand_back, self._do_all(group))
         self._shut()
-        self._tell(self._ended.set_result, None)
+        self._call_in_loop(self._ended.set_result, None)
 
-    def _tell(self, callback: Callable[..., object], *values: object) -> None:
+    def _call_in_loop(self, callback: Callable[..., object], *values: object) -> None:
         with suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(callback, *values)
 
@@ -163,7 +170,7 @@ class Writer:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 self._shut()
             return [(future, None, StoreUnavailable(text)) for _, future, *_ in together]
-        except Exception as error:  # a bug: the callers get it, and the thread goes on
+        except Exception as error:  # a bug: the callers get the error, and the thread goes on
             self._shut()
             return [(future, None, error) for _, future, *_ in together]
         self.trouble = None
@@ -186,15 +193,14 @@ class Writer:
         return done
 
     def _must_sync(self, together: Sequence[_Waiting]) -> bool:
-        """Whether the commit has to wait for the disk. Not for claims and renewals alone.
+        """Whether the commit must wait for the disk. It need not if there are only claims and renewals.
 
-        Every process that shares the file must see a claim, also after this process was killed; that is so once it is
-        committed. Only a power cut loses what was not synced. It also ends every process that holds or asks for a
-        claim, because all run on this machine, and leases of an earlier boot are void anyway. So all that is lost is
-        the count of one dead holder. A disk that cannot sync lets no further claims pass: no call is made whose answer
-        could not be kept.
+        A committed claim is visible to all processes, even after this process was killed. Only a power cut can lose it.
+        But a power cut also ends every process that holds or asks for a claim, because all of them run on this machine,
+        and leases of an earlier boot are void anyway. So only the count of one dead holder is lost. After an error
+        (`trouble`) the commit waits, so that no claim is granted while answers cannot be stored.
         """
-        return self.trouble is not None or any(each.lasts for each in together)
+        return self.trouble is not None or any(waiting.durable for waiting in together)
 
     def _usable(self) -> Tables:
         tables = self._tables
@@ -229,50 +235,51 @@ class Writer:
 
 
 def _all_done(tables: Tables, at: Times, group: Sequence[_Waiting]) -> list[_Done]:
-    """The results of a group: its claims, then its completions, then the rest."""
+    """Do a group of operations within one transaction: its claims, then its completions, then the rest. Returns their
+    results."""
     done: list[_Done] = []
     claims: list[tuple[Claim, _Waiting]] = []
     completions: list[tuple[Complete, _Waiting]] = []
     rest: list[_Waiting] = []
-    for each in group:
-        if each.done.cancelled():
-            done.append((each.done, None, None))
-        elif isinstance(each.alike, Claim):
-            claims.append((each.alike, each))
-        elif isinstance(each.alike, Complete):
-            completions.append((each.alike, each))
+    for waiting in group:
+        if waiting.done.cancelled():
+            done.append((waiting.done, None, None))
+        elif isinstance(waiting.batchable, Claim):
+            claims.append((waiting.batchable, waiting))
+        elif isinstance(waiting.batchable, Complete):
+            completions.append((waiting.batchable, waiting))
         else:
-            rest.append(each)
+            rest.append(waiting)
     _one_by_one(_together(tables.together.claim, at, claims, done), tables, at, done)
     _one_by_one(_together(tables.together.complete, at, completions, done), tables, at, done)
     _one_by_one(rest, tables, at, done)
     return done
 
 
-def _one_by_one(those: Sequence[_Waiting], tables: Tables, at: Times, done: list[_Done]) -> None:
-    for operation, future, *_ in those:
+def _one_by_one(operations: Sequence[_Waiting], tables: Tables, at: Times, done: list[_Done]) -> None:
+    for operation, future, *_ in operations:
         try:
             done.append((future, operation(tables, at), None))
-        except _OF_ITS_OWN as error:
+        except _INVALID_VALUES as error:
             done.append((future, None, error))
 
 
 def _together(
     write: Callable[[Times, Sequence[T]], Sequence[object]],
     at: Times,
-    alike: Sequence[tuple[T, _Waiting]],
+    batchable: Sequence[tuple[T, _Waiting]],
     done: list[_Done],
 ) -> list[_Waiting]:
-    """Do the claims, completions and renewals in a few statements. Returns those that must be done one by one."""
+    """Do claims or completions with a few SQL statements. Returns those that must be done one by one."""
     left: list[_Waiting] = []
-    for some in parts(alike):
+    for batch in parts(batchable):
         try:
-            found = write(at, [wanted for wanted, _ in some])
-        except _OF_ITS_OWN:  # of one of them; nothing was written
-            found = [None] * len(some)
-        for (_, each), value in zip(some, found, strict=True):
+            found = write(at, [wanted for wanted, _ in batch])
+        except _INVALID_VALUES:  # of one operation; the statement has written nothing
+            found = [None] * len(batch)
+        for (_, waiting), value in zip(batch, found, strict=True):
             if value is None:
-                left.append(each)
+                left.append(waiting)
             else:
-                done.append((each.done, value, None))
+                done.append((waiting.done, value, None))
     return left

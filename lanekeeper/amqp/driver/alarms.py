@@ -1,8 +1,8 @@
 """aio-pika's connection, extended: it reports when the broker blocks it (a memory or disk alarm), and it logs nothing.
 
-aiormq, the library below, receives `Connection.Blocked` but does not report it: it only logs, and delays its writer if
-that has not started yet. Only this file overrides private methods of aiormq; `tests/broker/test_alarms.py` fails if
-they disappear. RabbitMQ blocks a connection only once it publishes, and then reads nothing from it, not even
+aiormq, the library below aio-pika, receives `Connection.Blocked` but does not report it to its caller. So this file,
+and no other, overrides private methods of aiormq; `tests/broker/test_alarms.py` fails if these methods disappear.
+RabbitMQ blocks a connection at its first publish during an alarm, and then reads nothing from it, not even
 acknowledgements.
 """
 
@@ -20,7 +20,7 @@ from pamqp.commands import Connection as Frames
 from yarl import URL
 
 from lanekeeper.amqp.driver.incoming import Tap, Tapped
-from lanekeeper.amqp.driver.quiet import Ours, quietly
+from lanekeeper.amqp.driver.quiet import QuietConnection, quietly
 
 OVERRIDDEN = ("_Connection__handle_connection_blocked", "_Connection__handle_connection_unblocked")
 
@@ -28,13 +28,16 @@ OnAlarm = Callable[[str | None], None]
 """Called with the broker's reason ("low on memory") when it blocks the connection, with None when it unblocks it."""
 
 
-class Alarmed(Ours, Underlying):
-    """aiormq's connection, which calls `on_alarm`."""
+class UnderlyingConnection(QuietConnection, Underlying):
+    """aiormq's connection with two additions. When the broker blocks publishing because of a memory or disk alarm, it
+    calls `on_alarm` with the reason, and with None when the alarm ends. Each channel's deliveries, confirms and
+    returned messages go to a `Tap` (`incoming.py`), which reads them in a tenth of aiormq's time."""
 
     @property
     def closing(self) -> "asyncio.Future[Any]":
-        """The same future for every caller: only read it, or await it under `shield`. aiormq makes a new one on each
-        access, so that aio-pika could not remove the callback it adds for each channel (see `Channel`)."""
+        """The future that ends when the connection closes. All callers get the same future, so it must not be
+        cancelled: await it only under `shield`. (aiormq makes a new one on each access, so that aio-pika could not
+        remove the callback that it adds for each channel; see `Channel`.)"""
         return self._closing
 
     def __init__(self, url: URL, *, context: ssl.SSLContext | None, on_alarm: OnAlarm) -> None:
@@ -44,7 +47,7 @@ class Alarmed(Ours, Underlying):
         self._on_alarm = on_alarm
 
     def tap(self, number: int) -> Tap:
-        """The tap of an open channel."""
+        """The `Tap` of the open channel with this number: it receives the channel's deliveries and confirms."""
         return self._taps.setdefault(number, Tap())
 
     async def connect(self, *args: Any, **kwargs: Any) -> bool:
@@ -54,7 +57,7 @@ class Alarmed(Ours, Underlying):
     async def channel(self, *args: Any, **kwargs: Any) -> AbstractChannel:
         with quietly():
             channel = await super().channel(*args, **kwargs)
-        self._taps.pop(channel.number, None)  # of a channel before it that had the same number
+        self._taps.pop(channel.number, None)  # an earlier channel may have had the same number
         return channel
 
     async def _Connection__handle_connection_blocked(self, frame: Frames.Blocked) -> None:
@@ -65,29 +68,30 @@ class Alarmed(Ours, Underlying):
 
 
 def tap_of(channel: UnderlyingChannel) -> Tap:
-    """The object that takes a channel's deliveries and confirms before aiormq does."""
-    assert isinstance(channel.connection, Alarmed)
+    """The `Tap` of a channel. Set its callbacks to receive the channel's deliveries, confirms and returned messages in
+    place of aiormq (`incoming.py`)."""
+    assert isinstance(channel.connection, UnderlyingConnection)
     return channel.connection.tap(channel.number)
 
 
 class Transport(UnderlayConnection):
-    """aio-pika's transport, which opens an `Alarmed` connection."""
+    """aio-pika's transport, changed to open our `UnderlyingConnection` in place of aiormq's own connection."""
 
-    connection: Alarmed
+    connection: UnderlyingConnection
 
     @classmethod
-    async def make_connection(cls, url: URL, timeout: TimeoutType = None, **kwargs: Any) -> Alarmed:
-        connection = Alarmed(url, **kwargs)
+    async def make_connection(cls, url: URL, timeout: TimeoutType = None, **kwargs: Any) -> UnderlyingConnection:
+        connection = UnderlyingConnection(url, **kwargs)
         async with asyncio.timeout(timeout):
             await connection.connect()
         return connection
 
 
 class Channel(aio_pika.Channel):
-    """aio-pika's channel, which removes its callback from the connection when it has closed.
+    """aio-pika's channel without a memory leak: when it has closed, it removes its callback from the connection.
 
-    aio-pika leaves the callback there: 4 KB for each channel, and a worker opens channels for months to check its
-    topology."""
+    aio-pika never removes this callback, which leaks 4 KB for each channel. A worker runs for months, and opens a
+    channel for each check of the topology."""
 
     async def _on_close(self, closing: "asyncio.Future[Any]") -> BaseException | None:
         if self._channel is not None:
@@ -95,30 +99,31 @@ class Channel(aio_pika.Channel):
         return await super()._on_close(closing)
 
 
-class Plain(aio_pika.Connection):
-    """aio-pika's plain connection, on `Transport`: opened once, never restored."""
+class BrokerConnection(aio_pika.Connection):
+    """aio-pika's connection over an `UnderlyingConnection`. It does not open itself again when it is lost: `Connection`
+    creates another."""
 
     CHANNEL_CLASS = Channel
 
     def __init__(self, url: URL, *, ssl_context: ssl.SSLContext | None, on_alarm: OnAlarm) -> None:
         super().__init__(url, ssl_context=ssl_context)
         self.kwargs["on_alarm"] = on_alarm
-        self._underlay: Alarmed | None = None
+        self._underlay: UnderlyingConnection | None = None
 
     async def connect(self, timeout: TimeoutType = None) -> None:
         transport = await Transport.connect(self.url, self._on_connection_close, timeout=timeout, **self.kwargs)
-        assert isinstance(transport.connection, Alarmed)
+        assert isinstance(transport.connection, UnderlyingConnection)
         self.transport, self._underlay = transport, transport.connection
         await self._on_connected()
 
     @property
-    def underlay(self) -> Alarmed:
-        """aiormq's connection. Raises RuntimeError before `connect`."""
+    def underlay(self) -> UnderlyingConnection:
+        """The connection of aiormq on which this one of aio-pika is built. Raises RuntimeError before `connect`."""
         if self._underlay is None:
             raise RuntimeError("not connected")
         return self._underlay
 
     @property
     def is_closed(self) -> bool:
-        """True also when the connection was lost; aio-pika's own property notices only `close`."""
+        """Whether the connection was closed or lost. (aio-pika's own property is true only after `close`.)"""
         return self._underlay is None or self._underlay.is_closed

@@ -1,13 +1,13 @@
-"""How long to wait before trying the broker again."""
+"""The pause between two tries to reach the broker."""
 
 import random
 
 LEAST_S = 0.05
-DOUBLED_AT_MOST = 10
-"""Without this bound, 2 ** failures overflowed a float after 1024 failures; the error ended all further tries."""
+MAX_DOUBLINGS = 10
+"""Without this limit, `2 ** failures` overflows a float after 1024 failures."""
 
 
 def pause_s(failures: int, *, first_s: float, cap_s: float) -> float:
-    """The pause in seconds: random, from 0 to `first_s` doubled with each failure, and at most `cap_s` (full
-    jitter)."""
-    return random.uniform(LEAST_S, min(cap_s, first_s * 2 ** min(failures, DOUBLED_AT_MOST)))
+    """The pause in seconds before the next try: exponential back-off with full jitter. It is a random number from
+    `LEAST_S` to a maximum, which is `first_s`, doubled with each failure, and at most `cap_s`."""
+    return random.uniform(LEAST_S, min(cap_s, first_s * 2 ** min(failures, MAX_DOUBLINGS)))

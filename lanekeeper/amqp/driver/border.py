@@ -1,4 +1,4 @@
-"""The border to aiormq: translates its exceptions into ours, and detects cancellations that it has lost."""
+"""Translates aiormq's exceptions into ours, and detects task cancellations that aiormq has swallowed."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,19 +11,20 @@ from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 
 @contextmanager
 def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable) -> Iterator[None]:
-    """Inside the block, what aiormq raises when a channel or connection is lost or does not answer becomes `lost`."""
+    """Translate aiormq's exceptions inside the block into the error class `lost`: those for a lost channel or
+    connection and for a broker that does not answer. `what` begins the new error's text."""
     before = cancellations()
     try:
         yield
     except (AMQPError, RuntimeError, OSError, TimeoutError) as error:
         if cancellations() == before:
-            raise lost(f"{what}: {said(error)}") from error
+            raise lost(f"{what}: {text_of(error)}") from error
     except asyncio.CancelledError:
         if asks_to_stop():
             raise
         raise lost(f"{what}: the connection was lost") from None
     except Exception as error:
-        if not is_nameless(error):
+        if not is_bare(error):
             raise
         if cancellations() == before:
             raise lost(f"{what}: the connection was lost") from error
@@ -31,27 +32,30 @@ def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable) -> Iterato
         raise asyncio.CancelledError
 
 
-def is_nameless(error: Exception) -> bool:
-    """Whether it is a bare `Exception`: aiormq raises one in a call that begins just after its connection closed."""
+def is_bare(error: Exception) -> bool:
+    """Whether an error is a bare `Exception`. aiormq raises one in a call that begins just after the connection
+    closed."""
     return type(error) is Exception
 
 
-def said(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     """An exception's text, or the name of its class if it has none."""
     return str(error) or type(error).__name__
 
 
 def asks_to_stop() -> bool:
-    """Whether this task was really cancelled: aiormq also raises CancelledError when a channel or connection closes."""
+    """Whether somebody has cancelled this task. aiormq also raises CancelledError when a channel or connection closes,
+    and then this is false."""
     return cancellations() > 0
 
 
 def cancellations() -> int:
-    """How many cancellations this task has received. If a call of aiormq returns and the count has grown, aiormq lost a
-    cancellation.
+    """How many cancellations this task has received. If the count has grown during a call of aiormq, and the call
+    returns normally, aiormq has lost a cancellation.
 
-    aiormq waits with `asyncio.wait_for`. Before Python 3.12 this loses a cancellation that comes at the same moment as
-    the answer: 20 of 400 that came while a queue was being declared, and the consumers' tasks never ended.
+    aiormq waits with `asyncio.wait_for`. Before Python 3.12, this function loses a cancellation that comes at the same
+    moment as the result. When tasks were cancelled while they declared a queue, 20 of 400 cancellations were lost, and
+    these tasks never ended.
     """
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()

@@ -1,8 +1,8 @@
-"""AMQP field tables (message headers): read and written so that a requester's headers are passed on unchanged.
+"""Reads and writes AMQP field tables (message headers) so that a requester's headers are passed on unchanged.
 
-pamqp chooses an integer's type by its value, and writes doubles in single precision. Here an integer is always written
-as a signed 64-bit one (`l`) and a float as a double (`d`). Each header that was read also keeps its original bytes
-(`Encoded`), which can be written again unchanged.
+This replaces pamqp's functions, which choose an integer's type by its value, and write doubles in single precision.
+Here an integer is always written as a signed 64-bit integer (`l`), and a float as a double (`d`). The original bytes of
+each header that was read stay available (`Encoded`), and can be written again unchanged.
 """
 
 import struct
@@ -25,69 +25,70 @@ _FIXED: Final = {
         "f": ">f", "d": ">d", "D": ">Bi", "T": ">Q", "V": ">", "\0": ">",
     }.items()
 }  # fmt: skip
-"""Types of fixed size: RabbitMQ's list, not the specification's, and two that clients send: L and the zero byte."""
+"""The field types of fixed size. They are those of RabbitMQ, which differ from the specification's, and two more that
+some clients send: `L` and the zero byte."""
 _DECIMAL, _TIME = b"DT"
 _MILLISECONDS_FROM: Final = 2**32
-"""A timestamp is in seconds; a value this large would be past the year 2106, so it is in milliseconds."""
+"""AMQP timestamps are in seconds, but some clients send milliseconds. From this value on (in seconds, the year 2106) a
+timestamp is taken as milliseconds."""
+MAX_VALUES: Final = 4000
+"""The most values in one table, including those of nested tables and arrays. Without this limit, a table of 64 KiB
+could have 64,000 values, which take 30 ms to read; many such messages can be delivered at once."""
 
 
-VALUES: Final = 4000
-"""Most values in one table, nested ones included. 64 KiB have room for 64,000 values, which took 30 ms to read, and
-many such messages can be delivered at once."""
+class TableTooLarge(ValueError):
+    """An AMQP field table (a message's headers) is valid, but has too many values, levels of nesting or bytes."""
 
 
-class TooMuch(ValueError):
-    """A table that could be read, but has too many values, too many levels or too many bytes."""
-
-
-class _Room:
-    """Counts how many more values a table may have."""
+class _ValuesLeft:
+    """Counts down how many more values a field table may have before reading it fails."""
 
     __slots__ = ("left",)
 
     def __init__(self) -> None:
-        self.left = VALUES
+        self.left = MAX_VALUES
 
 
 def read(data: bytes, *, levels: int) -> tuple[int, Headers]:
-    """Read the table at the start of `data`: its length in bytes, and its headers. `levels`: the deepest nesting of
-    tables and arrays.
+    """Read the AMQP field table of a message's headers at the start of `data`. Returns the table's length in bytes, and
+    the headers. `levels`: how deep tables and arrays may be nested.
 
-    Raises TooMuch, and ValueError, IndexError or struct.error and the like for bytes that are no table.
+    Raises TableTooLarge. For bytes that are no table, raises ValueError, IndexError, struct.error or similar.
     """
     end = _SIZE.size + _SIZE.unpack_from(data)[0]
     if end > len(data):
         raise ValueError("cut short")
     headers = Headers(data)
-    at, room = _SIZE.size, _Room()
+    at, values = _SIZE.size, _ValuesLeft()
     while at < end:
         start = at + 1 + data[at]
         name = data[at + 1 : start].decode()
-        headers[name], at = _value(data, start, end, levels - 1, room)
+        headers[name], at = _value(data, start, end, levels - 1, values)
         headers.places[name] = (start, at)
     return end, headers
 
 
 def write(table: Mapping[str, Any] | None) -> bytes:
-    """A table in its AMQP encoding. Raises TypeError for a value that AMQP has no type for."""
+    """Encode headers as an AMQP field table. Raises TypeError for a value that no AMQP type can express."""
     fields = (table or {}).items()
-    content = b"".join([bytes((len(raw := name.encode()),)) + raw + _written(value) for name, value in fields])
+    content = b"".join([bytes((len(raw := name.encode()),)) + raw + _encoded(value) for name, value in fields])
     return _SIZE.pack(len(content)) + content
 
 
-def _value(data: bytes, at: int, end: int, levels: int, room: _Room) -> tuple[Any, int]:
-    """The value that begins at `at`, and the position after it, which may not be past `end`."""
-    room.left -= 1
-    if room.left < 0:
-        raise TooMuch(f"more than {VALUES} values")
+def _value(data: bytes, at: int, end: int, levels: int, values: _ValuesLeft) -> tuple[Any, int]:
+    """Read the value of a field table that begins at position `at`. Returns the value, and the position after it.
+    Raises an error if the value goes beyond position `end`."""
+    values.left -= 1
+    if values.left < 0:
+        raise TableTooLarge(f"more than {MAX_VALUES} values")
     kind = data[at]
     at += 1
-    if kind in _LONG:
+    if kind in _VARIABLE:
         start = at + 4
         past: int = start + _SIZE.unpack_from(data, at)[0]
         if past > end:
             raise ValueError("cut short")
-        return _LONG[kind](data, start, past, levels, room), past
+        return _VARIABLE[kind](data, start, past, levels, values), past
     if (fixed := _FIXED.get(kind)) is None:
         raise ValueError(f"no type {chr(kind)!r}")
     past = at + fixed.size
@@ -105,44 +106,44 @@ def _time(value: int) -> datetime:
     return datetime.fromtimestamp(value if value < _MILLISECONDS_FROM else value / 1000, tz=UTC)
 
 
-def _text(data: bytes, at: int, end: int, _levels: int, _room: _Room) -> str | bytes:
+def _text(data: bytes, at: int, end: int, _levels: int, _values: _ValuesLeft) -> str | bytes:
     try:
         return data[at:end].decode()
     except UnicodeDecodeError:
         return data[at:end]
 
 
-def _array(data: bytes, at: int, end: int, levels: int, room: _Room) -> list[Any]:
+def _array(data: bytes, at: int, end: int, levels: int, values: _ValuesLeft) -> list[Any]:
     if not levels:
-        raise TooMuch("nested too deep")
+        raise TableTooLarge("nested too deep")
     items = []
     while at < end:
-        item, at = _value(data, at, end, levels - 1, room)
+        item, at = _value(data, at, end, levels - 1, values)
         items.append(item)
     return items
 
 
-def _table(data: bytes, at: int, end: int, levels: int, room: _Room) -> dict[str, Any]:
+def _table(data: bytes, at: int, end: int, levels: int, values: _ValuesLeft) -> dict[str, Any]:
     if not levels:
-        raise TooMuch("nested too deep")
+        raise TableTooLarge("nested too deep")
     table = {}
     while at < end:
         start = at + 1 + data[at]
         name = data[at + 1 : start].decode()
-        table[name], at = _value(data, start, end, levels - 1, room)
+        table[name], at = _value(data, start, end, levels - 1, values)
     return table
 
 
-_LONG: Final[dict[int, Callable[[bytes, int, int, int, _Room], Any]]] = {
+_VARIABLE: Final[dict[int, Callable[[bytes, int, int, int, _ValuesLeft], Any]]] = {
     ord("S"): _text,
     ord("x"): lambda data, at, end, *_: bytearray(data[at:end]),
     ord("A"): _array,
     ord("F"): _table,
 }
-"""Types that begin with their length in four bytes."""
+"""The functions that read the types of variable size, which begin with their length in four bytes."""
 
 
-def _written(value: Any) -> bytes:
+def _encoded(value: Any) -> bytes:
     match value:
         case Encoded():
             return value
@@ -160,7 +161,7 @@ def _written(value: Any) -> bytes:
         case dict():
             return b"F" + write(value)
         case list():
-            items = b"".join([_written(each) for each in value])
+            items = b"".join([_encoded(item) for item in value])
             return b"A" + _SIZE.pack(len(items)) + items
-        case _:  # decimals, times, byte arrays, None: AMQP has one type for each
+        case _:  # decimals, times, byte arrays, None: pamqp has no choice of types here
             return encode.encode_table_value(value)

@@ -1,8 +1,8 @@
-"""Reads what comes often (deliveries, confirms, returned messages) as soon as the socket has it; aiormq reads the rest.
+"""Reads the frequent frames (deliveries, confirms, returned messages) directly from the socket; aiormq reads the rest.
 
-aiormq reads a frame in three awaited reads, decodes it into objects, passes it through a queue to the channel's task,
-and starts a task for each message: ten times the time of this. `FrameReader` stands where aiormq expects the socket's
-reader. It takes the frames that a channel's `Tap` wants, and leaves all others to aiormq, in their order.
+aiormq awaits three reads for a frame, decodes it into objects, passes it through a queue to the channel's task, and
+starts a task for each message. That takes ten times as long as the code here. So aiormq gets a `FrameReader` as the
+socket's reader, which passes the frequent frames to the channel's `Tap`, and all other frames, in order, to aiormq.
 """
 
 import asyncio
@@ -21,9 +21,10 @@ from lanekeeper.contract.messages import Message
 _METHOD, _HEADER, _BODY, _HEARTBEAT = 1, 2, 3, 8
 _KINDS: Final = frozenset({_METHOD, _HEADER, _BODY, _HEARTBEAT})
 _FRAME: Final = struct.Struct(">BHI")
-_BEAT: Final = b"\x08\0\0\0\0\0\0\xce"
-"""A heartbeat. aiormq gives up a connection on which it reads nothing; the broker sends none while it sends others."""
-_BEAT_EVERY_S: Final = 1.0
+_HEARTBEAT_FRAME: Final = b"\x08\0\0\0\0\0\0\xce"
+"""A heartbeat frame. aiormq closes a connection on which it reads nothing for a while, and the broker sends no
+heartbeats while it sends other frames. So aiormq gets this frame at times, when other frames went to a `Tap`."""
+_HEARTBEAT_EVERY_S: Final = 1.0
 _DELIVER, _RETURN, _ACK, _NACK = b"\0\x3c\0\x3c", b"\0\x3c\0\x32", b"\0\x3c\0\x50", b"\0\x3c\0\x78"
 _TAG: Final = struct.Struct(">QB")
 _SIZE: Final = struct.Struct(">Q")
@@ -31,40 +32,44 @@ _SIZE: Final = struct.Struct(">Q")
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """A message that a consumer got."""
+    """A message that the broker has delivered to a consumer."""
 
     message: Message
     tag: int
+    """The delivery tag, with which the message is acknowledged."""
     redelivered: bool
 
 
 class Tap:
-    """What one channel gets without aiormq. What is None is left to aiormq."""
+    """Reads the frames of one channel before aiormq does, and calls a callback for each delivery, confirm and returned
+    message. Frames for which the callback is None, and all other frames, go to aiormq."""
 
     def __init__(self) -> None:
         self.on_delivery: Callable[[Delivered], None] | None = None
         self.on_confirm: Callable[[int, bool, bool], None] | None = None
-        """Delivery tag; whether all before it are meant as well; whether the broker took them."""
+        """Called with a delivery tag, whether the confirm is for all earlier tags too, and whether the broker accepted
+        the messages (ack) or refused them (nack)."""
         self.on_return: Callable[[Message], None] | None = None
         self._method = b""
-        """The method of the message whose frames are arriving; empty: they are not for this tap."""
+        """The method frame of the message that is arriving; empty if there is none, or if aiormq gets its frames."""
         self._header = b""
-        self._left = 0
+        self._body_bytes_left = 0
         self._body: list[bytes] = []
 
     def takes(self, kind: int, payload: bytes) -> bool:
-        """Take a frame, or leave it to aiormq. Raises ValueError, IndexError or struct.error if it cannot be read."""
+        """Process a frame and return True, or return False if aiormq must process it. `kind`: the AMQP frame type
+        (method, header or body). Raises ValueError, IndexError or struct.error if the frame cannot be read."""
         if kind == _METHOD:
             return self._takes_method(payload)
         if not self._method:
             return False
         if kind == _HEADER:
-            self._header, self._left = payload, _SIZE.unpack_from(payload, 4)[0]
+            self._header, self._body_bytes_left = payload, _SIZE.unpack_from(payload, 4)[0]
         else:
             self._body.append(payload)
-            self._left -= len(payload)
-        if self._left <= 0:
-            self._whole()
+            self._body_bytes_left -= len(payload)
+        if self._body_bytes_left <= 0:
+            self._complete()
         return True
 
     def _takes_method(self, payload: bytes) -> bool:
@@ -79,10 +84,11 @@ class Tap:
             return True
         return False
 
-    def _whole(self) -> None:
+    def _complete(self) -> None:
         method, body = self._method, self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._method, self._body = b"", []
-        at = 5 + method[4] if method[:4] == _DELIVER else 7 + method[6]  # after the consumer's tag, or the reason
+        # the position after the consumer's tag, or after the reason of a return
+        at = 5 + method[4] if method[:4] == _DELIVER else 7 + method[6]
         tag = bits = 0
         if method[:4] == _DELIVER:
             tag, bits = _TAG.unpack_from(method, at)
@@ -98,30 +104,32 @@ class Tap:
 
 
 async def left_to_the_tap(_: object) -> None:
-    """The callback of a consumer whose channel has a tap: aiormq asks for one, and never calls it."""
+    """The callback to pass to `basic_consume` on a channel with a `Tap`: aiormq requires a callback, but never calls it
+    here."""
 
 
 class FrameReader(asyncio.StreamReader):
-    """The socket's reader for aiormq. `taps`: by number of their channel."""
+    """The stream reader from which aiormq reads a connection. It splits the received bytes into AMQP frames, gives each
+    to its channel's `Tap`, and passes on to aiormq those that the tap does not take. `taps`: by channel number."""
 
     def __init__(self, taps: dict[int, Tap], loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop=loop)
         self._taps = taps
         self._clock = loop.time
         self._rest = b""
-        """The beginning of a frame whose end has not come."""
-        self._no_frames = False
-        self._beat_s = 0.0
+        """The beginning of a frame that has not arrived completely."""
+        self._is_not_amqp = False
+        self._next_beat_s = 0.0
 
     def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # what sockets give is bytes
-        if self._no_frames:  # a server that does not speak AMQP 0-9-1 answers with something else
+        if self._is_not_amqp:  # a server that does not speak AMQP 0-9-1 answers with something else
             return super().feed_data(data)
         data = self._rest + data if self._rest else data
-        at, end, taken, left = 0, len(data), False, []
+        at, end, any_taken, left = 0, len(data), False, []
         while at + _FRAME.size < end:
             kind, channel, size = _FRAME.unpack_from(data, at)
             if kind not in _KINDS:
-                self._no_frames = True
+                self._is_not_amqp = True
                 left.append(data[at:])
                 at = end
                 break
@@ -134,14 +142,14 @@ class FrameReader(asyncio.StreamReader):
             except (ValueError, IndexError, struct.error) as error:
                 return self.set_exception(ConnectionError(f"a frame that cannot be read: {error}"))
             if is_taken:
-                taken = True
+                any_taken = True
             else:
                 left.append(data[at:past])
             at = past
         self._rest = data[at:]
-        if taken and (now_s := self._clock()) >= self._beat_s:
-            self._beat_s = now_s + _BEAT_EVERY_S
-            left.append(_BEAT)
+        if any_taken and (now_s := self._clock()) >= self._next_beat_s:
+            self._next_beat_s = now_s + _HEARTBEAT_EVERY_S
+            left.append(_HEARTBEAT_FRAME)
         if left:
             super().feed_data(b"".join(left))
         return None
@@ -154,7 +162,8 @@ class FrameReader(asyncio.StreamReader):
 
 
 class Tapped(TransportFactory):
-    """Opens a connection's socket, with or without TLS, and reads it with a `FrameReader`."""
+    """Opens the socket of an aiormq connection, with or without TLS, so that a `FrameReader` reads it: deliveries and
+    confirms then go to the `Tap` of their channel (`taps`: by channel number), and all other frames to aiormq."""
 
     def __init__(self) -> None:
         self.taps: dict[int, Tap] = {}

@@ -1,4 +1,4 @@
-"""Writes what is sent often, the frames of a message: a tenth of pamqp's time."""
+"""Encodes the frames of a message, ten times as fast as pamqp."""
 
 import struct
 from typing import Final
@@ -21,18 +21,19 @@ _PUBLISH: Final = b"\0\x3c\0\x28\0\0"
 def frames(
     channel: Channel, body: bytes, *, exchange: str, routing_key: str, properties: bytes, mandatory: bool
 ) -> ChannelFrame:
-    """`Basic.Publish`, content header and body (AMQP 0-9-1, sections 4.2.4 to 4.2.6), to be put into the channel's
-    `write_queue`. Raises ValueError for a routing key that is too long."""
-    number, most = channel.number, channel.max_content_size
+    """Encode a publish as AMQP frames: `Basic.Publish`, content header and body (AMQP 0-9-1, sections 4.2.4 to 4.2.6).
+    `properties`: the result of `encoded`. Put the frames into the channel's `write_queue` to send them. Raises
+    ValueError for a routing key that is too long."""
+    number, max_payload = channel.number, channel.max_content_size
     method = b"".join((_PUBLISH, _short(exchange), _short(routing_key), b"\1" if mandatory else b"\0"))
     header = _CONTENT.pack(_BASIC, 0, len(body)) + properties
     written = [_frame(1, number, method), _frame(2, number, header)]
-    written += [_frame(3, number, body[at : at + most]) for at in range(0, len(body), most)]
+    written += [_frame(3, number, body[at : at + max_payload]) for at in range(0, len(body), max_payload)]
     return ChannelFrame(payload=b"".join(written), should_close=False)
 
 
 def encoded(message: Message, *, message_id: str | None) -> bytes:
-    """The properties of `message`, as they are sent, with this message id."""
+    """Encode the AMQP properties of `message`, headers included, with `message_id` in place of the message's own id."""
     flags, parts = 0x1000, []  # the delivery mode is always sent
     if message.content_type is not None:
         flags |= 0x8000

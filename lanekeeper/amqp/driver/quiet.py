@@ -1,9 +1,9 @@
 """Silences aiormq's log lines about our connections, because we log these events ourselves.
 
 aiormq logs a traceback for each lost connection and a line for each try to connect; in an application without logging,
-Python prints both on standard error. To recognise lines about our connections: aiormq's tasks inherit the context in
-which they are started, and what it logs in a caller's task names the channel. Lines about the application's own use of
-aiormq are logged as before.
+Python prints both on standard error. Lines about our connections are recognised in two ways: aiormq's own tasks inherit
+the context variable that is set when they are started, and lines that aiormq logs in a caller's task have the channel
+as an argument. Lines about the application's own use of aiormq are logged as before.
 """
 
 import logging
@@ -11,33 +11,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_IS_OURS: ContextVar[bool] = ContextVar("aiormq_works_for_lanekeeper", default=False)
+_IN_OWN_CONNECTION: ContextVar[bool] = ContextVar("aiormq_works_for_lanekeeper", default=False)
 
 
-class Ours:
-    """Marks a connection whose events we log ourselves."""
+class QuietConnection:
+    """Marker class for Lanekeeper's own connections: aiormq's log lines about them are dropped."""
 
 
-class _OfOthers(logging.Filter):
+class _OwnConnectionsFilter(logging.Filter):
+    """Logging filter that drops aiormq's log lines about Lanekeeper's own connections, because Lanekeeper logs their
+    failures itself. Lines about other connections of the application pass."""
+
     def filter(self, record: logging.LogRecord) -> bool:
-        named = record.args if isinstance(record.args, tuple) else ()
-        return not (_IS_OURS.get() or any(isinstance(getattr(each, "connection", None), Ours) for each in named))
+        logged = record.args if isinstance(record.args, tuple) else ()
+        return not (
+            _IN_OWN_CONNECTION.get()
+            or any(isinstance(getattr(value, "connection", None), QuietConnection) for value in logged)
+        )
 
 
-_OF_OTHERS = _OfOthers()
+_FILTER = _OwnConnectionsFilter()
 
 
-def hush() -> None:
-    """Drop what aiormq logs about our connections. Safe to call more than once."""
+def drop_log_lines() -> None:
+    """Install a logging filter that drops what aiormq logs about Lanekeeper's connections, and no other log lines. Safe
+    to call more than once."""
     for name in ("aiormq.connection", "aiormq.connection.marshall", "aiormq.channel"):
-        logging.getLogger(name).addFilter(_OF_OTHERS)
+        logging.getLogger(name).addFilter(_FILTER)
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Around calls in which aiormq starts its tasks for one of our connections or channels."""
-    token = _IS_OURS.set(True)
+    """Mark the tasks that aiormq starts inside the block as those of our connections: their log lines are dropped."""
+    token = _IN_OWN_CONNECTION.set(True)
     try:
         yield
     finally:
-        _IS_OURS.reset(token)
+        _IN_OWN_CONNECTION.reset(token)

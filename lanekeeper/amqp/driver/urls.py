@@ -1,6 +1,6 @@
-"""One broker URL or several, for the nodes of a cluster: `amqp://…@a/,amqp://…@b/`, also with spaces around the comma.
+"""Splits the setting for the broker's URL, which may name the nodes of a cluster: `amqp://…@a/,amqp://…@b/`.
 
-User, password and port may differ between the URLs. The virtual host must be the same.
+There may be spaces around the comma. User, password and port may differ between the URLs; the virtual host must not.
 """
 
 import re
@@ -9,5 +9,6 @@ _BETWEEN = re.compile(r"\s*,\s*(?=amqps?://)")
 
 
 def urls_of(text: str) -> tuple[str, ...]:
-    """The URLs in `text`. A comma that no URL follows is part of the URL before it: a password may contain one."""
+    """Split text with one or several AMQP URLs at its commas. A comma that is not followed by `amqp://` or `amqps://`
+    does not separate URLs: a password may contain one."""
     return tuple(_BETWEEN.split(text.strip()))

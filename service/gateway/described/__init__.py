@@ -1,4 +1,4 @@
-"""The contract for machines: OpenAPI and AsyncAPI documents, made of what checks and sends the messages.
+"""The contract for machines: OpenAPI and AsyncAPI documents, made from the code that checks and sends the messages.
 
-Imported by `app.py`.
+`app.py` imports this folder.
 """

@@ -1,15 +1,16 @@
-"""The contract over AMQP as an AsyncAPI 3 document."""
+"""The contract over AMQP, and over the WebSocket, as an AsyncAPI 3 document."""
 
 from collections.abc import Collection, Iterable
 from importlib.metadata import version
 from typing import Any, get_args
 
-from consumers.control.question import MESSAGE_BYTES
+from consumers.control.command import MESSAGE_BYTES
 from consumers.lifecycle import COMMON, EVENTS
 from lanekeeper.contract import names as n
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PROBLEMS
 from lanekeeper.errors import Cancelled
+from service.gateway.described import socket
 from service.gateway.described.schemas import (
     DEAD_HEADERS,
     EVENT,
@@ -25,7 +26,7 @@ from service.gateway.described.schemas import (
 from topology.codec import schemas as codec
 
 JSON, PROBLEM = "application/json", "application/problem+json"
-_ON_ANSWERS = (n.MODEL, n.PROVIDER)
+_ON_ANSWERS = (n.MODEL, n.PROVIDER, n.BODY, n.BODY_SHA256)
 _ON_FINALS = (n.STATUS, n.REQUEST_ID, n.LANE_NAME, n.ATTEMPT, n.WAIT_MS, n.RUN_MS, n.WAIT_FROM, n.REPLAYED)
 _ON_PARTS = (n.PART, n.SEQ, n.REQUEST_ID, n.LANE_NAME, n.ATTEMPT)
 _ALWAYS_ON_FINALS = (n.STATUS, n.REQUEST_ID, n.ATTEMPT)
@@ -34,18 +35,18 @@ _WAITING = {"enum": ["running", "waiting", "unknown"]}
 
 
 def asyncapi(*, names: Names, lanes: Collection[str]) -> dict[str, Any]:
-    """The document for the exchanges of one namespace."""
+    """The AsyncAPI document of an installation: its exchanges (named by `names`) and the gateway's WebSocket."""
     return {
         "asyncapi": "3.0.0",
         "info": {
             "title": "Lanekeeper",
             "version": version("lanekeeper"),
-            "description": "Routes AI requests over RabbitMQ (AMQP 0-9-1), in lanes of different urgency.",
+            "description": "Routes AI requests in lanes of different urgency: RabbitMQ (AMQP 0-9-1), WebSocket.",
         },
         "defaultContentType": JSON,
-        "channels": _channels(names, sorted(lanes)),
-        "operations": _operations(),
-        "components": {"messages": _messages()},
+        "channels": {**_channels(names, sorted(lanes)), socket.CHANNEL: socket.channel()},
+        "operations": {**_operations(), **socket.operations()},
+        "components": {"messages": {**_messages(), **socket.messages()}, "schemas": socket.schemas()},
     }
 
 
@@ -120,24 +121,30 @@ def _messages() -> dict[str, Any]:
     id = {"id": TEXT}
     return {
         "request": _message("A request.", body, headers(asked)),
-        "part": _message("A part of a streamed answer; `restart`: forget those so far.", _part(), _on(_ON_PARTS)),
-        "answer": _message("The final reply.", MESSAGE, _on((*_ON_FINALS, *_ON_ANSWERS), _ALWAYS_ON_FINALS, ok=True)),
+        "part": _message(
+            "A part of a streamed answer; `restart`: discard all earlier parts.", _part(), _reply_headers(_ON_PARTS)
+        ),
+        "answer": _message(
+            "The final reply.",
+            {"anyOf": [MESSAGE, _answer_address()]},
+            _reply_headers((*_ON_FINALS, *_ON_ANSWERS), _ALWAYS_ON_FINALS, ok=True),
+        ),
         "error": _message(
             "The final reply of a request that failed.",
             problem(),
-            _on(_ON_FINALS, _ALWAYS_ON_FINALS, ok=False),
+            _reply_headers(_ON_FINALS, _ALWAYS_ON_FINALS, ok=False),
             content_type=PROBLEM,
         ),
         "cancel": _control(n.CANCEL_KEY, record({n.CANCEL_KEY: TEXT, "tenant": TEXT}, optional=["tenant"])),
         "result": _control(n.RESULT_KEY, record({n.RESULT_KEY: TEXT, "tenant": TEXT}, optional=["tenant"])),
         "status": _control(n.STATUS_KEY, {"type": "object"}),
-        "accepted": _told(
+        "accepted": _control_answer(
             "accepted", record({**id, "outcome": _CANCELLED, "kept_until": TEXT}, optional=["kept_until"])
         ),
-        "pending": _told(
+        "pending": _control_answer(
             "pending", record({**id, "status": _WAITING, "attempts": WHOLE, "due_at": TEXT}, optional=["due_at"])
         ),
-        "refused": {**_told("error", problem()), "contentType": PROBLEM},
+        "refused": {**_control_answer("error", problem()), "contentType": PROBLEM},
         "deadLetter": _message(
             "A dead letter: body and properties as published.",
             {},
@@ -147,6 +154,12 @@ def _messages() -> dict[str, Any]:
             _event_name(event): _message(f"The event `{event}`.", _event(event), {"type": "object"}) for event in EVENTS
         },
     }
+
+
+def _answer_address() -> Schema:
+    """The schema of the reply's body for an answer that is too large for a message: it has the answer's address."""
+    described = f"The address of the answer, which is also in the headers {n.BODY} and {n.BODY_SHA256}."
+    return {**record({"type": TEXT, "address": TEXT, "sha256": TEXT, "bytes": WHOLE}), "description": described}
 
 
 def _part() -> Schema:
@@ -166,8 +179,9 @@ def _event_name(event: str) -> str:
     return f"event{event.capitalize()}"
 
 
-def _on(names: Iterable[str], required: Iterable[str] | None = None, *, ok: bool | None = None) -> Schema:
-    """Headers of a reply. `ok`: the value of `x-lane-status`."""
+def _reply_headers(names: Iterable[str], required: Iterable[str] | None = None, *, ok: bool | None = None) -> Schema:
+    """The JSON Schema of a reply's headers: those in `names`, of which `required` (None: all) are always there. `ok`:
+    whether `x-lane-status` is `ok` or `error`; None: the reply has no such header."""
     fields = {name: REPLY_HEADERS[name] for name in names}
     if ok is not None:
         fields[n.STATUS] = {"const": "ok" if ok else "error"}
@@ -175,11 +189,11 @@ def _on(names: Iterable[str], required: Iterable[str] | None = None, *, ok: bool
 
 
 def _control(kind: str, payload: Schema) -> dict[str, Any]:
-    said = f"The control message `{kind}`: routing key and `type` say the same. At most {MESSAGE_BYTES} bytes."
-    return {"name": kind, "summary": said, "contentType": JSON, "payload": payload}
+    summary = f"The control message `{kind}`: its routing key and its `type` are equal. At most {MESSAGE_BYTES} bytes."
+    return {"name": kind, "summary": summary, "contentType": JSON, "payload": payload}
 
 
-def _told(as_: str, payload: Schema) -> dict[str, Any]:
+def _control_answer(as_: str, payload: Schema) -> dict[str, Any]:
     fields = {n.CONTROL: {"const": as_}, n.REQUEST_ID: TEXT}
     return _message(f"A control message was answered: {as_}.", payload, headers(fields, required=[n.CONTROL]))
 

@@ -18,16 +18,16 @@ from topology.codec import schemas as codec
 
 MESSAGES = "/v1/messages"
 OF_THE_GATEWAY = frozenset({408, 500, 502, 503})
-"""What the gateway itself answers, besides the statuses of Anthropic's types of errors."""
+"""Statuses that only the gateway answers; the others are those of Anthropic's error types."""
 _LOOKUPS = (TYPES.keys() | OF_THE_GATEWAY | {501}) - {405}
-_MESSAGES = (TYPES.keys() | OF_THE_GATEWAY | {each.status for each in PROBLEMS.values()}) - {405}
+_MESSAGES = (TYPES.keys() | OF_THE_GATEWAY | {410, *(problem.status for problem in PROBLEMS.values())}) - {405}
 _HEALTH: dict[str, Schema] = {"alive": {"type": "boolean"}}
 _READY: dict[str, Schema] = {"ready": {"type": "boolean"}, "reasons": {"type": "object", "additionalProperties": TEXT}}
 _JSON = "application/json"
 
 
 def openapi(*, lanes: Collection[str]) -> dict[str, Any]:
-    """The document of the HTTP server with a gateway."""
+    """The OpenAPI document of the gateway's HTTP server. `lanes`: the lanes that calls may name."""
     return {
         "openapi": "3.1.0",
         "info": {
@@ -36,13 +36,15 @@ def openapi(*, lanes: Collection[str]) -> dict[str, Any]:
             "description": "Anthropic's Messages API through lanes of different urgency.",
         },
         "paths": {
-            MESSAGES: {"post": _messages(_asked(sorted(lanes)))},
-            **requests.paths(parameters=_asked(sorted(lanes))),
+            MESSAGES: {"post": _messages(_lane_headers(sorted(lanes)))},
+            **requests.paths(parameters=_lane_headers(sorted(lanes))),
             COUNT_TOKENS: {"post": _count_tokens()},
             MODELS: {"get": _models()},
             MODEL: {"get": _model()},
-            "/healthz": {"get": _open("alive", "Whether the process lives.", {200: record(_HEALTH)})},
-            "/readyz": {"get": _open("ready", "Whether it takes work.", dict.fromkeys((200, 503), record(_READY)))},
+            "/healthz": {"get": _open("alive", "Whether the process is alive.", {200: record(_HEALTH)})},
+            "/readyz": {
+                "get": _open("ready", "Whether the process accepts work.", dict.fromkeys((200, 503), record(_READY)))
+            },
             "/openapi.json": {"get": _open("openapi", "This document.", {200: {"type": "object"}})},
             "/asyncapi.json": {"get": _open("asyncapi", "The contract over AMQP.", {200: {"type": "object"}})},
         },
@@ -62,8 +64,8 @@ def openapi(*, lanes: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _asked(lanes: list[str]) -> list[dict[str, Any]]:
-    """The headers of a call that goes through a lane."""
+def _lane_headers(lanes: list[str]) -> list[dict[str, Any]]:
+    """The OpenAPI parameters for the headers of a call that is published to a lane."""
     asked = {name: schema for name, schema in codec.headers().items() if name not in NOT_HERE}
     return [
         _header(n.LANE_NAME, {"enum": lanes}),
@@ -75,15 +77,15 @@ def _asked(lanes: list[str]) -> list[dict[str, Any]]:
 
 def _messages(parameters: list[dict[str, Any]]) -> dict[str, Any]:
     content = {_JSON: {"schema": ref("Message")}, "text/event-stream": {"schema": TEXT}}
-    told = {name: {"schema": REPLY_HEADERS[name]} for name in TOLD}
+    reply_headers = {name: {"schema": REPLY_HEADERS[name]} for name in TOLD}
     return {
         "operationId": "createMessage",
-        "summary": "Anthropic's own call, through a lane; streamed if the body says so.",
+        "summary": "Anthropic's call, through a lane; the answer is streamed if the body asks for it.",
         "security": SECURITY,
         "parameters": parameters,
         "requestBody": {"required": True, "content": {_JSON: {"schema": ref("Request")}}},
         "responses": {
-            "200": {"description": "The answer.", "headers": {**_REQUEST_ID, **told}, "content": content},
+            "200": {"description": "The answer.", "headers": {**_REQUEST_ID, **reply_headers}, "content": content},
             **_errors(_MESSAGES),
         },
     }
@@ -94,7 +96,7 @@ def _count_tokens() -> dict[str, Any]:
     counted = {"type": "object", "required": ["input_tokens"], "properties": {"input_tokens": WHOLE}}
     return {
         "operationId": "countTokens",
-        "summary": "Anthropic's own call, passed on to the provider.",
+        "summary": "Anthropic's call, passed on to the provider.",
         "security": SECURITY,
         "parameters": [_header(n.ANTHROPIC_BETA, codec.headers()[n.ANTHROPIC_BETA])],
         "requestBody": {"required": True, "content": {_JSON: {"schema": body}}},
@@ -111,7 +113,7 @@ def _models() -> dict[str, Any]:
     }
     return {
         "operationId": "listModels",
-        "summary": "The provider's models, of those that the key allows.",
+        "summary": "The provider's models that the key allows.",
         "security": SECURITY,
         "parameters": [_query("limit", limit), _query("after_id", TEXT), _query("before_id", TEXT)],
         "responses": {"200": _answer("A page of models.", page), **_errors(_LOOKUPS)},
@@ -129,7 +131,7 @@ def _model() -> dict[str, Any]:
 
 
 def _open(id: str, summary: str, answers: Mapping[int, Schema]) -> dict[str, Any]:
-    """A path that everybody may ask."""
+    """The OpenAPI operation of a path that needs no API key. `answers`: the schema of the answer for each status."""
     responses = {
         str(status): {"description": summary, "content": {_JSON: {"schema": schema}}}
         for status, schema in answers.items()

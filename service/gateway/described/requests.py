@@ -12,26 +12,34 @@ from service.gateway.events import LARGEST_NUMBER, LAST_EVENT_ID
 WORDS = ("queued", "delayed", "running", "retrying", "completed", "failed", "cancelled")
 _TIME: Schema = {"type": "string", "format": "date-time"}
 _NUMBER: Schema = {"type": "integer", "minimum": 0, "maximum": LARGEST_NUMBER}
-_ACCESS = (400, 401, 403, 500, 503, 529)
+_ACCESS = (401, 403, 500, 503)
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
 def paths(*, parameters: list[dict[str, Any]]) -> dict[str, Any]:
-    """The paths. `parameters`: the headers of a call that goes through a lane."""
+    """The OpenAPI paths below `/v1/requests`. `parameters`: those for the headers of a call that is published to a
+    lane."""
     body = {"required": True, "content": {JSON: {"schema": ref("Request")}}}
-    submitted = _answer("The broker has it.", record({"id": TEXT, "status_url": TEXT, "events_url": TEXT}))
+    submitted = _answer(
+        "The broker has confirmed the request.", record({"id": TEXT, "status_url": TEXT, "events_url": TEXT})
+    )
     submitted["headers"] = {"Location": {"required": True, "schema": TEXT}}
     cancelled = record({"id": TEXT, "outcome": {"enum": list(get_args(Cancelled))}})
-    wait = {"name": "wait", "in": "query", "schema": TEXT, "description": "How long to wait for its end, as in `20s`."}
+    wait = {
+        "name": "wait",
+        "in": "query",
+        "schema": TEXT,
+        "description": "How long to wait for the request's end, such as `20s`.",
+    }
     return {
         path_of("").rstrip("/"): {
             "post": {
                 "operationId": "submitRequest",
-                "summary": "Submit a request, and ask for it later.",
+                "summary": "Submit a request without waiting for its answer.",
                 "security": SECURITY,
                 "parameters": parameters,
                 "requestBody": body,
-                "responses": {"202": submitted, **_problems((*_ACCESS, 408, 409, 413, 415, 429, 502))},
+                "responses": {"202": submitted, **_problems((*_ACCESS, 400, 408, 409, 413, 529))},
             }
         },
         path_of("{id}"): {
@@ -40,7 +48,10 @@ def paths(*, parameters: list[dict[str, Any]]) -> dict[str, Any]:
                 "summary": "The status of a request; its result or problem once it has ended.",
                 "security": SECURITY,
                 "parameters": [_ID, wait],
-                "responses": {"200": _answer("Its status.", ref("Status")), **_problems((*_ACCESS, 404))},
+                "responses": {
+                    "200": _answer("The request's status.", ref("Status")),
+                    **_problems((*_ACCESS, 400, 404, 410, 529)),
+                },
             },
             "delete": {
                 "operationId": "cancelRequest",
@@ -48,9 +59,9 @@ def paths(*, parameters: list[dict[str, Any]]) -> dict[str, Any]:
                 "security": SECURITY,
                 "parameters": [_ID],
                 "responses": {
-                    "200": _answer("It had ended.", cancelled),
-                    "202": _answer("It will end as cancelled.", cancelled),
-                    **_problems((*_ACCESS, 404, 429)),
+                    "200": _answer("The request had already ended.", cancelled),
+                    "202": _answer("The request will end as cancelled.", cancelled),
+                    **_problems((*_ACCESS, 404, 429, 529)),
                 },
             },
         },
@@ -62,29 +73,29 @@ def paths(*, parameters: list[dict[str, Any]]) -> dict[str, Any]:
                 "parameters": [_ID, {"name": LAST_EVENT_ID, "in": "header", "schema": _NUMBER}],
                 "responses": {
                     "200": {"description": "The events.", "content": {"text/event-stream": {"schema": TEXT}}},
-                    "204": {"description": "The reader has had the last one."},
-                    **_problems((*_ACCESS, 404)),
+                    "204": {"description": "The client already has the last event."},
+                    **_problems((*_ACCESS, 400, 404, 410, 529)),
                 },
             }
         },
         "/v1/ws": {
             "get": {
                 "operationId": "openSocket",
-                "summary": "A WebSocket: submit, follow and cancel many requests. docs/contract.md has its messages.",
+                "summary": "A WebSocket: submit, follow and cancel many requests. `/asyncapi.json` has its messages.",
                 "security": SECURITY,
-                "responses": {"101": {"description": "The WebSocket."}, **_problems((*_ACCESS, 426))},
+                "responses": {"101": {"description": "The WebSocket."}, **_problems((*_ACCESS, 426, 529))},
             }
         },
     }
 
 
 def status() -> Schema:
-    """The status of a request."""
+    """The JSON Schema of the answer to `GET /v1/requests/{id}`: a request's status."""
     always: dict[str, Schema] = {
         "id": TEXT,
         "status": {"enum": list(WORDS)},
         "lane": {"type": ["string", "null"]},
-        "attempts": WHOLE,
+        "attempts": {**WHOLE, "description": "Attempts that have ended; one that is running is not counted."},
     }
     more: dict[str, Schema] = {
         "submitted_at": _TIME,
@@ -92,6 +103,7 @@ def status() -> Schema:
         "due_at": _TIME,
         "ended_at": _TIME,
         "position": WHOLE,
+        "predicted_start_at": _TIME,
         "model": TEXT,
         "provider": TEXT,
         "wait_ms": WHOLE,
@@ -103,7 +115,7 @@ def status() -> Schema:
 
 
 def problem() -> Schema:
-    """A problem document: of a request, or of the call alone."""
+    """The JSON Schema of a problem document, for either a request that failed, or a call that was refused."""
     of_the_call = {"type": {"const": "about:blank"}, "title": TEXT, "status": WHOLE, "detail": TEXT, "request": TEXT}
     return {"anyOf": [record(of_the_call, optional=["request"]), schemas.problem()]}
 

@@ -1,4 +1,4 @@
-"""Schemas that both documents have: problem documents, the provider's answers, headers of replies."""
+"""Schemas that OpenAPI and AsyncAPI share: problem documents, the provider's answers, headers of replies."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
@@ -9,7 +9,7 @@ from topology.codec.request import Clock
 
 Schema = dict[str, Any]
 SECURITY: list[dict[str, list[str]]] = [{"key": []}, {"bearer": []}, {}]
-"""By key, or without one where none are set."""
+"""A key is required, unless no keys are set."""
 TEXT: Schema = {"type": "string"}
 WHOLE: Schema = {"type": "integer", "minimum": 0}
 MESSAGE: Schema = {
@@ -37,6 +37,8 @@ REPLY_HEADERS: Mapping[str, Schema] = {
     n.RUN_MS: WHOLE,
     n.WAIT_FROM: {"enum": list(get_args(Clock))},
     n.REPLAYED: {"type": "boolean"},
+    n.BODY: TEXT,
+    n.BODY_SHA256: TEXT,
     n.CONTROL: {"enum": ["accepted", "pending", "error"]},
 }
 DEAD_HEADERS: Mapping[str, Schema] = {
@@ -52,7 +54,7 @@ DEAD_HEADERS: Mapping[str, Schema] = {
 
 
 def problem() -> Schema:
-    """A problem document (RFC 9457), one of the table of errors."""
+    """The JSON Schema of a problem document (RFC 9457) whose code is in the contract's table of errors."""
     fields: dict[str, Schema] = {
         "type": TEXT,
         "title": TEXT,
@@ -66,31 +68,32 @@ def problem() -> Schema:
     kinds = [
         {
             "properties": {
-                "type": {"const": f"urn:lanekeeper:problem:{each.code.replace('_', '-')}"},
-                "title": {"const": each.title},
-                "code": {"const": each.code},
-                "retryable": {"const": each.retryable},
+                "type": {"const": f"urn:lanekeeper:problem:{row.code.replace('_', '-')}"},
+                "title": {"const": row.title},
+                "code": {"const": row.code},
+                "retryable": {"const": row.retryable},
                 # what a provider refuses has the provider's status
-                **({} if each.code == "provider_rejected" else {"status": {"const": each.status}}),
+                **({} if row.code == "provider_rejected" else {"status": {"const": row.status}}),
             }
         }
-        for each in PROBLEMS.values()
+        for row in PROBLEMS.values()
     ]
     return {**record(fields), "oneOf": kinds}
 
 
 def record(fields: Mapping[str, Schema], *, optional: Iterable[str] = ()) -> Schema:
-    """An object with these fields and no other."""
+    """The JSON Schema of an object with these fields and no others; all are required, except those in `optional`."""
     required = [name for name in fields if name not in set(optional)]
     return {"type": "object", "properties": dict(fields), "required": required, "additionalProperties": False}
 
 
 def headers(fields: Mapping[str, Schema], *, required: Iterable[str] = (), prefix: str = "x-lane-") -> Schema:
-    """Headers: of those with our prefix these alone, and any others."""
+    """The JSON Schema of a message's headers. Of the headers that begin with `prefix` only those in `fields` are
+    allowed; any other header is allowed."""
     allowed: Schema = {"anyOf": [{"enum": sorted(fields)}, {"not": {"pattern": f"^{prefix}"}}]}
     return {"type": "object", "properties": dict(fields), "required": list(required), "propertyNames": allowed}
 
 
 def ref(name: str) -> Schema:
-    """A schema of the document's components."""
+    """A reference to the schema `name` in the document's `components`."""
     return {"$ref": f"#/components/schemas/{name}"}

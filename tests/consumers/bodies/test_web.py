@@ -1,5 +1,6 @@
 """Bodies that are fetched by HTTP: only from where it is allowed, and never from a private address by accident."""
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,7 +10,7 @@ from aiohttp import web
 
 from consumers.bodies.web import WebBodies
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
-from lanekeeper.contract.messages import Kept
+from lanekeeper.contract.messages import BodyAddress
 
 CONTENT = b'{"prompt": "hi"}' * 10
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -53,27 +54,27 @@ async def test_an_allowed_address_is_fetched_and_checked() -> None:
     async with host() as url:
         bodies = WebBodies([f"{url}/in"], private=True)
         for path in ("body", "streamed"):
-            assert await bodies.fetch(Kept(f"{url}/in/{path}", SHA256), most_bytes=1000) == CONTENT
+            assert await bodies.fetch(BodyAddress(f"{url}/in/{path}", SHA256), most_bytes=1000) == CONTENT
         with pytest.raises(BodyError, match="SHA-256"):
-            await bodies.fetch(Kept(f"{url}/in/body", "0" * 64), most_bytes=1000)
+            await bodies.fetch(BodyAddress(f"{url}/in/body", "0" * 64), most_bytes=1000)
 
 
 @pytest.mark.parametrize("path", ["body", "streamed"])
 async def test_a_body_over_the_limit_is_refused_announced_or_not(path: str) -> None:
     async with host() as url:
         with pytest.raises(BodyTooLarge):
-            await WebBodies([url], private=True).fetch(Kept(f"{url}/in/{path}", SHA256), most_bytes=100)
+            await WebBodies([url], private=True).fetch(BodyAddress(f"{url}/in/{path}", SHA256), most_bytes=100)
 
 
 async def test_a_redirect_is_not_followed_and_what_is_gone_is_an_error() -> None:
     async with host() as url:
         bodies = WebBodies([url], private=True)
         with pytest.raises(BodyError, match=r"302.*not followed"):
-            await bodies.fetch(Kept(f"{url}/in/redirect", SHA256), most_bytes=1000)
+            await bodies.fetch(BodyAddress(f"{url}/in/redirect", SHA256), most_bytes=1000)
         with pytest.raises(BodyError, match="404"):
-            await bodies.fetch(Kept(f"{url}/in/nothing", SHA256), most_bytes=1000)
+            await bodies.fetch(BodyAddress(f"{url}/in/nothing", SHA256), most_bytes=1000)
         with pytest.raises(BodiesUnavailable, match="503"):
-            await bodies.fetch(Kept(f"{url}/in/broken", SHA256), most_bytes=1000)
+            await bodies.fetch(BodyAddress(f"{url}/in/broken", SHA256), most_bytes=1000)
 
 
 async def test_a_private_address_is_refused_as_a_number_and_behind_a_name() -> None:
@@ -81,14 +82,36 @@ async def test_a_private_address_is_refused_as_a_number_and_behind_a_name() -> N
         named = url.replace("127.0.0.1", "localhost")
         for each in (url, named, url.replace("127.0.0.1", "[::ffff:127.0.0.1]"), "http://169.254.169.254"):
             with pytest.raises(BodyError, match="private address"):
-                await WebBodies([each]).fetch(Kept(f"{each}/in/body", SHA256), most_bytes=1000)
+                await WebBodies([each]).fetch(BodyAddress(f"{each}/in/body", SHA256), most_bytes=1000)
+
+
+@pytest.mark.parametrize("number", ["64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::1", "fd00::1"])
+async def test_a_private_address_inside_another_is_refused(number: str) -> None:
+    url = f"http://[{number}]"
+    with pytest.raises(BodyError, match="private address"):
+        await WebBodies([url]).fetch(BodyAddress(f"{url}/in/body", SHA256), most_bytes=1000)
+
+
+async def test_an_error_does_not_quote_the_address_which_may_hold_a_signature() -> None:
+    async def rubbish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"no HTTP\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(rubbish, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(BodiesUnavailable) as caught:
+            await WebBodies([url], private=True).fetch(
+                BodyAddress(f"{url}/body?signature=secret", SHA256), most_bytes=1000
+            )
+    assert "secret" not in str(caught.value)
 
 
 async def test_a_host_that_is_away_is_asked_again_later() -> None:
     async with host() as url:
         pass
     with pytest.raises(BodiesUnavailable):
-        await WebBodies([url], private=True).fetch(Kept(f"{url}/in/body", SHA256), most_bytes=1000)
+        await WebBodies([url], private=True).fetch(BodyAddress(f"{url}/in/body", SHA256), most_bytes=1000)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +123,9 @@ async def test_a_host_that_is_away_is_asked_again_later() -> None:
         ("https://files.example.com/inside", False),
         ("https://files.example.com/in/../secret", False),
         ("https://files.example.com/in/%2e%2E/secret", False),
+        ("https://files.example.com/in/..%2Fsecret", False),
+        ("https://files.example.com/in/%2e%2e%5csecret", False),
+        ("https://files.example.com/in/..;a/secret", False),
         ("https://files.example.com:8443/in/a", False),
         ("http://files.example.com/in/a", False),
         ("https://user@files.example.com/in/a", False),

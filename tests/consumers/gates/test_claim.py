@@ -8,7 +8,7 @@ from consumers.gates.claim import ClaimGate
 from consumers.job import Job
 from consumers.outcomes import Answered, Buried, Deferred, Outcome, Replayed, Retried
 from consumers.state.base import Completion, Ended, Granted, Running
-from tests.support.jobs import NOW_MS, Bench, asked, read
+from tests.support.jobs import NOW_MS, Bench, decoded, read
 
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
 
@@ -36,10 +36,10 @@ class Ground:
     async def enter(self, answer: Granted | Running | Ended, job: Job | None = None) -> Outcome | None:
         self.claiming.answer = answer
         job = job or self.job()
-        return await self.gate.enter(job, asked(job))
+        return await self.gate.enter(job, decoded(job))
 
     async def leave(self, job: Job, outcome: Outcome | None) -> list[int | None]:
-        await self.gate.leave(job, asked(job), outcome)
+        await self.gate.leave(job, decoded(job), outcome)
         return self.claiming.released
 
 
@@ -77,16 +77,18 @@ async def test_of_requests_with_two_deaths_one_runs_at_a_time_and_others_beside_
     assert await ground.enter(dead(2)) is None
 
 
-@pytest.mark.parametrize(("same_copy", "redelivered"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("is_same_message", "redelivered"), [(True, True), (True, False), (False, True), (False, False)]
+)
 async def test_a_copy_that_was_worked_on_before_may_still_have_to_be_dead_lettered(
-    same_copy: bool, redelivered: bool
+    is_same_message: bool, redelivered: bool
 ) -> None:
     ground = Ground()
     delivery = Bench().delivery()
     delivery.redelivered = redelivered
     ended = Completion(status="ok", code=None, body=b"{}", headers={}, ended_ms=1)
-    found = await ground.enter(Ended(completion=ended, same_copy=same_copy), ground.job(delivery=delivery))
-    assert found == Replayed(completion=ended, buries=same_copy and redelivered)
+    found = await ground.enter(Ended(completion=ended, is_same_message=is_same_message), ground.job(delivery=delivery))
+    assert found == Replayed(completion=ended, buries=is_same_message and redelivered)
 
 
 @pytest.mark.parametrize(

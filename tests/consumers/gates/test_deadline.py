@@ -8,7 +8,7 @@ from consumers.gates.deadline import DeadlineGate
 from consumers.job import Attempted, Job
 from consumers.outcomes import Refused
 from lanekeeper.contract import names as n
-from tests.support.jobs import NOW_MS, Bench, asked, read
+from tests.support.jobs import NOW_MS, Bench, decoded, read
 
 
 def job() -> Job:
@@ -18,8 +18,8 @@ def job() -> Job:
 @pytest.mark.parametrize(("left_ms", "is_over"), [(1, False), (0, True), (-1, True)])
 async def test_at_its_deadline_a_request_is_over(left_ms: int, is_over: bool) -> None:
     some = job()
-    gate = DeadlineGate(now_ms=lambda: asked(some).request.deadline_ms - left_ms)
-    found = await gate.enter(some, asked(some))
+    gate = DeadlineGate(now_ms=lambda: decoded(some).request.deadline_ms - left_ms)
+    found = await gate.enter(some, decoded(some))
 
     assert isinstance(found, Refused) == is_over
 
@@ -35,7 +35,7 @@ async def test_at_its_deadline_a_request_is_over(left_ms: int, is_over: bool) ->
 async def test_the_problem_says_where_the_time_was_spent(attempted: Attempted | None, spent: str) -> None:
     some = job()
     some.attempted = None if attempted is None else replace(attempted)
-    found = await DeadlineGate(now_ms=lambda: NOW_MS + 60_000).enter(some, asked(some))
+    found = await DeadlineGate(now_ms=lambda: NOW_MS + 60_000).enter(some, decoded(some))
 
     assert isinstance(found, Refused)
     assert found.problem.code == "deadline_exceeded"

@@ -7,9 +7,9 @@ import pytest
 from consumers.gates.schedule import ScheduleGate
 from consumers.job import Job
 from consumers.outcomes import Deferred, Outcome, Refused
-from consumers.state.base import Room
+from consumers.state.base import WaitingLimit
 from lanekeeper.contract import names as n
-from tests.support.jobs import NOW_MS, Bench, asked, read
+from tests.support.jobs import NOW_MS, Bench, decoded, read
 
 MINUTE_MS = 60_000
 
@@ -17,8 +17,8 @@ MINUTE_MS = 60_000
 class FakeClaiming:
     """Notes what it is asked. `may_wait` False: the request has ended already."""
 
-    def __init__(self, room: Room = Room.KEPT, *, may_wait: bool = True) -> None:
-        self.room, self.may_wait = room, may_wait
+    def __init__(self, limit: WaitingLimit = WaitingLimit.WITHIN, *, may_wait: bool = True) -> None:
+        self.limit, self.may_wait = limit, may_wait
         self.noted: list[str] = []
         self.weights: list[int] = []
 
@@ -30,15 +30,15 @@ class FakeClaiming:
         self.noted.append("long")
         return self.may_wait
 
-    async def reserve(self, job: Job, *, weight: int, until_ms: int) -> Room:
+    async def reserve(self, job: Job, *, weight: int, until_ms: int) -> WaitingLimit:
         self.weights.append(weight)
-        return self.room
+        return self.limit
 
 
 async def entered(claiming: FakeClaiming, delay_ms: int | None, *, late_ms: int = 0, **given: Any) -> Outcome | None:
     job = read(Bench().job(headers={} if delay_ms is None else {n.DELAY_MS: delay_ms}, **given))
     gate = ScheduleGate(claiming, now_ms=lambda: NOW_MS + late_ms)  # type: ignore[arg-type]
-    return await gate.enter(job, asked(job))
+    return await gate.enter(job, decoded(job))
 
 
 @pytest.mark.parametrize(("delay_ms", "late_ms"), [(None, 0), (500, 500), (500, 501)])
@@ -67,13 +67,13 @@ async def test_each_16_kib_of_a_body_count_as_a_request() -> None:
     assert claiming.weights == [3]
 
 
-@pytest.mark.parametrize("room", [Room.TENANT_FULL, Room.FULL])
-async def test_a_long_wait_without_room_is_refused_and_a_short_one_is_not(room: Room) -> None:
-    found = await entered(FakeClaiming(room), 2 * MINUTE_MS)
+@pytest.mark.parametrize("limit", [WaitingLimit.TENANT, WaitingLimit.TOTAL])
+async def test_a_long_wait_without_room_is_refused_and_a_short_one_is_not(limit: WaitingLimit) -> None:
+    found = await entered(FakeClaiming(limit), 2 * MINUTE_MS)
     assert isinstance(found, Refused)
     assert found.problem.code == "too_many_waiting"
     assert "60 s ahead or more" in str(found.problem.detail)
-    assert isinstance(await entered(FakeClaiming(room), MINUTE_MS), Deferred)
+    assert isinstance(await entered(FakeClaiming(limit), MINUTE_MS), Deferred)
 
 
 async def test_a_request_that_has_ended_does_not_wait() -> None:

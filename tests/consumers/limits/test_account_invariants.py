@@ -156,6 +156,7 @@ def test_a_lane_that_always_waits_gets_its_share_whatever_other_lanes_do(
     assert bench.by_lane[lane] >= entitled - 2 * largest
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @given(flood=st.lists(st.tuples(LANES, amounts(0.5)), min_size=20, max_size=60))
 def test_available_budget_is_used_while_any_request_waits(flood: list[tuple[int, Amounts]]) -> None:

@@ -21,17 +21,17 @@ def told(requests: float | None = None, tokens: float | None = None, output: flo
 def test_a_limit_is_a_guess_until_it_is_announced_or_set() -> None:
     some = limits(input_tokens=9_000)
     assert some.guessed() == (True, False, True)
-    some.hear(told(requests=60), now_s=0.0)
+    some.learn(told(requests=60), now_s=0.0)
     assert some.guessed() == (False, False, True)
 
 
 def test_only_guessed_limits_grow() -> None:
     some = limits(input_tokens=9_000)
-    some.hear(told(requests=60), now_s=0.0)
+    some.learn(told(requests=60), now_s=0.0)
 
     assert some.answered(10.0, pressed=True)
     assert some.per_minute() == (60, 9_000, 8_800)
-    some.hear(told(output=8_000), now_s=10.0)
+    some.learn(told(output=8_000), now_s=10.0)
     assert not some.answered(20.0, pressed=True)
 
 
@@ -93,7 +93,7 @@ def test_a_refusal_that_shows_what_is_spent_lowers_that_by_a_fifth() -> None:
 
 def test_a_low_limit_that_is_not_announced_again_is_forgotten_after_three_minutes() -> None:
     some = limits()
-    some.hear(told(requests=10, tokens=40_000), now_s=0.0)
+    some.learn(told(requests=10, tokens=40_000), now_s=0.0)
     assert not some.is_stale(179.9)
     assert some.is_stale(180.0)
     some.forget(180.0)
@@ -105,8 +105,8 @@ def test_a_low_limit_that_is_not_announced_again_is_forgotten_after_three_minute
 
 def test_a_low_limit_that_is_announced_again_lives_on() -> None:
     some = limits()
-    some.hear(told(requests=10), now_s=0.0)
-    assert not some.hear(told(requests=10), now_s=100.0)
+    some.learn(told(requests=10), now_s=0.0)
+    assert not some.learn(told(requests=10), now_s=100.0)
     assert not some.is_stale(279.9)
     some.forget(279.9)
     assert some.per_minute().requests == 10
@@ -115,17 +115,17 @@ def test_a_low_limit_that_is_announced_again_lives_on() -> None:
 
 def test_a_repeated_announcement_is_recorded_once_a_minute() -> None:
     some = limits()
-    assert some.hear(told(requests=10), now_s=100.0)
+    assert some.learn(told(requests=10), now_s=100.0)
     for at_s in (100.5, 130.0, 159.9):
-        assert not some.hear(told(requests=10), now_s=at_s)
+        assert not some.learn(told(requests=10), now_s=at_s)
     assert some.is_stale(280.0)
-    some.hear(told(requests=10), now_s=160.0)
+    some.learn(told(requests=10), now_s=160.0)
     assert not some.is_stale(339.0)
 
 
 def test_a_limit_as_high_as_the_first_guess_is_kept() -> None:
     some = limits()
-    some.hear(told(requests=50), now_s=0.0)
+    some.learn(told(requests=50), now_s=0.0)
     assert not some.is_stale(1000.0)
     some.forget(1000.0)
     assert some.guessed() == (False, True, True)
@@ -133,7 +133,7 @@ def test_a_limit_as_high_as_the_first_guess_is_kept() -> None:
 
 def test_what_was_announced_just_now_is_kept() -> None:
     some = limits()
-    some.hear(told(requests=10), now_s=100.0)
+    some.learn(told(requests=10), now_s=100.0)
     assert not some.is_stale(100.5)
     some.forget(100.5)
     assert some.per_minute().requests == 10
@@ -159,15 +159,15 @@ def test_what_refusals_lowered_is_forgotten_after_three_minutes_without_an_answe
 def test_a_forgotten_limit_is_guessed_again_from_the_beginning() -> None:
     some = limits()
     some.answered(10.0, pressed=True)
-    some.hear(told(requests=10), now_s=20.0)
+    some.learn(told(requests=10), now_s=20.0)
     some.forget(200.0)
     assert some.per_minute() == (50, 33_000, 8_800)
 
 
 def test_a_provider_without_limits_in_its_headers_has_only_those_that_are_set() -> None:
     some = limits(input_tokens=9_000)
-    assert some.heard_nothing()
-    assert not some.heard_nothing()
+    assert some.learn_no_rate()
+    assert not some.learn_no_rate()
     found = some.per_minute()
     assert found.input_tokens == 9_000
     assert found.requests >= 1e9
@@ -177,26 +177,26 @@ def test_a_provider_without_limits_in_its_headers_has_only_those_that_are_set() 
 
 def test_the_first_refusal_of_a_silent_provider_ends_that_belief_and_lowers_nothing_else() -> None:
     some = limits()
-    some.heard_nothing()
+    some.learn_no_rate()
     assert some.refused(100.0)
     assert some.per_minute() == START
     assert not some.refused(104.9)
-    assert not some.heard_nothing()
+    assert not some.learn_no_rate()
     assert some.refused(105.0)
     assert some.per_minute().requests == 25
 
 
 def test_who_has_spoken_of_limits_or_refused_is_not_silent() -> None:
     spoken, refused = limits(), limits()
-    spoken.hear(told(requests=60), now_s=0.0)
+    spoken.learn(told(requests=60), now_s=0.0)
     refused.refused(0.0)
-    assert not spoken.heard_nothing()
-    assert not refused.heard_nothing()
+    assert not spoken.learn_no_rate()
+    assert not refused.learn_no_rate()
 
 
 def test_another_process_goes_on_with_what_was_learned() -> None:
     some, other = limits(), limits()
-    some.hear(told(requests=10), now_s=0.0)
+    some.learn(told(requests=10), now_s=0.0)
     some.answered(10.0, pressed=True)
     some.refused(20.0)
     other.load(some.learned())

@@ -52,7 +52,7 @@ def test_critical_may_use_everything_except_what_lower_lanes_have_saved() -> Non
 
 def test_what_the_first_request_of_a_higher_lane_needs_is_kept_for_it() -> None:
     some = bucket()
-    some.level, some.parts = 6.0, [0.0, 2.0, 0.5]
+    some.level, some.savings = 6.0, [0.0, 2.0, 0.5]
     assert wait_s(some, BATCH, 0.9) == 0
     some.want(CRITICAL, 4.0)
 
@@ -62,34 +62,34 @@ def test_what_the_first_request_of_a_higher_lane_needs_is_kept_for_it() -> None:
 
 def test_a_lane_saves_more_than_its_reserve_for_a_larger_request() -> None:
     some = bucket()
-    some.level, some.parts = 0.0, [0.0, 0.0, 0.0]
+    some.level, some.savings = 0.0, [0.0, 0.0, 0.0]
     some.want(BATCH, 3.0)
     some.refill(70)
 
-    assert some.parts[BATCH] == 3.0
+    assert some.savings[BATCH] == 3.0
     assert wait_s(some, BATCH, 3.0) == 0
 
 
 def test_savings_for_a_request_that_left_its_line_go_as_slowly_as_they_came() -> None:
     some = bucket()
     some.want(BATCH, 5.0)
-    some.parts[BATCH] = 4.5
+    some.savings[BATCH] = 4.5
     some.want(BATCH, 0)
     some.refill(10)
 
-    assert some.parts[BATCH] == pytest.approx(4.0)
+    assert some.savings[BATCH] == pytest.approx(4.0)
     some.refill(1000)
-    assert some.parts[BATCH] == 0.5
+    assert some.savings[BATCH] == 0.5
 
 
 def test_what_is_given_back_returns_to_the_lanes_savings_and_fills_the_bucket_no_further_than_its_size() -> None:
     some = bucket()
     own = some.take(NORMAL, 1.5)
-    assert (own, some.level, some.parts[NORMAL]) == (1.5, 8.5, 0.5)
-    some.give_back(NORMAL, 1.0, own=own)
-    assert (some.level, some.parts[NORMAL]) == (9.5, 1.5)
-    some.give_back(NORMAL, 1.0, own=own)
-    assert (some.level, some.parts[NORMAL]) == (10.0, 2.0)
+    assert (own, some.level, some.savings[NORMAL]) == (1.5, 8.5, 0.5)
+    some.give_back(NORMAL, 1.0, from_savings=own)
+    assert (some.level, some.savings[NORMAL]) == (9.5, 1.5)
+    some.give_back(NORMAL, 1.0, from_savings=own)
+    assert (some.level, some.savings[NORMAL]) == (10.0, 2.0)
 
 
 def test_a_request_larger_than_can_ever_be_free_goes_when_the_bucket_is_full_and_no_higher_lane_waits() -> None:
@@ -110,7 +110,7 @@ def test_the_predicted_wait_is_just_long_enough(
     level: float, parts: tuple[float, ...], amount: float, lane: int, above: float
 ) -> None:
     some = bucket()
-    some.level, some.parts = level, list(parts)
+    some.level, some.savings = level, list(parts)
     if lane > CRITICAL:
         some.want(CRITICAL, above)
     some.want(lane, amount)
@@ -197,10 +197,12 @@ def test_the_providers_limits_are_adopted_up_to_the_settings() -> None:
     limits = Adaptive(START, AccountCaps(requests=500), now_s=0)
     assert limits.per_minute() == (500, 30_000, 8_000)
 
-    assert limits.hear(RateHeaders(BucketHeaders(limit=1000), BucketHeaders(limit=2_000_000), BucketHeaders()), now_s=0)
+    assert limits.learn(
+        RateHeaders(BucketHeaders(limit=1000), BucketHeaders(limit=2_000_000), BucketHeaders()), now_s=0
+    )
     assert limits.per_minute() == (500, 2_000_000, 8_000)
-    assert not limits.hear(RateHeaders(BucketHeaders(limit=1000), BucketHeaders(), BucketHeaders()), now_s=0)
-    limits.hear(RateHeaders(BucketHeaders(limit=100), BucketHeaders(), BucketHeaders()), now_s=0)
+    assert not limits.learn(RateHeaders(BucketHeaders(limit=1000), BucketHeaders(), BucketHeaders()), now_s=0)
+    limits.learn(RateHeaders(BucketHeaders(limit=100), BucketHeaders(), BucketHeaders()), now_s=0)
     assert limits.per_minute() == (100, 2_000_000, 8_000)
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from consumers.limits.account import Account
 from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import Heard, Kind
-from consumers.limits.burst import BACK_EVERY_S, Bursts
+from consumers.limits.base import Feedback, Kind
+from consumers.limits.burst import RECOVERY_EVERY_S, Bursts
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
@@ -46,6 +46,7 @@ def told(remaining: float, *, limit: float = 60) -> RateHeaders:
 # ---- a provider that enforces its limits -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("burst_s", "tokens", "most_refused", "longest_s", "least_used"),
     [
@@ -140,7 +141,7 @@ def test_no_more_is_used_at_once_than_the_provider_holds(
                 continue
             provider.take(1)
             rate = told(max(0, int(provider.level())))
-            account.learn(Heard(kind=Kind.ANSWERED, rate=rate, counted=Amounts(1, 0, 0)), now_s)
+            account.learn(Feedback(kind=Kind.ANSWERED, rate=rate, counted=Amounts(1, 0, 0)), now_s)
             assert account.buckets[0].burst <= provider.capacity + 1e-6
 
 
@@ -154,22 +155,22 @@ def seconds(of: Bursts) -> list[float]:
 def test_the_proven_burst_is_the_largest_sum_of_remaining_and_used_amounts() -> None:
     bursts = Bursts(10)
     assert seconds(bursts) == [10, 10, 10]
-    assert bursts.hear(told(2), Amounts(1, 0, 0))
+    assert bursts.learn(told(2), Amounts(1, 0, 0))
     assert seconds(bursts) == [3, 10, 10]
-    assert not bursts.hear(told(0), Amounts(1, 0, 0))
-    assert bursts.hear(told(6), Amounts(1, 0, 0))
-    assert bursts.hear(told(40), Amounts(1, 0, 0))
+    assert not bursts.learn(told(0), Amounts(1, 0, 0))
+    assert bursts.learn(told(6), Amounts(1, 0, 0))
+    assert bursts.learn(told(40), Amounts(1, 0, 0))
     assert seconds(bursts) == [10, 10, 10]  # never above the setting
 
 
 def test_rounded_token_counts_prove_their_lowest_possible_value_and_missing_ones_nothing() -> None:
     bursts = Bursts(60)
-    bursts.hear(
+    bursts.learn(
         RateHeaders(NOTHING_SAID, BucketHeaders(limit=60_000, remaining=3000), NOTHING_SAID), Amounts(1, 700, 0)
     )
     assert seconds(bursts)[1] == pytest.approx(3.2)
     other = Bursts(60)
-    other.hear(RateHeaders(NOTHING_SAID, BucketHeaders(limit=60_000, remaining=0), NOTHING_SAID), Amounts(1, 700, 0))
+    other.learn(RateHeaders(NOTHING_SAID, BucketHeaders(limit=60_000, remaining=0), NOTHING_SAID), Amounts(1, 700, 0))
     assert seconds(other)[1] == 0
 
 
@@ -182,7 +183,7 @@ def test_an_unproven_burst_is_small_for_a_guessed_limit_and_larger_for_a_known_o
 
 def test_with_configured_limits_and_a_silent_provider_the_burst_is_ten_seconds() -> None:
     account = Account("a", BudgetSpec(accounts={"a": AccountCaps(requests=60)}), now_s=0)
-    account.learn(Heard(kind=Kind.ANSWERED), 0)
+    account.learn(Feedback(kind=Kind.ANSWERED), 0)
     granted_s: list[float] = []
     for each in range(100):
         account.join(Waiter(each % 3, Amounts(1, 100_000, 1000), arrived_s=0))
@@ -203,26 +204,26 @@ def test_with_configured_limits_and_a_silent_provider_the_burst_is_ten_seconds()
 
 def test_a_refusal_with_headers_halves_the_burst_and_not_the_limit_and_the_burst_recovers_slowly() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
-    account.learn(Heard(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), 0)
-    account.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(57)), 10)
-    account.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(57)), 11)  # of the same burst
+    account.learn(Feedback(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), 0)
+    account.learn(Feedback(kind=Kind.RATE_LIMITED, rate=told(57)), 10)
+    account.learn(Feedback(kind=Kind.RATE_LIMITED, rate=told(57)), 11)  # of the same burst
     assert account.buckets[0].burst == 30
     assert account.per_minute().requests == 60
 
     found = []
     for second in range(12, 300):
-        account.learn(Heard(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), second)
+        account.learn(Feedback(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), second)
         found.append(account.buckets[0].burst)
     assert found == sorted(found)
-    assert found[int(3 * BACK_EVERY_S)] < 42
+    assert found[int(3 * RECOVERY_EVERY_S)] < 42
     assert found[-1] == 60
 
 
 def test_further_refusals_despite_a_smaller_burst_lower_the_limit() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
-    account.learn(Heard(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), 0)
+    account.learn(Feedback(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), 0)
     for refusal in range(10):
-        account.learn(Heard(kind=Kind.RATE_LIMITED, rate=told(57)), 6.0 * refusal)
+        account.learn(Feedback(kind=Kind.RATE_LIMITED, rate=told(57)), 6.0 * refusal)
 
     assert account.buckets[0].burst == 1  # one call is always allowed
     assert account.per_minute().requests < 10
@@ -231,9 +232,9 @@ def test_further_refusals_despite_a_smaller_burst_lower_the_limit() -> None:
 def test_a_refusal_reduces_only_the_burst_of_the_bucket_that_was_used_up() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     both = RateHeaders(BucketHeaders(limit=60, remaining=40), BucketHeaders(limit=60_000, remaining=0), NOTHING_SAID)
-    account.learn(Heard(kind=Kind.ANSWERED, rate=both, counted=Amounts(1, 800, 0)), 0)
+    account.learn(Feedback(kind=Kind.ANSWERED, rate=both, counted=Amounts(1, 800, 0)), 0)
     for refusal in range(8):
-        account.learn(Heard(kind=Kind.RATE_LIMITED, rate=both), 6.0 * refusal)
+        account.learn(Feedback(kind=Kind.RATE_LIMITED, rate=both), 6.0 * refusal)
 
     assert account.per_minute().requests == 60
     assert account.buckets[0].burst == 41
@@ -244,7 +245,7 @@ def test_a_provider_without_limits_does_not_limit_the_burst() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     account.join(Waiter(0, Amounts(1, 1000, 500), arrived_s=0))
     account.turn(0)
-    account.learn(Heard(kind=Kind.ANSWERED), 1)
+    account.learn(Feedback(kind=Kind.ANSWERED), 1)
 
     for number in range(1000):
         account.join(waiter := Waiter(number % 3, Amounts(1, 10_000, 1000), arrived_s=1))
@@ -253,7 +254,7 @@ def test_a_provider_without_limits_does_not_limit_the_burst() -> None:
 
 def test_a_bucket_as_large_as_the_providers_is_refilled_from_the_calls_arrival() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
-    account.learn(Heard(kind=Kind.ANSWERED, rate=told(0), counted=Amounts(1, 0, 0)), 0)
+    account.learn(Feedback(kind=Kind.ANSWERED, rate=told(0), counted=Amounts(1, 0, 0)), 0)
     granted_s: list[float] = []
     now_s = 0.0
     while len(granted_s) < 10:
@@ -281,8 +282,8 @@ def test_whatever_is_learned_every_bucket_holds_between_one_unit_and_the_setting
     for remaining, limit, kind, later_s in figures:
         now_s += later_s
         each = BucketHeaders(limit=limit, remaining=min(remaining, limit))
-        account.learn(Heard(kind=kind, rate=RateHeaders(each, each, each), counted=NOTHING, took_s=later_s), now_s)
+        account.learn(Feedback(kind=kind, rate=RateHeaders(each, each, each), counted=NOTHING, took_s=later_s), now_s)
         for bucket, per_minute in zip(account.buckets, account.per_minute(), strict=True):
             assert 1 <= bucket.burst <= max(1.0, per_minute * (1 + 1e-9))
             assert bucket.level <= bucket.burst
-            assert sum(part for part in bucket.parts if part > 0) <= bucket.burst * (1 + 1e-9)
+            assert sum(part for part in bucket.savings if part > 0) <= bucket.burst * (1 + 1e-9)

@@ -28,7 +28,7 @@ def proven(seconds: float, most_s: float = 60.0) -> Bursts:
     """All three buckets are proven to hold so much."""
     bursts = Bursts(most_s)
     left = 6_000 * seconds
-    bursts.hear(
+    bursts.learn(
         RateHeaders(*(BucketHeaders(limit=360_000, remaining=left + each) for each in (0, 500, 500))), Amounts()
     )
     return bursts
@@ -42,48 +42,48 @@ def test_without_proof_little_is_used_at_once_and_least_of_a_guessed_limit() -> 
 def test_what_was_left_and_what_the_call_took_was_there_before() -> None:
     bursts = Bursts(60)
 
-    assert bursts.hear(requests(19), Amounts(1, 0, 0))
+    assert bursts.learn(requests(19), Amounts(1, 0, 0))
     assert sizes_s(bursts)[0] == 20.0
-    assert not bursts.hear(requests(19.2), Amounts(1, 0, 0))  # a hundredth more is no news
-    assert bursts.hear(requests(29), Amounts(1, 0, 0))
-    assert not bursts.hear(requests(5), Amounts(1, 0, 0))
+    assert not bursts.learn(requests(19.2), Amounts(1, 0, 0))  # a hundredth more is no news
+    assert bursts.learn(requests(29), Amounts(1, 0, 0))
+    assert not bursts.learn(requests(5), Amounts(1, 0, 0))
     assert sizes_s(bursts)[0] == 30.0
 
 
 def test_a_call_that_took_the_last_proves_what_it_took() -> None:
     bursts = Bursts(60)
-    bursts.hear(requests(0), Amounts(4, 0, 0))
+    bursts.learn(requests(0), Amounts(4, 0, 0))
     assert sizes_s(bursts)[0] == 4.0
 
 
 def test_no_more_is_proven_than_the_setting_and_reaching_it_is_news() -> None:
     bursts = Bursts(30)
-    bursts.hear(requests(29.9), Amounts())
+    bursts.learn(requests(29.9), Amounts())
 
-    assert bursts.hear(requests(45), Amounts())
+    assert bursts.learn(requests(45), Amounts())
     assert sizes_s(bursts)[0] == 30.0
-    assert not bursts.hear(requests(45), Amounts())
+    assert not bursts.learn(requests(45), Amounts())
 
 
 def test_what_is_left_of_tokens_may_have_been_rounded_up() -> None:
     bursts = Bursts(60)
-    bursts.hear(tokens(10_500), Amounts(1, 1_000, 0))
+    bursts.learn(tokens(10_500), Amounts(1, 1_000, 0))
     assert sizes_s(bursts)[1] == 11.0
 
     bursts = Bursts(60)
-    bursts.hear(tokens(499), Amounts(1, 1_000, 0))  # perhaps a debt, so nothing is proven
+    bursts.learn(tokens(499), Amounts(1, 1_000, 0))  # perhaps a debt, so nothing is proven
     assert sizes_s(bursts)[1] == 0.0
 
 
 @pytest.mark.parametrize("told", [requests(None), requests(5, limit=None)], ids=["without what is left", "or a limit"])
 def test_headers_that_lack_one_of_the_two_prove_nothing(told: RateHeaders) -> None:
-    assert not Bursts(60).hear(told, Amounts(1, 0, 0))
+    assert not Bursts(60).learn(told, Amounts(1, 0, 0))
 
 
 def test_a_full_bucket_that_may_be_smaller_than_the_providers_loses_a_little_at_a_call() -> None:
-    assert [each.late for each in proven(20).sizes(guessed=KNOWN)] == [0.05] * 3
-    assert [each.late for each in proven(60).sizes(guessed=KNOWN)] == [0.0] * 3
-    assert [each.late for each in Bursts(60).sizes(guessed=GUESSED)] == [0.0] * 3
+    assert [each.lost_part for each in proven(20).sizes(guessed=KNOWN)] == [0.05] * 3
+    assert [each.lost_part for each in proven(60).sizes(guessed=KNOWN)] == [0.0] * 3
+    assert [each.lost_part for each in Bursts(60).sizes(guessed=GUESSED)] == [0.0] * 3
 
 
 def test_what_was_proven_for_a_limit_is_forgotten_with_the_limit() -> None:
@@ -95,12 +95,12 @@ def test_what_was_proven_for_a_limit_is_forgotten_with_the_limit() -> None:
 
 def test_a_bucket_explains_a_refusal_if_less_is_left_than_two_usual_requests_take() -> None:
     bursts = Bursts(60)
-    bursts.hear(RateHeaders(SILENT, SILENT, SILENT), Amounts(1, 4_000, 0))
-    bursts.hear(RateHeaders(SILENT, SILENT, SILENT), Amounts(1, 0, 0))  # its input was not counted: no news
+    bursts.learn(RateHeaders(SILENT, SILENT, SILENT), Amounts(1, 4_000, 0))
+    bursts.learn(RateHeaders(SILENT, SILENT, SILENT), Amounts(1, 0, 0))  # its input was not counted: no news
 
     assert bursts.spent(tokens(8_499)) == (False, True, False)
     assert bursts.spent(tokens(8_500)) == NONE_SPENT
-    bursts.hear(RateHeaders(SILENT, SILENT, SILENT), Amounts(1, 14_000, 0))  # a tenth of the way to it
+    bursts.learn(RateHeaders(SILENT, SILENT, SILENT), Amounts(1, 14_000, 0))  # a tenth of the way to it
     assert bursts.spent(tokens(10_499)) == (False, True, False)
     assert bursts.spent(tokens(10_500)) == NONE_SPENT
 
@@ -177,7 +177,7 @@ def test_a_size_of_half_a_second_is_neither_cut_nor_raised_by_a_refusal() -> Non
 
 def test_a_size_of_half_a_second_stays_while_larger_ones_are_cut() -> None:
     bursts = proven(0.5)
-    bursts.hear(RateHeaders(SILENT, *(BucketHeaders(limit=60_000, remaining=40_500) for _ in range(2))), Amounts())
+    bursts.learn(RateHeaders(SILENT, *(BucketHeaders(limit=60_000, remaining=40_500) for _ in range(2))), Amounts())
     bursts.refused(NONE_SPENT, 100.0)
 
     assert sizes_s(bursts) == [0.5, 20.0, 20.0]
@@ -185,7 +185,7 @@ def test_a_size_of_half_a_second_stays_while_larger_ones_are_cut() -> None:
 
 def test_the_size_of_another_bucket_does_not_matter_for_the_margin() -> None:
     bursts = proven(4)
-    bursts.hear(RateHeaders(SILENT, BucketHeaders(limit=60_000, remaining=40_500), SILENT), Amounts())
+    bursts.learn(RateHeaders(SILENT, BucketHeaders(limit=60_000, remaining=40_500), SILENT), Amounts())
     bursts.refused((False, True, False), 100.0)
     assert bursts.margin == 0.0
     bursts.refused((True, False, True), 110.0)

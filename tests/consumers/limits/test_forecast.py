@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from consumers.limits import forecast
 from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import Heard, Kind
+from consumers.limits.base import Feedback, Kind
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.limits.waiter import Waiter
@@ -52,7 +52,7 @@ def test_a_single_waiting_request_starts_when_predicted(
     account = new_account()
     bucket = account.buckets[1]
     bucket.level = level
-    bucket.parts = [min(level / 3, part * reserve) for part, reserve in zip(saved, bucket.reserves, strict=True)]
+    bucket.savings = [min(level / 3, part * reserve) for part, reserve in zip(saved, bucket.reserves, strict=True)]
     waiter = Waiter(lane, tokens(wanted), arrived_s=0.0)
     account.join(waiter)
 
@@ -89,7 +89,7 @@ def test_a_request_that_can_start_only_with_a_full_bucket_is_not_refused() -> No
 def test_a_returning_request_does_not_wait_for_later_requests_of_other_processes() -> None:
     account = new_account()
     account.buckets[1].lower(0)
-    account.elsewhere[BATCH] = (0.0, 5_000.0, 0.0)
+    account.waiting_elsewhere[BATCH] = (0.0, 5_000.0, 0.0)
     back, fresh = (Waiter(BATCH, tokens(10), arrived_s=arrived_s) for arrived_s in (-60.0, 0.0))
     account.join(back)
     account.join(fresh)
@@ -135,7 +135,7 @@ def test_the_learned_concurrency_after_an_overload_refuses_no_request() -> None:
     assert running is not None
     account.concurrency.call_s = 30.0
     for number in range(5):
-        account.learn(Heard(kind=Kind.OVERLOADED), float(number))
+        account.learn(Feedback(kind=Kind.OVERLOADED), float(number))
     assert account.concurrency.is_full
     waiter = Waiter(CRITICAL, Amounts(1, 1, 1), arrived_s=5.0, until_s=10.0)
     account.join(waiter)

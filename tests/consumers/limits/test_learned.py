@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from consumers.limits import learned
 from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import Heard, Kind
+from consumers.limits.base import Feedback, Kind
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.waiter import Waiter
@@ -18,19 +18,19 @@ from tests.support.examples import examples
 
 RATE = RateHeaders(BucketHeaders(limit=60, remaining=50), BucketHeaders(limit=9_000, remaining=5_000), BucketHeaders())
 HEARD = (
-    Heard(kind=Kind.ANSWERED, rate=RATE, counted=Amounts(1, 1_000, 10)),
-    Heard(kind=Kind.ANSWERED),
-    Heard(kind=Kind.RATE_LIMITED, rate=RATE),
-    Heard(kind=Kind.RATE_LIMITED, retry_after_s=3.0),
-    Heard(kind=Kind.OVERLOADED),
-    Heard(kind=Kind.SPEND_LIMIT),
+    Feedback(kind=Kind.ANSWERED, rate=RATE, counted=Amounts(1, 1_000, 10)),
+    Feedback(kind=Kind.ANSWERED),
+    Feedback(kind=Kind.RATE_LIMITED, rate=RATE),
+    Feedback(kind=Kind.RATE_LIMITED, retry_after_s=3.0),
+    Feedback(kind=Kind.OVERLOADED),
+    Feedback(kind=Kind.SPEND_LIMIT),
 )
 heard = st.lists(st.tuples(st.sampled_from(HEARD), st.integers(0, 400)), max_size=12)
 numbers = st.one_of(st.floats(), st.integers(), st.none(), st.text(max_size=3), st.booleans())
 values = st.recursive(numbers, lambda inner: st.lists(inner, max_size=4), max_leaves=6)
 
 
-def account_that(said: list[tuple[Heard, int]]) -> tuple[Account, float]:
+def account_that(said: list[tuple[Feedback, int]]) -> tuple[Account, float]:
     account, now_s = Account("a", BudgetSpec(), now_s=0), 0.0
     for each, later_s in said:
         now_s += later_s
@@ -40,16 +40,16 @@ def account_that(said: list[tuple[Heard, int]]) -> tuple[Account, float]:
 
 def written() -> dict[str, Any]:
     account, _ = account_that([(each, 1) for each in HEARD])
-    found: dict[str, Any] = json.loads(learned.write(account.learned()))
+    found: dict[str, Any] = json.loads(learned.to_json(account.learned()))
     return found
 
 
 @settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(said=heard)
-def test_another_process_reads_learned_values_unchanged(said: list[tuple[Heard, int]]) -> None:
+def test_another_process_reads_learned_values_unchanged(said: list[tuple[Feedback, int]]) -> None:
     account, now_s = account_that(said)
     other = Account("a", BudgetSpec(), now_s=now_s)
-    other.load(learned.read(learned.write(account.learned())))
+    other.load(learned.read(learned.to_json(account.learned())))
 
     assert other.learned() == account.learned()
     assert other.per_minute() == account.per_minute()

@@ -9,7 +9,7 @@ from consumers.limits import headers
 from consumers.limits.account import Account
 from consumers.limits.adaptive import FORGOTTEN_AFTER_S
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import NO_NEWS, Heard, Kind, Reservation
+from consumers.limits.base import NO_FEEDBACK, Feedback, Kind, Reservation
 from consumers.limits.concurrency import REGAIN_S
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.spec import BudgetSpec
@@ -26,7 +26,7 @@ def new_account() -> Account:
     """An account with announced limits of 60 requests, 6000 input and 600 output tokens a minute."""
     made = Account("a", BudgetSpec(), now_s=0)
     made.learn(
-        Heard(
+        Feedback(
             kind=Kind.ANSWERED,
             rate=RateHeaders(BucketHeaders(limit=60), BucketHeaders(limit=6000), BucketHeaders(limit=600)),
         ),
@@ -38,8 +38,8 @@ def new_account() -> Account:
 
 def heard(
     kind: Kind = Kind.ANSWERED, *, requests: BucketHeaders = NOTHING_SAID, input_tokens: BucketHeaders = NOTHING_SAID
-) -> Heard:
-    return Heard(kind=kind, rate=RateHeaders(requests, input_tokens, NOTHING_SAID))
+) -> Feedback:
+    return Feedback(kind=kind, rate=RateHeaders(requests, input_tokens, NOTHING_SAID))
 
 
 def levels(of: Account) -> list[float]:
@@ -50,7 +50,7 @@ def test_the_account_learns_the_limits_of_the_simulated_provider() -> None:
     judge = Limits(requests=120, input_tokens=60_000, output_tokens=6_000, burst_s=60)
     rate = headers.read(judge.headers(), now_s=time.time())
     made = Account("a", BudgetSpec(), now_s=0)
-    made.learn(Heard(kind=Kind.ANSWERED, rate=rate), 0)
+    made.learn(Feedback(kind=Kind.ANSWERED, rate=rate), 0)
 
     assert made.per_minute() == (120, 60_000, 6_000)
 
@@ -78,7 +78,7 @@ def test_an_amount_rounded_to_thousands_is_read_as_its_highest_possible_value() 
 def test_what_was_refilled_since_the_answer_is_added() -> None:
     account = new_account()
     told = RateHeaders(BucketHeaders(limit=60, remaining=2), NOTHING_SAID, NOTHING_SAID)
-    account.learn(Heard(kind=Kind.ANSWERED, rate=told, counted=Amounts(1, 0, 0), took_s=3.0), 100)
+    account.learn(Feedback(kind=Kind.ANSWERED, rate=told, counted=Amounts(1, 0, 0), took_s=3.0), 100)
     assert account.buckets[0].burst == 3  # and not more than is proven
     assert levels(account)[0] == 3
 
@@ -86,7 +86,7 @@ def test_what_was_refilled_since_the_answer_is_added() -> None:
 def test_lanes_do_not_save_more_than_the_provider_has() -> None:
     account = new_account()
     account.buckets[1].lower(100)
-    parts = account.buckets[1].parts
+    parts = account.buckets[1].savings
     assert sum(parts) <= 100
     assert parts[0] == pytest.approx(6 * parts[2])
     account.join(batch := Waiter(2, Amounts(0, 100, 0), arrived_s=100))
@@ -99,7 +99,7 @@ def test_lanes_do_not_save_more_than_the_provider_has() -> None:
 def proven() -> Account:
     """An account with 600,000 input tokens a minute, all of which the bucket is proven to hold."""
     account = Account("a", BudgetSpec(), now_s=0)
-    account.learn(Heard(kind=Kind.ANSWERED, rate=FULL), 0)
+    account.learn(Feedback(kind=Kind.ANSWERED, rate=FULL), 0)
     account.refill(100)
     return account
 
@@ -152,7 +152,7 @@ def test_a_single_refused_large_request_halves_nothing_and_blocks_no_other() -> 
 
 def test_a_refusal_that_our_counts_cannot_explain_halves_the_limits() -> None:
     account = new_account()
-    assert account.learn(Heard(kind=Kind.RATE_LIMITED), 100)
+    assert account.learn(Feedback(kind=Kind.RATE_LIMITED), 100)
     assert account.per_minute() == (30, 3000, 300)
 
 
@@ -179,11 +179,11 @@ def test_absurd_headers_change_nothing() -> None:
         for what in ("limit", "remaining"):
             for value in ("-1", "NaN", "inf", "none", ""):
                 told = {f"anthropic-ratelimit-{name}-{what}": value}
-                account.learn(Heard(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
+                account.learn(Feedback(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
         told = {f"anthropic-ratelimit-{name}-limit": "0", f"anthropic-ratelimit-{name}-remaining": "0"}
-        account.learn(Heard(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
+        account.learn(Feedback(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
         told = {f"anthropic-ratelimit-{name}-limit": "7", f"anthropic-ratelimit-{name}-reset": "3000-01-01T00:00:00Z"}
-        account.learn(Heard(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
+        account.learn(Feedback(kind=Kind.ANSWERED, rate=headers.read(told, now_s=0)), 100)
 
     assert (account.per_minute(), levels(account)) == before
 
@@ -218,11 +218,11 @@ def test_at_the_lowest_limit_a_call_is_tried_again_after_minutes_without_an_answ
     account = Account("a", BudgetSpec(), now_s=0)
     account.learn(heard(requests=BucketHeaders(limit=60)), 0)
     for refusal in range(10):
-        account.learn(Heard(kind=Kind.RATE_LIMITED), 6.0 * refusal)
+        account.learn(Feedback(kind=Kind.RATE_LIMITED), 6.0 * refusal)
     assert account.per_minute().requests < 1
     assert not account.is_stale(54 + FORGOTTEN_AFTER_S - 1)
     assert account.is_stale(54 + FORGOTTEN_AFTER_S)
-    account.learn(NO_NEWS, 54 + FORGOTTEN_AFTER_S)
+    account.learn(NO_FEEDBACK, 54 + FORGOTTEN_AFTER_S)
 
     assert account.per_minute().requests == 60
 
@@ -259,13 +259,13 @@ def test_a_request_larger_than_the_bucket_leaves_a_debt_that_delays_all() -> Non
 
 def test_a_clock_that_is_set_back_delays_nothing() -> None:
     account = new_account()
-    account.learn(Heard(kind=Kind.RATE_LIMITED, retry_after_s=20), 10_000)
-    account.learn(Heard(kind=Kind.SPEND_LIMIT), 10_000)
+    account.learn(Feedback(kind=Kind.RATE_LIMITED, retry_after_s=20), 10_000)
+    account.learn(Feedback(kind=Kind.SPEND_LIMIT), 10_000)
     assert account.stopped_s(10_000) == 900
     assert account.stopped_s(100) == 0
     assert account.per_minute().requests == 30
     for second in range(100, 300):
-        account.learn(Heard(kind=Kind.ANSWERED), second)
+        account.learn(Feedback(kind=Kind.ANSWERED), second)
 
     assert account.per_minute().requests == 60
 
@@ -274,20 +274,20 @@ def test_a_clock_that_is_set_back_delays_nothing() -> None:
 def test_a_jump_of_the_clock_does_not_change_the_age_of_learned_limits(jump_s: float) -> None:
     def lived(jump_s: float) -> tuple[Account, Reservation]:
         account = proven()
-        account.learn(Heard(kind=Kind.RATE_LIMITED), 100)
+        account.learn(Feedback(kind=Kind.RATE_LIMITED), 100)
         (call,) = underway(account, 1, input_tokens=100)
         for _ in range(3):
-            account.learn(Heard(kind=Kind.OVERLOADED), 100)
+            account.learn(Feedback(kind=Kind.OVERLOADED), 100)
         account.shift(jump_s)
         for bucket in account.buckets:  # as after Redis's answer
-            bucket.correct(bucket.level, bucket.parts, 100 + jump_s)
+            bucket.correct(bucket.level, bucket.savings, 100 + jump_s)
         return account, call
 
     def seen(account: Account, call: Reservation, now_s: float) -> list[object]:
         found: list[object] = [account.is_stale(now_s)]
         for passed_s in (1, 2, 4, 8):
-            account.learn(Heard(kind=Kind.ANSWERED), now_s + passed_s)
-            account.learn(Heard(kind=Kind.RATE_LIMITED), now_s + passed_s)
+            account.learn(Feedback(kind=Kind.ANSWERED), now_s + passed_s)
+            account.learn(Feedback(kind=Kind.RATE_LIMITED), now_s + passed_s)
             found += [*account.per_minute(), *(bucket.burst for bucket in account.buckets)]
         account.concurrency.regain(now_s + 8)
         found.append(account.concurrency.limit)

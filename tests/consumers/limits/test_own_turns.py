@@ -8,7 +8,7 @@ import structlog
 
 from consumers.limits.accounts import Accounts
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import NO_NEWS, Heard, Kind, Reservation
+from consumers.limits.base import NO_FEEDBACK, Feedback, Kind, Reservation
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import OwnTurns, own_accounts
 from lanekeeper.telemetry import signals
@@ -28,7 +28,7 @@ class Bench:
         self.loop = asyncio.get_running_loop()
         self.began_s = self.loop.time()
         for bucket in self.account.buckets:
-            bucket.level, bucket.parts = 0.0, [0.0, 0.0, 0.0]
+            bucket.level, bucket.savings = 0.0, [0.0, 0.0, 0.0]
 
     async def ask(self) -> asyncio.Task[Reservation]:
         """A request that stands in line when this returns."""
@@ -41,7 +41,7 @@ class Bench:
     def fill(self, requests: float) -> None:
         for bucket, per_request in zip(self.account.buckets, (1, 700, 2e5), strict=True):
             bucket.level = requests * per_request
-            bucket.parts = [requests * per_request, 0.0, 0.0]
+            bucket.savings = [requests * per_request, 0.0, 0.0]
 
     @property
     def passed_s(self) -> float:
@@ -86,7 +86,7 @@ def test_a_request_that_waits_has_one_wake_up_however_often_the_account_is_looke
     async def tell(on: Bench) -> None:
         asked = await on.ask()
         for _ in range(50):
-            on.turns.learn(NO_NEWS)
+            on.turns.learn(NO_FEEDBACK)
             await asyncio.sleep(0.01)
         await asked
 
@@ -99,7 +99,7 @@ def test_a_request_that_waits_has_one_wake_up_however_often_the_account_is_looke
 def test_the_wake_up_moves_when_the_request_may_go_later() -> None:
     async def tell(on: Bench) -> None:
         asked = await on.ask()
-        on.turns.learn(Heard(kind=Kind.RATE_LIMITED, retry_after_s=30.0))
+        on.turns.learn(Feedback(kind=Kind.RATE_LIMITED, retry_after_s=30.0))
         await asyncio.sleep(29)
         assert on.turns.wake_ups == 0
         await asked
@@ -127,7 +127,7 @@ def test_after_closing_no_request_is_woken() -> None:
 def test_only_an_account_that_has_spent_its_limit_is_reported_as_paused(kind: Kind) -> None:
     async def tell(on: Bench) -> None:
         with structlog.testing.capture_logs() as logs:
-            on.turns.learn(Heard(kind=kind))
+            on.turns.learn(Feedback(kind=kind))
         told = [each for each in logs if each["event"] == signals.ACCOUNT_PAUSED]
 
         assert [(each["account"], each["for_s"]) for each in told] == (
@@ -139,7 +139,7 @@ def test_only_an_account_that_has_spent_its_limit_is_reported_as_paused(kind: Ki
 
 def test_limits_are_logged_when_they_change_and_not_again() -> None:
     async def tell(on: Bench) -> None:
-        told = Heard(kind=Kind.ANSWERED, rate=RateHeaders(BucketHeaders(limit=30), BucketHeaders(), BucketHeaders()))
+        told = Feedback(kind=Kind.ANSWERED, rate=RateHeaders(BucketHeaders(limit=30), BucketHeaders(), BucketHeaders()))
         with structlog.testing.capture_logs() as logs:
             on.turns.learn(told)
         with structlog.testing.capture_logs() as again:

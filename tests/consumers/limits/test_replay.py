@@ -40,6 +40,7 @@ def test_compressed_traffic_is_read_unchanged() -> None:
     assert gzip.decompress(traces.pack(traces.packed())) == gzip.decompress(traces.HERE.read_bytes())
 
 
+@pytest.mark.slow
 def test_a_scenario_gives_the_same_figures_every_time(result: Result) -> None:
     assert run(SCENARIOS["full-104"]).as_json() == result.as_json()
 
@@ -64,6 +65,7 @@ def test_batch_always_has_waiting_requests_in_the_replay(result: Result) -> None
     assert result.busy("batch")[0][1] >= result.load.ends_s - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["three-104", "slots-104", "large-104", "down-104", "1s-104", "cold-104"])
 def test_failures_during_the_replay_lose_no_request(name: str) -> None:
     found = run(replace(SCENARIOS[name], slice_s=(1455, 1515), down_s=(10, 30) if name == "down-104" else None))
@@ -128,6 +130,7 @@ def test_a_lane_is_compared_with_its_own_account_request_by_request(result: Resu
     assert (nothing.count, nothing.late) == (len(result.of("critical")), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full-70", "full-90", "full-104", "full-110", "full-150"])
 def test_no_request_is_later_than_with_an_account_of_its_own_lane(name: str) -> None:
     found = run(SCENARIOS[name])
@@ -139,6 +142,7 @@ def test_no_request_is_later_than_with_an_account_of_its_own_lane(name: str) -> 
     assert found.refused == 0
 
 
+@pytest.mark.slow
 def test_a_large_request_of_another_lane_delays_no_critical_request() -> None:
     scenario = SCENARIOS["large-104"]
     found = run(replace(scenario, large=tuple(each for each in scenario.large if each.lane != "critical")))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
+from consumers.limits.base import Feedback, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import DEFAULT_LANES, AccountCaps, BudgetSpec
@@ -87,7 +87,7 @@ class Story:
                 self._note(f"{number} too late: {_wait(error.wait)}")
                 return
             self._running.append(found)
-            self._note(f"{number} {lane} granted {_amounts(found.amounts)} of its own {_amounts(found.own)}")
+            self._note(f"{number} {lane} granted {_amounts(found.amounts)} of its own {_amounts(found.from_savings)}")
 
         def told(wait: Wait) -> None:
             self._note(f"{number} {lane} waits: {_wait(wait)}")
@@ -106,17 +106,19 @@ class Story:
 
     async def _answer(self, number: int) -> None:
         rate = self._chosen.choice((None, self._rate(1.0)))
-        self._hear(Heard(kind=Kind.ANSWERED, rate=rate, counted=self._amounts(), took_s=self._chosen.choice((0.2, 2))))
+        self._hear(
+            Feedback(kind=Kind.ANSWERED, rate=rate, counted=self._amounts(), took_s=self._chosen.choice((0.2, 2)))
+        )
 
     async def _refusal(self, number: int) -> None:
         rate = self._chosen.choice((None, self._rate(0.1)))
         after_s = self._chosen.choice((None, 1.5))
-        self._hear(Heard(kind=Kind.RATE_LIMITED, rate=rate, retry_after_s=after_s, took_s=0.1))
+        self._hear(Feedback(kind=Kind.RATE_LIMITED, rate=rate, retry_after_s=after_s, took_s=0.1))
 
     async def _trouble(self, number: int) -> None:
-        self._hear(Heard(kind=self._chosen.choice(self._troubles)))
+        self._hear(Feedback(kind=self._chosen.choice(self._troubles)))
 
-    def _hear(self, heard: Heard) -> None:
+    def _hear(self, heard: Feedback) -> None:
         self._budgets.learn(ACCOUNT, heard)
         self._note(f"{heard.kind}, limits {_amounts(self._budgets.turns(ACCOUNT).account.per_minute())}")
 
@@ -134,7 +136,7 @@ class Story:
         for lane, waiting in self._budgets.waiting().get(ACCOUNT, {}).items():
             self._note(f"{lane}: {waiting.count} for {waiting.reason}, {waiting.oldest_s:.4f} s, {waiting.is_known}")
         for bucket in self._budgets.turns(ACCOUNT).account.buckets:
-            parts = " ".join(f"{each:.3f}" for each in bucket.parts)
+            parts = " ".join(f"{each:.3f}" for each in bucket.savings)
             self._note(f"bucket of {bucket.burst:.3f}: {bucket.level:.3f}, saved {parts}")
         self._note(f"paused {self._budgets.paused()}, timers {self._budgets.turns(ACCOUNT).wake_ups}")
 

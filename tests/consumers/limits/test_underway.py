@@ -4,15 +4,15 @@ import pytest
 
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
-from consumers.limits.underway import Underway
+from consumers.limits.running_calls import RunningCalls
 
 
 def call(tokens: float) -> Reservation:
     return Reservation(account="a", lane="critical", amounts=Amounts(1, tokens, 5), at_s=7.0)
 
 
-def running(*calls: Reservation) -> Underway:
-    some = Underway()
+def running(*calls: Reservation) -> RunningCalls:
+    some = RunningCalls()
     for each in calls:
         some.begin(each)
     return some

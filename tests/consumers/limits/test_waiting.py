@@ -10,8 +10,8 @@ from consumers.limits.account import Account
 from consumers.limits.accounts import MOST
 from consumers.limits.adaptive import FORGOTTEN_AFTER_S
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import Heard, Kind, Reservation, Wait, WaitTooLong
-from consumers.limits.bucket import LEAST
+from consumers.limits.base import Feedback, Kind, Reservation, Wait, WaitTooLong
+from consumers.limits.bucket import ROUNDING
 from consumers.limits.concurrency import REGAIN_S
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import own_accounts
@@ -34,7 +34,7 @@ class Bench:
         """The lanes' parts too."""
         for bucket in self.account.buckets:
             bucket.level = 0.0
-            bucket.parts = [0.0, 0.0, 0.0]
+            bucket.savings = [0.0, 0.0, 0.0]
 
     @property
     def account(self) -> Account:
@@ -57,7 +57,7 @@ class Bench:
         return asyncio.ensure_future(wait())
 
     def hear(self, kind: Kind, *, retry_after_s: float | None = None, rate: RateHeaders | None = None) -> None:
-        self.budgets.learn(ACCOUNT, Heard(kind=kind, rate=rate, retry_after_s=retry_after_s))
+        self.budgets.learn(ACCOUNT, Feedback(kind=kind, rate=rate, retry_after_s=retry_after_s))
 
     async def since(self, began_s: float, *tasks: asyncio.Task[Reservation]) -> float:
         await asyncio.gather(*tasks)
@@ -139,7 +139,7 @@ def test_a_guessed_limit_refuses_no_request() -> None:
             BucketHeaders(limit=2_000_000, remaining=1_998_000),
             BucketHeaders(limit=400_000),
         )
-        budgets.learn("new/model", Heard(kind=Kind.ANSWERED, rate=rate, counted=Amounts(1, 2_000, 0)))
+        budgets.learn("new/model", Feedback(kind=Kind.ANSWERED, rate=rate, counted=Amounts(1, 2_000, 0)))
 
         found = await asyncio.gather(*asked, return_exceptions=True)
         assert not [each for each in found if isinstance(each, WaitTooLong)]
@@ -182,7 +182,7 @@ def test_a_grant_and_a_cancellation_in_one_turn_of_the_loop_lose_nothing(granted
         if not granted_first:
             first.cancel()
         for bucket in on.account.buckets:
-            bucket.level = bucket.parts[0] = 1.5  # enough for one, at once
+            bucket.level = bucket.savings[0] = 1.5  # enough for one, at once
         on.budgets.turns(ACCOUNT).step()
         if granted_first:
             first.cancel()
@@ -343,6 +343,7 @@ def test_after_an_overload_fewer_calls_run_and_each_end_wakes_the_next_request()
     story(tell)
 
 
+@pytest.mark.slow
 def test_where_calls_are_short_a_flood_of_critical_leaves_batch_its_share_of_them() -> None:
     async def tell(on: Bench) -> None:
         served = {"critical": 0, "batch": 0}
@@ -391,7 +392,7 @@ def test_a_turn_less_than_a_millisecond_away_is_granted_on_uvloop_too() -> None:
             on.account.refill(on.loop.time())
             on.empty()
             for bucket in on.account.buckets:
-                bucket.level = 1 + LEAST * (1 - 1e-9)
+                bucket.level = 1 + ROUNDING * (1 - 1e-9)
             at_once = await on.budgets.try_reserve(ACCOUNT, lane="critical", amounts=ONE)
             waited += at_once is None  # else the clock has gone on since
             assert await asyncio.wait_for(on.ask("critical"), 5)
@@ -400,6 +401,7 @@ def test_a_turn_less_than_a_millisecond_away_is_granted_on_uvloop_too() -> None:
     uvloop.run(tell())
 
 
+@pytest.mark.slow
 def test_unused_accounts_are_forgotten_when_there_are_many() -> None:
     async def tell(on: Bench) -> None:
         running = await on.budgets.reserve("used", lane="batch", amounts=ONE, until=None)
@@ -424,7 +426,7 @@ def test_a_low_limit_that_was_announced_once_does_not_block_an_account_for_ever(
         budgets, loop = own_accounts(BudgetSpec()), asyncio.get_running_loop()
         call, in_vain = Amounts(1, 10_000, 500), 0
         once = RateHeaders(BucketHeaders(limit=1), BucketHeaders(limit=1000), BucketHeaders(limit=1000))
-        budgets.learn(ACCOUNT, Heard(kind=Kind.ANSWERED, rate=once, counted=call))
+        budgets.learn(ACCOUNT, Feedback(kind=Kind.ANSWERED, rate=once, counted=call))
         taken = await budgets.reserve(ACCOUNT, lane="critical", amounts=call, until=None)
         budgets.settle(taken, call)
         began_s = loop.time()
@@ -435,7 +437,7 @@ def test_a_low_limit_that_was_announced_once_does_not_block_an_account_for_ever(
             except WaitTooLong:
                 in_vain += 1
                 await asyncio.sleep(5)
-        budgets.learn(ACCOUNT, Heard(kind=Kind.ANSWERED))
+        budgets.learn(ACCOUNT, Feedback(kind=Kind.ANSWERED))
         assert in_vain > 5
         assert loop.time() - began_s < FORGOTTEN_AFTER_S + 20
 

@@ -15,7 +15,7 @@ from consumers.failures import (
     TransientError,
 )
 from consumers.providers.breaker import FAILURES, OPEN_MOST_S, OPEN_S, PROBE_WITHIN_S, UNREACHED, WINDOW_S
-from consumers.providers.breakers import REMEMBERED, Breakers, Pass
+from consumers.providers.breakers import REMEMBERED, Breakers, Permit
 from consumers.state.base import StoreUnavailable
 from tests.support.virtual_time import virtually
 
@@ -29,7 +29,7 @@ def breakers(leases: object = None) -> Breakers:
     return Breakers(leases, rng=random.Random(1))  # type: ignore[arg-type]
 
 
-async def enter(these: Breakers, at_s: float, route: Route = HERE, *, request: str = "r") -> Pass | None:
+async def enter(these: Breakers, at_s: float, route: Route = HERE, *, request: str = "r") -> Permit | None:
     return await these.enter(route, at_s, request=request)
 
 
@@ -37,9 +37,9 @@ async def fail(
     these: Breakers, at_s: float, *, error: ProviderError = DOWN, times: int = 1, timeout_s: float = 60
 ) -> None:
     for each in range(times):
-        entered = await enter(these, at_s, request=str(each))
-        assert entered is not None
-        await these.failed(entered, error, at_s, timeout_s=timeout_s)
+        permit = await enter(these, at_s, request=str(each))
+        assert permit is not None
+        await these.failed(permit, error, at_s, timeout_s=timeout_s)
 
 
 async def opened(leases: object = None) -> Breakers:
@@ -65,9 +65,9 @@ async def test_a_breaker_opens_after_consecutive_failures_of_its_own_provider() 
 async def test_an_answer_resets_the_count_of_failures() -> None:
     these = breakers()
     await fail(these, 0, times=FAILURES - 1)
-    entered = await enter(these, 0)
-    assert entered is not None
-    await these.answered(entered, 0)
+    permit = await enter(these, 0)
+    assert permit is not None
+    await these.answered(permit, 0)
 
     await fail(these, 0, times=FAILURES - 1)
 
@@ -156,9 +156,9 @@ async def test_a_probe_that_never_ends_blocks_other_probes_only_for_a_while() ->
 
 async def test_calls_that_began_before_a_breaker_opened_do_not_open_it_again() -> None:
     these = breakers()
-    entered = [await enter(these, 0) for _ in range(3 * FAILURES)]
+    permit = [await enter(these, 0) for _ in range(3 * FAILURES)]
 
-    for each in entered:
+    for each in permit:
         assert each is not None
         await these.failed(each, DOWN, 1, timeout_s=60)
 
@@ -198,9 +198,9 @@ async def test_breakers_of_models_that_never_failed_are_not_kept() -> None:
     these = breakers()
     for each in range(1000):
         route = Route(provider="p", model=str(each), name="", account="")
-        entered = await enter(these, 0, route)
-        assert entered is not None
-        await these.failed(entered, RejectedError("404", status=404), 0, timeout_s=60)
+        permit = await enter(these, 0, route)
+        assert permit is not None
+        await these.failed(permit, RejectedError("404", status=404), 0, timeout_s=60)
 
     assert not these._all
 
@@ -209,9 +209,9 @@ async def test_beyond_the_limit_the_breakers_that_are_open_longest_are_kept() ->
     these = await opened()
     for each in range(2 * REMEMBERED):
         route = Route(provider="anthropic", model=f"made up {each}", name="", account="")
-        entered = await enter(these, 0, route)
-        assert entered is not None
-        await these.failed(entered, DOWN, 0, timeout_s=60)
+        permit = await enter(these, 0, route)
+        assert permit is not None
+        await these.failed(permit, DOWN, 0, timeout_s=60)
 
     assert len(these._all) == REMEMBERED
     assert these.wait_s(HERE, 0) > 0
@@ -221,9 +221,9 @@ async def test_three_failures_to_connect_open_a_breaker_whichever_requests_had_t
     these = breakers()
     for _ in range(UNREACHED):
         assert these.wait_s(HERE, 0) == 0
-        entered = await enter(these, 0, request="the only one")
-        assert entered is not None
-        await these.failed(entered, TransientError("no connection", type=UNREACHABLE), 0, timeout_s=60)
+        permit = await enter(these, 0, request="the only one")
+        assert permit is not None
+        await these.failed(permit, TransientError("no connection", type=UNREACHABLE), 0, timeout_s=60)
 
     assert these.wait_s(HERE, 0) > 0
 
@@ -241,9 +241,9 @@ async def test_a_breakers_change_is_reported_with_the_request_that_caused_it() -
     these, told = breakers(), []
 
     for each in range(FAILURES):
-        entered = await these.enter(HERE, 0, request=str(each))
-        assert entered is not None
-        told += [entered.change, await these.failed(entered, DOWN, 0, timeout_s=60)]
+        permit = await these.enter(HERE, 0, request=str(each))
+        assert permit is not None
+        told += [permit.change, await these.failed(permit, DOWN, 0, timeout_s=60)]
     probe = await these.enter(HERE, OPEN_S, request="p")
     assert probe is not None
     told += [probe.change, await these.answered(probe, OPEN_S)]
@@ -257,31 +257,31 @@ async def test_a_breakers_change_is_reported_with_the_request_that_caused_it() -
 async def test_a_single_request_that_fails_every_time_opens_no_breaker() -> None:
     these = breakers()
     for _ in range(3 * FAILURES):
-        entered = await enter(these, 0)
-        assert entered is not None
-        await these.failed(entered, DOWN, 0, timeout_s=60)
+        permit = await enter(these, 0)
+        assert permit is not None
+        await these.failed(permit, DOWN, 0, timeout_s=60)
     assert these.wait_s(HERE, 0) == 0
 
 
 async def test_providers_known_to_fail_are_left_out_unless_all_are() -> None:
     these = Breakers(rng=random.Random(1))
-    assert these.callable((HERE, ELSEWHERE)) == (HERE, ELSEWHERE)
+    assert these.usable((HERE, ELSEWHERE)) == (HERE, ELSEWHERE)
     now_s = asyncio.get_running_loop().time()
     await fail(these, now_s, times=FAILURES)
-    assert list(these.callable((HERE, ELSEWHERE))) == [ELSEWHERE]
+    assert list(these.usable((HERE, ELSEWHERE))) == [ELSEWHERE]
     assert these.least_wait_s((HERE, ELSEWHERE)) == 0
     assert these.least_wait_s((HERE,)) > 0
-    assert list(these.callable((HERE,))) == [HERE]
+    assert list(these.usable((HERE,))) == [HERE]
 
 
 async def test_how_long_a_provider_has_been_down_counts_from_when_its_breaker_first_opened() -> None:
     these = await opened()
 
     assert (these.down_s(HERE, 0), these.down_s(HERE, 7), these.down_s(ELSEWHERE, 7)) == (0, 7, 0)
-    entered = await enter(these, 7)
-    assert entered is not None
-    assert entered.is_probe
-    await these.failed(entered, DOWN, 7, timeout_s=60)
+    permit = await enter(these, 7)
+    assert permit is not None
+    assert permit.is_probe
+    await these.failed(permit, DOWN, 7, timeout_s=60)
     assert these.down_s(HERE, 9) == 9
     answered = await enter(these, 30)
     assert answered is not None

@@ -77,6 +77,7 @@ def test_bytes_in_any_pieces_give_the_events_of_the_standard(stream: bytes, cuts
     assert split(stream, [min(cut, len(stream)) for cut in cuts]) == by_lines(stream)
 
 
+@pytest.mark.slow
 @given(events=st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=20), min_size=1), max_size=5))
 def test_a_stream_read_byte_by_byte_gives_its_events(events: list[dict[str, str]]) -> None:
     stream = b"".join(b"event: x\r\ndata: " + json.dumps(event).encode() + b"\r\n\r\n" for event in events)

@@ -46,15 +46,17 @@ def malicious() -> Iterator[str]:
         yield base_url
 
 
-async def outcome(url: str, request: object, *, streamed: bool) -> Answer | ProviderError | TimeoutError:
+async def outcome(
+    url: str, request: object, *, streamed: bool, within_s: float = 4
+) -> Answer | ProviderError | TimeoutError:
     """How an attempt ends; or that it had to be stopped."""
 
     async def forget(_: bytes) -> None: ...
 
     provider = AnthropicProvider.at(url, api_key=KEY)
     try:
-        async with asyncio.timeout(5):
-            return await provider.stream(request, timeout_s=4, parts=forget if streamed else None)  # type: ignore[arg-type]
+        async with asyncio.timeout(within_s + 1):
+            return await provider.stream(request, timeout_s=within_s, parts=forget if streamed else None)  # type: ignore[arg-type]
     except (ProviderError, TimeoutError) as error:
         return error
     finally:
@@ -66,11 +68,12 @@ async def outcome(url: str, request: object, *, streamed: bool) -> Answer | Prov
 async def test_no_answer_blocks_the_event_loop_for_long(
     malicious: str, asked: AskedFor, name: str, streamed: bool
 ) -> None:
+    is_too_large = ("not streamed", "streamed")[streamed] in TOO_LARGE.get(name, "").split(", ")
     with Stalls() as stalls:
-        found = await outcome(malicious, asked(f"[[answer: {name}]]"), streamed=streamed)
+        within_s = 60 if is_too_large else 4  # what is too large must be read up to the limit, on any machine
+        found = await outcome(malicious, asked(f"[[answer: {name}]]"), streamed=streamed, within_s=within_s)
 
     assert stalls.longest_s < STALL_S
-    is_too_large = ("not streamed", "streamed")[streamed] in TOO_LARGE.get(name, "").split(", ")
     assert isinstance(found, AnswerTooLargeError) is is_too_large, found
     if isinstance(found, ProviderError):
         assert len(found.detail) < 500

@@ -6,7 +6,7 @@ import pytest
 
 from consumers.chain import Route
 from consumers.failures import OverloadedError, RateLimitedError
-from consumers.limits.base import Heard, Kind
+from consumers.limits.base import Feedback, Kind
 from consumers.prices import Prices
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.registry import Registry, asking_for
@@ -21,13 +21,13 @@ HERE = Route(provider="anthropic", model=MODEL, name=MODEL, account="anthropic/h
 
 
 @pytest.fixture
-def heard() -> list[tuple[str, Heard]]:
+def heard() -> list[tuple[str, Feedback]]:
     return []
 
 
 @pytest.fixture
-def registry(provider: AnthropicProvider, heard: list[tuple[str, Heard]]) -> Registry:
-    def learn(account: str, told: Heard) -> None:
+def registry(provider: AnthropicProvider, heard: list[tuple[str, Feedback]]) -> Registry:
+    def learn(account: str, told: Feedback) -> None:
         heard.append((account, told))
 
     return Registry(provider, tracing=Tracing(), prices=Prices(), learn=learn)
@@ -57,7 +57,7 @@ def test_if_the_models_name_is_the_same_the_bytes_are_unchanged(asked: AskedFor)
 
 
 async def test_limits_in_a_response_are_learned_for_its_account(
-    registry: Registry, heard: list[tuple[str, Heard]], asked: AskedFor
+    registry: Registry, heard: list[tuple[str, Feedback]], asked: AskedFor
 ) -> None:
     with pytest.raises(RateLimitedError):
         await registry.call(HERE, asked("[[fault: rate_limited retry_after=60]]"), timeout_s=5, parts=None)

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from consumers.state.base import Cancelling, Completion, Ended, Granted, Identity, Room, Store
+from consumers.state.base import Cancelling, Completion, Ended, Granted, Identity, Store, WaitingLimit
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.store import SqliteStore
 from tests.consumers.state.conftest import Opened
-from tests.support.completions import CANCELLED, ME, answered, copy, failed, untried
+from tests.support.completions import CANCELLED, ME, answered, failed, fingerprint, untried
 from tests.support.waiting import until
 
 OTHER = "other tenant"
@@ -24,7 +24,7 @@ async def cancelled(store: Store, *ids: str, tenant: str = ME.tenant) -> list[Ca
 
 
 async def is_cancelled(store: Store, id: str, tenant: str = ME.tenant) -> bool:
-    found = await store.claim(Identity(tenant, id), copy())
+    found = await store.claim(Identity(tenant, id), fingerprint())
     return isinstance(found, Ended) and found.completion == CANCELLED
 
 
@@ -36,7 +36,7 @@ async def test_beyond_the_limit_a_tenants_oldest_unseen_cancellation_is_forgotte
     assert await cancelled(store, "a", "b") == [Cancelling.UNSEEN] * 2
     assert await cancelled(store, "c", "c") == [Cancelling.DISPLACED, Cancelling.ENDED]
 
-    assert isinstance(await store.claim(Identity(ME.tenant, "a"), copy()), Granted)
+    assert isinstance(await store.claim(Identity(ME.tenant, "a"), fingerprint()), Granted)
     assert [await is_cancelled(store, id) for id in "bc"] == [True, True]
     assert await is_cancelled(store, "theirs", OTHER)
 
@@ -91,7 +91,7 @@ async def test_unseen_cancellations_evict_no_result(tmp_path) -> None:
     spec = StoreSpec(max_bytes=200_000, unseen_per_tenant=1000)
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
         for n in range(10):
-            await store.complete(Identity("bank", str(n)), copy(), answered("x" * 10_000), token=None)
+            await store.complete(Identity("bank", str(n)), fingerprint(), answered("x" * 10_000), token=None)
         await cancelled(store, *(str(n) for n in range(1500)))
         while await store.sweep():
             pass
@@ -106,7 +106,7 @@ async def kept(store: Store, tenant: str, *ids: str) -> list[str]:
 
 async def ended(store: Store, tenant: str, *ids: str, ending: Completion) -> None:
     for id in ids:
-        await store.complete(Identity(tenant, id), copy(), ending, token=None)
+        await store.complete(Identity(tenant, id), fingerprint(), ending, token=None)
 
 
 async def swept(store: Store) -> None:
@@ -141,16 +141,19 @@ async def test_while_there_is_room_an_ending_without_an_attempt_is_kept_like_oth
         assert await kept(store, "flood", *numbered(10)) == numbered(10)
 
 
+@pytest.mark.slow
 async def test_endings_after_an_attempt_and_rerun_requests_are_not_removed_as_surplus(tmp_path) -> None:
     spec = StoreSpec(max_bytes=100_000, untried_per_tenant=1)
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
         await ended(store, ME.tenant, "answered", ending=answered())
         await ended(store, ME.tenant, "failed", ending=failed())
-        granted = await store.claim(Identity(ME.tenant, "claimed"), copy())
+        granted = await store.claim(Identity(ME.tenant, "claimed"), fingerprint())
         assert isinstance(granted, Granted)
-        await store.complete(Identity(ME.tenant, "claimed"), copy(), untried("cap_exceeded"), token=granted.token)
+        await store.complete(
+            Identity(ME.tenant, "claimed"), fingerprint(), untried("cap_exceeded"), token=granted.token
+        )
         await ended(store, ME.tenant, "again", ending=untried())
-        again = await store.claim(Identity(ME.tenant, "again"), copy(dead_at_ms=1_000))
+        again = await store.claim(Identity(ME.tenant, "again"), fingerprint(dead_at_ms=1_000))
         assert isinstance(again, Granted)
         await ended(store, ME.tenant, *numbered(500), ending=untried())
         await swept(store)
@@ -158,39 +161,45 @@ async def test_endings_after_an_attempt_and_rerun_requests_are_not_removed_as_su
         assert await kept(store, ME.tenant, "answered", "failed", "claimed", "again") == ["answered", "failed", "again"]
 
 
-async def reserved(store: Store, tenant: str, mark: str, *, weight: int = 1, left_ms: int = 60_000, **of: bool) -> Room:
-    message = copy(mark=mark, nonce=mark.encode()[-8:], **of)
+async def reserved(
+    store: Store, tenant: str, mark: str, *, weight: int = 1, left_ms: int = 60_000, **of: bool
+) -> WaitingLimit:
+    message = fingerprint(mark=mark, nonce=mark.encode()[-8:], **of)
     return await store.reserve(Identity(tenant, "id"), message, weight=weight, until_ms=in_ms(left_ms))
 
 
 async def test_waiting_requests_are_limited_for_one_tenant_and_in_total(opened: Opened) -> None:
     store = await opened(waiting_per_tenant=3, waiting_in_all=4)
-    assert [await reserved(store, "a", mark) for mark in "xyz"] == [Room.KEPT] * 3
-    assert await reserved(store, "a", "more") == Room.TENANT_FULL
-    assert await reserved(store, "b", "large", weight=2) == Room.FULL
-    assert [await reserved(store, "b", mark) for mark in "xy"] == [Room.KEPT, Room.FULL]
+    assert [await reserved(store, "a", mark) for mark in "xyz"] == [WaitingLimit.WITHIN] * 3
+    assert await reserved(store, "a", "more") == WaitingLimit.TENANT
+    assert await reserved(store, "b", "large", weight=2) == WaitingLimit.TOTAL
+    assert [await reserved(store, "b", mark) for mark in "xy"] == [WaitingLimit.WITHIN, WaitingLimit.TOTAL]
 
 
 async def test_a_large_waiting_request_counts_as_several(opened: Opened) -> None:
     store = await opened(waiting_per_tenant=10)
-    assert await reserved(store, "a", "x", weight=8) == Room.KEPT
-    assert await reserved(store, "a", "y", weight=3) == Room.TENANT_FULL
-    assert await reserved(store, "a", "z", weight=2) == Room.KEPT
+    assert await reserved(store, "a", "x", weight=8) == WaitingLimit.WITHIN
+    assert await reserved(store, "a", "y", weight=3) == WaitingLimit.TENANT
+    assert await reserved(store, "a", "z", weight=2) == WaitingLimit.WITHIN
 
 
 async def test_a_redelivered_waiting_request_is_counted_once_and_each_copy_separately(opened: Opened) -> None:
     store = await opened(waiting_per_tenant=2)
-    assert await reserved(store, "a", "x") == Room.KEPT
-    assert [await reserved(store, "a", "x", redelivered=True) for _ in range(3)] == [Room.KEPT] * 3
-    assert [await reserved(store, "a", "x"), await reserved(store, "a", "y")] == [Room.KEPT, Room.TENANT_FULL]
+    assert await reserved(store, "a", "x") == WaitingLimit.WITHIN
+    assert [await reserved(store, "a", "x", redelivered=True) for _ in range(3)] == [WaitingLimit.WITHIN] * 3
+    assert [await reserved(store, "a", "x"), await reserved(store, "a", "y")] == [
+        WaitingLimit.WITHIN,
+        WaitingLimit.TENANT,
+    ]
 
 
+@pytest.mark.slow
 async def test_a_waiting_request_no_longer_counts_after_its_due_time(opened: Opened) -> None:
     store = await opened(waiting_per_tenant=1, waiting_in_all=1)
-    assert await reserved(store, "a", "x", left_ms=200) == Room.KEPT
+    assert await reserved(store, "a", "x", left_ms=200) == WaitingLimit.WITHIN
 
     async def has_room() -> bool:
-        return await reserved(store, "b", "y") == Room.KEPT
+        return await reserved(store, "b", "y") == WaitingLimit.WITHIN
 
     await until(has_room)
-    assert await reserved(store, "a", "x") == Room.FULL
+    assert await reserved(store, "a", "x") == WaitingLimit.TOTAL

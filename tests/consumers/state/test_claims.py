@@ -6,7 +6,7 @@ import pytest
 
 from consumers.state.base import Conflict, Ended, Granted, Held, Identity, Running, Stop, Store
 from tests.consumers.state.conftest import Opened
-from tests.support.completions import CANCELLED, ME, answered, copy, failed
+from tests.support.completions import CANCELLED, ME, answered, failed, fingerprint
 from tests.support.waiting import until
 
 SHORT = 0.2
@@ -14,13 +14,13 @@ RENEWED = 3.0
 
 
 async def granted(store: Store, **of_copy: object) -> int:
-    found = await store.claim(ME, copy(**of_copy))  # type: ignore[arg-type]
+    found = await store.claim(ME, fingerprint(**of_copy))  # type: ignore[arg-type]
     assert isinstance(found, Granted), found
     return found.token
 
 
 async def test_one_of_fifty_concurrent_claims_wins(store: Store) -> None:
-    found = await asyncio.gather(*(store.claim(ME, copy(mark=str(each))) for each in range(50)))
+    found = await asyncio.gather(*(store.claim(ME, fingerprint(mark=str(each))) for each in range(50)))
 
     assert sum(isinstance(each, Granted) for each in found) == 1
     assert sum(isinstance(each, Running) for each in found) == 49
@@ -28,14 +28,14 @@ async def test_one_of_fifty_concurrent_claims_wins(store: Store) -> None:
 
 async def test_one_of_fifty_claims_through_two_stores_wins(opened: Opened) -> None:
     stores = [await opened(), await opened()]
-    found = await asyncio.gather(*(stores[each % 2].claim(ME, copy(mark=str(each))) for each in range(50)))
+    found = await asyncio.gather(*(stores[each % 2].claim(ME, fingerprint(mark=str(each))) for each in range(50)))
 
     assert sum(isinstance(each, Granted) for each in found) == 1
 
 
 async def test_tenants_do_not_share_ids(store: Store) -> None:
     odd = ["", "a", "b", "a:b", "a%3Ab", "ä", "x" * 200, "a/'\";--"]
-    found = [await store.claim(Identity(tenant, "b:id"), copy(body=tenant[:16])) for tenant in odd]
+    found = [await store.claim(Identity(tenant, "b:id"), fingerprint(body=tenant[:16])) for tenant in odd]
 
     assert all(isinstance(each, Granted) for each in found)
 
@@ -49,21 +49,21 @@ async def test_a_redelivered_copy_takes_over_its_claim_at_once_with_a_higher_tok
 async def test_a_redelivered_copy_of_another_publish_waits(store: Store) -> None:
     await granted(store)
 
-    assert isinstance(await store.claim(ME, copy(mark="other", redelivered=True)), Running)
+    assert isinstance(await store.claim(ME, fingerprint(mark="other", redelivered=True)), Running)
 
 
 async def test_the_same_copy_waits_unless_it_was_redelivered(store: Store) -> None:
     await granted(store)
 
-    assert isinstance(await store.claim(ME, copy()), Running)
+    assert isinstance(await store.claim(ME, fingerprint()), Running)
 
 
 async def test_another_body_under_the_same_id_is_a_conflict(store: Store) -> None:
     token = await granted(store)
-    assert await store.claim(ME, copy("other body", redelivered=True)) == Conflict()
+    assert await store.claim(ME, fingerprint("other body", redelivered=True)) == Conflict()
 
-    await store.complete(ME, copy(), answered(), token=token)
-    assert await store.claim(ME, copy("other body")) == Conflict()
+    await store.complete(ME, fingerprint(), answered(), token=token)
+    assert await store.claim(ME, fingerprint("other body")) == Conflict()
 
 
 async def test_a_claim_that_is_not_renewed_can_be_taken_by_others(opened: Opened) -> None:
@@ -71,7 +71,7 @@ async def test_a_claim_that_is_not_renewed_can_be_taken_by_others(opened: Opened
     first = await granted(store)
 
     async def taken() -> int | None:
-        found = await store.claim(ME, copy(mark="other"))
+        found = await store.claim(ME, fingerprint(mark="other"))
         return found.token if isinstance(found, Granted) else None
 
     assert await until(taken) > first
@@ -85,17 +85,17 @@ async def test_a_claim_that_is_renewed_is_kept(opened: Opened) -> None:
     end = asyncio.get_running_loop().time() + 1.2 * RENEWED
     while asyncio.get_running_loop().time() < end:
         assert await store.renew([held]) == {}
-        assert isinstance(await store.claim(ME, copy(mark="other")), Running)
+        assert isinstance(await store.claim(ME, fingerprint(mark="other")), Running)
         await asyncio.sleep(RENEWED / 20)
 
 
 async def test_a_running_claim_says_how_long_it_lasts(store: Store) -> None:
     await granted(store)
-    first = await store.claim(ME, copy())
+    first = await store.claim(ME, fingerprint())
     assert isinstance(first, Running)
 
     async def longer() -> bool:
-        found = await store.claim(ME, copy())
+        found = await store.claim(ME, fingerprint())
         assert isinstance(found, Running)
         return found.for_ms > first.for_ms
 
@@ -107,11 +107,11 @@ async def test_a_renewal_reports_lost_claims_and_cancellations(store: Store) -> 
     others = [Identity("tenant", f"id-{each}") for each in (2, 3)]
     tokens = [await granted(store)]
     for each in others:
-        found = await store.claim(each, copy())
+        found = await store.claim(each, fingerprint())
         assert isinstance(found, Granted)
         tokens.append(found.token)
     fenced, cancelled, well = (Held(*each) for each in zip([ME, *others], tokens, strict=True))
-    await store.claim(ME, copy(redelivered=True))
+    await store.claim(ME, fingerprint(redelivered=True))
     await store.cancel(cancelled.identity, CANCELLED)
 
     assert await store.renew([fenced, cancelled, well]) == {fenced: Stop.FENCED, cancelled: Stop.CANCELLED}
@@ -123,34 +123,34 @@ async def test_a_holder_may_complete_a_claim_that_the_store_has_lost(store: Stor
 
     assert await store.renew([held]) == {}
     await store.release(held)
-    assert await store.complete(ME, copy(), answered(), token=7) == answered()
-    assert await store.complete(ME, copy(), answered("later"), token=7) == answered()
+    assert await store.complete(ME, fingerprint(), answered(), token=7) == answered()
+    assert await store.complete(ME, fingerprint(), answered("later"), token=7) == answered()
 
 
 async def test_the_first_completion_is_kept(store: Store) -> None:
     token = await granted(store)
 
-    assert await store.complete(ME, copy(), answered("first"), token=token) == answered("first")
-    assert await store.complete(ME, copy(), answered("second"), token=token) == answered("first")
-    assert await store.claim(ME, copy()) == Ended(completion=answered("first"), same_copy=True)
+    assert await store.complete(ME, fingerprint(), answered("first"), token=token) == answered("first")
+    assert await store.complete(ME, fingerprint(), answered("second"), token=token) == answered("first")
+    assert await store.claim(ME, fingerprint()) == Ended(completion=answered("first"), is_same_message=True)
 
 
 async def test_a_completion_is_returned_as_it_was_stored(store: Store) -> None:
     token = await granted(store)
-    await store.complete(ME, copy(), failed("provider_rejected", ended_ms=1_790_000_000_123), token=token)
+    await store.complete(ME, fingerprint(), failed("provider_rejected", ended_ms=1_790_000_000_123), token=token)
 
-    found = await store.claim(ME, copy(mark="other"))
+    found = await store.claim(ME, fingerprint(mark="other"))
 
-    assert found == Ended(completion=failed("provider_rejected", ended_ms=1_790_000_000_123), same_copy=False)
+    assert found == Ended(completion=failed("provider_rejected", ended_ms=1_790_000_000_123), is_same_message=False)
 
 
 async def test_the_completion_of_a_holder_that_lost_its_claim_is_refused(store: Store) -> None:
     zombie = await granted(store)
     token = await granted(store, redelivered=True)
 
-    assert await store.complete(ME, copy(), answered("zombie"), token=zombie) is None
-    assert await store.complete(ME, copy(), answered("ours"), token=token) == answered("ours")
-    assert await store.complete(ME, copy(), answered("zombie"), token=zombie) == answered("ours")
+    assert await store.complete(ME, fingerprint(), answered("zombie"), token=zombie) is None
+    assert await store.complete(ME, fingerprint(), answered("ours"), token=token) == answered("ours")
+    assert await store.complete(ME, fingerprint(), answered("zombie"), token=zombie) == answered("ours")
 
 
 async def test_the_release_of_a_holder_that_lost_its_claim_changes_nothing(store: Store) -> None:
@@ -158,7 +158,7 @@ async def test_the_release_of_a_holder_that_lost_its_claim_changes_nothing(store
     await granted(store, redelivered=True)
     await store.release(Held(ME, zombie), attempts=9)
 
-    assert isinstance(await store.claim(ME, copy()), Running)
+    assert isinstance(await store.claim(ME, fingerprint()), Running)
 
 
 async def test_a_released_claim_can_be_taken_again(store: Store) -> None:
@@ -172,61 +172,63 @@ async def test_a_released_claim_can_be_taken_again(store: Store) -> None:
 
 
 async def test_a_request_without_a_holder_can_be_completed_without_a_claim(store: Store) -> None:
-    assert await store.complete(ME, copy(), failed("deadline_exceeded"), token=None) == failed("deadline_exceeded")
-    assert await store.complete(ME, copy(), failed("poison"), token=None) == failed("deadline_exceeded")
+    assert await store.complete(ME, fingerprint(), failed("deadline_exceeded"), token=None) == failed(
+        "deadline_exceeded"
+    )
+    assert await store.complete(ME, fingerprint(), failed("poison"), token=None) == failed("deadline_exceeded")
 
 
 async def test_a_request_with_another_holder_cannot_be_completed_without_a_claim(store: Store) -> None:
     token = await granted(store)
 
-    assert await store.complete(ME, copy(mark="other"), failed("deadline_exceeded"), token=None) is None
-    assert await store.complete(ME, copy(), answered(), token=token) == answered()
+    assert await store.complete(ME, fingerprint(mark="other"), failed("deadline_exceeded"), token=None) is None
+    assert await store.complete(ME, fingerprint(), answered(), token=token) == answered()
 
 
 async def test_a_redelivered_copy_may_complete_without_a_claim_and_the_old_holder_loses_its_claim(store: Store) -> None:
     zombie = await granted(store)
 
-    assert await store.complete(ME, copy(redelivered=True), failed("poison"), token=None) == failed("poison")
-    assert await store.complete(ME, copy(), answered(), token=zombie) == failed("poison")
+    assert await store.complete(ME, fingerprint(redelivered=True), failed("poison"), token=None) == failed("poison")
+    assert await store.complete(ME, fingerprint(), answered(), token=zombie) == failed("poison")
     assert await store.renew([Held(ME, zombie)]) == {Held(ME, zombie): Stop.FENCED}
 
 
 async def test_an_ending_for_another_body_with_the_same_id_does_not_affect_the_request(store: Store) -> None:
     token = await granted(store)
-    other = copy("other body", mark="other")
+    other = fingerprint("other body", mark="other")
 
     assert await store.complete(ME, other, failed("deadline_exceeded"), token=None) == failed("deadline_exceeded")
-    assert await store.complete(ME, copy(), answered(), token=token) == answered()
+    assert await store.complete(ME, fingerprint(), answered(), token=token) == answered()
     assert await store.complete(ME, other, failed("deadline_exceeded"), token=None) == failed("deadline_exceeded")
 
 
 async def test_a_dead_letter_can_run_again_once_for_each_of_its_endings(store: Store) -> None:
     token = await granted(store)
-    await store.complete(ME, copy(), failed(ended_ms=100), token=token)
+    await store.complete(ME, fingerprint(), failed(ended_ms=100), token=token)
     replayed = {"body": "edited", "mark": "replay", "dead_at_ms": 100}
 
     again = await granted(store, **replayed)
     assert again > token
-    assert isinstance(await store.claim(ME, copy("edited", "second replay", dead_at_ms=100)), Running)
-    await store.complete(ME, copy(**replayed), failed(ended_ms=200), token=again)
+    assert isinstance(await store.claim(ME, fingerprint("edited", "second replay", dead_at_ms=100)), Running)
+    await store.complete(ME, fingerprint(**replayed), failed(ended_ms=200), token=again)
 
-    assert isinstance(await store.claim(ME, copy(**replayed)), Ended)
+    assert isinstance(await store.claim(ME, fingerprint(**replayed)), Ended)
     assert await granted(store, body="edited twice", dead_at_ms=200) > again
 
 
 async def test_an_answered_request_does_not_run_again_as_a_dead_letter(store: Store) -> None:
     token = await granted(store)
-    await store.complete(ME, copy(), answered(ended_ms=100), token=token)
+    await store.complete(ME, fingerprint(), answered(ended_ms=100), token=token)
 
-    assert isinstance(await store.claim(ME, copy(dead_at_ms=100)), Ended)
+    assert isinstance(await store.claim(ME, fingerprint(dead_at_ms=100)), Ended)
 
 
 async def test_a_rerun_dead_letter_that_expires_before_its_claim_has_a_new_ending(store: Store) -> None:
     token = await granted(store)
-    await store.complete(ME, copy(), failed(ended_ms=100), token=token)
+    await store.complete(ME, fingerprint(), failed(ended_ms=100), token=token)
     expired = failed("deadline_exceeded", ended_ms=200)
 
-    assert await store.complete(ME, copy(mark="replay", dead_at_ms=100), expired, token=None) == expired
+    assert await store.complete(ME, fingerprint(mark="replay", dead_at_ms=100), expired, token=None) == expired
 
 
 async def test_a_noted_ending_is_found_and_prevents_nothing(store: Store) -> None:
@@ -238,7 +240,7 @@ async def test_a_noted_ending_is_found_and_prevents_nothing(store: Store) -> Non
 
     token = await granted(store, body="a better one")
     await store.note(ME, failed("invalid_request"))
-    assert await store.complete(ME, copy("a better one"), answered(), token=token) == answered()
+    assert await store.complete(ME, fingerprint("a better one"), answered(), token=token) == answered()
     await store.note(ME, failed("invalid_request"))
     found = await store.find(ME)
     assert found is not None
@@ -248,7 +250,7 @@ async def test_a_noted_ending_is_found_and_prevents_nothing(store: Store) -> Non
 @pytest.mark.parametrize("size", [0, 1_000, 3_000_000])
 async def test_answers_of_any_size_are_kept(store: Store, size: int) -> None:
     token = await granted(store)
-    await store.complete(ME, copy(), answered("x" * size), token=token)
+    await store.complete(ME, fingerprint(), answered("x" * size), token=token)
 
     found = await store.find(ME)
 
@@ -257,7 +259,7 @@ async def test_answers_of_any_size_are_kept(store: Store, size: int) -> None:
 
 
 async def deaths(store: Store) -> int:
-    found = await store.claim(ME, copy(redelivered=True))
+    found = await store.claim(ME, fingerprint(redelivered=True))
     assert isinstance(found, Granted)
     return found.deaths
 
@@ -287,4 +289,4 @@ async def test_a_claim_whose_answer_was_lost_is_granted_again_to_the_same_delive
     token = await granted(store, nonce=b"n" * 8)
 
     assert await granted(store, nonce=b"n" * 8) == token
-    assert isinstance(await store.claim(ME, copy(nonce=b"m" * 8)), Running)
+    assert isinstance(await store.claim(ME, fingerprint(nonce=b"m" * 8)), Running)

@@ -4,7 +4,7 @@ import time
 
 from consumers.state.base import Cancelling, Ended, Found, Granted, Held, Store
 from tests.consumers.state.conftest import Opened
-from tests.support.completions import CANCELLED, ME, answered, copy, failed
+from tests.support.completions import CANCELLED, ME, answered, failed, fingerprint
 from tests.support.waiting import until
 
 DUE_MS = 1_790_000_060_000
@@ -27,14 +27,14 @@ async def test_a_deferred_request_waits_until_its_due_time(store: Store) -> None
 async def test_a_deferred_request_is_claimed_like_any_other(store: Store) -> None:
     await deferred(store)
 
-    found = await store.claim(ME, copy())
+    found = await store.claim(ME, fingerprint())
     assert isinstance(found, Granted)
     assert found.deaths == 0
     assert await store.find(ME) == Found(completion=None, running=True)
 
 
 async def test_a_request_between_two_attempts_waits_until_the_next(store: Store) -> None:
-    found = await store.claim(ME, copy())
+    found = await store.claim(ME, fingerprint())
     assert isinstance(found, Granted)
     await store.release(Held(ME, found.token), attempts=2, due_ms=DUE_MS)
 
@@ -42,16 +42,16 @@ async def test_a_request_between_two_attempts_waits_until_the_next(store: Store)
 
 
 async def test_deferring_does_not_change_a_claimed_request(store: Store) -> None:
-    found = await store.claim(ME, copy())
+    found = await store.claim(ME, fingerprint())
     assert isinstance(found, Granted)
     await deferred(store)
 
     assert await store.find(ME) == Found(completion=None, running=True)
-    assert await store.complete(ME, copy(), answered(), token=found.token) == answered()
+    assert await store.complete(ME, fingerprint(), answered(), token=found.token) == answered()
 
 
 async def test_deferring_does_not_change_a_request_that_has_ended(store: Store) -> None:
-    await store.complete(ME, copy(), answered(), token=None)
+    await store.complete(ME, fingerprint(), answered(), token=None)
     await deferred(store)
 
     assert await store.find(ME) == Found(completion=answered(), running=False)
@@ -62,7 +62,7 @@ async def test_a_deferred_request_can_be_cancelled(store: Store) -> None:
 
     assert await store.cancel(ME, CANCELLED) == Cancelling.RECORDED
     await deferred(store)
-    assert await store.claim(ME, copy()) == Ended(completion=CANCELLED, same_copy=True)
+    assert await store.claim(ME, fingerprint()) == Ended(completion=CANCELLED, is_same_message=True)
 
 
 async def test_an_invalid_request_with_the_same_id_does_not_hide_a_deferred_one(store: Store) -> None:
@@ -77,7 +77,7 @@ async def test_a_deferred_request_whose_deadline_passes_before_a_claim_ends(stor
     await deferred(store)
     late = failed("deadline_exceeded")
 
-    assert await store.complete(ME, copy(), late, token=None) == late
+    assert await store.complete(ME, fingerprint(), late, token=None) == late
 
 
 async def test_a_deferred_request_is_forgotten_after_its_keeping_time(opened: Opened) -> None:

@@ -5,16 +5,16 @@ import time
 import pytest
 
 from consumers.state.base import Cancelling, Found, Granted, Held, Identity, Store
-from consumers.state.following import FollowedStore, Look, Part, Refused, Submission, Submitted, Told
+from consumers.state.following import FollowedStore, Look, NewEntry, Part, Refused, Submission, Submitted
 from tests.consumers.state.conftest import Opened
-from tests.support.completions import CANCELLED, ME, answered, copy, failed
+from tests.support.completions import CANCELLED, ME, answered, failed, fingerprint
 
-QUEUED = Told("queued", b"{}")
+QUEUED = NewEntry("queued", b"{}")
 
 
 def submission(**said: object) -> Submission:
     found = {
-        "body_hash": copy().body_hash,
+        "body_hash": fingerprint().body_hash,
         "lane": "critical",
         "streams": True,
         "submitted_ms": 1000,
@@ -27,17 +27,17 @@ def submission(**said: object) -> Submission:
 
 async def followed(store: FollowedStore, me: Identity = ME, **said: object) -> Submitted:
     until_ms = time.time_ns() // 1_000_000 + 60_000
-    return await store.follow(me, submission(**said), told=QUEUED, keep_until_ms=until_ms)
+    return await store.follow(me, submission(**said), first_entry=QUEUED, keep_until_ms=until_ms)
 
 
 async def held(store: Store, me: Identity = ME) -> Held:
-    found = await store.claim(me, copy())
+    found = await store.claim(me, fingerprint())
     assert isinstance(found, Granted)
     return Held(me, found.token)
 
 
 def part(holder: Held, *told: tuple[str, bytes]) -> Part:
-    return Part(holder, submission(), [Told(*each) for each in told])
+    return Part(holder, submission(), [NewEntry(*each) for each in told])
 
 
 async def look(store: FollowedStore, after: int = 0, me: Identity = ME) -> Look:
@@ -80,14 +80,14 @@ async def test_what_was_not_published_is_forgotten_unless_a_worker_has_seen_it(s
 
 async def test_its_claim_says_that_it_is_followed(store: FollowedStore) -> None:
     await followed(store)
-    found = await store.claim(ME, copy())
+    found = await store.claim(ME, fingerprint())
     assert isinstance(found, Granted)
     assert found.followed
     await store.release(Held(ME, found.token))
-    found = await store.claim(ME, copy())
+    found = await store.claim(ME, fingerprint())
     assert isinstance(found, Granted)
     assert found.followed
-    other = await store.claim(Identity("", "another"), copy())
+    other = await store.claim(Identity("", "another"), fingerprint())
     assert isinstance(other, Granted)
     assert not other.followed
 
@@ -124,7 +124,7 @@ async def test_only_the_holder_of_the_claim_appends_and_not_after_the_end(store:
         Refused.FENCED,
         None,
     ]
-    await store.complete(ME, copy(), answered("{}"), token=holder.token)
+    await store.complete(ME, fingerprint(), answered("{}"), token=holder.token)
     assert await store.append([part(holder, ("event", b"b"))]) == [Refused.FENCED]
     assert [each.body for each in (await look(store)).entries] == [b"{}", b"a"]
 
@@ -158,13 +158,67 @@ async def test_events_above_the_limits_are_refused_and_its_life_is_not(opened: O
     assert await store.append([part(holder, ("restart", b"{}"), ("event", b"x"))]) == [None]
 
 
+async def test_no_entry_has_the_number_of_an_ending_if_the_dead_letter_runs_again(opened: Opened) -> None:
+    store: FollowedStore = await opened(events_per_request=2)  # type: ignore[assignment]
+    await followed(store)
+    holder = await held(store)
+    await store.append([part(holder, ("started", b"1"), ("event", b"old"), ("event", b"old"))])
+    await store.complete(ME, fingerprint(), failed(ended_ms=7), token=holder.token)
+    end = (await look(store)).last + 1
+
+    found = await store.claim(ME, fingerprint(dead_at_ms=7))
+    assert isinstance(found, Granted)
+    assert [(each.number, each.kind) for each in (await look(store, after=end)).entries] == [(end + 1, "restart")]
+    again = Held(ME, found.token)
+    assert await store.append([part(again, ("started", b"2"), ("event", b"new"), ("event", b"new"))]) == [None]
+    news = (await look(store)).entries
+    assert [each.kind for each in news] == ["queued", "started", "restart", "started", "event", "event"]
+    assert [each.number for each in news[2:]] == [end + 1, end + 2, end + 3, end + 4]
+
+
+async def test_a_dead_letter_that_ends_again_without_a_claim_has_another_number_for_its_end(
+    store: FollowedStore,
+) -> None:
+    await followed(store)
+    holder = await held(store)
+    await store.complete(ME, fingerprint(), failed(ended_ms=7), token=holder.token)
+    before = (await look(store)).last
+
+    late = failed("deadline_exceeded", ended_ms=9)
+    assert await store.complete(ME, fingerprint(dead_at_ms=7), late, token=None) == late
+    found = await look(store, after=before + 1)
+    assert ([each.kind for each in found.entries], found.last, found.ended) == (["restart"], before + 2, True)
+
+
+@pytest.mark.parametrize("then", ["submitted again", "published again"])
+async def test_no_entry_has_the_number_of_a_refusal_that_was_noted(store: FollowedStore, then: str) -> None:
+    await followed(store)
+    await store.note(ME, failed("invalid_request"))
+    end = (await look(store)).last + 1
+
+    if then == "submitted again":
+        assert await followed(store, body_hash=b"x" * 16) is Submitted.NEW
+    else:
+        await held(store)
+    assert [each.number for each in (await look(store, after=end)).entries] == [end + 1]
+
+
+async def test_events_that_are_refused_remove_none_of_those_before(opened: Opened) -> None:
+    store: FollowedStore = await opened(events_per_request=1)  # type: ignore[assignment]
+    holder = await held(store)
+    await store.append([part(holder, ("event", b"a"))])
+
+    assert await store.append([part(holder, ("restart", b"{}"), *[("event", b"b")] * 2)]) == [Refused.FULL]
+    assert [each.body for each in (await look(store)).entries] == [b"a"]
+
+
 @pytest.mark.parametrize("ending", ["complete", "cancel"])
 async def test_a_look_tells_of_the_end(store: FollowedStore, ending: str) -> None:
     await followed(store)
     assert await store.look([(ME, 1)]) == [None]
     if ending == "complete":
         holder = await held(store)
-        await store.complete(ME, copy(), answered("{}"), token=holder.token)
+        await store.complete(ME, fingerprint(), answered("{}"), token=holder.token)
     else:
         assert await store.cancel(ME, CANCELLED) is Cancelling.RECORDED
 
@@ -196,7 +250,7 @@ async def test_entries_go_with_the_result(opened: Opened) -> None:
     store: FollowedStore = await opened(keep_s=0.05)  # type: ignore[assignment]
     holder = await held(store)
     await store.append([part(holder, ("event", b"a"))])
-    await store.complete(ME, copy(), answered("{}"), token=holder.token)
+    await store.complete(ME, fingerprint(), answered("{}"), token=holder.token)
     while await store.find(ME) is not None:
         pass
     while await store.sweep():

@@ -11,11 +11,11 @@ import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
-from consumers.state.base import Ended, Granted, Held, Identity, Room, Running, StoreUnavailable
+from consumers.state.base import Ended, Granted, Held, Identity, Running, StoreUnavailable, WaitingLimit
 from consumers.state.redis import client as redis_client
 from consumers.state.redis.store import RedisStore
 from service.private_broker.source import LOOPBACK
-from tests.support.completions import ME, answered, copy
+from tests.support.completions import ME, answered, fingerprint
 from tests.support.redis import RedisServer
 from tests.support.waiting import until
 
@@ -28,7 +28,7 @@ def a_store(url: str) -> RedisStore:
 
 async def trouble_with(store: RedisStore) -> str:
     with pytest.raises(StoreUnavailable) as caught:
-        await store.claim(ME, copy())
+        await store.claim(ME, fingerprint())
     assert store.trouble == str(caught.value)
     return str(caught.value)
 
@@ -36,7 +36,7 @@ async def trouble_with(store: RedisStore) -> str:
 async def is_well_again(store: RedisStore) -> object:
     async def claimed() -> object:
         try:
-            return await store.claim(ME, copy(redelivered=True))
+            return await store.claim(ME, fingerprint(redelivered=True))
         except StoreUnavailable:
             return None
 
@@ -69,7 +69,7 @@ async def listening(answer: Callable[[bytes], bytes]) -> AsyncIterator[str]:
 
 async def test_a_redis_that_was_gone_and_comes_back_empty_is_used_again(own_redis: RedisServer) -> None:
     async with a_store(own_redis.url) as store:
-        found = await store.claim(ME, copy())
+        found = await store.claim(ME, fingerprint())
         assert isinstance(found, Granted)
         own_redis.kill()
         trouble = await trouble_with(store)
@@ -77,7 +77,7 @@ async def test_a_redis_that_was_gone_and_comes_back_empty_is_used_again(own_redi
 
         own_redis.start()
         assert await store.renew([Held(ME, found.token)]) == {}, "nobody has fenced it off"
-        assert await store.complete(ME, copy(), answered(), token=found.token) == answered()
+        assert await store.complete(ME, fingerprint(), answered(), token=found.token) == answered()
         assert store.trouble is None
 
 
@@ -103,22 +103,22 @@ async def test_many_callers_that_waited_for_redis_are_all_served(own_redis: Redi
 
 async def test_scripts_that_redis_has_forgotten_are_loaded_again(own_redis: RedisServer) -> None:
     async with a_store(own_redis.url) as store:
-        await store.claim(ME, copy())
+        await store.claim(ME, fingerprint())
         async with told(own_redis, "SCRIPT", "FLUSH", back=("PING",)):
-            assert isinstance(await store.claim(ME, copy()), Running)
+            assert isinstance(await store.claim(ME, fingerprint()), Running)
 
 
 async def test_a_redis_with_full_memory_raises_store_unavailable(own_redis: RedisServer) -> None:
     async with a_store(own_redis.url) as store:
-        token = await store.claim(ME, copy())
+        token = await store.claim(ME, fingerprint())
         assert isinstance(token, Granted)
         async with told(own_redis, "CONFIG", "SET", "maxmemory", "1", back=("CONFIG", "SET", "maxmemory", "0")):
             with pytest.raises(StoreUnavailable, match="refuses writes, its memory is full: raise maxmemory"):
-                await store.complete(ME, copy(), answered(), token=token.token)
+                await store.complete(ME, fingerprint(), answered(), token=token.token)
             with pytest.raises(StoreUnavailable, match="memory is full"):
                 await store.probe()
-        assert isinstance(await store.claim(ME, copy()), Running), "nothing of what was refused is there"
-        assert await store.complete(ME, copy(), answered(), token=token.token) == answered()
+        assert isinstance(await store.claim(ME, fingerprint()), Running), "nothing of what was refused is there"
+        assert await store.complete(ME, fingerprint(), answered(), token=token.token) == answered()
 
 
 async def test_with_full_memory_no_further_waiting_request_is_accepted_although_earlier_ones_have_ended(
@@ -126,11 +126,11 @@ async def test_with_full_memory_no_further_waiting_request_is_accepted_although_
 ) -> None:
     async with a_store(own_redis.url) as store:
         soon_ms = round(time.time() * 1000) + 50
-        assert await store.reserve(ME, copy(), weight=1, until_ms=soon_ms) is Room.KEPT
+        assert await store.reserve(ME, fingerprint(), weight=1, until_ms=soon_ms) is WaitingLimit.WITHIN
         await until(lambda: time.time() * 1000 > soon_ms + 50)
         async with told(own_redis, "CONFIG", "SET", "maxmemory", "1", back=("CONFIG", "SET", "maxmemory", "0")):
             with pytest.raises(StoreUnavailable, match="memory is full"):
-                await store.reserve(Identity("", "another"), copy(), weight=1, until_ms=soon_ms + 60_000)
+                await store.reserve(Identity("", "another"), fingerprint(), weight=1, until_ms=soon_ms + 60_000)
 
 
 async def test_a_redis_that_lacks_its_required_replicas_raises_store_unavailable(own_redis: RedisServer) -> None:
@@ -156,7 +156,7 @@ async def test_a_wrong_password_is_reported_without_the_password(own_redis: Redi
                 assert "refuses this user or password" in trouble
                 assert PASSWORD not in trouble
         async with a_store(own_redis.url.replace("//", "//:right@")) as store:
-            assert isinstance(await store.claim(ME, copy()), Granted)
+            assert isinstance(await store.claim(ME, fingerprint()), Granted)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +176,7 @@ async def test_an_unexpected_answer_of_a_server_is_reported(answer: bytes, what:
         assert what in await trouble_with(store)
 
 
+@pytest.mark.slow
 async def test_a_redis_that_does_not_answer_raises_store_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_client, "CALL_S", 0.2)
     async with listening(lambda _: b"") as url, a_store(url) as store:
@@ -184,13 +185,13 @@ async def test_a_redis_that_does_not_answer_raises_store_unavailable(monkeypatch
 
 async def test_a_claim_that_was_abandoned_does_not_get_the_answer_of_another(redis: RedisServer) -> None:
     async with RedisStore(redis.url, namespace=f"test-{secrets.token_hex(4)}") as store:
-        await store.complete(ME, copy(), answered(), token=None)
+        await store.complete(ME, fingerprint(), answered(), token=None)
         for _ in range(20):
             given_up = [asyncio.create_task(store.take("x", 1, limit=1, period_s=60)) for _ in range(5)]
             await asyncio.sleep(0)
             for each in given_up:
                 each.cancel()
-            assert isinstance(await store.claim(ME, copy()), Ended)
+            assert isinstance(await store.claim(ME, fingerprint()), Ended)
 
 
 async def test_settings_of_redis_that_may_lose_data_are_warned_of_once(own_redis: RedisServer) -> None:
@@ -210,7 +211,7 @@ async def test_settings_of_redis_that_may_lose_data_are_warned_of_once(own_redis
 @pytest.mark.timing
 async def test_a_pool_of_few_connections_serves_many_callers(redis: RedisServer) -> None:
     async with RedisStore(redis.url, namespace=f"test-{secrets.token_hex(4)}") as store:
-        calls: list[Awaitable[object]] = [store.claim(ME, copy(mark=str(each))) for each in range(500)]
+        calls: list[Awaitable[object]] = [store.claim(ME, fingerprint(mark=str(each))) for each in range(500)]
         found = await asyncio.gather(*calls)
 
     assert sum(isinstance(each, Granted) for each in found) == 1

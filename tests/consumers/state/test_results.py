@@ -3,30 +3,33 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from consumers.state.base import Found, Granted, Identity, Running, Store
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.store import SqliteStore
 from tests.consumers.state.conftest import Opened
-from tests.support.completions import ME, answered, copy
+from tests.support.completions import ME, answered, fingerprint
 from tests.support.waiting import until
 
 KB = 1024
 
 
 async def end(store: Store, identity: Identity, text: str = "answer") -> None:
-    found = await store.claim(identity, copy())
+    found = await store.claim(identity, fingerprint())
     assert isinstance(found, Granted), found
-    assert await store.complete(identity, copy(), answered(text), token=found.token) is not None
+    assert await store.complete(identity, fingerprint(), answered(text), token=found.token) is not None
 
 
 async def test_a_request_is_unknown_then_running_then_ended(store: Store) -> None:
     assert await store.find(ME) is None
-    await store.claim(ME, copy())
+    await store.claim(ME, fingerprint())
     assert await store.find(ME) == Found(completion=None, running=True, attempts=0)
-    await store.complete(ME, copy(redelivered=True), answered(), token=None)
+    await store.complete(ME, fingerprint(redelivered=True), answered(), token=None)
     assert await store.find(ME) == Found(completion=answered(), running=False, attempts=0)
 
 
+@pytest.mark.slow
 async def test_after_its_keeping_time_a_result_is_forgotten_and_its_id_can_be_used_again(opened: Opened) -> None:
     store = await opened(keep_s=0.3)
     await end(store, ME)
@@ -36,12 +39,12 @@ async def test_after_its_keeping_time_a_result_is_forgotten_and_its_id_can_be_us
         return await store.find(ME) is None
 
     await until(is_forgotten)
-    assert isinstance(await store.claim(ME, copy("other body")), Granted)
+    assert isinstance(await store.claim(ME, fingerprint("other body")), Granted)
 
 
 async def test_a_claim_is_kept_while_it_is_held(opened: Opened) -> None:
     store = await opened(keep_s=0.05)
-    await store.claim(ME, copy())
+    await store.claim(ME, fingerprint())
     await end(store, other := Identity("", "other"))
 
     async def is_forgotten() -> bool:
@@ -49,7 +52,7 @@ async def test_a_claim_is_kept_while_it_is_held(opened: Opened) -> None:
         return await store.find(other) is None
 
     await until(is_forgotten)
-    assert isinstance(await store.claim(ME, copy()), Running)
+    assert isinstance(await store.claim(ME, fingerprint()), Running)
 
 
 async def test_a_sweep_removes_expired_results_in_steps(tmp_path: Path) -> None:
@@ -62,7 +65,7 @@ async def test_a_sweep_removes_expired_results_in_steps(tmp_path: Path) -> None:
 async def test_beyond_the_size_limit_the_results_that_ended_first_are_removed(tmp_path: Path) -> None:
     spec = StoreSpec(max_bytes=1024 * KB)
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
-        await store.claim(Identity("", "running"), copy())
+        await store.claim(Identity("", "running"), fingerprint())
         every = [Identity("", str(each)) for each in range(300)]
         for few in range(0, 300, 50):
             await asyncio.gather(*(end(store, each, "x" * 10 * KB) for each in every[few : few + 50]))
@@ -75,7 +78,7 @@ async def test_beyond_the_size_limit_the_results_that_ended_first_are_removed(tm
         assert len(kept) == 300 - removed
         assert kept[-50:] == list(range(250, 300))
         assert 20 < len(kept) < 105
-        assert isinstance(await store.claim(Identity("", "running"), copy()), Running)
+        assert isinstance(await store.claim(Identity("", "running"), fingerprint()), Running)
 
 
 async def test_a_sweep_of_an_empty_store_removes_nothing(store: Store) -> None:

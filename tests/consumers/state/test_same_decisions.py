@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from consumers.state.base import Completion, Copy, Ended, Granted, Held, Identity, Running, Store
+from consumers.state.base import Completion, Ended, Fingerprint, Granted, Held, Identity, Running, Store
 from consumers.state.redis.store import RedisStore
-from tests.support.completions import CANCELLED, answered, copy, failed
+from tests.support.completions import CANCELLED, answered, failed, fingerprint
 from tests.support.examples import examples
 from tests.support.memory_store import MemoryStore
 from tests.support.redis import RedisServer
@@ -23,7 +23,7 @@ LATE_MS = 4_000_000_000_000
 IDS = [Identity("tenant", "a"), Identity("tenant", "b")]
 identities = st.sampled_from(IDS)
 copies = st.builds(
-    copy,
+    fingerprint,
     st.sampled_from(["body", "other"]),
     st.sampled_from(["mark", "mark 2"]),
     redelivered=st.booleans(),
@@ -59,18 +59,18 @@ class Player:
         step: Callable[..., Awaitable[object]] = getattr(self, f"_{name}")
         return await step(identity, *values)
 
-    async def _claim(self, identity: Identity, of: Copy) -> object:
+    async def _claim(self, identity: Identity, of: Fingerprint) -> object:
         found = await self._store.claim(identity, of)
         if isinstance(found, Granted):
             assert all(found.token > each for each in self._tokens[identity])
             self._tokens[identity].append(found.token)
         return type(found) if isinstance(found, Granted | Running) else found
 
-    async def _complete(self, identity: Identity, of: Copy, ending: Completion, which: int) -> object:
+    async def _complete(self, identity: Identity, of: Fingerprint, ending: Completion, which: int) -> object:
         held = self._held(identity, which)
         return held and await self._store.complete(identity, of, ending, token=held.token)
 
-    async def _end(self, identity: Identity, of: Copy, ending: Completion) -> object:
+    async def _end(self, identity: Identity, of: Fingerprint, ending: Completion) -> object:
         return await self._store.complete(identity, of, ending, token=None)
 
     async def _renew(self, identity: Identity, which: int) -> object:
@@ -135,7 +135,7 @@ def test_a_stored_completion_changes_only_if_its_dead_letter_runs_again(played: 
                 ended = None if now is None else now.completion
                 before = kept.get(identity)
                 if ended != before and before is not None:
-                    of = next(value for value in step if isinstance(value, Copy))
+                    of = next(value for value in step if isinstance(value, Fingerprint))
                     assert before.status == "error"
                     assert of.dead_at_ms == before.ended_ms
                 if ended is None:
@@ -152,7 +152,7 @@ async def test_of_several_completions_only_one_is_kept(redis: RedisServer) -> No
     counter = itertools.count()
     async with RedisStore(redis.url, namespace=f"one-{secrets.token_hex(6)}") as store:
         ends = await asyncio.gather(
-            *(store.complete(IDS[0], copy(), answered(str(next(counter))), token=None) for _ in range(50))
+            *(store.complete(IDS[0], fingerprint(), answered(str(next(counter))), token=None) for _ in range(50))
         )
 
     assert len(set(map(repr, ends))) == 1

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from consumers.limits.account import Account
 from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import Heard, Kind, Reservation
+from consumers.limits.base import Feedback, Kind, Reservation
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import OwnTurns
 from consumers.limits.spec import DEFAULT_LANES, AccountCaps, BudgetSpec
@@ -121,11 +121,11 @@ def told(limit: int | None, remaining: int | None) -> BucketHeaders:
     return BucketHeaders(limit=limit, remaining=remaining)
 
 
-def heard(kind: Kind, tokens: tuple[int | None, int | None]) -> Heard:
+def heard(kind: Kind, tokens: tuple[int | None, int | None]) -> Feedback:
     limit, remaining = tokens
     rate = None if limit is None else RateHeaders(told(60, None), told(limit, remaining), told(None, None))
     counted = Amounts(1, 100, 10) if kind is Kind.ANSWERED else NOTHING
-    return Heard(kind=kind, rate=rate, counted=counted)
+    return Feedback(kind=kind, rate=rate, counted=counted)
 
 
 amounts = st.builds(
@@ -174,10 +174,10 @@ async def play(one: Player, other: Player, story: Sequence[tuple[Any, ...]]) -> 
         assert one.account.learned() == other.account.learned(), what
         for mine, its in zip(one.account.buckets, other.account.buckets, strict=True):
             assert mine.level == pytest.approx(its.level, abs=1e-5), what
-            assert all(abs(x - y) < 1e-5 for x, y in zip(mine.parts, its.parts, strict=True)), (
+            assert all(abs(x - y) < 1e-5 for x, y in zip(mine.savings, its.savings, strict=True)), (
                 what,
-                mine.parts,
-                its.parts,
+                mine.savings,
+                its.savings,
             )
 
 

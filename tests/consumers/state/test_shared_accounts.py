@@ -17,7 +17,7 @@ from consumers.limits import adaptive
 from consumers.limits.account import Account
 from consumers.limits.accounts import Accounts
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import Heard, Kind, Reservation, WaitTooLong
+from consumers.limits.base import Feedback, Kind, Reservation, WaitTooLong
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.waiter import Waiter
 from consumers.state.base import StoreUnavailable
@@ -108,9 +108,9 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def answered(requests: BucketHeaders) -> Heard:
+def answered(requests: BucketHeaders) -> Feedback:
     rate = RateHeaders(requests, BucketHeaders(), BucketHeaders())
-    return Heard(kind=Kind.ANSWERED, rate=rate, counted=Amounts(1, 0, 0))
+    return Feedback(kind=Kind.ANSWERED, rate=rate, counted=Amounts(1, 0, 0))
 
 
 async def gone(*tasks: "asyncio.Task[object]") -> None:
@@ -128,7 +128,7 @@ async def test_the_script_decides_like_a_single_process(opened: Opened, seed: in
         for _ in range(rng.randint(3, 40))
     ]
     alone = Account(ACCOUNT, spec(**slow), now_s=0.0)
-    learned = answered(BucketHeaders(limit=30, remaining=20)) if seed % 2 else Heard(kind=Kind.ANSWERED)
+    learned = answered(BucketHeaders(limit=30, remaining=20)) if seed % 2 else Feedback(kind=Kind.ANSWERED)
     alone.learn(learned, 0.0)
     for lane, amounts in wanted:
         alone.join(Waiter(lane, amounts, arrived_s=0.0))
@@ -271,7 +271,7 @@ async def test_limits_learned_by_one_process_apply_to_all(opened: Opened) -> Non
     await empty(other)
     one.learn(
         ACCOUNT,
-        Heard(kind=Kind.ANSWERED, rate=RateHeaders(BucketHeaders(limit=6_000), BucketHeaders(), BucketHeaders())),
+        Feedback(kind=Kind.ANSWERED, rate=RateHeaders(BucketHeaders(limit=6_000), BucketHeaders(), BucketHeaders())),
     )
     began_s = now_s()
     await asyncio.gather(*(ask(other, "critical") for _ in range(50)))
@@ -370,7 +370,7 @@ async def test_a_different_clock_in_redis_makes_no_request_late(opened: Opened, 
 async def test_a_clock_that_is_set_back_stops_no_request(opened: Opened, redis: RedisServer, namespace: str) -> None:
     one, dead = opened(), opened()
     await empty(one)
-    one.learn(ACCOUNT, Heard(kind=Kind.RATE_LIMITED, retry_after_s=0.2))
+    one.learn(ACCOUNT, Feedback(kind=Kind.RATE_LIMITED, retry_after_s=0.2))
     waits = ask(dead, "critical", amounts=Amounts(9, 1, 1))
     await asyncio.sleep(0.3)
     await gone(waits)
@@ -388,11 +388,12 @@ async def test_what_two_processes_learn_at_the_same_time_is_both_kept(opened: Op
     await empty(one)
     await empty(other)
     one.learn(
-        ACCOUNT, Heard(kind=Kind.ANSWERED, rate=RateHeaders(BucketHeaders(limit=700), BucketHeaders(), BucketHeaders()))
+        ACCOUNT,
+        Feedback(kind=Kind.ANSWERED, rate=RateHeaders(BucketHeaders(limit=700), BucketHeaders(), BucketHeaders())),
     )
     other.learn(
         ACCOUNT,
-        Heard(kind=Kind.ANSWERED, rate=RateHeaders(BucketHeaders(), BucketHeaders(limit=70_000), BucketHeaders())),
+        Feedback(kind=Kind.ANSWERED, rate=RateHeaders(BucketHeaders(), BucketHeaders(limit=70_000), BucketHeaders())),
     )
     for each in (one, other, one, other):
         await each.try_reserve(ACCOUNT, lane="critical", amounts=ONE)
@@ -407,7 +408,7 @@ async def test_a_spend_limit_found_by_one_process_pauses_all(opened: Opened) -> 
     await empty(one)
     waits = ask(other, "batch", amounts=Amounts(9, 1, 1))
     await asyncio.sleep(0.1)
-    one.learn(ACCOUNT, Heard(kind=Kind.SPEND_LIMIT))
+    one.learn(ACCOUNT, Feedback(kind=Kind.SPEND_LIMIT))
 
     with pytest.raises(WaitTooLong) as caught:
         await asyncio.wait_for(waits, 30)
@@ -420,7 +421,7 @@ async def test_a_spend_limit_found_by_one_process_pauses_all(opened: Opened) -> 
 async def test_a_process_that_does_not_know_of_a_pause_gets_no_grant(opened: Opened) -> None:
     one, other = opened(), opened()
     assert await one.try_reserve(ACCOUNT, lane="normal", amounts=ONE) is not None
-    one.learn(ACCOUNT, Heard(kind=Kind.SPEND_LIMIT))
+    one.learn(ACCOUNT, Feedback(kind=Kind.SPEND_LIMIT))
     assert await one.try_reserve(ACCOUNT, lane="normal", amounts=ONE) is None
 
     with pytest.raises(WaitTooLong):

@@ -2,10 +2,12 @@
 
 import random
 
+import pytest
+
 from consumers.chain import Route
 from consumers.failures import TransientError
 from consumers.providers.breaker import DOUBTED_FROM, FAILURES, OPEN_MOST_S, OPEN_S
-from consumers.providers.breakers import Breakers, Pass
+from consumers.providers.breakers import Breakers, Permit
 from tests.consumers.state.conftest import Opened
 from tests.support.waiting import until
 
@@ -13,15 +15,15 @@ HERE = Route(provider="anthropic", model="m", name="m", account="anthropic/m")
 DOWN = TransientError("500", status=500)
 
 
-async def enter(these: Breakers, at_s: float, *, request: str = "r") -> Pass | None:
+async def enter(these: Breakers, at_s: float, *, request: str = "r") -> Permit | None:
     return await these.enter(HERE, at_s, request=request)
 
 
 async def fail(these: Breakers, at_s: float, *, times: int) -> None:
     for each in range(times):
-        entered = await enter(these, at_s, request=str(each))
-        assert entered is not None
-        await these.failed(entered, DOWN, at_s, timeout_s=60)
+        permit = await enter(these, at_s, request=str(each))
+        assert permit is not None
+        await these.failed(permit, DOWN, at_s, timeout_s=60)
 
 
 async def two(opened: Opened) -> tuple[Breakers, Breakers]:
@@ -64,6 +66,7 @@ async def test_one_process_probes_and_the_others_learn_the_result(opened: Opened
     assert last.is_probe
 
 
+@pytest.mark.slow
 async def test_if_a_probing_process_dies_another_probes(opened: Opened, monkeypatch) -> None:
     monkeypatch.setattr("consumers.providers.breaker.PROBE_WITHIN_S", 0.2)
     one, other = await two(opened)

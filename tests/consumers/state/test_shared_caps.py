@@ -26,7 +26,7 @@ class Process:
         def tell(_: str, /, *, cap: str, percent: int, **__: Any) -> None:
             self.told.append((cap, percent))
 
-        return await self.spending.take(self.bounds, spent, tell=tell)
+        return await self.spending.take(self.bounds, spent, publish=tell)
 
 
 async def started(opened: Opened, *, spec: CapsSpec = SPEC) -> Process:

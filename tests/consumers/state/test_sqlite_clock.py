@@ -8,7 +8,7 @@ import pytest
 from consumers.state.base import Ended, Granted, Identity, Running
 from consumers.state.clock import Clock
 from consumers.state.sqlite.store import SqliteStore
-from tests.support.completions import ME, answered, copy
+from tests.support.completions import ME, answered, fingerprint
 
 
 class Calendar(Clock):
@@ -37,19 +37,19 @@ def a_store(folder: Path, clock: Clock) -> SqliteStore:
 async def test_a_change_of_the_calendar_does_not_affect_running_claims(tmp_path: Path, hours: int) -> None:
     clock = Calendar()
     async with a_store(tmp_path, clock) as store:
-        found = await store.claim(ME, copy())
+        found = await store.claim(ME, fingerprint())
         assert isinstance(found, Granted)
-        await store.complete(Identity("", "ended"), copy(), answered(), token=None)
+        await store.complete(Identity("", "ended"), fingerprint(), answered(), token=None)
         clock.ahead_ms = hours * 3_600_000
         clock.uptime_ms += 5
 
-        assert await store.claim(ME, copy(mark="other")) == Running(for_ms=5)
-        again = await store.claim(ME, copy(redelivered=True))
+        assert await store.claim(ME, fingerprint(mark="other")) == Running(for_ms=5)
+        again = await store.claim(ME, fingerprint(redelivered=True))
         assert isinstance(again, Granted)
         assert again.token > found.token
-        assert isinstance(await store.claim(Identity("", "ended"), copy()), Ended)
+        assert isinstance(await store.claim(Identity("", "ended"), fingerprint()), Ended)
         clock.uptime_ms += 10_001
-        assert isinstance(await store.claim(ME, copy(mark="other")), Granted), "nor is a lease stuck"
+        assert isinstance(await store.claim(ME, fingerprint(mark="other")), Granted), "nor is a lease stuck"
 
 
 @pytest.mark.parametrize(("before", "after"), [("1", "2"), ("", "")])
@@ -57,9 +57,9 @@ async def test_a_reboot_ends_all_leases(tmp_path: Path, before: str, after: str)
     clock = Calendar()
     clock.booted, clock.uptime_ms = before, 100 * 86_400_000
     async with a_store(tmp_path, clock) as store:
-        assert isinstance(await store.claim(ME, copy()), Granted)
+        assert isinstance(await store.claim(ME, fingerprint()), Granted)
         assert await store.hold("sweep", "a", for_s=60) is not None
     clock.booted, clock.uptime_ms = after, 1_000
     async with a_store(tmp_path, clock) as store:
-        assert isinstance(await store.claim(ME, copy(mark="other")), Granted)
+        assert isinstance(await store.claim(ME, fingerprint(mark="other")), Granted)
         assert await store.hold("sweep", "b", for_s=60) is not None

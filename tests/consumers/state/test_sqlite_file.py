@@ -18,7 +18,7 @@ from consumers.state.base import Cancelling, Ended, Found, Granted, Identity, Ru
 from consumers.state.sqlite import file as sqlite_file
 from consumers.state.sqlite.store import SqliteStore
 from consumers.state.sqlite.writer import TOGETHER_AT_MOST
-from tests.support.completions import CANCELLED, ME, answered, copy
+from tests.support.completions import CANCELLED, ME, answered, fingerprint
 from tests.support.waiting import until
 
 HOUSE = Path(__file__).parents[3]
@@ -52,9 +52,29 @@ def a_store(path: Path) -> SqliteStore:
     return SqliteStore(path, namespace="lane")
 
 
+async def test_a_file_that_is_locked_for_writing_is_followed_all_the_same(path: Path) -> None:
+    async with a_store(path) as store:
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            (found,) = await store.look([(ME, 0)])
+    assert found is not None
+    assert not found.is_known
+
+
+async def test_who_follows_sees_the_new_file_after_the_old_one_was_removed(path: Path) -> None:
+    async with a_store(path) as store:
+        await store.claim(ME, fingerprint())
+        assert await store.look([(ME, 0)]) == [None]
+        path.unlink()
+        await store.claim(Identity("", "another"), fingerprint())
+        (found,) = await store.look([(ME, 0)])
+    assert found is not None
+    assert not found.is_known
+
+
 async def trouble_with(store: Store) -> str:
     with pytest.raises(StoreUnavailable) as caught:
-        await store.claim(ME, copy())
+        await store.claim(ME, fingerprint())
     assert store.trouble == str(caught.value)
     return str(caught.value)
 
@@ -64,7 +84,7 @@ async def is_well_again(store: Store, identity: Identity = ME) -> object:
 
     async def claimed() -> object:
         try:
-            return await store.claim(identity, copy(redelivered=True))
+            return await store.claim(identity, fingerprint(redelivered=True))
         except StoreUnavailable:
             return None
 
@@ -77,7 +97,7 @@ async def test_only_its_owner_may_read_the_file(path: Path) -> None:
     umask = os.umask(0)
     try:
         async with a_store(path) as store:
-            await store.claim(ME, copy())
+            await store.claim(ME, fingerprint())
             modes = {each.name: stat.S_IMODE(each.stat().st_mode) for each in path.parent.iterdir()}
     finally:
         os.umask(umask)
@@ -99,14 +119,14 @@ async def test_committed_writes_survive_a_power_cut(path: Path) -> None:
 
 async def test_a_reopened_store_has_its_content(path: Path) -> None:
     async with a_store(path) as store:
-        await store.complete(ME, copy(), answered(), token=None)
+        await store.complete(ME, fingerprint(), answered(), token=None)
     async with a_store(path) as store:
-        assert isinstance(await store.claim(ME, copy()), Ended)
+        assert isinstance(await store.claim(ME, fingerprint()), Ended)
 
 
 async def test_closing_a_store_completes_earlier_calls(path: Path) -> None:
     store = await a_store(path).__aenter__()
-    asked = [asyncio.create_task(store.claim(Identity("", str(each)), copy())) for each in range(100)]
+    asked = [asyncio.create_task(store.claim(Identity("", str(each)), fingerprint())) for each in range(100)]
     await asyncio.sleep(0)
     await store.__aexit__()
 
@@ -124,7 +144,7 @@ async def test_however_many_wait_each_is_done(path: Path) -> None:
 async def test_what_no_store_could_keep_fails_alone(path: Path) -> None:
     async with a_store(path) as store:
         before, wrong, after = await asyncio.gather(
-            store.claim(ME, copy()), store.find(Identity("", "\ud800")), store.find(ME), return_exceptions=True
+            store.claim(ME, fingerprint()), store.find(Identity("", "\ud800")), store.find(ME), return_exceptions=True
         )
     assert isinstance(before, Granted)
     assert isinstance(wrong, UnicodeEncodeError)
@@ -133,7 +153,7 @@ async def test_what_no_store_could_keep_fails_alone(path: Path) -> None:
 
 async def test_a_file_locked_by_another_process_raises_store_unavailable(path: Path, busy_for_less: None) -> None:
     async with a_store(path) as store:
-        await store.claim(ME, copy())
+        await store.claim(ME, fingerprint())
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN EXCLUSIVE")
             told = await trouble_with(store)
@@ -142,6 +162,7 @@ async def test_a_file_locked_by_another_process_raises_store_unavailable(path: P
         assert isinstance(await is_well_again(store), Granted)
 
 
+@pytest.mark.slow
 async def test_a_file_locked_at_the_start_is_used_when_it_is_free(path: Path, busy_for_less: None) -> None:
     async with a_store(path):
         pass
@@ -157,7 +178,7 @@ async def test_the_event_loop_is_not_blocked_while_the_file_is_locked(path: Path
     async with a_store(path) as store:
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN EXCLUSIVE")
-            claim = asyncio.create_task(store.claim(ME, copy()))
+            claim = asyncio.create_task(store.claim(ME, fingerprint()))
             rounds = 0
             while not claim.done():
                 rounds += 1
@@ -167,6 +188,7 @@ async def test_the_event_loop_is_not_blocked_while_the_file_is_locked(path: Path
     assert rounds > 20
 
 
+@pytest.mark.slow
 async def test_a_read_only_file_raises_store_unavailable(as_anyone: Callable[[], None]) -> None:
     folder = Path(tempfile.mkdtemp(prefix="lanekeeper-read-only-"))
     path = folder / "lane.sqlite"
@@ -190,19 +212,21 @@ async def test_a_read_only_file_raises_store_unavailable(as_anyone: Callable[[],
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 async def test_a_full_disk_raises_store_unavailable(path: Path) -> None:
     async with a_store(path) as store:
         await store._writer.do(lambda tables, _: tables.connection.execute("PRAGMA max_page_count = 20").fetchall())
         with pytest.raises(StoreUnavailable, match=r"no room left.*free some space"):
-            await store.complete(ME, copy(), answered("x" * 200_000), token=None)
+            await store.complete(ME, fingerprint(), answered("x" * 200_000), token=None)
         assert isinstance(await is_well_again(store), Granted), "nothing of it was kept"
 
 
+@pytest.mark.slow
 async def test_a_full_disk_fails_all_writes_of_the_same_transaction(path: Path) -> None:
     async with a_store(path) as store:
         await store._writer.do(lambda tables, _: tables.connection.execute("PRAGMA max_page_count = 20").fetchall())
         large = answered("x" * 200_000)
-        ends = [store.complete(Identity("", str(each)), copy(), large, token=None) for each in range(10)]
+        ends = [store.complete(Identity("", str(each)), fingerprint(), large, token=None) for each in range(10)]
         found = await asyncio.gather(*ends, return_exceptions=True)
         await is_well_again(store)
         kept = [await store.find(Identity("", str(each))) for each in range(10)]
@@ -218,7 +242,7 @@ async def test_with_hardly_any_disk_space_no_new_request_is_claimed(
         monkeypatch.setattr("consumers.state.sqlite.store.ROOM_BYTES", 2**62)
         with pytest.raises(StoreUnavailable, match="no room left"):
             await store.probe()
-        await store.complete(ME, copy(), answered(), token=None)
+        await store.complete(ME, fingerprint(), answered(), token=None)
         assert "no room left" in (store.trouble or ""), "what is small enough is stored, and does not hide it"
 
         monkeypatch.undo()
@@ -226,6 +250,7 @@ async def test_with_hardly_any_disk_space_no_new_request_is_claimed(
         assert store.trouble is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [b"garbage" * 1000, b"SQLite format 3\x00" + b"\xff" * 5000])
 async def test_a_corrupt_file_raises_store_unavailable(path: Path, content: bytes) -> None:
     path.parent.mkdir()
@@ -238,6 +263,7 @@ async def test_a_corrupt_file_raises_store_unavailable(path: Path, content: byte
         assert isinstance(await is_well_again(store), Granted)
 
 
+@pytest.mark.slow
 async def test_a_file_that_becomes_corrupt_while_open_raises_store_unavailable(path: Path) -> None:
     async with a_store(path) as store:
         await asyncio.gather(*(store.note(Identity("", str(each)), answered("x" * 9_000)) for each in range(200)))
@@ -270,7 +296,7 @@ OLDER = {
 @pytest.mark.parametrize("version", OLDER)
 async def test_a_file_of_an_earlier_version_is_upgraded(path: Path, version: int) -> None:
     async with a_store(path) as store:
-        await store.complete(ME, copy(), answered(), token=None)
+        await store.complete(ME, fingerprint(), answered(), token=None)
     with closing(sqlite3.connect(path)) as other:
         other.executescript(OLDER[version])
     async with a_store(path) as store:
@@ -307,6 +333,7 @@ async def test_a_file_of_another_namespace_is_refused(path: Path) -> None:
         assert "belongs to the namespace lane, this is staging" in await trouble_with(store)
 
 
+@pytest.mark.slow
 async def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     async with a_store(tmp_path / "file" / "lane.sqlite") as store:
@@ -323,29 +350,29 @@ async def test_a_folder_in_place_of_the_file_is_reported(path: Path) -> None:
 
 async def test_a_folder_that_is_removed_while_open_is_noticed(path: Path) -> None:
     async with a_store(path) as store, a_store(path) as other:
-        await store.claim(ME, copy())
+        await store.claim(ME, fingerprint())
         shutil.rmtree(path.parent)
 
         assert isinstance(await is_well_again(store), Granted), "what was claimed is forgotten"
-        assert isinstance(await other.claim(ME, copy()), Running), "both have the new one"
-        await store.complete(ME, copy(redelivered=True), answered(), token=None)
+        assert isinstance(await other.claim(ME, fingerprint()), Running), "both have the new one"
+        await store.complete(ME, fingerprint(redelivered=True), answered(), token=None)
     async with a_store(path) as again:
-        assert isinstance(await again.claim(ME, copy()), Ended)
+        assert isinstance(await again.claim(ME, fingerprint()), Ended)
 
 
 async def test_a_file_that_is_removed_while_open_is_noticed(path: Path) -> None:
     async with a_store(path) as store:
-        await store.claim(ME, copy())
+        await store.claim(ME, fingerprint())
         path.unlink()
 
         assert isinstance(await is_well_again(store), Granted)
     async with a_store(path) as again:
-        assert isinstance(await again.claim(ME, copy()), Running)
+        assert isinstance(await again.claim(ME, fingerprint()), Running)
 
 
 async def test_a_file_that_is_replaced_by_a_backup_while_open_is_noticed(path: Path) -> None:
     async with a_store(path) as store:
-        await store.complete(ME, copy(), answered(), token=None)
+        await store.complete(ME, fingerprint(), answered(), token=None)
     backup = path.with_suffix(".backup")
     shutil.copy(path, backup)
     async with a_store(path) as store:
@@ -363,13 +390,13 @@ import asyncio, sys
 from pathlib import Path
 from consumers.state.base import Granted, Identity
 from consumers.state.sqlite.store import SqliteStore
-from tests.support.completions import copy
+from tests.support.completions import fingerprint as of
 
 async def main():
     async with SqliteStore(Path(sys.argv[1]), namespace="lane") as store:
         assert store.trouble is None, store.trouble
         sys.stdin.readline()
-        found = await asyncio.gather(*(store.claim(Identity("", str(n)), copy(mark=sys.argv[2])) for n in range(200)))
+        found = await asyncio.gather(*(store.claim(Identity("", str(n)), of(mark=sys.argv[2])) for n in range(200)))
         print(sum(isinstance(each, Granted) for each in found))
 
 asyncio.run(main())

@@ -14,7 +14,7 @@ from consumers.state.base import Granted, Held, Identity, Running, StoreUnavaila
 from consumers.state.sqlite import writer
 from consumers.state.sqlite.file import sync_commits
 from consumers.state.sqlite.store import SqliteStore
-from tests.support.completions import CANCELLED, ME, answered, copy
+from tests.support.completions import CANCELLED, ME, answered, fingerprint
 from tests.support.waiting import until
 
 HOUSE = Path(__file__).parents[3]
@@ -22,11 +22,11 @@ OTHER = Identity("", "other")
 CLAIM = """
 import asyncio, pathlib, sys
 from consumers.state.sqlite.store import SqliteStore
-from tests.support.completions import ME, copy
+from tests.support.completions import ME, fingerprint
 
 async def main():
     async with SqliteStore(pathlib.Path(sys.argv[1]), namespace="lane") as store:
-        await store.claim(ME, copy())
+        await store.claim(ME, fingerprint())
         print("granted", flush=True)
         await asyncio.Event().wait()
 
@@ -49,29 +49,30 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 async def test_claims_and_renewals_alone_do_not_wait_for_the_disk(tmp_path: Path, changes: list[bool]) -> None:
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
-        granted = await store.claim(ME, copy())
-        await store.claim(OTHER, copy())
+        granted = await store.claim(ME, fingerprint())
+        await store.claim(OTHER, fingerprint())
         assert isinstance(granted, Granted)
         await store.renew([Held(ME, granted.token)])
         assert changes == [False]
-        await store.complete(ME, copy(), answered(), token=granted.token)
+        await store.complete(ME, fingerprint(), answered(), token=granted.token)
         assert changes == [False, True], "an answer does"
-        await store.claim(Identity("", "third"), copy())
+        await store.claim(Identity("", "third"), fingerprint())
         await store.cancel(OTHER, CANCELLED)
         assert changes == [False, True, False, True], "a cancellation does"
-        await asyncio.gather(store.claim(Identity("", "fourth"), copy()), store.find(ME))
+        await asyncio.gather(store.claim(Identity("", "fourth"), fingerprint()), store.find(ME))
         assert changes == [False, True, False, True], "claims with something else do"
 
 
+@pytest.mark.slow
 async def test_while_the_store_is_in_trouble_a_claim_waits_for_the_disk(tmp_path: Path, changes: list[bool]) -> None:
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
         await store._writer.do(lambda tables, _: tables.connection.execute("PRAGMA max_page_count = 20").fetchall())
         with pytest.raises(StoreUnavailable):
-            await store.complete(OTHER, copy(), answered("x" * 200_000), token=None)
+            await store.complete(OTHER, fingerprint(), answered("x" * 200_000), token=None)
 
         async def claimed() -> bool:
             with suppress(StoreUnavailable):
-                return isinstance(await store.claim(ME, copy(nonce=b"12345678")), Granted)
+                return isinstance(await store.claim(ME, fingerprint(nonce=b"12345678")), Granted)
             return False
 
         await until(claimed)
@@ -101,7 +102,7 @@ async def test_a_claim_outlives_the_process_that_was_granted_it(tmp_path: Path) 
     await process.wait()
 
     async with SqliteStore(path, namespace="lane") as store:
-        assert isinstance(await store.claim(ME, copy(mark="another")), Running)
-        again = await store.claim(ME, copy(redelivered=True))
+        assert isinstance(await store.claim(ME, fingerprint(mark="another")), Running)
+        again = await store.claim(ME, fingerprint(redelivered=True))
     assert isinstance(again, Granted)
     assert again.deaths == 1

@@ -13,9 +13,11 @@ from consumers.state.base import Completion, Conflict, Ended, Granted, Held, Ide
 from consumers.state.clock import Clock
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.file import SCHEMA
-from consumers.state.sqlite.requests import Requests, Times
+from consumers.state.sqlite.requests import Requests
+from consumers.state.sqlite.rows import Times
 from consumers.state.sqlite.store import SqliteStore
-from tests.support.completions import ME, answered, copy, failed
+from tests.support.completions import ME, answered, failed, fingerprint
+from tests.support.examples import examples
 
 IDS = [Identity(tenant, id) for tenant in ("", "tenant") for id in ("a", "b", "c")]
 Apply = Callable[[Requests, Times], object]
@@ -35,7 +37,7 @@ class Standing(Clock):
 
 def a_claim(store: SqliteStore, rng: random.Random) -> tuple[int, Any, Apply]:
     me = rng.choice(IDS)
-    mine = copy(
+    mine = fingerprint(
         body=rng.choice(["body", "body", "other"]),
         mark=rng.choice(["mark", "again"]),
         redelivered=rng.random() < 0.3,
@@ -45,7 +47,7 @@ def a_claim(store: SqliteStore, rng: random.Random) -> tuple[int, Any, Apply]:
 
 
 def a_completion(store: SqliteStore, rng: random.Random, tokens: list[int]) -> tuple[int, Any, Apply]:
-    me, mine, ending = rng.choice(IDS), copy(), rng.choice([answered("a"), answered("b"), failed()])
+    me, mine, ending = rng.choice(IDS), fingerprint(), rng.choice([answered("a"), answered("b"), failed()])
     token = rng.choice(tokens)
     return (
         1,
@@ -66,7 +68,7 @@ def another(store: SqliteStore, rng: random.Random, tokens: list[int]) -> tuple[
             return store.find(me), lambda requests, at: requests.find(at, me)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(examples(20)))
 async def test_each_gets_what_it_would_have_got_by_itself(tmp_path: Path, seed: int) -> None:
     rng, clock = random.Random(seed), Standing()
     connection = sqlite3.connect(":memory:", isolation_level=None)
@@ -92,7 +94,7 @@ async def test_each_gets_what_it_would_have_got_by_itself(tmp_path: Path, seed: 
 
 async def test_the_same_request_twice_in_one_transaction_is_granted_once(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
-        found = await asyncio.gather(*(store.claim(ME, copy(mark=str(each))) for each in range(3)))
+        found = await asyncio.gather(*(store.claim(ME, fingerprint(mark=str(each))) for each in range(3)))
     assert [type(each) for each in found] == [Granted, Running, Running]
 
 
@@ -100,11 +102,11 @@ async def test_among_many_renewals_those_that_must_stop_are_returned(tmp_path: P
     clock = Standing()
     ids = [Identity("", str(each)) for each in range(45)]
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=clock) as store:
-        claims = await asyncio.gather(*(store.claim(each, copy()) for each in ids))
+        claims = await asyncio.gather(*(store.claim(each, fingerprint()) for each in ids))
         held = [Held(me, each.token) for me, each in zip(ids, claims, strict=True) if isinstance(each, Granted)]
         forgotten = Held(Identity("", "forgotten"), 7)
         assert await store.renew([*held, forgotten]) == {}
-        await store.claim(ids[3], copy(redelivered=True))
+        await store.claim(ids[3], fingerprint(redelivered=True))
         await store.cancel(ids[40], failed("cancelled"))
         clock.ms += 9_000
         found = await store.renew([*held, forgotten])
@@ -119,11 +121,11 @@ async def test_among_many_claims_only_those_of_known_requests_are_not_granted(tm
     ids = [Identity("", str(each)) for each in range(100)]
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
         for each in ids[::10]:
-            await store.complete(each, copy(), answered(each.id), token=None)
-        found = await asyncio.gather(*(store.claim(each, copy()) for each in ids))
+            await store.complete(each, fingerprint(), answered(each.id), token=None)
+        found = await asyncio.gather(*(store.claim(each, fingerprint()) for each in ids))
     for each, claim in zip(ids, found, strict=True):
         if each in ids[::10]:
-            assert claim == Ended(completion=answered(each.id), same_copy=True)
+            assert claim == Ended(completion=answered(each.id), is_same_message=True)
         else:
             assert isinstance(claim, Granted)
 
@@ -132,10 +134,10 @@ async def test_one_that_cannot_be_kept_fails_alone(tmp_path: Path) -> None:
     ids = [Identity("", str(each)) for each in range(40)]
     ids[7] = Identity("", "\ud800")
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
-        claims = await asyncio.gather(*(store.claim(each, copy()) for each in ids), return_exceptions=True)
+        claims = await asyncio.gather(*(store.claim(each, fingerprint()) for each in ids), return_exceptions=True)
         ends = [answered("x") if each != 9 else answered("x", ended_ms=2**70) for each in range(40)]
         asked = [
-            store.complete(me, copy(), end, token=claim.token)
+            store.complete(me, fingerprint(), end, token=claim.token)
             for me, claim, end in zip(ids, claims, ends, strict=True)
             if isinstance(claim, Granted)
         ]
@@ -151,6 +153,6 @@ async def test_one_that_cannot_be_kept_fails_alone(tmp_path: Path) -> None:
 
 async def test_a_claim_that_was_forgotten_is_completed(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
-        assert await store.complete(ME, copy(), answered(), token=7) == answered()
-        assert await store.claim(ME, copy(body="other")) == Conflict()
-        assert isinstance(await store.claim(ME, copy()), Ended)
+        assert await store.complete(ME, fingerprint(), answered(), token=7) == answered()
+        assert await store.claim(ME, fingerprint(body="other")) == Conflict()
+        assert isinstance(await store.claim(ME, fingerprint()), Ended)

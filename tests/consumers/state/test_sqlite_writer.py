@@ -8,7 +8,7 @@ from consumers.state.clock import Clock
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.store import SqliteStore
 from consumers.state.sqlite.writer import TOGETHER_AT_MOST, Writer
-from tests.support.completions import ME, copy
+from tests.support.completions import ME, fingerprint
 
 
 async def test_each_of_many_waiting_writes_is_done(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ async def test_each_of_many_waiting_writes_is_done(tmp_path: Path) -> None:
 async def test_a_write_that_cannot_be_stored_fails_alone(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
         before, wrong, after = await asyncio.gather(
-            store.claim(ME, copy()), store.find(Identity("", "\ud800")), store.find(ME), return_exceptions=True
+            store.claim(ME, fingerprint()), store.find(Identity("", "\ud800")), store.find(ME), return_exceptions=True
         )
     assert isinstance(before, Granted)
     assert isinstance(wrong, UnicodeEncodeError)

@@ -8,14 +8,15 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
-from consumers.state.base import Copy, Found, Granted, Held, Identity
+from consumers.state.base import Fingerprint, Found, Granted, Held, Identity
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.counters import Counters
 from consumers.state.sqlite.file import SCHEMA
-from consumers.state.sqlite.requests import Requests, Times
+from consumers.state.sqlite.requests import Requests
+from consumers.state.sqlite.rows import Times
 from consumers.state.sqlite.shares import Waiting
 from consumers.state.sqlite.sweeping import Sweeping
-from tests.support.completions import CANCELLED, answered, copy, failed, untried
+from tests.support.completions import CANCELLED, answered, failed, fingerprint, untried
 
 TOLD = Path(__file__).with_name("stories") / "embedded.txt"
 STEPS = 500
@@ -68,19 +69,19 @@ class Story:
     def _note_line(self, text: str) -> None:
         self.lines.append(f"{self._now_ms} {text}".replace(str(MIDNIGHT_MS)[:7], "…"))
 
-    def _copy(self) -> Copy:
+    def _fingerprint(self) -> Fingerprint:
         body, mark = (
             self._chosen.choice(("body", "body", "body", "other")),
             self._chosen.choice(("mark", "mark", "again")),
         )
         nonce, dead_at_ms = self._chosen.choice((b"", b"n1", b"n2")), self._chosen.choice((None, None, 100))
-        return copy(body, mark, redelivered=self._chosen.random() < 0.3, nonce=nonce, dead_at_ms=dead_at_ms)
+        return fingerprint(body, mark, redelivered=self._chosen.random() < 0.3, nonce=nonce, dead_at_ms=dead_at_ms)
 
     def _held(self, identity: Identity) -> Held:
         return Held(identity, self._tokens.get(identity, 1) - self._chosen.choice((0, 0, 0, 1)))
 
     def _claim(self, identity: Identity) -> object:
-        found = self._requests.claim(self._at, identity, self._copy())
+        found = self._requests.claim(self._at, identity, self._fingerprint())
         if isinstance(found, Granted):
             self._tokens[identity] = found.token
         return found
@@ -88,12 +89,12 @@ class Story:
     def _complete(self, identity: Identity) -> object:
         completion = self._chosen.choice((answered(), answered("x" * 3_000), failed(ended_ms=100)))
         token = self._held(identity).token
-        return self._requests.complete(self._at, identity, self._copy(), completion, token)
+        return self._requests.complete(self._at, identity, self._fingerprint(), completion, token)
 
     def _end(self, identity: Identity) -> object:
         own = Identity(identity.tenant, f"{identity.id}{self._chosen.randrange(40)}")
         size = self._chosen.choice((500, 9_000))
-        return self._requests.complete(self._at, own, self._copy(), untried(size=size), None)
+        return self._requests.complete(self._at, own, self._fingerprint(), untried(size=size), None)
 
     def _renew(self, identity: Identity) -> object:
         return [str(each) for each in self._requests.renew(self._at, [self._held(identity)]).values()]
@@ -117,7 +118,9 @@ class Story:
     def _reserve(self, identity: Identity) -> object:
         until_ms = self._at.today + self._chosen.choice((1_000, 20_000))
         weight = self._chosen.choice((1, 1, 2))
-        return str(self._waiting.reserve(self._at.today, identity, self._copy(), weight=weight, until_ms=until_ms))
+        return str(
+            self._waiting.reserve(self._at.today, identity, self._fingerprint(), weight=weight, until_ms=until_ms)
+        )
 
     def _take(self, identity: Identity) -> object:
         if self._chosen.random() < 0.3:

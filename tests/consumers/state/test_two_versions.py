@@ -14,7 +14,7 @@ from consumers.limits import learned
 from consumers.limits.account import Account
 from consumers.limits.accounts import Accounts
 from consumers.limits.amounts import Amounts
-from consumers.limits.base import Heard, Kind
+from consumers.limits.base import Feedback, Kind
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.script import Script
@@ -37,7 +37,7 @@ return redis.call('SET', KEYS[1], cmsgpack.pack(account))
 )
 """As a process of another version that keeps accounts in the same form, and has learned something."""
 KEPT_ELSEWHERE = Script("return redis.call('SET', KEYS[1], cmsgpack.pack(cjson.decode(ARGV[1])))")
-PLAIN = learned.write(Account(ACCOUNT, spec(), now_s=0.0).learned())
+PLAIN = learned.to_json(Account(ACCOUNT, spec(), now_s=0.0).learned())
 
 
 @pytest.fixture
@@ -65,8 +65,8 @@ async def one_of_each_lane(budgets: Accounts[SharedTurns]) -> None:
             budgets.settle(await budgets.reserve(ACCOUNT, lane=lane, amounts=ONE, until=None), ONE)
 
 
-def answered(limit: float) -> Heard:
-    return Heard(
+def answered(limit: float) -> Feedback:
+    return Feedback(
         kind=Kind.ANSWERED, rate=RateHeaders(BucketHeaders(limit=limit), BucketHeaders(), BucketHeaders()), counted=ONE
     )
 

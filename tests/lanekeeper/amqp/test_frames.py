@@ -15,14 +15,14 @@ from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
 from lanekeeper.amqp.driver import fields, frames
-from lanekeeper.amqp.driver.frames import HEADERS_BYTES, NESTED_LEVELS, message_from, message_of, tolerate
+from lanekeeper.amqp.driver.frames import HEADERS_BYTES, NESTED_LEVELS, message_from, message_of, patch_pamqp
 from lanekeeper.amqp.driver.outgoing import encoded
 from lanekeeper.contract.messages import UNREADABLE, Message
 from lanekeeper.contract.names import Names
 from tests.support.examples import examples
 from topology.codec.headers import carried
 
-tolerate()
+patch_pamqp()
 
 SIZES = dict(zip([bytes([each]) for each in b"tbBsuIilLfdDT"], (1, 1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 5, 8), strict=True))
 CONTENT_TYPE, HEADERS, CORRELATION_ID, REPLY_TO, TIMESTAMP = 1 << 15, 1 << 13, 1 << 10, 1 << 9, 1 << 6
@@ -128,10 +128,10 @@ def test_a_table_with_too_many_values_is_named() -> None:
     def full(values: int) -> bytes:  # the array counts as a value too
         return table(b"\x01kA" + table(b"V" * (values - 1)))
 
-    assert list(delivered(HEADERS, full(fields.VALUES)).headers) == ["k"]
-    found = delivered(HEADERS, full(fields.VALUES + 1)).headers
+    assert list(delivered(HEADERS, full(fields.MAX_VALUES)).headers) == ["k"]
+    found = delivered(HEADERS, full(fields.MAX_VALUES + 1)).headers
     assert list(found) == [UNREADABLE]
-    assert f"more than {fields.VALUES} values" in found[UNREADABLE]
+    assert f"more than {fields.MAX_VALUES} values" in found[UNREADABLE]
 
 
 def test_20_000_nested_levels_are_refused_before_they_are_parsed() -> None:
@@ -320,6 +320,6 @@ def test_any_table_that_is_read_can_be_written(fields: list[tuple[bytes, bytes, 
 
 
 def test_installing_the_tolerant_frame_reader_twice_changes_nothing() -> None:
-    tolerate()
-    frames.tolerate()
+    patch_pamqp()
+    frames.patch_pamqp()
     assert round_trip(Message(body=b"{}", headers={"a": 1})).headers == {"a": 1}

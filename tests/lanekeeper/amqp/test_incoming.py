@@ -12,11 +12,11 @@ from pamqp.body import ContentBody
 from pamqp.commands import Basic, Channel
 from pamqp.header import ContentHeader
 
-from lanekeeper.amqp.driver.frames import tolerate
+from lanekeeper.amqp.driver.frames import patch_pamqp
 from lanekeeper.amqp.driver.incoming import Delivered, FrameReader, Tap
 from lanekeeper.contract.messages import Message
 
-tolerate()
+patch_pamqp()
 BEAT = b"\x08\0\0\0\0\0\0\xce"
 
 

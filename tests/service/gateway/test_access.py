@@ -37,6 +37,13 @@ def test_what_is_this_machine(host: str, answer: bool) -> None:
     assert is_loopback(host) is answer
 
 
+@pytest.mark.parametrize("tenant", ["", " crm", "a\nb", "*"])
+def test_no_key_is_made_for_a_tenant_that_the_settings_refuse(tenant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["key", "new", tenant]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, "TENANT" in printed.err) == ("", True)
+
+
 def test_a_new_key_is_printed_once_and_its_hash_is_what_the_settings_take(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

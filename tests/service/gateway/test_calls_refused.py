@@ -1,7 +1,9 @@
 """Calls that are refused before anything is published."""
 
 import asyncio
+import gzip
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +13,10 @@ from pydantic import SecretStr
 
 from service.config.gateway_section import GatewaySettings
 from service.config.settings import Settings
+from service.gateway import call_limit
 from service.gateway.app import Gateway, client_for
+from service.gateway.asking import CallReader
+from service.gateway.problems import ApiError
 from service.gateway.server import Server
 from tests.support.gate import opened as opened_store
 from tests.support.waiting import until
@@ -77,7 +82,7 @@ async def test_a_wrong_body_is_refused_by_the_name_of_the_field(opened: Opened, 
     ("header", "value", "status"),
     [
         ("x_lane_nmae", "normal", 400),
-        ("x_lane_name", "urgent", 403),
+        ("x_lane_name", "urgent", 400),
         ("x_lane_deadline_ms", "soon", 400),
         ("x_lane_deadline_ms", "999999999", 400),
         ("x_lane_stream", "true", 400),
@@ -106,6 +111,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_sent(opened: Opened
     writer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 async def test_a_body_that_announces_no_size_is_read_up_to_the_limit(opened: Opened, packed: bool) -> None:
     async def chunks() -> AsyncIterator[bytes]:
@@ -117,6 +123,68 @@ async def test_a_body_that_announces_no_size_is_read_up_to_the_limit(opened: Ope
     async with aiohttp.ClientSession() as session, session.post(url, data=chunks(), **how) as got:
         assert got.status == 413
         assert (await got.json())["error"]["type"] == "request_too_large"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/requests", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("packed", [b"hello", gzip.compress(b"{}") + b"more"], ids=["no gzip", "bytes after it"])
+async def test_a_body_that_cannot_be_unpacked_is_refused(opened: Opened, path: str, packed: bytes) -> None:
+    url, said = opened.server.url + path, {"content-encoding": "gzip"}
+    async with aiohttp.ClientSession() as session, session.post(url, data=packed, headers=said) as got:
+        assert got.status == 400
+        assert "content-encoding" in await got.text()
+
+
+async def test_others_are_answered_while_a_large_body_is_parsed(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def read(*_: object, **__: object) -> None:
+        begun.set()
+        assert may_end.wait(30)
+        raise ApiError(400, "parsed")
+
+    monkeypatch.setattr(CallReader, "read", read)
+    posting = asyncio.create_task(opened.post(bytes(2 * 1024 * 1024)))
+    await until(begun.is_set)
+    async with aiohttp.ClientSession() as session, session.get(opened.server.url + "/healthz") as got:
+        assert got.status == 200
+    may_end.set()
+    assert (await posting)[1]["message"] == "parsed"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/requests", "/v1/messages/count_tokens"])
+async def test_a_packed_body_counts_as_large_as_it_can_become(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_limit, "BODIES_BYTES", 2_500_000)
+    made = Opened()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: gzip\r\nContent-Length: 1000\r\n\r\n"
+    async with made.server:
+        connections = [await asyncio.open_connection("127.0.0.1", made.server.port) for _ in range(3)]
+        for number, (_, writer) in enumerate(connections[:2]):
+            writer.write(head.encode())
+            await until(lambda number=number: made.routes.calls == number + 1)
+        reader, writer = connections[2]
+        writer.write(head.encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 529")
+        for _, writer in connections:
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("post", "/v1/messages"),
+        ("get", "/v1/models"),
+        ("get", "/v1/models/m"),
+        ("put", "/v1/models"),
+        ("get", "/v1/no"),
+    ],
+)
+async def test_no_proxy_may_keep_what_one_caller_was_answered(opened: Opened, method: str, path: str) -> None:
+    url = f"http://127.0.0.1:{opened.server.port}{path}"
+    async with aiohttp.ClientSession() as session, session.request(method, url) as got:
+        assert got.status >= 400
+        assert got.headers["cache-control"] == "no-store"
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from lanekeeper.contract import names as n
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PROBLEMS, RequestProblem
-from service.config.copies import answered_by
+from service.config.copies import with_provider
 from service.config.gateway_section import LANES, GatewaySettings
 from service.config.settings import Settings
 from service.gateway.app import Gateway, client_for
@@ -29,7 +29,6 @@ from service.gateway.lookups import COUNT_TOKENS, MODEL, MODELS
 from service.gateway.server import Server
 from service.simulated.app import SimulatedAPI
 from tests.support.gate import opened
-from tests.support.made_up_calls import make_up
 from topology.codec import body as bodies
 from topology.codec import headers as codec
 from topology.codec import schemas
@@ -54,6 +53,7 @@ async def got(server: Server, path: str) -> Any:
         return await answer.json()
 
 
+@pytest.mark.slow
 async def test_the_openapi_document_is_served_and_valid(server: Server) -> None:
     found = await got(server, "/openapi.json")
 
@@ -61,6 +61,7 @@ async def test_the_openapi_document_is_served_and_valid(server: Server) -> None:
     assert [str(each) for each in OpenAPIV31SpecValidator(found).iter_errors()] == []
 
 
+@pytest.mark.slow
 async def test_the_asyncapi_document_is_served_and_valid(server: Server) -> None:
     found = await got(server, "/asyncapi.json")
 
@@ -133,10 +134,14 @@ def test_every_problem_document_fits_the_schema_and_a_mixed_one_does_not(code: s
 
 @pytest.mark.slow
 async def test_made_up_calls_past_the_lanes_are_answered_as_the_document_says() -> None:
+    from tests.support.made_up_calls import (
+        make_up,
+    )  # here, because its import takes as long as all fast tests of this file
+
     paths = {COUNT_TOKENS, MODELS, MODEL, "/healthz", "/readyz", "/openapi.json", "/asyncapi.json"}
     async with SimulatedAPI() as api:
         settings = Settings(amqp_url=SecretStr("amqp://a:b@127.0.0.1:1/"), gateway=GatewaySettings(port=0))
-        settings = answered_by(settings, api.base_url, key="simulated")
+        settings = with_provider(settings, api.base_url, key="simulated")
         routes = Gateway(settings, client_for(settings), opened(settings))
         async with Server(routes.reasons, host="127.0.0.1", port=0, routes=routes) as made:
             assert await asyncio.to_thread(make_up, made.url, paths=paths, examples=15) > len(paths)

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
+from structlog.testing import capture_logs
 
 from consumers.state.base import Identity, StoreUnavailable
 from consumers.state.following import Look
 from service.config.gateway_section import GatewayKey
+from service.gateway import looking as looking_module
+from service.gateway.answers import Answers
 from service.gateway.events import Events
 from service.gateway.following import Following
-from service.gateway.looking import Looking
+from service.gateway.looking import FAULTS_AT_MOST, Looking
 from service.gateway.problems import ApiError
 from tests.support.waiting import until
 
@@ -24,11 +27,16 @@ class Store:
         self.asked: list[int] = []
         self.news: set[str] = set()
         self.failing = False
+        self.faults = 0
+        """How many looks fail by a fault of ours."""
 
     async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[Look | None]:
         self.asked.append(len(wanted))
         if self.failing:
             raise StoreUnavailable("away")
+        if self.faults:
+            self.faults -= 1
+            raise ValueError("unforeseen")
         return [Look(last=after + 1) if me.id in self.news else None for me, after in wanted]
 
 
@@ -46,6 +54,7 @@ async def test_one_look_serves_all_and_ends_when_nobody_waits() -> None:
     await looking.aclose()
 
 
+@pytest.mark.slow
 async def test_a_store_that_is_away_is_waited_for() -> None:
     store = Store()
     looking = Looking(store, followers=9)  # type: ignore[arg-type]
@@ -55,6 +64,37 @@ async def test_a_store_that_is_away_is_waited_for() -> None:
     store.failing = False
 
     assert await waiting == Look(last=1)
+
+
+async def test_after_a_fault_of_ours_it_is_logged_and_looked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looking_module, "AGAIN_S", 0.01)
+    store = Store()
+    looking = Looking(store, followers=9)  # type: ignore[arg-type]
+    store.faults, store.news = FAULTS_AT_MOST - 1, {"a"}
+
+    with capture_logs() as logs:
+        assert await looking.news(Identity("", "a"), 0) == Look(last=1)
+    assert store.asked == [1] * FAULTS_AT_MOST
+    assert [each["event"] for each in logs] == ["handler.failed"] * (FAULTS_AT_MOST - 1)
+    await looking.aclose()
+
+
+@pytest.mark.slow
+async def test_a_fault_that_stays_is_told_to_all_who_wait_and_the_next_who_asks_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(looking_module, "AGAIN_S", 0.01)
+    store = Store()
+    looking = Looking(store, followers=9)  # type: ignore[arg-type]
+    store.faults, store.news = FAULTS_AT_MOST, {"b"}
+    waiting = [asyncio.create_task(looking.news(Identity("", id), 0)) for id in ("a", "b")]
+    for each in waiting:
+        with pytest.raises(ApiError, match="a fault of Lanekeeper") as told:
+            await each
+        assert told.value.status == 500
+
+    assert await looking.news(Identity("", "b"), 0) == Look(last=1)
+    await looking.aclose()
 
 
 async def test_when_the_process_stops_all_following_ends_and_none_begins() -> None:
@@ -79,7 +119,7 @@ async def test_a_reader_of_events_is_sent_to_the_next_process_by_a_stream_that_e
 
     looking = Looking(Store(), followers=9)  # type: ignore[arg-type]
     following = Following(Known(), looking)  # type: ignore[arg-type]
-    events = Events(Known(), following, looking, ping_every_s=60)  # type: ignore[arg-type]
+    events = Events(following, answers=Answers([], most_bytes=0), ping_every_s=60)
     request = make_mocked_request("GET", "/v1/requests/a/events", match_info={"id": "a"})
     asked_before = asyncio.create_task(events.get(request, GatewayKey(tenant=None)))
     await until(lambda: looking.followers == 1)

@@ -9,6 +9,8 @@ from service.gateway import bodies, server
 from tests.service.gateway.test_calls_refused import Opened
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow  # slow clients are waited for
+
 HEAD = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
 SHORT_S = 0.3
 

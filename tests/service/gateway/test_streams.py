@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lanekeeper import Final, Part
+from lanekeeper import Part
 from service.gateway.problems import ApiError
 from service.gateway.streams import Forwarding, events_of, type_of
 from tests.support.stream import put_together
@@ -39,13 +39,6 @@ def restart() -> Part:
     return Part(kind="restart", seq=0, body=b"{}")
 
 
-def final() -> Final:
-    return Final(
-        body=json.dumps(MESSAGE).encode(), request_id="r", lane="critical", model="m", provider="p", attempt=1,
-        wait_ms=0, run_ms=0, replayed=False, headers={},
-    )  # fmt: skip
-
-
 def read(data: bytes) -> list[dict[str, Any]]:
     found = []
     for each in data.decode().split("\n\n")[:-1]:
@@ -69,7 +62,7 @@ def test_the_end_waits_until_the_outcome_is_stored() -> None:
         it.part(part(seq, event))
 
     assert it.part(part(3, STOP)) == b""
-    assert read(it.final(final())) == [STOP]
+    assert it.end() == b"event: message_stop\ndata: " + json.dumps(STOP).encode() + b"\n\n"
 
 
 def test_a_restart_before_the_first_piece_is_not_noticed() -> None:
@@ -95,7 +88,8 @@ def test_a_missing_part_at_the_beginning_is_made_good_by_the_whole_answer() -> N
     it = Forwarding()
 
     assert it.part(part(0, START)) + it.part(part(2, DELTA)) + it.part(part(3, STOP)) == b""
-    assert put_together(read(it.final(final()))) == MESSAGE
+    assert it.end() is None
+    assert put_together(read(b"".join(events_of(MESSAGE)))) == MESSAGE
 
 
 @pytest.mark.parametrize("lost", [2, 3])
@@ -104,16 +98,16 @@ def test_a_missing_part_later_is_never_passed_over(lost: int) -> None:
         for seq, event in enumerate([START, DELTA, DELTA, STOP]):
             if seq != lost:
                 it.part(part(seq, event))
-        it.final(final())
+        it.end()
 
     with pytest.raises(ApiError):
         forward(Forwarding())
 
 
 def test_an_answer_without_parts_comes_as_a_stream_of_the_same_message() -> None:
-    found = read(Forwarding().final(final()))
+    assert Forwarding().end() is None
+    found = read(b"".join(events_of(MESSAGE)))
 
-    assert found == read(b"".join(events_of(MESSAGE)))
     assert put_together(found) == MESSAGE
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, Unpack
 
 import aiohttp
+import pytest
 from pydantic import SecretStr
 
 from lanekeeper import Client
 from lanekeeper.bodies import BodiesUnavailable
 from lanekeeper.options import Options
 from service.config.bodies_section import BodiesSettings
-from service.config.copies import kept_in
+from service.config.copies import with_store
 from service.config.gateway_section import GatewaySettings
 from service.config.settings import Settings
 from service.gateway.app import Gateway
@@ -66,7 +67,7 @@ async def gateway(folder: Path, **spec: Any) -> AsyncIterator[Opened]:
         gateway=GatewaySettings(port=0, **spec),
         bodies=BodiesSettings(over_bytes=OVER_BYTES),
     )
-    settings = kept_in(settings, f"sqlite:///{folder}/store.sqlite")
+    settings = with_store(settings, f"sqlite:///{folder}/store.sqlite")
     client = Publishing(settings)
     async with opened(settings) as store, aiohttp.ClientSession() as session:
         routes = Gateway(settings, client, store)
@@ -76,6 +77,31 @@ async def gateway(folder: Path, **spec: Any) -> AsyncIterator[Opened]:
 
 def said(size: int) -> dict[str, Any]:
     return {"max_tokens": 5, "messages": [{"role": "user", "content": "x" * size}]}
+
+
+@pytest.mark.slow
+async def test_a_request_that_was_sent_long_ago_is_known_as_soon_as_it_is_accepted(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as at:
+        at.client.may_end.set()
+        named = {"Idempotency-Key": "old", "x-lane-sent-ms": "0"}
+        async with at.session.post(f"{at.server.url}/v1/requests", json=said(9), headers=named) as got:
+            assert got.status == 202
+        assert await at.status_of("/v1/requests/old") == 200
+
+
+@pytest.mark.parametrize("key", [".", ".."])
+async def test_a_key_that_no_path_can_end_in_is_refused_by_its_header(tmp_path: Path, key: str) -> None:
+    async with gateway(tmp_path) as at:
+        submitted = f"{at.server.url}/v1/requests"
+        async with at.session.post(submitted, json=said(9), headers={"Idempotency-Key": key}) as got:
+            assert got.status == 400
+            assert "Idempotency-Key" in (await got.json())["detail"]
+        async with at.session.ws_connect(f"{at.server.url}/v1/ws") as ws:
+            await ws.send_json({"type": "submit", "id": key, "body": said(9)})
+            answer = await ws.receive_json()
+            assert (answer["type"], answer["problem"]["status"]) == ("problem", 400)
+            assert "Idempotency-Key" in answer["problem"]["detail"]
+        assert at.client.begun == 0
 
 
 async def test_a_large_body_whose_client_goes_away_is_published_and_stopping_waits_for_it(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ async def test_the_answers_length_follows_from_marker_option_and_max_tokens(
     assert (cut.usage.output_tokens, cut.stop_reason) == (10, "max_tokens")
 
 
+@pytest.mark.slow
 async def test_latency_delays_an_answer_and_is_spread_over_a_stream(api: SimulatedAPI, sdk: AsyncAnthropic) -> None:
     api.configure(SimulatedOptions(latency_ms=120))
     started = time.monotonic()

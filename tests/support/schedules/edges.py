@@ -9,8 +9,8 @@ from consumers.providers.base import Answer, OnEvent
 from consumers.state.base import (
     Completion,
     Conflict,
-    Copy,
     Ended,
+    Fingerprint,
     Found,
     Granted,
     Held,
@@ -19,7 +19,8 @@ from consumers.state.base import (
     Stop,
     StoreUnavailable,
 )
-from consumers.state.sqlite.requests import Requests, Times
+from consumers.state.sqlite.requests import Requests
+from consumers.state.sqlite.rows import Times
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -55,14 +56,14 @@ class StoreEdge:
         self._world = world
         self._edge = edge
 
-    async def claim(self, identity: Identity, copy: Copy) -> Granted | Running | Ended | Conflict:
+    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
         def ask(at: Times) -> Granted | Running | Ended | Conflict:
-            found = self._world.rows.claim(at, identity, copy)
+            found = self._world.rows.claim(at, identity, fingerprint)
             if isinstance(found, Granted):
                 self._world.promise.on_granted(Held(identity, found.token))
             return found
 
-        found = await self._do("claim", identity, ask, copy)
+        found = await self._do("claim", identity, ask, fingerprint)
         if isinstance(found, Granted):
             self._world.promise.on_claimed(DELIVERY.get(), Held(identity, found.token))
         return found
@@ -77,15 +78,15 @@ class StoreEdge:
         return await self._do("defer", identity, lambda at: self._world.rows.defer(at, identity, due_ms, keep_until_ms))
 
     async def complete(
-        self, identity: Identity, copy: Copy, completion: Completion, *, token: int | None
+        self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion | None:
         def keep(at: Times) -> Completion | None:
-            holds = self._world.rows.complete(at, identity, copy, completion, token)
+            holds = self._world.rows.complete(at, identity, fingerprint, completion, token)
             if token is not None:
                 self._world.promise.on_completed(Held(identity, token), is_own=holds == completion)
             return holds
 
-        return await self._do("complete", identity, keep, copy)
+        return await self._do("complete", identity, keep, fingerprint)
 
     async def note(self, identity: Identity, completion: Completion) -> None:
         await self._do("note", identity, lambda at: self._world.rows.note(at, identity, completion))
@@ -94,11 +95,11 @@ class StoreEdge:
         return await self._do("find", identity, lambda at: self._world.rows.find(at, identity))
 
     async def _do(
-        self, what: str, identity: Identity | None, call: Callable[[Times], T], copy: Copy | None = None
+        self, what: str, identity: Identity | None, call: Callable[[Times], T], fingerprint: Fingerprint | None = None
     ) -> T:
         def effect() -> T:
             result = call(self._world.times())
-            self._world.promise.on_stored(copy)
+            self._world.promise.on_stored(fingerprint)
             return result
 
         if self._world.time_s() < self._world.store_away_until_s:
@@ -114,7 +115,7 @@ class PublisherEdge(Publisher):
         self._edge = edge
         self._on_missing = None
 
-    async def refuses(self, size: int) -> int | None:
+    async def exceeded_limit(self, size: int) -> int | None:
         return None
 
     async def publish(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from consumers.job import moment_text
-from consumers.state.base import Copy, Held, Identity
+from consumers.state.base import Fingerprint, Held, Identity
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import PROBLEMS
@@ -47,7 +47,7 @@ class Promise:
         self._told: dict[object, set[tuple[str, str]]] = defaultdict(set)
         self._numbers = 0
 
-    def on_stored(self, copy: Copy | None) -> None:
+    def on_stored(self, fingerprint: Fingerprint | None) -> None:
         """Check that an id has at most one ending, unless the dead letter of exactly this ending is run again."""
         found = self._execute("SELECT id, noted, cancelling, status, code, body, ended_ms FROM request").fetchall()
         for id, noted, cancelling, *ending in found:
@@ -60,7 +60,9 @@ class Promise:
             if now == before:
                 continue
             if before is not None:
-                again = copy is not None and copy.dead_at_ms == before.ended_ms and before.status == "error"
+                again = (
+                    fingerprint is not None and fingerprint.dead_at_ms == before.ended_ms and before.status == "error"
+                )
                 if not again:
                     self.violations.append(f"{id}: {_short(before)} was replaced by {_short(now)}")
                 del self._holds[id]

@@ -15,13 +15,14 @@ from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
 from consumers.job import Job, is_trusted
 from consumers.lifecycle import Lifecycle
+from consumers.parsing import Parsing
 from consumers.pool import Pool
 from consumers.providers.registry import Registry
-from consumers.reading import Reading
 from consumers.replies.address import ReplyRule
 from consumers.replies.direct import DirectSender
 from consumers.replies.reply import Replies
-from consumers.replies.retelling import Retelling
+from consumers.replies.reply_retries import ReplyRetries
+from consumers.replies.sendable import Sendable
 from consumers.settle import Settler
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import attempts, handler
@@ -56,18 +57,19 @@ class Worker:
         publisher = PublisherEdge(world, self.edge)
         claiming = Claiming(StoreEdge(world, self.edge))  # type: ignore[arg-type]
         replies = Replies(publisher, direct=DirectSender(publisher, own=None), rule=ReplyRule(names=NAMES))
-        retelling = Retelling(claiming)
+        reply_retries = ReplyRetries(claiming)
         lifecycle = Lifecycle(NoNotices(), names=NAMES, now_ms=world.now_ms)  # type: ignore[arg-type]
         self._settler = settler(
             publisher,
             replies=replies,
-            retelling=retelling,
+            reply_retries=reply_retries,
             claiming=claiming,
             lifecycle=lifecycle,
             names=NAMES,
             tracing=TRACING,
             now_ms=world.now_ms,
             failpoints=Failpoints(),
+            sendable=Sendable(publisher),
         )
         steps = handler(
             attempts(
@@ -83,14 +85,14 @@ class Worker:
             ),
             provider=ProviderEdge.name,
             replies=replies,
-            reading=Reading(clock=lambda: 0.0),
+            parsing=Parsing(clock=lambda: 0.0),
         )
         handle = partial(steps.handle, lane=SPEC)
         fallen = Fallen((SPEC,), names=NAMES, now_ms=world.now_ms)
         self._pools = (
-            self._pool(world.broker.intake.name, SPEC.slots, self._job_of, retelling.first(handle)),
-            self._pool(world.broker.due.name, SPEC.due_slots, self._job_of, retelling.first(handle)),
-            self._pool(world.broker.fallen.name, 1, fallen.job_of, retelling.first(fallen.handle)),
+            self._pool(world.broker.intake.name, SPEC.slots, self._job_of, reply_retries.wrap(handle)),
+            self._pool(world.broker.due.name, SPEC.due_slots, self._job_of, reply_retries.wrap(handle)),
+            self._pool(world.broker.fallen.name, 1, fallen.job_of, reply_retries.wrap(fallen.handle)),
         )
         self._running = [self.loop.create_task(pool.run()) for pool in self._pools]
         self._running.append(self.loop.create_task(claiming.run()))

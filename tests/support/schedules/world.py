@@ -19,7 +19,8 @@ from consumers.settle import Settler
 from consumers.state.base import Completion, Identity
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.file import SCHEMA
-from consumers.state.sqlite.requests import Requests, Times
+from consumers.state.sqlite.requests import Requests
+from consumers.state.sqlite.rows import Times
 from lanekeeper.contract.messages import Message
 from tests.support.schedules.broker import NAMES, Broker
 from tests.support.schedules.operation import Operation

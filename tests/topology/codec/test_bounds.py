@@ -51,15 +51,15 @@ def test_keys_and_values_are_counted_alike_in_pieces_of_any_size(value: Any, siz
 def test_a_long_prompt_full_of_punctuation_and_digits_is_accepted() -> None:
     prompt = '[{"a": 1, "b": [2, "\\"]}], ' * 100_000 + "9" * 100_000
 
-    assert excess(json.dumps({"prompt": prompt}).encode(), values=1000) is None
+    assert excess(json.dumps({"prompt": prompt}).encode(), max_values=1000) is None
 
 
 @pytest.mark.parametrize("piece", [b"[],", b"{},", b"0,", b'"",', b'{"a":1},', b'"a,b",'])
 def test_too_many_values_are_refused_with_the_limit(piece: bytes) -> None:
     raw = b"[" + piece * 100_000 + b"0]"
 
-    assert excess(raw, values=200_001 + 100_000 * piece.count(b":")) is None
-    found = excess(raw, values=99_000)
+    assert excess(raw, max_values=200_001 + 100_000 * piece.count(b":")) is None
+    found = excess(raw, max_values=99_000)
     assert found is not None
     assert "more than 99000 keys and values (LANEKEEPER_JSON_VALUES)" in found
 
@@ -68,15 +68,15 @@ def test_a_number_with_too_many_digits_is_refused_with_the_limit() -> None:
     def array(digits: int) -> bytes:
         return b"[" + b"9" * digits + b"," + b" " * SMALL_BYTES + b"1]"
 
-    assert excess(array(DIGITS), values=100) is None
-    assert excess(array(DIGITS + 100), values=100) == f"a number of more than {DIGITS} digits"
+    assert excess(array(DIGITS), max_values=100) is None
+    assert excess(array(DIGITS + 100), max_values=100) == f"a number of more than {DIGITS} digits"
 
 
 def test_a_number_may_have_128_digits_wherever_it_stands() -> None:
     for at in range(40):
         text = b"[" + b" " * at + b"%s," + b" " * 40_000 + b"1]"
-        assert excess(text % (b"7" * 128), values=100) is None
-        assert excess(text % (b"7" * 144), values=100) == "a number of more than 128 digits"
+        assert excess(text % (b"7" * 128), max_values=100) is None
+        assert excess(text % (b"7" * 144), max_values=100) == "a number of more than 128 digits"
 
 
 @pytest.mark.parametrize("digits", [128, 129])
@@ -87,8 +87,8 @@ def test_only_digits_outside_strings_count_as_a_number(digits: int) -> None:
 
 
 def test_by_default_a_request_may_have_a_hundred_thousand_keys_and_values() -> None:
-    assert excess(b"[" + b"1," * 99_990 + b"1]", values=bounds.VALUES) is None
-    found = excess(b"[" + b"1," * 100_010 + b"1]", values=bounds.VALUES)
+    assert excess(b"[" + b"1," * 99_990 + b"1]", max_values=bounds.VALUES) is None
+    found = excess(b"[" + b"1," * 100_010 + b"1]", max_values=bounds.VALUES)
     assert found == "more than 100000 keys and values (LANEKEEPER_JSON_VALUES)"
 
 
@@ -113,7 +113,7 @@ def test_no_step_of_reading_a_request_blocks_the_loop_for_long(nasty: Nasty) -> 
 
     try:
         raw = step(lambda: decoding.unpacked(message))
-        steps = bounds.measured(raw, values=bounds.VALUES)
+        steps = bounds.excess_in_steps(raw, max_values=bounds.VALUES)
         while (found := step(lambda: next(steps, ""))) is None:
             pass
         if found:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lanekeeper.contract import names as n
-from lanekeeper.contract.messages import Kept
+from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
 from tests.support.examples import examples
@@ -36,7 +36,7 @@ def said(**changed: Any) -> RequestHeaders:
         ({"x-lane-at": "1970-01-01 00:00:01Z"}, said(at_ms=1000)),
         ({"x-lane-at": "1970-01-01t00:00:01z"}, said(at_ms=1000)),  # RFC 3339 allows small letters
         ({"x-lane-sent-ms": 1_790_000_000_000}, said(sent_ms=1_790_000_000_000)),
-        ({"x-lane-body": "s3://b/x", "x-lane-body-sha256": "0A" * 32}, said(kept=Kept("s3://b/x", "0a" * 32))),
+        ({"x-lane-body": "s3://b/x", "x-lane-body-sha256": "0A" * 32}, said(kept=BodyAddress("s3://b/x", "0a" * 32))),
         ({"anthropic-beta": "a" * 1024}, said(beta="a" * 1024)),
         ({"anthropic-beta": "context-1m-2026-08-07,files-api"}, said(beta="context-1m-2026-08-07,files-api")),
         ({"x-lane-tenant": "shop"}, NOTHING),

@@ -1,4 +1,4 @@
-"""Declare a topology on a broker, over AMQP. Nothing is ever deleted, and nothing that exists is changed."""
+"""Declares a topology on a broker, over AMQP. It never deletes anything, and never changes an existing object."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from lanekeeper.contract.problems import AccessRefused, BrokerError, TopologyMis
 from topology.model import Binding, Exchange, Queue, Topology
 
 DECLARE_TIMEOUT_S = 30
-"""For one declaration. In a cluster that is electing a leader, one takes seconds."""
+"""The limit for one declaration. It takes seconds while the cluster elects a leader."""
 
 _DIFFERENT = re.compile(
     r"inequivalent arg '(?P<field>[^']+)' for (?P<what>\w+) '(?P<name>[^']*)' in vhost '(?P<vhost>[^']*)': "
@@ -29,12 +29,15 @@ _VALUE = re.compile(r"(?:the value )?'(.*?)'")
 
 
 async def apply(topology: Topology, connection: AbstractConnection) -> None:
-    """Declare exchanges, then queues, then bindings. Objects that exist with the same properties are not changed.
+    """Declare exchanges, then queues, then bindings. Existing objects with the same properties stay as they are. It can
+    be repeated, and several processes can do it at the same time.
 
-    Safe to repeat, and from several processes at once. Raises TopologyMismatch at the first object that exists with
-    other properties, AccessRefused without the right to configure, BrokerUnreachable if the connection is lost,
-    BrokerError if the broker refuses for another reason. Success proves that everything exists with our arguments. It
-    does not show further bindings, policies, or arguments that the broker ignored; `verify` checks these."""
+    Raises TopologyMismatch at the first object that exists with other properties, AccessRefused without the right to
+    configure, BrokerUnreachable if the connection is lost, BrokerError if the broker refuses for another reason.
+
+    Success proves that every object exists with our arguments. It does not detect other bindings, policies, or
+    arguments that the broker ignores; `verify` does.
+    """
     with broker_errors():
         channel = await connection.channel()
         try:
@@ -51,7 +54,7 @@ async def apply(topology: Topology, connection: AbstractConnection) -> None:
 
 @contextmanager
 def broker_errors() -> Iterator[None]:
-    """Turn the broker's errors for a declaration into ours."""
+    """Turn aiormq's exceptions of a declaration inside the block into BrokerErrors."""
     with border("declaring"):
         try:
             yield
@@ -75,7 +78,9 @@ def broker_errors() -> Iterator[None]:
 
 
 def _refusal(text: str) -> BrokerError:
-    """The error for a 406, which says what differs and how to migrate; other 406s (a queue limit, say) as they are."""
+    """Translate the broker's error 406 (PRECONDITION_FAILED) on a declaration. If the object exists with other
+    properties: a TopologyMismatch that names the difference, and how to migrate the object. For any other reason, such
+    as a limit for queues: a BrokerError with the broker's text."""
     found = _DIFFERENT.search(text)
     if found is None:
         return BrokerError(text)
@@ -88,13 +93,15 @@ def _refusal(text: str) -> BrokerError:
 
 
 def _value(text: str) -> str:
-    """The value in the broker's error message (`the value '10000' of type 'short'`, `'5'` or `none`) in plain words."""
+    """The bare value in a phrase of the broker's error: 10000 for `the value '10000' of type 'short'`, 5 for `'5'`, and
+    `nothing` for `none`."""
     quoted = _VALUE.match(text)
     return quoted[1] if quoted else "nothing" if text == "none" else text
 
 
 def _migrate_queue(name: str, vhost: str) -> str:
-    # Deleting a queue destroys its messages, and quorum queues refuse if-empty: an operator has to check first.
+    # Deleting a queue destroys its messages, and quorum queues do not support if-empty: so an operator must check
+    # first.
     return (
         f"To migrate it: stop what publishes to it, let the workers empty it until `rabbitmqctl -p '{vhost}' "
         f"list_queues name messages` shows 0 for it, then `rabbitmqctl -p '{vhost}' delete_queue '{name}'` "
@@ -110,7 +117,7 @@ def _migrate_exchange(name: str) -> str:
 
 
 async def declare_exchange(channel: AbstractChannel, exchange: Exchange) -> None:
-    """Declare one exchange. Raises aio-pika's own errors."""
+    """Declare one exchange on the broker. Raises the errors of aio-pika, untranslated."""
     await channel.declare_exchange(
         exchange.name,
         exchange.type,
@@ -123,7 +130,7 @@ async def declare_exchange(channel: AbstractChannel, exchange: Exchange) -> None
 
 
 async def declare_queue(channel: AbstractChannel, queue: Queue) -> None:
-    """Declare one queue. Raises aio-pika's own errors."""
+    """Declare one queue on the broker. Raises the errors of aio-pika, untranslated."""
     await channel.declare_queue(
         queue.name,
         durable=queue.durable,
@@ -134,7 +141,7 @@ async def declare_queue(channel: AbstractChannel, queue: Queue) -> None:
 
 
 async def bind(channel: AbstractChannel, binding: Binding) -> None:
-    """Make one binding. Raises aio-pika's own errors."""
+    """Make one binding on the broker. Raises the errors of aio-pika, untranslated."""
     to_queue = binding.destination_kind == "queue"
     found = channel.get_queue if to_queue else channel.get_exchange
     destination = await found(binding.destination, ensure=False)

@@ -1,6 +1,7 @@
-"""The oldest messages of a queue, fetched one by one: each is removed for good, or returned to its place at the end.
+"""Fetches the oldest messages of a queue one by one. Each can be removed; the others return to their places in the
+queue when the block ends.
 
-async with Oldest(connection, queue) as oldest:
+async with OldestMessages(connection, queue) as oldest:
     while (letter := await oldest.take()) is not None: …
         await oldest.remove(letter)
 """
@@ -23,16 +24,18 @@ RPC_TIMEOUT_S = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
-    """One message that is held. `behind`: how many more are ready."""
+class FetchedMessage:
+    """A message that was fetched with `basic.get` and not acknowledged yet: the broker gives it to nobody else
+    meanwhile. `behind`: how many messages wait in the queue after it. `tag`: its delivery tag."""
 
     message: Message
     behind: int
     tag: int
 
 
-class Oldest:
-    """Uses `basic.get`. The broker gives each message to one process only, so several may do this at a time."""
+class OldestMessages:
+    """Fetches the messages of a queue with `basic.get`, the oldest first. Several processes may do this at the same
+    time: each message goes to one of them."""
 
     def __init__(self, connection: Connection, queue: str) -> None:
         self._connection = connection
@@ -44,13 +47,14 @@ class Oldest:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Return the messages that are still held."""
+        """Close the channel; the messages that were fetched and not removed return to the queue."""
         if self._channel is not None:
             with suppress(BrokerUnreachable), border("closing"):
                 await self._channel.close(timeout=RPC_TIMEOUT_S)
 
-    async def take(self) -> Letter | None:
-        """The oldest message that nobody holds; None if there is none. Raises AccessRefused, BrokerUnreachable."""
+    async def take(self) -> FetchedMessage | None:
+        """Fetch the oldest message that no process has fetched; None if there is none. Raises AccessRefused,
+        BrokerUnreachable."""
         assert self._channel is not None
         try:
             with border(f"cannot read {self._queue!r}"):
@@ -62,10 +66,10 @@ class Oldest:
         found = got.delivery
         if not isinstance(found, Basic.GetOk):
             return None
-        return Letter(message_of(got), behind=found.message_count or 0, tag=found.delivery_tag or 0)
+        return FetchedMessage(message_of(got), behind=found.message_count or 0, tag=found.delivery_tag or 0)
 
-    async def remove(self, letter: Letter) -> None:
-        """Remove it for good. Raises BrokerUnreachable; then it may still be in the queue."""
+    async def remove(self, letter: FetchedMessage) -> None:
+        """Remove a message from the queue. Raises BrokerUnreachable; the message may then still be in the queue."""
         assert self._channel is not None
         with border(f"channel lost before a message of {self._queue} was removed"):
             await self._channel.basic_ack(letter.tag, wait=True)

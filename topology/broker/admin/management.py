@@ -1,7 +1,8 @@
-"""The management HTTP API of RabbitMQ, as far as we need it: which broker it is, and what is on it.
+"""A client for RabbitMQ's management HTTP API. It reads the broker's version, cluster name and topology, and imports
+definitions.
 
-Credentials are sent only to the URL that was set, or to a server at the AMQP host that answers as RabbitMQ's management
-API. They never follow a redirect, and use plain HTTP only if AMQP itself is not encrypted.
+Credentials are sent only to the configured URL, or to a server at the AMQP host that answers like RabbitMQ's management
+API. They are never sent to the target of a redirect, and without TLS only if AMQP has none either.
 """
 
 import json
@@ -27,7 +28,7 @@ _QUEUE_COLUMNS = "name,arguments,durable,auto_delete,exclusive,effective_policy_
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """A broker's version and cluster name."""
+    """A broker's version and cluster name, from the management API."""
 
     version: str
     cluster: str
@@ -35,7 +36,7 @@ class Overview:
 
 @dataclass(frozen=True, slots=True)
 class Management:
-    """The API of one broker, for one virtual host. A value: each call makes and closes its own HTTP session.
+    """The management API of one broker, for one virtual host. Each call makes and closes its own HTTP session.
 
     Every call raises BrokerUnreachable if nothing answers in time, AccessRefused for a user without the tag
     `management` or without rights in the virtual host, BrokerError for any other answer.
@@ -59,9 +60,9 @@ class Management:
         queues = await self._get(f"queues/{self._vhost}", columns=_QUEUE_COLUMNS)
         return Topology(
             exchanges=tuple(
-                _exchange(each) for each in exchanges if each["name"] and not each["name"].startswith("amq.")
+                _exchange(found) for found in exchanges if found["name"] and not found["name"].startswith("amq.")
             ),
-            queues=tuple(_queue(each) for each in queues),
+            queues=tuple(_queue(queue) for queue in queues),
             bindings=await self.bindings(),
             broker_version=version,
             nodes=await self._nodes(),
@@ -70,23 +71,23 @@ class Management:
     async def bindings(self) -> tuple[Binding, ...]:
         """All bindings in the virtual host, except those of the default exchange."""
         found = await self._get(f"bindings/{self._vhost}")
-        return tuple(_binding(each) for each in found if each["source"])
+        return tuple(_binding(binding) for binding in found if binding["source"])
 
     async def import_definitions(self, definitions: dict[str, Any]) -> None:
-        """Make all of `definitions` (topology/export.py); needs the tag `administrator`."""
+        """Import `definitions` (topology/export.py) into the broker. The user needs the tag `administrator`."""
         await self._call("POST", "definitions", body=json.dumps(definitions).encode())
 
     async def _nodes(self) -> tuple[str, ...]:
-        """All nodes of the cluster; none for a user without the tag `monitoring`."""
+        """The names of all nodes of the cluster; empty if the user does not have the tag `monitoring`."""
         try:
             found = await self._get("nodes", columns="name")
         except AccessRefused:
             return ()
-        return tuple(sorted(each["name"] for each in found))
+        return tuple(sorted(node["name"] for node in found))
 
     @property
     def address(self) -> str:
-        """The URL without credentials, for messages."""
+        """The management API's URL without credentials, for messages."""
         return str(URL(self.url).with_user(None))
 
     @property
@@ -103,7 +104,7 @@ class Management:
     async def _call(
         self, method: str, path: str, *, query: dict[str, str] | None = None, body: bytes | None = None
     ) -> bytes:
-        # Encoded here, because the virtual host "/" has to stay %2F in the path.
+        # `encoded=True`, because the virtual host "/" must stay %2F in the path
         url = URL(f"{str(URL(self.url).with_user(None)).rstrip('/')}/api/{path}", encoded=True)
         try:
             async with (
@@ -135,8 +136,8 @@ class Management:
             )
         if status == 404:
             return BrokerError(f"the management API at {self.address} knows no virtual host {self.vhost!r}")
-        said = text[:200].decode("utf-8", errors="replace")
-        return BrokerError(f"the management API at {self.address} answered {status} to {path}: {said}")
+        text_start = text[:200].decode("utf-8", errors="replace")
+        return BrokerError(f"the management API at {self.address} answered {status} to {path}: {text_start}")
 
 
 async def discover(
@@ -146,13 +147,14 @@ async def discover(
     connection: AbstractConnection | None = None,
     ssl_context: ssl.SSLContext | None = None,
 ) -> Management | None:
-    """Find the management API of a broker, or of the first of several (`urls.py`) that has one.
+    """Find the management API of a broker, or, if `amqp_url` has several URLs (`urls.py`), of the first that has one.
 
-    With `management_url` that one is used without a check; credentials in it are preferred to those of AMQP. Without
-    it, the AMQP host is tried: port 15672, or port 15671 over TLS for `amqps`. None if nothing answers as RabbitMQ
-    there, if the AMQP user is not let in, or if it is not the broker of `connection` (several brokers on one machine).
+    `management_url`, if given, is used without a check; credentials in it are used instead of those for AMQP. Otherwise
+    the AMQP host is tried, at port 15672, or at port 15671 over TLS for `amqps`. The result is None if no RabbitMQ
+    answers there, if it refuses the AMQP user, or if it is another broker than that of `connection` (there may be
+    several on one machine).
     """
-    every = [URL(each) for each in urls_of(amqp_url)]
+    every = [URL(url) for url in urls_of(amqp_url)]
     if management_url is not None:
         own = URL(management_url)
         user, password, vhost = _access(every[0])
@@ -167,7 +169,7 @@ async def discover(
 
 
 def _access(amqp: URL) -> tuple[str, str, str]:
-    """User, password and virtual host."""
+    """The user, password and virtual host in an AMQP URL."""
     return amqp.user or "guest", amqp.password or "guest", amqp.path[1:] or "/"
 
 
@@ -187,7 +189,7 @@ async def _at_host(
 
 
 def is_same_broker(overview: Overview, connection: AbstractConnection) -> bool:
-    """Whether an API and a connection reach the same cluster: both report its name."""
+    """Whether the management API and the connection have reported the same cluster name."""
     if connection.transport is None:
         raise BrokerUnreachable("the connection was closed meanwhile")
     properties = connection.transport.connection.server_properties
@@ -195,7 +197,8 @@ def is_same_broker(overview: Overview, connection: AbstractConnection) -> bool:
 
 
 async def _answers_as_rabbitmq(url: URL, ssl_context: ssl.SSLContext | None) -> bool:
-    """Ask without credentials, so that another service on that port does not get them."""
+    """Whether a server asks for a login as RabbitMQ's management API does. The request has no credentials, so that
+    another service on this port does not get them."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session,
@@ -230,7 +233,7 @@ def _binding(found: dict[str, Any]) -> Binding:
 
 
 def _arguments(found: object) -> Arguments:
-    """Arguments as plain values. Some versions send an empty table as []; nested values become JSON text."""
+    """Convert arguments from JSON. Some RabbitMQ versions send an empty table as []; nested values become JSON text."""
     if not isinstance(found, dict):
         return {}
     return {key: _value(value) for key, value in found.items()}

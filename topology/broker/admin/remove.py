@@ -1,4 +1,4 @@
-"""Remove a topology from a broker, with all its messages. For namespaces that are used for a short time (the demo)."""
+"""Removes a topology from a broker, with all its messages. It is for namespaces of short use, such as the demo's."""
 
 from contextlib import suppress
 
@@ -12,7 +12,8 @@ RPC_TIMEOUT_S = 30
 
 
 async def remove(topology: Topology, connection: Connection) -> None:
-    """Delete the exchanges and queues of `topology`. Missing objects and a lost connection are no errors."""
+    """Delete the exchanges and queues of `topology` from the broker. Errors are ignored: objects may be missing, or the
+    connection lost."""
     with suppress(BrokerError, AMQPError, RuntimeError, OSError, TimeoutError):
         channel = await connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
         for queue in topology.queues:

@@ -1,4 +1,4 @@
-"""Finds out whether a user may write to an exchange, without a message that anybody receives."""
+"""Checks whether the worker's user may publish to all exchanges that it needs, without delivering a message."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -12,41 +12,44 @@ from lanekeeper.amqp.publisher import CONFIRM_TIMEOUT_S
 from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, TopologyMismatch
 from topology.broker.session import CLOSE_TIMEOUT_S
 
-AGAIN_S = 1.0
-SAID_WITHIN_S = 1.0
-"""How long to wait for the reason: aiormq may raise before it knows why the channel was closed."""
+CHECK_EVERY_S = 1.0
+REASON_WITHIN_S = 1.0
+"""How long to wait for the reason of a closed channel: aiormq may raise before it has received the reason."""
 
 
 class WritingRights:
-    """Whether a user may write. During an alarm this is unknown, because the broker reads no publishes."""
+    """Checks whether the worker's AMQP user may publish to all `routes` (pairs of an exchange and a routing key), and
+    keeps the result. During an alarm it cannot be checked, because the broker reads no publishes."""
 
     def __init__(self, connection: Connection, routes: Sequence[tuple[str, str]]) -> None:
         self._connection = connection
         self._routes = routes
         self.trouble: str | None = "whether it may write is not known yet"
-        """Why no request should be taken; None once the user may write."""
+        """Why the worker must not take requests: a right is missing, or was not checked yet. None: all rights exist."""
 
     async def look(self) -> None:
-        """Raises as `see_that_it_may_write`."""
+        """Check once whether the user may publish to all routes. Raises the errors of `check_write_rights`."""
         try:
-            await see_that_it_may_write(self._connection, self._routes)
+            await check_write_rights(self._connection, self._routes)
         except AccessRefused as error:
             self.trouble = str(error)
             raise
         self.trouble = None
 
     async def run(self) -> None:
+        """Check repeatedly, until the user may publish to all routes."""
         while self.trouble is not None:
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(CHECK_EVERY_S)
             with suppress(BrokerError):
                 await self.look()
 
 
-async def see_that_it_may_write(connection: Connection, routes: Iterable[tuple[str, str]]) -> None:
-    """Publish to each exchange with each key in a transaction, and roll it back. The broker checks the rights of each
-    publish, and routes only what is committed.
+async def check_write_rights(connection: Connection, routes: Iterable[tuple[str, str]]) -> None:
+    """Check that the connection's user may publish to each route (a pair of an exchange and a routing key).
 
-    Raises AccessRefused, TopologyMismatch (no such exchange), BrokerBlocked, BrokerUnreachable (it is not known).
+    It publishes in a transaction and rolls it back. The broker checks rights at each publish, and delivers messages
+    only at a commit, so nothing is delivered. Raises AccessRefused, TopologyMismatch (no such exchange), or, if the
+    rights could not be checked, BrokerBlocked or BrokerUnreachable.
     """
     await connection.flowing(timeout_s=CONFIRM_TIMEOUT_S)
     channel = await connection.raw_channel(confirms=False)
@@ -59,7 +62,7 @@ async def see_that_it_may_write(connection: Connection, routes: Iterable[tuple[s
                 await channel.tx_rollback()
     except BrokerUnreachable:
         closing = channel.closing
-        await asyncio.wait((closing,), timeout=SAID_WITHIN_S)
+        await asyncio.wait((closing,), timeout=REASON_WITHIN_S)
         why = closing.exception() if closing.done() and not closing.cancelled() else None
         if isinstance(why, ChannelAccessRefused):
             raise AccessRefused(str(why)) from why

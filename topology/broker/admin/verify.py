@@ -1,7 +1,8 @@
-"""Check whether a broker is as declared.
+"""Compares a broker's topology with the declared one.
 
-A declaration that succeeds proves little: it does not show further bindings and policies, and the broker silently
-ignores arguments that it does not know. The management API shows everything. Without it, one sees only what exists.
+It reads the topology from the management API, which shows all properties. Without this API, it checks over AMQP only
+whether each exchange and queue exists. A successful declaration would prove little: it does not show other bindings and
+policies, and the broker silently ignores unknown arguments.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from topology.broker.admin.management import Management, is_same_broker
 from topology.model import Exchange, Queue, Topology
 from topology.plan import Difference, compare
 
-_SHOWN = 5  # names of what could not be checked; for a user with few rights there are about sixty
+_SHOWN = 5  # how many unchecked objects a note names; for a user with few rights there are about sixty
 NO_NODES = (
     "the nodes of the cluster could not be seen, nor so whether each queue has its replicas; "
     "the management API shows them to a user that has the tag `monitoring`"
@@ -25,23 +26,26 @@ NO_NODES = (
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The differences that were found, and what could not be checked."""
+    """The result of `verify`: the differences, and how much was checked."""
 
     differences: tuple[Difference, ...]
     seen: Literal["everything", "existence"]
+    """Whether all properties were compared, or only the existence of exchanges and queues was checked."""
     note: str | None = None
-    """What could not be checked, why, and what to do about it; None if everything was."""
+    """A text for people: what could not be checked, why, and what to do about it. None if everything was checked."""
 
     @property
     def missing(self) -> tuple[Difference, ...]:
-        """The missing objects, without which requests cannot be served. Differing and extra objects may be intended."""
-        return tuple(each for each in self.differences if each.change == "missing")
+        """The differences that are missing objects. Without these, requests cannot be served; other differences may be
+        intended."""
+        return tuple(difference for difference in self.differences if difference.change == "missing")
 
 
 async def verify(topology: Topology, management: Management | None, connection: AbstractConnection) -> Verification:
     """Compare a broker with the declared topology. Raises BrokerUnreachable if the connection is lost meanwhile.
 
-    If the management API fails or belongs to another broker, the result says so in `note`.
+    Without a management API, or if it fails or belongs to another broker, only the existence of exchanges and queues is
+    checked, over AMQP, and the result's `note` says why.
     """
     note = "no management API was found"
     if management is not None:
@@ -52,7 +56,7 @@ async def verify(topology: Topology, management: Management | None, connection: 
             note = f"the management API at {management.address} is another broker's"
         except BrokerError as error:
             note = str(error)
-    missing, hidden = await _exist(topology, connection)
+    missing, hidden = await _check_existence(topology, connection)
     shown = ", ".join(hidden[:_SHOWN]) + (f" and {len(hidden) - _SHOWN} more" if len(hidden) > _SHOWN else "")
     return Verification(
         missing,
@@ -63,9 +67,11 @@ async def verify(topology: Topology, management: Management | None, connection: 
     )
 
 
-async def _exist(topology: Topology, connection: AbstractConnection) -> tuple[tuple[Difference, ...], list[str]]:
-    """The missing objects, and those that could not be checked: from 4.3 on, the check needs some right to the queue or
-    exchange."""
+async def _check_existence(
+    topology: Topology, connection: AbstractConnection
+) -> tuple[tuple[Difference, ...], list[str]]:
+    """Check over AMQP whether each exchange and queue exists. Returns the missing ones, and the names of those that
+    could not be checked: from RabbitMQ 4.3 on, the check needs some right to the object."""
     missing: list[Difference] = []
     hidden: list[str] = []
     with broker_errors():
@@ -75,18 +81,18 @@ async def _exist(topology: Topology, connection: AbstractConnection) -> tuple[tu
             if channel.is_closed:
                 channel = await connection.channel()  # each refusal closes the channel
             try:
-                await _ask(thing, channel)
+                await _declare_passively(thing, channel)
             except ChannelNotFoundEntity:
                 missing.append(Difference("missing", "queue" if isinstance(thing, Queue) else "exchange", thing.name))
             except ChannelAccessRefused:
-                if thing.name not in hidden:  # an exchange and a queue of one name
+                if thing.name not in hidden:  # an exchange and a queue may have the same name
                     hidden.append(thing.name)
         if not channel.is_closed:
             await channel.close()
     return tuple(missing), hidden
 
 
-async def _ask(thing: Exchange | Queue, channel: AbstractChannel) -> None:
+async def _declare_passively(thing: Exchange | Queue, channel: AbstractChannel) -> None:
     if isinstance(thing, Queue):
         await channel.declare_queue(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)
     else:

@@ -1,8 +1,8 @@
 """Checks the topology again whenever it may have changed, because a missing binding or queue loses messages.
 
-It checks after each reconnect, after the broker ended a consumer, after a publish found no exchange, and every 45 s. It
-asks over AMQP which queues and exchanges exist. Only the management API shows bindings; if it does not answer soon, a
-process that may declare makes them again, which changes nothing if they exist.
+It checks after each reconnect, after the broker has ended a consumer, after a publish to a missing exchange, and every
+45 s. Over AMQP it checks which queues and exchanges exist. Bindings are only shown by the management API. If this does
+not answer soon, a process that may declare makes all bindings again, which has no effect on those that exist.
 """
 
 import asyncio
@@ -25,11 +25,12 @@ from topology.model import Topology
 from topology.plan import Difference, compare
 
 LOOK_EVERY_S = 45.0
-"""A deleted exchange or binding is noticed within a minute. One check: 75 questions, 30 ms of CPU."""
+"""The time between two checks: a deleted exchange or binding is noticed within a minute. A check makes 75 passive
+declarations, and takes 30 ms of CPU."""
 AGAIN_AFTER_S = 2.0
-"""The time between two checks while something is missing."""
+"""The time between two checks while an object is missing."""
 SOONEST_S = 0.2
-"""The shortest time between two checks, because a hundred publishes may fail, and ask for a check, at the same time."""
+"""The shortest time between two checks: a hundred publishes may fail at the same time, and each asks for a check."""
 MANAGEMENT_WITHIN_S = 5.0
 COMMAND = "lanekeeper topology apply"
 log = logs.logger()
@@ -38,9 +39,11 @@ FindManagement = Callable[[Connection], Awaitable[Management | None]]
 
 
 class TopologyWatch:
-    """Checks over `connection` whether everything declared exists. `declares`: what is missing is then declared.
+    """Checks repeatedly, over `connection`, whether all declared exchanges, queues and bindings exist. `declares`:
+    whether it declares missing ones again.
 
-    It assumes at first that all is well: its creator has just applied or verified the topology.
+    Before the first check, all objects count as existing: whoever creates a watch has just applied or verified the
+    topology.
     """
 
     def __init__(
@@ -51,45 +54,49 @@ class TopologyWatch:
         self._declares = declares
         self._find_management = find_management
         self._management: Management | None = None
-        self._looked_at = connection.openings
-        self._searched_at = 0
-        self._missing: tuple[Difference, ...] = ()
-        self._unbound: tuple[Difference, ...] = ()
+        self._checked_opening = connection.openings
+        self._searched_opening = 0
+        self._missing_objects: tuple[Difference, ...] = ()
+        self._missing_bindings: tuple[Difference, ...] = ()
         self._failed: str | None = None
         self._reported: dict[str, frozenset[str]] = {}
-        self._heard = 0
-        self._asked = asyncio.Event()
+        self._watched_opening = 0
+        self._check_requested = asyncio.Event()
         names = Names(topology.namespace)
         self._intakes = tuple(names.intake(lane) for lane in topology.lanes)
 
     @property
     def trouble(self) -> str | None:
-        """What is missing, or that no check was made since the connection was opened; None: nothing is missing."""
+        """A text for people: what is missing, or that no check was made since the connection was opened. None: nothing
+        is missing."""
         if self._failed is not None:
             return self._failed
-        if missing := (*self._missing, *self._unbound):
+        if missing := (*self._missing_objects, *self._missing_bindings):
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             return f"{missing[0].line.removeprefix(missing[0].what).strip()}{more}; run: {COMMAND}"
-        return None if self._is_looked_at else "not verified since the connection was lost"
+        return None if self._is_checked else "not verified since the connection was lost"
 
     @property
     def hindrance(self) -> str | None:
-        """Why no work should be taken; None if nothing is missing, or only the intake of a lane.
+        """Why the worker must not take requests; None if nothing is missing, or only intakes of lanes.
 
-        If an intake is missing, its lane gets no requests and the other lanes go on. If anything else is missing, the
-        results of work could be lost.
+        If an intake is missing, its lane gets no requests, and the other lanes can go on. If any other object is
+        missing, results of requests could be lost.
         """
-        if all(self._is_an_intake(each) for each in (*self._missing, *self._unbound)) and self._failed is None:
-            return None if self._is_looked_at else self.trouble
+        if (
+            all(self._is_an_intake(difference) for difference in (*self._missing_objects, *self._missing_bindings))
+            and self._failed is None
+        ):
+            return None if self._is_checked else self.trouble
         return self.trouble
 
     def look(self) -> None:
-        """Ask for a check soon."""
-        self._asked.set()
+        """Make `run` check soon. Does not wait for the check."""
+        self._check_requested.set()
 
     @property
-    def _is_looked_at(self) -> bool:
-        return self._connection.is_open and self._looked_at == self._connection.openings
+    def _is_checked(self) -> bool:
+        return self._connection.is_open and self._checked_opening == self._connection.openings
 
     def _is_an_intake(self, missing: Difference) -> bool:
         return missing.what != "exchange" and any(
@@ -97,56 +104,58 @@ class TopologyWatch:
         )
 
     async def run(self) -> None:
-        """Check again and again, until cancelled."""
+        """Check the topology repeatedly, until cancelled: regularly, soon after a failed check, and when `look`
+        asks."""
         while True:
             if asks_to_stop():  # aiormq may have swallowed a cancellation while it waited
                 raise asyncio.CancelledError
-            self._asked.clear()
+            self._check_requested.clear()
             try:
-                await self._look()
+                await self._check()
             except BrokerError as error:
                 if self._connection.is_open:
                     self._failed = str(error)
             await asyncio.sleep(SOONEST_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(AGAIN_AFTER_S if self.trouble else LOOK_EVERY_S * random.uniform(0.8, 1.2)):
-                    await self._asked.wait()
+                    await self._check_requested.wait()
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         underlying = await self._connection.underlying()
         opening = self._connection.openings
-        if self._heard != opening:
-            self._heard = opening
+        if self._watched_opening != opening:
+            self._watched_opening = opening
             self._connection.loss.add_done_callback(lambda _: self.look())
         missing = (await verify(self._topology, None, underlying)).missing
         self._report("things", missing)
         if missing and self._declares:
-            self._missing = missing
+            self._missing_objects = missing
             await self._apply(underlying)
             missing = (await verify(self._topology, None, underlying)).missing
-        self._missing, self._failed, self._looked_at = missing, None, opening
+        self._missing_objects, self._failed, self._checked_opening = missing, None, opening
         if not missing:
-            await self._look_at_bindings(underlying, opening)
+            await self._check_bindings(underlying, opening)
 
-    async def _look_at_bindings(self, underlying: AbstractConnection, opening: int) -> None:
-        """Work goes on during this check."""
-        unbound: tuple[Difference, ...] | None = None
+    async def _check_bindings(self, underlying: AbstractConnection, opening: int) -> None:
+        """Check the bindings over the management API. If `declares`, and if some are missing or the API does not
+        answer, make all bindings again. The worker takes requests meanwhile."""
+        missing_bindings: tuple[Difference, ...] | None = None
         with suppress(BrokerError, TimeoutError):
             async with asyncio.timeout(MANAGEMENT_WITHIN_S):
-                if self._searched_at != opening:
-                    self._searched_at = opening
+                if self._searched_opening != opening:
+                    self._searched_opening = opening
                     self._management = await self._find_management(self._connection)
                 if self._management is not None:
-                    unbound = await self._unbound_at(self._management, underlying)
-        if unbound is not None:
-            self._report("bindings", unbound)
-        if self._declares and unbound != ():
-            self._unbound = unbound or ()
+                    missing_bindings = await self._missing_bindings_at(self._management, underlying)
+        if missing_bindings is not None:
+            self._report("bindings", missing_bindings)
+        if self._declares and missing_bindings != ():
+            self._missing_bindings = missing_bindings or ()
             await self._bind(underlying)
-            unbound = ()
-        self._unbound = self._unbound if unbound is None else unbound
+            missing_bindings = ()
+        self._missing_bindings = self._missing_bindings if missing_bindings is None else missing_bindings
 
-    async def _unbound_at(
+    async def _missing_bindings_at(
         self, management: Management, underlying: AbstractConnection
     ) -> tuple[Difference, ...] | None:
         if not is_same_broker(await management.overview(), underlying):
@@ -154,7 +163,7 @@ class TopologyWatch:
         found = compare(
             replace(self._topology, exchanges=(), queues=()), Topology(bindings=await management.bindings())
         )
-        return tuple(each for each in found if each.change == "missing")
+        return tuple(difference for difference in found if difference.change == "missing")
 
     async def _apply(self, underlying: AbstractConnection) -> None:
         await apply(self._topology, underlying)
@@ -173,12 +182,13 @@ class TopologyWatch:
             await channel.close()
 
     def _report(self, kind: str, missing: tuple[Difference, ...]) -> None:
-        """Log once what is missing, and again only if it existed in between."""
+        """Log each missing object once, and again only if it existed in between. `kind`: which kind of objects
+        `missing` lists, such as `bindings`; the logged ones are remembered for each kind."""
         known = self._reported.get(kind, frozenset())
-        self._reported[kind] = frozenset(each.line for each in missing)
-        new = [each for each in missing if each.line not in known]
-        if queues := [each.name for each in new if each.what == "queue"]:
+        self._reported[kind] = frozenset(difference.line for difference in missing)
+        new = [difference for difference in missing if difference.line not in known]
+        if queues := [difference.name for difference in new if difference.what == "queue"]:
             log.error(signals.QUEUE_DELETED, queues=queues, command=COMMAND)
-        for each in new:
-            if each.what != "queue":
-                log.error(signals.TOPOLOGY_DIFFERS, difference=each.line, command=COMMAND)
+        for difference in new:
+            if difference.what != "queue":
+                log.error(signals.TOPOLOGY_DIFFERS, difference=difference.line, command=COMMAND)

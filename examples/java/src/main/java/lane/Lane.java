@@ -21,20 +21,20 @@ import org.json.JSONObject;
  * </pre>
  */
 public final class Lane {
-  /** Replies come to the channel that published: that needs no right to declare a queue. */
+  /** Direct reply-to: replies come to the channel that published. It needs no right to declare a queue. */
   private static final String DIRECT_REPLY_TO = "amq.rabbitmq.reply-to";
 
   public static void main(String[] args) throws Exception {
     String what = args[0], text = args[1];
     boolean isControl = List.of("cancel", "result").contains(what);
     var factory = new ConnectionFactory();
-    // this client takes a slash at the end for a virtual host without a name
+    // for this client a slash at the end of the URL means a virtual host without a name
     factory.setUri(System.getenv().getOrDefault("AMQP_URL", "amqp://localhost:5672").replaceFirst("/$", ""));
     try (var connection = factory.newConnection();
         var channel = connection.createChannel()) {
       channel.confirmSelect();
       BlockingQueue<Delivery> replies = new LinkedBlockingQueue<>();
-      // on this channel, before what it answers is published
+      // must be on the channel that publishes, and before the publish
       channel.basicConsume(DIRECT_REPLY_TO, true, (tag, reply) -> replies.add(reply), tag -> {});
 
       String id = UUID.randomUUID().toString();
@@ -62,7 +62,7 @@ public final class Lane {
           isControl ? what : "critical.examples.java",
           properties.build(),
           body.toString().getBytes(StandardCharsets.UTF_8));
-      channel.waitForConfirmsOrDie(30_000); // throws where the lane is full
+      channel.waitForConfirmsOrDie(30_000); // throws if the lane is full
 
       Delivery reply;
       do {
@@ -74,13 +74,13 @@ public final class Lane {
     }
   }
 
-  /** Prints a reply; whether it is the last. */
+  /** Prints a reply, and returns whether it is the last one. */
   private static boolean isLast(Delivery reply, boolean streamed) {
     var headers = reply.getProperties().getHeaders();
     String part = text(headers.get("x-lane-part")), control = text(headers.get("x-lane-control"));
     var found = new JSONObject(new String(reply.getBody(), StandardCharsets.UTF_8));
     if (part.equals("restart")) {
-      System.out.println("\n[from the beginning]"); // an attempt failed: forget what came so far
+      System.out.println("\n[from the beginning]"); // an attempt failed: discard the parts so far
     } else if (part.equals("event")) {
       var delta = found.optJSONObject("delta", new JSONObject());
       System.out.print(delta.optString("text"));

@@ -1,0 +1,41 @@
+"""Measures how many requests of a lane end each second, in all workers together. The workers count them in the store,
+where a gateway reads the result."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+from consumers.capacity.activity import LaneActivity
+from consumers.state.base import Allowances, StoreUnavailable
+
+PERIOD_S: Final = 60
+NOTE_EVERY_S: Final = 5.0
+SEEN_AT_LEAST_S: Final = 20.0
+"""The rate is known only after this part of a period, because fewer requests would give a random result."""
+UNLIMITED: Final = 1e15
+
+
+async def noting(store: Allowances, activities: Sequence[LaneActivity]) -> None:
+    """Add the requests that end in this process to the count in the store, until cancelled. If the store is
+    unavailable, they are added later."""
+    noted = {activity.lane: activity.ended for activity in activities}
+    while True:
+        await asyncio.sleep(NOTE_EVERY_S)  # one write for many requests, because nothing waits for the count
+        for activity in activities:
+            if ended := activity.ended - noted[activity.lane]:
+                with suppress(StoreUnavailable):
+                    await store.take(_name(activity.lane), ended, limit=UNLIMITED, period_s=PERIOD_S)
+                    noted[activity.lane] += ended
+
+
+async def per_s(store: Allowances, lane: str) -> float | None:
+    """How many requests of a lane end each second; None if that is unknown, or none has ended in this period. Raises
+    StoreUnavailable."""
+    taken = await store.take(_name(lane), 0, limit=UNLIMITED, period_s=PERIOD_S)
+    seen_s = PERIOD_S - taken.resets_in_s
+    return taken.used / seen_s if taken.used and seen_s >= SEEN_AT_LEAST_S else None
+
+
+def _name(lane: str) -> str:
+    return f"ended:{lane}"

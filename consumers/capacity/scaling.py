@@ -1,0 +1,300 @@
+"""Adds slots to queues and takes them back, as `lending.decide` decides.
+
+Added slots are a further consumer of the queue, on a channel of its own, whose prefetch is the number of these slots.
+The prefetch of the existing consumer stays, because changing it would have no effect (docs/facts.md, section 2). To
+take slots back, the further consumer is cancelled, and its running requests end in their own time. A lane whose slots
+were lent does not wait for that: its own consumer kept its prefetch all the time.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from consumers.background import every
+from consumers.capacity.activity import LaneActivity
+from consumers.capacity.lending import ExtraSlots, QueueLoad, decide
+from consumers.job import Job, NowMs
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry import logs, signals
+
+LOOK_EVERY_S = 0.25
+"""The time between two decisions. It is short, because lent slots must be back within a second. This polls, because the
+decision depends on the load of the last seconds and not on a single delivery."""
+ASK_EVERY_S = 1.0
+"""The time between two questions to the broker about how many messages wait in the queues whose slots are all in use. A
+queue can grow once in this time."""
+STEADY_S = 3.0
+"""A slot is lent after it was idle for this time. An added slot is given up after it was unused for this time."""
+BOTTLENECK_FOR_S = 2.0
+"""How long a provider's budget counts as the bottleneck of a lane after a request was last seen waiting for it."""
+LIMIT_LOGGED_EVERY_S = 60.0
+log = logs.logger()
+
+Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
+"""Asks the broker how many messages wait in each of these queues."""
+WaitingFor = Callable[[], Mapping[str, str]]
+"""For each lane whose requests wait for a provider's budget now: the part of the budget for which they wait."""
+
+
+class SlotPool(Protocol):
+    """The methods and attributes of a pool (`consumers/pool.py`) that are used here."""
+
+    @property
+    def queue(self) -> str: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def in_hand(self) -> int: ...
+    @property
+    def jobs(self) -> Collection[Job]: ...
+    async def run(self) -> None: ...
+    async def stop(self) -> None: ...
+    def give_back_waiting(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Added:
+    """Slots that were added to a queue at one time. They are those of a pool of their own."""
+
+    pool: SlotPool
+    is_ending: bool = False
+    """True after they were taken back, while requests still run on them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ScaledQueue:
+    """A queue whose number of slots changes: its settings (see `QueueLoad`), its pools, and its load so far."""
+
+    lane: str
+    pool: SlotPool
+    """The pool with the queue's own slots."""
+    new_pool: Callable[[int], SlotPool]
+    """Creates a pool with the given number of slots on the same queue."""
+    reserved: int
+    max_slots: int
+    target_wait_s: float
+    activity: LaneActivity
+    side: SlotPool | None = None
+    """The pool of the lane's side queues, whose requests use the same slots; None: no request is set aside."""
+    resize: Callable[[int], None] = lambda slots: None
+    """Called with the queue's number of slots after each decision."""
+    added: list[_Added] = field(default_factory=list)
+    used: deque[int] = field(default_factory=lambda: deque(maxlen=round(STEADY_S / LOOK_EVERY_S)))
+    """How many requests the queue had in this worker at each look of the last `STEADY_S`."""
+    extra_slots: ExtraSlots = field(default_factory=ExtraSlots)
+    """The last decision."""
+    waiting_since_ms: int | None = None
+    """When messages were first found waiting; None: none wait."""
+    limit_logged_s: float | None = None
+    """When a limit was last logged, by the event loop's clock."""
+
+    @property
+    def open(self) -> list[_Added]:
+        """The slots that were added to the queue and not taken back."""
+        return [added for added in self.added if not added.is_ending]
+
+    @property
+    def open_slots(self) -> int:
+        return sum(added.pool.slots for added in self.open)
+
+    @property
+    def ending(self) -> int:
+        """How many requests still run on slots that were taken back."""
+        return sum(added.pool.in_hand for added in self.added if added.is_ending)
+
+    @property
+    def in_hand(self) -> int:
+        """How many requests of the queue this worker has, on its own slots and on added ones."""
+        aside = 0 if self.side is None else self.side.running
+        return self.pool.in_hand + aside + sum(added.pool.in_hand for added in self.added)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all slots of the queue are in use."""
+        return self.in_hand - self.ending >= self.pool.slots + self.open_slots
+
+    def wait_s(self, now_ms: int) -> float:
+        """How long requests wait in the queue: the longest wait of those delivered within `STEADY_S`, or the time since
+        the last delivery while messages wait, if that is longer."""
+        pools = [self.pool, *(added.pool for added in self.added), *([] if self.side is None else [self.side])]
+        jobs = [job for pool in pools for job in pool.jobs]
+        waits = [
+            job.taken_ms - job.decoded.request.start_ms
+            for job in jobs
+            if job.decoded is not None and job.taken_ms >= now_ms - 1000 * STEADY_S
+        ]
+        if self.waiting_since_ms is not None:
+            taken_ms = max((job.taken_ms for job in jobs), default=0)
+            waits.append(now_ms - max(self.waiting_since_ms, taken_ms))
+        return max(waits, default=0) / 1000
+
+
+class Scaling:
+    """Gives each queue of this worker more or fewer slots (requests that are worked on at a time), by the load of all
+    queues: `lending.decide` says how many, and this starts and stops pools that have them. `queues`: the most urgent
+    first."""
+
+    def __init__(
+        self, queues: Sequence[ScaledQueue], *, depths: Depths, now_ms: NowMs, waiting_for: WaitingFor = dict
+    ) -> None:
+        self._queues = queues
+        self._depths = depths
+        self._now_ms = now_ms
+        self._waiting_for = waiting_for
+        self._bottlenecks: dict[str, tuple[str, float]] = {}
+        self._ask_at_s = 0.0
+        self._paused = False
+        self._stopping = asyncio.Event()
+        self._group = asyncio.TaskGroup()
+        for queue in queues:  # all slots count as used at first, so that none is lent before `STEADY_S` is over
+            queue.used.append(queue.pool.slots)
+
+    async def run(self) -> None:
+        """Add slots and take them back until `stop` is called and the requests on added slots have ended. Cancel it to
+        end at once."""
+        async with self._group:
+            async for _ in every(LOOK_EVERY_S, until=self._stopping):
+                await self._look()
+
+    async def stop(self) -> None:
+        """Take back the slots that were added to queues, and add no more."""
+        self._stopping.set()
+        await self._take_all_back()
+
+    def give_back_waiting(self) -> None:
+        """After `stop`: return requests whose call has not begun to the broker (`Pool.give_back_waiting`), from all
+        pools with added slots."""
+        for queue in self._queues:
+            for added in queue.added:
+                added.pool.give_back_waiting()
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused
+
+    async def pause(self, reason: str) -> None:
+        """Take the added slots of all queues back. The time of the pause does not count as idle time of slots."""
+        self._paused = True
+        await self._take_all_back()
+
+    async def resume(self) -> None:
+        """After `pause`: add slots to queues again when they are needed."""
+        self._paused = False
+
+    async def _look(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for lane, reason in self._waiting_for().items():
+            self._bottlenecks[lane] = (reason, now_s + BOTTLENECK_FOR_S)
+        if asks := now_s >= self._ask_at_s:
+            self._ask_at_s = now_s + ASK_EVERY_S
+        waiting = await self._ask() if asks else {}
+        if self._paused or self._stopping.is_set():
+            return
+        decided = decide([self._load(queue, waiting.get(queue.pool.queue, 0), asks, now_s) for queue in self._queues])
+        for queue, extra_slots in zip(self._queues, decided, strict=True):
+            limit = extra_slots.limit if asks else queue.extra_slots.limit  # decided only if the waits are known
+            self._carry_out(queue, ExtraSlots(lent=extra_slots.lent, grown=extra_slots.grown, limit=limit))
+            if asks and limit is not None:
+                self._log_limit(queue, limit, now_s)
+        self._publish_figures()
+
+    async def _ask(self) -> Mapping[str, int]:
+        """Ask the broker how many messages wait in each queue whose slots are all in use; empty if it does not
+        answer."""
+        full = [queue.pool.queue for queue in self._queues if queue.is_full]
+        if not full or self._paused:
+            return {}
+        try:
+            return await self._depths(full)
+        except BrokerError:  # the pools notice and report a lost connection themselves
+            return {}
+
+    def _load(self, queue: ScaledQueue, waiting: int, asked: bool, now_s: float) -> QueueLoad:
+        """Note the queue's current load, and return it. `waiting`: how many messages wait in the queue. `asked`:
+        whether the broker was asked for that."""
+        queue.used.append(queue.in_hand)
+        now_ms = self._now_ms()
+        if not waiting and asked:
+            queue.waiting_since_ms = None
+        elif waiting and queue.waiting_since_ms is None:
+            queue.waiting_since_ms = now_ms
+        reason, until_s = self._bottlenecks.get(queue.lane, ("", 0.0))
+        return QueueLoad(
+            slots=queue.pool.slots,
+            reserved=queue.reserved,
+            max_slots=queue.max_slots,
+            target_wait_s=queue.target_wait_s,
+            # `ending` may have become less since the last decision, which counts until the next one
+            extra=max(queue.open_slots + queue.ending, queue.extra_slots.total),
+            grown=queue.extra_slots.grown,
+            ending=queue.ending,
+            busiest=max(queue.used),
+            waiting=waiting,
+            wait_s=queue.wait_s(now_ms) if waiting else 0.0,
+            bottleneck=reason if now_s < until_s else None,
+        )
+
+    def _carry_out(self, queue: ScaledQueue, extra_slots: ExtraSlots) -> None:
+        """Stop pools with added slots, or start some, so that the queue has the decided number of slots."""
+        while (excess := queue.open_slots - extra_slots.total) > 0:
+            least = min(queue.open, key=lambda added: (added.pool.slots < excess, abs(added.pool.slots - excess)))
+            least.is_ending = True
+            self._group.create_task(least.pool.stop(), name=f"take back {queue.pool.queue}")
+        while (missing := extra_slots.total - queue.open_slots - queue.ending) > 0:
+            # in pools of 1, 2, 4, … slots, so that taking some back seldom takes back more than needed
+            added = _Added(queue.new_pool(1 << missing.bit_length() - 1))
+            queue.added.append(added)
+            queue.used.append(queue.pool.slots + queue.open_slots + queue.ending)  # new slots count as used at first
+            self._group.create_task(self._work(queue, added), name=f"added slots {queue.pool.queue}")
+        queue.resize(queue.pool.slots + queue.open_slots)
+        if (extra_slots.lent, extra_slots.grown) != (queue.extra_slots.lent, queue.extra_slots.grown):
+            log.debug(
+                signals.SLOTS_CHANGED,
+                lane=queue.lane,
+                queue=queue.pool.queue,
+                slots=queue.pool.slots,
+                lent=extra_slots.lent,
+                grown=extra_slots.grown,
+            )
+        queue.extra_slots = extra_slots
+
+    async def _work(self, queue: ScaledQueue, added: _Added) -> None:
+        try:
+            await added.pool.run()
+        finally:
+            queue.added.remove(added)
+
+    async def _take_all_back(self) -> None:
+        ending = [added for queue in self._queues for added in queue.open]
+        for added in ending:
+            added.is_ending = True
+        for queue in self._queues:
+            queue.extra_slots = ExtraSlots()
+            queue.resize(queue.pool.slots)
+        self._publish_figures()
+        await asyncio.gather(*(added.pool.stop() for added in ending))
+
+    def _log_limit(self, queue: ScaledQueue, limit: str, now_s: float) -> None:
+        if queue.limit_logged_s is None or now_s >= queue.limit_logged_s + LIMIT_LOGGED_EVERY_S:
+            queue.limit_logged_s = now_s
+            log.info(
+                signals.SLOTS_LIMITED,
+                lane=queue.lane,
+                queue=queue.pool.queue,
+                limit=limit,
+                wait_s=round(queue.wait_s(self._now_ms()), 1),
+            )
+
+    def _publish_figures(self) -> None:
+        """Write how many slots each lane has in addition to its own, and why it gets no more, into its `LaneActivity`,
+        for the `status` command. The two queues of a lane share a `LaneActivity`, so all are reset first."""
+        for queue in self._queues:
+            queue.activity.extra_slots = 0
+            queue.activity.slots_limit = None
+        for queue in self._queues:
+            queue.activity.extra_slots += queue.extra_slots.total
+            queue.activity.slots_limit = queue.activity.slots_limit or queue.extra_slots.limit

@@ -1,0 +1,90 @@
+"""How a delivery gets a slot: it waits for one, or is set aside (moved to a side queue)."""
+
+from typing import Protocol
+
+from consumers.fairness.aside import SideQueues
+from consumers.fairness.lane_slots import Admission, QueueSlots
+from consumers.job import Job
+from consumers.outcomes import Outcome
+from consumers.rank import rank
+
+
+class Entrance(Protocol):
+    """Lets a delivery wait until it may be worked on. A slot is the right to work on one request of a lane at a
+    time."""
+
+    async def enter(self, job: Job) -> Admission:
+        """Wait until the request holds a slot (BEGIN), or must be set aside, that is, moved to a side queue (ASIDE)."""
+
+    def leave(self, job: Job) -> None:
+        """Give a delivery's slot back."""
+
+    def unread(self, queue: str) -> None:
+        """Note that the last delivery of this queue could not be read, so that `enter` is not called for it."""
+
+    async def set_aside(self, job: Job) -> Outcome | None:
+        """Move the request to a side queue. Return None if it was moved, else its outcome. Raises BrokerError."""
+
+
+class QueueEntrance:
+    """Lets deliveries of a lane's intake or due queue wait for a slot. (The due queue has the requests that come back
+    from a delay.) `side_queues`: where requests are moved that are more than their tenant's share; None: none is
+    moved."""
+
+    def __init__(self, slots: QueueSlots, side_queues: SideQueues | None = None) -> None:
+        self._slots = slots
+        self._side_queues = side_queues
+
+    async def enter(self, job: Job) -> Admission:
+        tenant = job.identity.tenant
+        if self._slots.begin(tenant):
+            return Admission.BEGIN
+        movable = self._side_queues is not None and self._side_queues.may_take(job)
+        return await self._slots.wait(tenant, rank=_rank(job), movable=movable)
+
+    def leave(self, job: Job) -> None:
+        self._slots.end(job.identity.tenant)
+
+    def unread(self, queue: str) -> None:
+        """Does nothing: the broker sends the next delivery by itself."""
+
+    async def set_aside(self, job: Job) -> Outcome | None:
+        assert self._side_queues is not None
+        outcome = await self._side_queues.put(job)
+        if outcome is None:
+            self._slots.count_aside(job.identity.tenant)
+        return outcome
+
+
+class SideQueueEntrance:
+    """Lets the first message (the head) of each side queue of a lane wait for a slot of the lane's intake."""
+
+    def __init__(self, slots: QueueSlots, side_queues: SideQueues) -> None:
+        self._slots = slots
+        self._side_queues = side_queues
+
+    async def enter(self, job: Job) -> Admission:
+        tenant = job.identity.tenant
+        self._side_queues.head_arrived(job)
+        try:
+            if self._slots.begin(tenant):
+                return Admission.BEGIN
+            return await self._slots.wait(tenant, rank=_rank(job), movable=True, is_head=True)
+        finally:
+            self._side_queues.head_left(job)
+
+    def leave(self, job: Job) -> None:
+        self._slots.end(job.identity.tenant)
+
+    def unread(self, queue: str) -> None:
+        self._side_queues.head_unread(queue)
+
+    async def set_aside(self, job: Job) -> Outcome | None:
+        """Move a request that has waited too long in this process to the end of its side queue, so that a process with
+        a free slot can take it."""
+        return await self._side_queues.put(job)
+
+
+def _rank(job: Job) -> int:
+    """The priority of a request among the waiting requests of its tenant."""
+    return rank(job.message.priority, is_fresh=job.is_fresh) or 0

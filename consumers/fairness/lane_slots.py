@@ -1,0 +1,300 @@
+"""Decides which request gets the next free slot of a lane, and which requests are set aside (moved to a side queue).
+
+    lane = LaneSlots(shares, side)          one for each lane in a process
+    intake = lane.queue(16)                 the 16 slots of one queue
+    if intake.begin(tenant) or await intake.wait(…) is Admission.BEGIN:
+        …                                   the request holds a slot
+        intake.end(tenant)
+
+A free slot goes to the tenant that holds the fewest slots, divided by its weight; equal tenants take turns, in
+proportion to their weights. So tenants share the slots, however many requests each has. If a tenant's running and
+waiting requests here exceed its share of the slots, further ones are set aside (`consumers/fairness/aside.py`), so that
+the broker delivers the requests behind them.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import islice
+from typing import Final, Protocol
+
+from consumers.spending import EVERY_TENANT
+
+HELD_S: Final = 60.0
+"""A request that has waited here for this time is set aside: a delivery may not be held without end
+(`consumers/job.py`), and another process may have a slot for it."""
+LATELY_S: Final = 600.0
+"""A lane counts as shared if two tenants had requests within this time."""
+TENANTS_COUNTED: Final = 256
+"""Counts are kept for this many tenants of a lane: those that were active last."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantShare:
+    """The settings for one tenant: its weight when a lane's slots are shared among tenants, and its limit of
+    requests."""
+
+    weight: float = 1.0
+    in_flight: int | None = None
+    """How many of its requests a process works on at a time in one lane; None: no limit."""
+
+
+class Shares:
+    """The settings of all tenants, by name. Those of `*` apply to every tenant that has no entry."""
+
+    def __init__(self, tenants: Mapping[str, TenantShare] | None = None) -> None:
+        self._tenants = tenants or {}
+        self._other = self._tenants.get(EVERY_TENANT, TenantShare())
+
+    def of(self, tenant: str) -> TenantShare:
+        return self._tenants.get(tenant, self._other)
+
+
+class Admission(Enum):
+    """The result of waiting for a slot: the request holds one and may begin (BEGIN), or must be moved to a side queue
+    (ASIDE)."""
+
+    BEGIN = auto()
+    ASIDE = auto()
+
+
+class SetAside(Protocol):
+    """Knows which tenants have requests in the side queues of a lane."""
+
+    def has(self, tenant: str) -> bool: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A request that waits in this process for a slot."""
+
+    tenant: str
+    rank: int
+    """Of one tenant's requests, the one with the highest rank goes first."""
+    movable: bool
+    """Whether it may be set aside."""
+    admission: "asyncio.Future[Admission]"
+
+
+@dataclass(slots=True)
+class Figures:
+    """Counts of one tenant's requests in one lane, since the process started."""
+
+    begun: int = 0
+    """How many got a slot."""
+    set_aside: int = 0
+    seen_s: float = 0.0
+    """When one of its requests last began or was set aside, by the event loop's clock."""
+
+
+@dataclass(slots=True)
+class LaneSlots:
+    """The slots of one lane in this process: how many requests of the lane may be worked on at a time. Each queue of
+    the lane has its own slots (`QueueSlots`)."""
+
+    shares: Shares = field(default_factory=Shares)
+    side: SetAside | None = None
+    """The side queues of the lane; None: it has none, so that no request can be moved there."""
+    queues: list["QueueSlots"] = field(default_factory=list)
+    _figures: "OrderedDict[str, Figures]" = field(default_factory=OrderedDict)
+
+    def queue(self, size: int) -> "QueueSlots":
+        """Add a queue of the lane that has `size` slots."""
+        queue = QueueSlots(self, size)
+        self.queues.append(queue)
+        return queue
+
+    def is_at_its_cap(self, tenant: str) -> bool:
+        """Whether the tenant's running requests have reached its limit (`TenantShare.in_flight`)."""
+        cap = self.shares.of(tenant).in_flight
+        return cap is not None and sum(queue.running_of(tenant) for queue in self.queues) >= cap
+
+    def figures(self, tenant: str) -> Figures:
+        """The counts of a tenant's requests, which the caller may change. The tenant counts as active now."""
+        if (found := self._figures.get(tenant)) is None:
+            if len(self._figures) >= TENANTS_COUNTED:
+                self._figures.popitem(last=False)
+            found = self._figures[tenant] = Figures()
+        else:
+            self._figures.move_to_end(tenant)
+        found.seen_s = asyncio.get_running_loop().time()
+        return found
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one tenant had requests in this lane within `LATELY_S`."""
+        latest = list(islice(reversed(self._figures.values()), 2))
+        return len(latest) == 2 and latest[1].seen_s > asyncio.get_running_loop().time() - LATELY_S
+
+    @property
+    def in_hand(self) -> int:
+        """How many deliveries of the lane wait in this process for a slot."""
+        return sum(queue.waiting for queue in self.queues)
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        """The counts of the lane's requests by tenant, as JSON values. The tenant that was active last comes last."""
+        return {
+            tenant: {
+                "running": sum(queue.running_of(tenant) for queue in self.queues),
+                "in_hand": sum(queue.waiting_of(tenant) for queue in self.queues),
+                "begun": figures.begun,
+                "set_aside": figures.set_aside,
+            }
+            for tenant, figures in self._figures.items()
+        }
+
+
+class QueueSlots:
+    """The slots of one queue, and the deliveries of that queue that wait in this process for a slot. A slot is the
+    right to work on one request at a time."""
+
+    def __init__(self, lane: LaneSlots, size: int) -> None:
+        self._lane = lane
+        self.size = size
+        self._running: dict[str, int] = {}
+        self._passes: dict[str, float] = {}
+        """For each tenant with running or waiting requests, its pass: how many slots it was granted so far, divided by
+        its weight. Of tenants that hold equally many slots, the one with the lowest pass goes first."""
+        self._floor = 0.0
+        """The pass with which a new tenant starts."""
+        self._waiting: list[_Waiting] = []
+        self.running = 0
+        self.begun = 0
+        self.sets_surplus_aside = False
+        """Whether requests over their tenant's share are set aside, even if the tenant has none in a side queue yet
+        (`consumers/fairness/scouting.py`)."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.running >= self.size
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one tenant had requests in this lane within `LATELY_S`."""
+        return self._lane.is_shared
+
+    def running_of(self, tenant: str) -> int:
+        return self._running.get(tenant, 0)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def waiting_of(self, tenant: str) -> int:
+        return sum(waiting.tenant == tenant for waiting in self._waiting)
+
+    def count_aside(self, tenant: str) -> None:
+        self._lane.figures(tenant).set_aside += 1
+
+    def resize(self, size: int) -> None:
+        """Change the number of slots of the queue. A request that holds a slot keeps it."""
+        self.size = size
+        self.serve()
+
+    def set_surplus_aside(self, is_on: bool) -> None:
+        """Switch on or off that requests over their tenant's share of the slots are set aside (moved to a side queue).
+        When it is switched on, those that wait here are set aside at once."""
+        self.sets_surplus_aside = is_on
+        if is_on:
+            for waiting in self._waiting[:]:
+                if waiting.movable and self._is_over(waiting.tenant):
+                    self._admit(waiting, Admission.ASIDE)
+
+    def begin(self, tenant: str) -> bool:
+        """Take a free slot for a request of the tenant. False if there is none, or the tenant is at its in-flight
+        limit. It overtakes no waiting request: if requests wait while a slot is free, their tenants are at their
+        limits."""
+        if self.running >= self.size or self._lane.is_at_its_cap(tenant):
+            return False
+        self._grant(tenant)
+        return True
+
+    async def wait(self, tenant: str, *, rank: int = 0, movable: bool = False, is_head: bool = False) -> Admission:
+        """After `begin` returned False: wait for a slot. `rank`: the priority among the requests of its tenant.
+        `movable`: the request may be moved to a side queue instead. `is_head`: it comes from a side queue, and is moved
+        back there only if it waits here for `HELD_S`."""
+        movable = movable and self._lane.side is not None
+        if movable and not is_head and self._belongs_aside(tenant):
+            return Admission.ASIDE
+        admission: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(tenant=tenant, rank=rank, movable=movable and not is_head, admission=admission)
+        self._waiting.append(waiting)
+        self._passes.setdefault(tenant, self._floor)
+        try:
+            async with asyncio.timeout(HELD_S if movable else None):
+                return await admission
+        except TimeoutError:
+            return admission.result() if _is_admitted(waiting) else Admission.ASIDE
+        except asyncio.CancelledError:
+            if _is_admitted(waiting) and admission.result() is Admission.BEGIN:
+                self.end(tenant)  # the slot was granted at the moment of the cancellation
+            raise
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+                self._forget(tenant)
+
+    def end(self, tenant: str) -> None:
+        """Give a slot back, and grant free slots to waiting requests."""
+        self.running -= 1
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
+            self._forget(tenant)
+        for queue in self._lane.queues:  # a tenant at its in-flight limit may wait at the lane's other queue
+            queue.serve()
+
+    def serve(self) -> None:
+        """Grant free slots of the queue to waiting requests, in order."""
+        while self._waiting and self.running < self.size:
+            eligible = [waiting for waiting in self._waiting if not self._lane.is_at_its_cap(waiting.tenant)]
+            if not eligible:
+                return
+            # of the chosen tenant's requests, the one with the highest rank; among equals, the first
+            chosen = min(eligible, key=lambda waiting: (*self._standing(waiting.tenant), -waiting.rank))
+            self._grant(chosen.tenant)
+            self._admit(chosen, Admission.BEGIN)
+
+    def _standing(self, tenant: str) -> tuple[float, float]:
+        """The sort key of a tenant: its running requests in proportion to its weight, then how many slots it was
+        granted so far. The tenant with the lowest standing gets the next slot."""
+        return self.running_of(tenant) / self._lane.shares.of(tenant).weight, self._passes.get(tenant, self._floor)
+
+    def _grant(self, tenant: str) -> None:
+        self.running += 1
+        self.begun += 1
+        self._running[tenant] = self._running.get(tenant, 0) + 1
+        self._floor = self._passes.get(tenant, self._floor)
+        self._passes[tenant] = self._floor + 1 / self._lane.shares.of(tenant).weight
+        self._lane.figures(tenant).begun += 1
+
+    def _admit(self, waiting: _Waiting, admission: Admission) -> None:
+        self._waiting.remove(waiting)
+        if not waiting.admission.done():
+            waiting.admission.set_result(admission)
+        self._forget(waiting.tenant)
+
+    def _forget(self, tenant: str) -> None:
+        if tenant not in self._running and not self.waiting_of(tenant):
+            self._passes.pop(tenant, None)
+
+    def _belongs_aside(self, tenant: str) -> bool:
+        """Whether a new request of the tenant is set aside (moved to a side queue) at once."""
+        if self._lane.is_at_its_cap(tenant):
+            return True
+        side = self._lane.side
+        return (self.sets_surplus_aside or (side is not None and side.has(tenant))) and self._is_over(tenant)
+
+    def _is_over(self, tenant: str) -> bool:
+        """Whether the tenant's running and waiting requests have reached its share of the slots, which is at least one
+        slot."""
+        tenants: Collection[str] = {*self._running, tenant, *(waiting.tenant for waiting in self._waiting)}
+        weight = self._lane.shares.of(tenant).weight
+        share = self.size * weight / sum(self._lane.shares.of(other).weight for other in tenants)
+        return self.running_of(tenant) + self.waiting_of(tenant) >= max(1.0, share)
+
+
+def _is_admitted(waiting: _Waiting) -> bool:
+    return waiting.admission.done() and not waiting.admission.cancelled()

@@ -1,0 +1,54 @@
+"""The running calls of an account, and whether they explain a refusal. Pure; time is passed in.
+
+A provider estimates a request's input tokens when its call begins, and corrects the estimate when the call ends. Until
+then it may hold more than we have reserved. So an unexpected refusal may be caused by one large request, or by what the
+provider holds for many requests.
+"""
+
+from math import inf
+
+from consumers.limits.base import Reservation
+from consumers.limits.burst import MARGIN_MOST, PATIENCE_S
+
+HELD_EVERY_S = 60.0
+"""Refusals are explained like this at most once in this time. If refusals go on, there is another cause."""
+
+
+class RunningCalls:
+    """The reservations of an account's running calls, which may explain why the provider refuses a further call."""
+
+    __slots__ = ("_calls", "_held_s")
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Reservation] = {}
+        self._held_s = -inf
+
+    def begin(self, reservation: Reservation) -> None:
+        self._calls[id(reservation)] = reservation
+
+    def end(self, reservation: Reservation) -> None:
+        self._calls.pop(id(reservation), None)
+
+    def shift(self, jump_s: float) -> None:
+        self._held_s += jump_s
+        for reservation in self._calls.values():
+            reservation.at_s += jump_s
+
+    def needs(self, left: float) -> bool:
+        """True if one of the running calls may need more input tokens than the `left` ones."""
+        largest = max((reservation.amounts.input_tokens for reservation in self._calls.values()), default=0.0)
+        return left < (1 + MARGIN_MOST) * largest
+
+    def hold(self, missing: float, now_s: float) -> bool:
+        """Decide whether the running calls explain a refusal: the provider may count `missing` more input tokens for
+        them than were reserved. If so, raise their reservations by that amount until they end, and return True."""
+        running = sum(reservation.amounts.input_tokens for reservation in self._calls.values())
+        is_same = 0 <= now_s - self._held_s < PATIENCE_S
+        if not 0 < missing <= MARGIN_MOST * running or not (is_same or now_s - self._held_s > HELD_EVERY_S):
+            return False
+        if not is_same:
+            self._held_s = now_s
+        for reservation in self._calls.values():
+            amount = reservation.amounts.input_tokens
+            reservation.amounts = reservation.amounts._replace(input_tokens=amount * (1 + missing / running))
+        return True

@@ -1,0 +1,101 @@
+"""Parses large bodies one at a time, and during at most half of the time, because parsing blocks the event loop.
+
+Each step of parsing is short (`topology/codec/bounds.py`), but many bodies can arrive at once. Without pauses, a sender
+of large bodies would leave the event loop little time for other work. So each step is followed by a pause that is as
+long as the step took.
+"""
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+from typing import Final, TypeVar
+
+from topology.codec import bounds
+
+T = TypeVar("T")
+AT_ONCE_S: Final = 0.01
+"""How long the process may parse without a pause, if it did not parse before: enough for about twenty bodies of
+100 KB."""
+TINY_BYTES: Final = 4096
+"""A body up to this size is parsed at once, without waiting: it takes at most a millisecond, whatever its content."""
+_WITHIN_LIMITS: Final = ""
+
+
+class Parsing:
+    """Runs the steps in which this process parses large JSON bodies one by one, with pauses between them for the event
+    loop. If several wait, the one with the lowest `rank` goes first.
+
+    `rank` is a pair: the urgency of the lane (0: the most urgent) and the size of the body in bytes.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._left_s = AT_ONCE_S
+        """How long may be parsed now without a pause; below 0: the pause that is needed. It grows with time."""
+        self._at_s = clock()
+        """When `_left_s` was computed."""
+        self._is_taken = False
+        self._waiting: list[tuple[tuple[int, int], int, asyncio.Future[None]]] = []
+        self._numbers = count()
+
+    async def run(self, work: Callable[[], T], *, rank: tuple[int, int]) -> T:
+        """Run `work`, one step of parsing, and return its result. It waits for the steps before it and their pauses,
+        unless the body is at most `TINY_BYTES`."""
+        if rank[1] <= TINY_BYTES:
+            return work()
+        if self._is_taken:
+            await self._wait(rank)
+        self._is_taken = True
+        began_s = self._clock()
+        collects = gc.isenabled()
+        gc.disable()  # parsing creates many objects; the collections that they start take longer than the parsing
+        try:
+            return work()
+        finally:
+            if collects:
+                gc.enable()
+            self._pass_on(began_s, self._clock())
+
+    async def excess(self, raw: bytes, *, max_values: int, rank: tuple[int, int]) -> str | None:
+        """Which limit the body exceeds (as `bounds.excess`), or None. A large body is checked in steps, so that other
+        work can run between them."""
+        steps = bounds.excess_in_steps(raw, max_values=max_values)
+        while True:
+            # each step yields the exceeded limit, or None if it found none so far
+            found = await self.run(lambda: next(steps, _WITHIN_LIMITS), rank=rank)
+            if found is not None:
+                return None if found == _WITHIN_LIMITS else found
+
+    async def _wait(self, rank: tuple[int, int]) -> None:
+        """Wait until it is this parsing step's turn."""
+        turn = asyncio.get_running_loop().create_future()
+        heappush(self._waiting, (rank, next(self._numbers), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._next()
+            raise
+
+    def _pass_on(self, began_s: float, ended_s: float) -> None:
+        """After a parsing step: let the next one run, at once or after a pause, so that parsing takes at most half of
+        the time."""
+        self._left_s = min(AT_ONCE_S, self._left_s + began_s - self._at_s) - (ended_s - began_s)
+        self._at_s = ended_s
+        if self._left_s >= 0 and not self._waiting:
+            self._is_taken = False
+        else:
+            asyncio.get_running_loop().call_later(max(0.0, -self._left_s), self._next)
+
+    def _next(self) -> None:
+        """Let the waiting parsing step with the lowest rank run."""
+        self._is_taken = False
+        while self._waiting:
+            *_, turn = heappop(self._waiting)
+            if not turn.done():
+                self._is_taken = True
+                turn.set_result(None)
+                return

@@ -1,0 +1,59 @@
+"""Limits how often each tenant may do something in this process, and how often that is logged.
+
+limit, throttle = RateLimit(per_s=100, at_once=1000), LogThrottle()
+if not limit.take(tenant): …              refuse; other tenants are not affected
+if (count := throttle.count(tenant)): …   log that it happened `count` times since the last log line
+"""
+
+import time
+from collections.abc import Callable
+
+NAMES_KEPT = 10_000
+"""For how many names a limit or a throttle keeps its state. Beyond that, the name that was used longest ago is
+forgotten."""
+LOGGED_EVERY_S = 60.0
+Clock = Callable[[], float]
+
+
+class RateLimit:
+    """Limits how often something may happen for each name (a tenant, for example). Each name has a token bucket, which
+    holds at most `at_once` and gains `per_s` each second."""
+
+    def __init__(self, *, per_s: float, at_once: float, clock: Clock = time.monotonic) -> None:
+        self._per_s = per_s
+        self._at_once = at_once
+        self._clock = clock
+        self._left: dict[str, tuple[float, float]] = {}
+        """For each name: what its bucket held after the last `take`, and when that was."""
+
+    def take(self, name: str, amount: float = 1) -> bool:
+        """Take `amount` from the token bucket of a name; False if it holds less."""
+        now_s = self._clock()
+        left, at_s = self._left.pop(name, (self._at_once, now_s))
+        left = min(self._at_once, left + (now_s - at_s) * self._per_s)
+        granted = left >= amount
+        self._left[name] = (left - amount if granted else left, now_s)
+        if len(self._left) > NAMES_KEPT:
+            del self._left[next(iter(self._left))]
+        return granted
+
+
+class LogThrottle:
+    """Tells the caller when to log a frequent event: for each name the first one at once, then at most one line a
+    minute, with the number of events since the last line."""
+
+    def __init__(self, *, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._counted: dict[str, tuple[int, float]] = {}
+        """For each name: how many events were not logged yet, and when the last line was logged."""
+
+    def count(self, name: str) -> int:
+        """Count one event for this name. If it is to be logged now, return how many there were since the last log line;
+        else 0."""
+        now_s = self._clock()
+        count, logged_s = self._counted.pop(name, (0, -LOGGED_EVERY_S))
+        is_due = now_s - logged_s >= LOGGED_EVERY_S
+        self._counted[name] = (0, now_s) if is_due else (count + 1, logged_s)
+        if len(self._counted) > NAMES_KEPT:
+            del self._counted[next(iter(self._counted))]
+        return count + 1 if is_due else 0

@@ -1,0 +1,115 @@
+"""Sends the parts of a stream, one for each event of the provider.
+
+A part is published without waiting for the confirms of those before it: that would delay the first piece of the answer
+by three round trips to the broker. Parts keep their order, because they are published on one channel. A lost part does
+not fail the attempt: the final reply has the whole answer. It is sent after each part is confirmed or known to be lost.
+"""
+
+import asyncio
+from collections import deque
+
+from consumers.job import Job
+from consumers.replies.reply import PART_TIMEOUT_S, Replies
+from lanekeeper.amqp.confirming import Answer
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry import logs, signals
+
+UNCONFIRMED = 64
+UNCONFIRMED_BYTES = 256 * 1024
+"""How many parts of a stream may be unconfirmed, and how many bytes they may have together. A single part may be
+larger."""
+FIRST_UNCONFIRMED = 4
+"""How many parts may be unconfirmed at first. The limit doubles each time it is reached. A stream begins with three
+events and then the first piece of the answer. With this limit that piece reaches the client early, even if the provider
+sends the whole answer at once."""
+log = logs.logger()
+
+
+class Parts:
+    """Sends the parts of one attempt's stream to the requester, numbered from 0. Call it with each event of the
+    provider.
+
+    If the requester may have events of an earlier call, a part `restart` goes first: it tells the requester to forget
+    them. That is so in a second or later attempt, in a second call within an attempt, and after a redelivery.
+    """
+
+    def __init__(self, replies: Replies, job: Job) -> None:
+        self._replies = replies
+        self._job = job
+        self._seq = -1
+        self._restarted = False
+        self._has_lost = False
+        self._unconfirmed: deque[tuple[asyncio.Future[Answer], int]] = deque()
+        self._bytes = 0
+        self._most = FIRST_UNCONFIRMED
+        self.has_sent = False
+        """Whether an event was sent, which the requester must forget if another attempt follows."""
+
+    async def __call__(self, event: bytes, /) -> None:
+        address, trail = self._job.message.reply_to, self._job.trail
+        if not address and trail is None:
+            return
+        self.has_sent = True
+        if self._seq < 0 and (self._restarted or self._job.attempts > 1 or self._job.redelivered):
+            await self._send(address, "restart", b"{}")
+        await self._send(address, "event", event)
+
+    def restart(self) -> bool:
+        """Before another call of the same attempt: begin to number the parts of the stream from 0 again. Return whether
+        events of the failed call had been sent."""
+        had_begun = self._seq >= 0
+        if had_begun:
+            self._seq, self._restarted = -1, True
+        return had_begun
+
+    async def confirmed(self) -> None:
+        """Wait until the broker has confirmed all parts of the stream, for at most `PART_TIMEOUT_S`. Those that are not
+        confirmed then count as lost."""
+        if waiting := [answer for answer, _ in self._unconfirmed if not answer.done()]:
+            await asyncio.wait(waiting, timeout=PART_TIMEOUT_S)
+        while self._unconfirmed:
+            self._take_oldest()
+
+    async def _send(self, address: str | None, part: str, body: bytes) -> None:
+        self._seq += 1
+        if not address:
+            if self._job.trail is not None:
+                self._job.trail.part(part, body)
+            return
+        await self._make_room(len(body))
+        try:
+            answer = await self._replies.part(self._job, address, part=part, seq=self._seq, body=body)
+        except BrokerError as error:
+            self._log_loss(str(error))
+            return
+        self._unconfirmed.append((answer, len(body)))
+        self._bytes += len(body)
+
+    async def _make_room(self, size: int) -> None:
+        """Wait until one more part of the stream, of `size` bytes, may be sent without exceeding the limits of
+        unconfirmed parts."""
+        while self._unconfirmed:
+            oldest, _ = self._unconfirmed[0]
+            if not oldest.done():
+                if len(self._unconfirmed) < self._most and self._bytes + size <= UNCONFIRMED_BYTES:
+                    return
+                self._most = min(UNCONFIRMED, 2 * self._most)
+                await asyncio.wait([oldest], timeout=PART_TIMEOUT_S)
+                await asyncio.sleep(0)  # a gateway in this process handles the parts that it has received first
+            self._take_oldest()
+
+    def _take_oldest(self) -> None:
+        """Forget the oldest unconfirmed part of the stream; log it if it is lost."""
+        answer, size = self._unconfirmed.popleft()
+        self._bytes -= size
+        if not answer.done():
+            self._log_loss(f"no confirm within {PART_TIMEOUT_S:g} s")
+        elif (error := answer.exception()) is not None:
+            self._log_loss(str(error))
+        elif (refused := answer.result()) is not None:
+            self._log_loss(refused.__name__)
+
+    def _log_loss(self, why: str) -> None:
+        if not self._has_lost:  # logged once for each attempt, because a full queue refuses all later parts too
+            self._has_lost = True
+            log.info(signals.PART_LOST, reason=why)

@@ -1,0 +1,98 @@
+"""Sends a reply again if the reply queue was full. The request holds no slot while it waits for that.
+
+The request goes through a delay, with a header which says that only its reply is left to send. When it comes back, its
+completion is read from the store. A completion that is not stored under the id (of an invalid request, or of one whose
+id belongs to another request) is carried in a header. A minute after the first try the reply is given up; a stored
+result can still be fetched.
+"""
+
+import heapq
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from consumers.claiming import Claiming
+from consumers.job import Job
+from consumers.outcomes import Outcome, Replayed
+from consumers.state.base import Completion
+from lanekeeper.contract import names as n
+from lanekeeper.telemetry import logs, signals
+
+PAUSES_S = (1, 2, 4, 8, 16, 30)
+"""The pauses before each further try: a minute in total. By then a requester that was slow or was restarted has usually
+emptied its queue."""
+MAX_WAITING = 1000
+"""How many replies may wait at a time in this process."""
+MOST_OF_ONE = 10
+"""The replies of one tenant, to however many queues, may take one tenth of the limit. For requests without a tenant (no
+`user_id`), those to one queue may."""
+WARN_EVERY_MS = 1000
+Handle = Callable[[Job], Awaitable[Outcome]]
+log = logs.logger()
+
+
+class ReplyRetries:
+    """Sends a reply again later if its queue is full. It limits how many replies wait in a delay for that, and counts
+    those that are given up."""
+
+    def __init__(self, claiming: Claiming, *, max_waiting: int = MAX_WAITING) -> None:
+        self._claiming = claiming
+        self._max_waiting = max_waiting
+        self._waiting: list[tuple[int, tuple[str, str]]] = []
+        """A heap: when each waiting reply comes back, and whose it is: ("tenant", name) or ("queue", name)."""
+        self._waiting_of: Counter[tuple[str, str]] = Counter()
+        self._next_warning_ms = 0
+        self.given_up = 0
+        """How many replies were given up."""
+
+    def pause_ms(self, job: Job, *, now_ms: int) -> int | None:
+        """Decide how long a reply that its full queue has refused waits before it is sent again; None: it must be given
+        up."""
+        tenant = job.identity.tenant
+        whose = ("tenant", tenant) if tenant else ("queue", job.message.reply_to or "")
+        while self._waiting and self._waiting[0][0] <= now_ms:
+            _, returned = heapq.heappop(self._waiting)
+            self._waiting_of[returned] -= 1
+            if not self._waiting_of[returned]:
+                del self._waiting_of[returned]
+        most_of_one = max(1, self._max_waiting // MOST_OF_ONE)
+        is_full = len(self._waiting) >= self._max_waiting or self._waiting_of[whose] >= most_of_one
+        if is_full or job.hop.reply_try >= len(PAUSES_S):
+            return None
+        pause_ms = 1000 * PAUSES_S[job.hop.reply_try]
+        heapq.heappush(self._waiting, (now_ms + pause_ms, whose))
+        self._waiting_of[whose] += 1
+        return pause_ms
+
+    def give_up(self, job: Job, *, now_ms: int) -> None:
+        """Count a reply that is not sent again, and log it: as a warning at most once a second."""
+        self.given_up += 1
+        tries = job.hop.reply_try + 1
+        if now_ms < self._next_warning_ms:
+            log.debug(signals.REPLY_GIVEN_UP, tries=tries, given_up=self.given_up)
+            return
+        self._next_warning_ms = now_ms + WARN_EVERY_MS
+        log.warning(signals.REPLY_GIVEN_UP, tries=tries, given_up=self.given_up)
+
+    def wrap(self, handle: Handle) -> Handle:
+        """Return a function that calls `handle`, except for a request that has ended and whose reply is only to be sent
+        again: that one is answered with its completion."""
+
+        async def reply_or_handle(job: Job) -> Outcome:
+            if job.hop.reply_try and (completion := await self._completion(job)) is not None:
+                return Replayed(completion=completion, is_reply_only=True)
+            return await handle(job)  # the store has no completion any more: the request is worked on again
+
+        return reply_or_handle
+
+    async def _completion(self, job: Job) -> Completion | None:
+        """How a request ended whose reply is to be sent again, from the store or from its header. Raises
+        StoreUnavailable."""
+        if (error := job.hop.reply_error) is None:
+            found = await self._claiming.find(job.identity)
+            return None if found is None else found.completion
+        headers: dict[str, str | int] = {n.ATTEMPT: job.attempts}
+        if job.lane is not None:
+            headers[n.LANE_NAME] = job.lane.name
+        code = str(json.loads(error)["code"])
+        return Completion(status="error", code=code, body=error.encode(), headers=headers, ended_ms=job.taken_ms)

@@ -1,0 +1,140 @@
+"""Error messages for wrong settings: one line for each, with the name that the user wrote. After a wrong value was
+found, the remaining values are checked again without it, so that all mistakes are reported together, each once."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+import annotated_types
+from pydantic import SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from service.config import names
+from service.config.masking import mask, mask_url
+from service.config.names import ANY, Place
+from service.config.sections import Disagreement
+from service.config.settings import Settings
+from service.config.value_types import ALLOWED
+from service.telemetry import redaction
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A value that a source gave, with the name that the user wrote, such as "LANEKEEPER_NAMESPACE in .env"."""
+
+    value: Any
+    name: str
+    source: str
+    """`environment`, `option`, or the file."""
+
+
+def validate(
+    create: Callable[[Collection[Place]], Settings], found: Mapping[Place, Found]
+) -> tuple[Settings, dict[Place, str]]:
+    """Create the settings, leaving out wrong values until pydantic accepts the rest. Returns the settings, with
+    defaults in place of wrong values, and the error message for each wrong value by its place. `create`: creates the
+    settings without the values at the given places, and raises ValidationError."""
+    wrong: dict[Place, str] = {}
+    while True:
+        try:
+            return create(wrong), wrong
+        except ValidationError as error:
+            lines = {place: _line(place, details, found[place]) for place, details in _errors(error) if place in found}
+            if not lines.keys() - wrong.keys():  # no further value to leave out: the loop would not end
+                raise
+            wrong |= lines
+
+
+def of_disagreements(
+    disagreements: Iterable[Disagreement], found: Mapping[Place, Found], *, wrong: Collection[Place]
+) -> list[str]:
+    """The error messages for contradictions between settings. Contradictions with a setting that is wrong by itself are
+    left out."""
+    return [
+        redaction.text(f"{_names(disagreement.at, found)}: {disagreement.text}")  # a key may stand where a name belongs
+        for disagreement in disagreements
+        if not any(_overlap(place, other) for place in (*disagreement.at, *disagreement.by) for other in wrong)
+    ]
+
+
+def _overlap(one: Place, other: Place) -> bool:
+    """Whether two places of settings are the same, or one lies inside the other: ("lanes", "batch") contains ("lanes",
+    "batch", "slots")."""
+    return all(ANY in (x, y) or x == y for x, y in zip(one, other, strict=False))
+
+
+def _names(places: tuple[Place, ...], found: Mapping[Place, Found]) -> str:
+    """The names of the settings at `places`, for an error message: as the user wrote them. If the user set none of
+    them, the name of the first, in the style (TOML or environment) in which the user wrote a setting beside it."""
+    given = [value.name for at in places for place, value in found.items() if place[: len(at)] == at]
+    if given:
+        return ", ".join(dict.fromkeys(given))
+    first = places[0]
+    for near, value in found.items():
+        if near[:-1] == first[:-1] and value.name.startswith(".".join(near)):
+            return value.name.replace(".".join(near), ".".join(first), 1)
+    return names.variable(first)
+
+
+def _errors(error: ValidationError) -> Iterator[tuple[Place, ErrorDetails]]:
+    """The errors that pydantic found, each with the place of its setting. pydantic's location of an error can be longer
+    than that place: it can name an item of a list."""
+    for details in error.errors():
+        first, *rest = map(str, details["loc"])
+        location = (names.field_name(first), *rest)
+        places = (location[:n] for n in range(len(location), 0, -1))
+        yield next((place for place in places if names.is_setting(place)), location), details
+
+
+def _line(place: Place, error: ErrorDetails, found: Found) -> str:
+    field = names.SETTINGS[names.pattern(place)]
+    what = error["ctx"]["what"] if error["type"] == ALLOWED else allowed_values(field)
+    return f"{found.name}: found {_shown(field, found.value)}, allowed is {what}"
+
+
+def _types(field: FieldInfo) -> Iterator[Any]:
+    """All types that occur in a field's annotation, also inside unions and lists, except `None`."""
+    todo: list[Any] = [field.annotation]
+    while todo:
+        kind = todo.pop(0)
+        if kind is not type(None):
+            yield kind
+            if get_origin(kind) is not Literal:
+                todo.extend(get_args(kind))
+
+
+def _shown(field: FieldInfo, value: Any) -> str:
+    if SecretStr not in _types(field):
+        return mask(value)
+    if isinstance(value, str) and "://" in value:
+        return mask_url(value.strip())
+    return "(hidden)"
+
+
+def allowed_values(field: FieldInfo) -> str:
+    """The values that a setting allows, in words for an error message, such as `a whole number from 1`."""
+    types = list(_types(field))
+    for kind in types:
+        if get_origin(kind) is Literal:
+            return " or ".join(get_args(kind))
+    if bool in types:
+        return "true or false"
+    if int in types or float in types:
+        return ("a whole number" if int in types else "a number") + _limits(field)
+    if SecretStr in types or str in types:
+        return "text" if tuple not in {get_origin(kind) for kind in types} else "a list of names"
+    return "a file that is there and can be read"
+
+
+def _limits(field: FieldInfo) -> str:
+    text = ""
+    for constraint in field.metadata:
+        match constraint:
+            case annotated_types.Ge(ge=low):
+                text += f" from {low}"
+            case annotated_types.Gt(gt=low):
+                text += f" above {low}"
+            case annotated_types.Le(le=high):
+                text += f" to {high}" if " from " in text else f", at most {high}"
+    return text

@@ -1,0 +1,46 @@
+"""Limits how many calls are answered at the same time, and the sum of the bytes of their bodies."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from service.gateway.problems import refused, stopping
+
+BODIES_BYTES = 256 * 1024 * 1024
+"""The most bytes of bodies in memory, of all calls together."""
+
+
+class CallLimit:
+    """Counts the HTTP calls in progress and their bodies' bytes, and refuses further calls above the limits. A client
+    may repeat a refused call a little later."""
+
+    def __init__(self, calls: int) -> None:
+        self._most = calls
+        self._bytes = 0
+        self.calls = 0
+        self.is_closed = False
+        """True when the process stops: new calls are refused."""
+        self._call_ended = asyncio.Event()
+
+    @contextmanager
+    def counted(self, body_bytes: int) -> Iterator[None]:
+        """Count a call for as long as the block lasts. Raises ApiError if the limit is reached."""
+        if self.is_closed:
+            raise stopping()
+        if self.calls >= self._most or self._bytes + body_bytes > BODIES_BYTES:
+            raise refused(f"{self.calls} calls are under way here, and no more fit", status=529)
+        self.calls += 1
+        self._bytes += body_bytes
+        try:
+            yield
+        finally:
+            self.calls -= 1
+            self._bytes -= body_bytes
+            self._call_ended.set()
+
+    async def close(self) -> None:
+        """Refuse new calls, and return when the last one has been answered."""
+        self.is_closed = True
+        while self.calls:
+            self._call_ended.clear()
+            await self._call_ended.wait()

@@ -1,0 +1,68 @@
+"""Checks that the workers use the gateway's store. If they use another, submitted requests stay `queued` for ever.
+
+The gateway stores a submission without publishing the request, and asks a worker for the request's result. A worker
+with the same store answers that the request waits; one with another store, that the request is unknown.
+"""
+
+import asyncio
+import uuid
+from contextlib import suppress
+from typing import Final
+
+from consumers.background import Background
+from consumers.job import now_ms
+from consumers.state.following import QUEUED, FollowedStore, NewEntry, Submission
+from lanekeeper import Client
+from lanekeeper.contract.problems import LanekeeperError
+from lanekeeper.errors import NotEnded
+from lanekeeper.telemetry import signals
+from lanekeeper.telemetry.logs import logger
+from service.config.gateway_section import GatewayKey
+from service.gateway.requests import identity_of
+
+ASK_EVERY_S: Final = 60.0
+KEPT_MS: Final = 60_000
+log = logger()
+
+
+class SameStore:
+    """Checks, at most once a minute, whether the workers use the same store as this gateway, and logs an error if they
+    do not."""
+
+    def __init__(self, client: Client, store: FollowedStore) -> None:
+        self._client = client
+        self._store = store
+        self._background = Background()
+        self._asked_at_s: float | None = None
+
+    def ask_soon(self, caller: GatewayKey) -> None:
+        """Begin a check in the background, in the name of this caller, unless one began in the last minute."""
+        now_s = asyncio.get_running_loop().time()
+        if self._asked_at_s is None or now_s - self._asked_at_s >= ASK_EVERY_S:
+            self._asked_at_s = now_s
+            self._background.begin(self._ask(caller), name="same store")
+
+    async def aclose(self) -> None:
+        await self._background.finish(within_s=0)
+
+    async def _ask(self, caller: GatewayKey) -> None:
+        with suppress(LanekeeperError):  # no worker answers, or the store cannot be reached: the check has no result
+            if await self._is_another(caller):
+                log.error(signals.OTHER_STORE, setting="LANEKEEPER_STORE_URL")
+
+    async def _is_another(self, caller: GatewayKey) -> bool:
+        id = uuid.uuid4().hex
+        identity, at_ms = identity_of(id, caller), now_ms()
+        unpublished = Submission(
+            body_hash=b"", lane=caller.lanes[0], streams=False, submitted_ms=at_ms, due_ms=None, deadline_ms=at_ms
+        )
+        await self._store.follow(
+            identity, unpublished, first_entry=NewEntry(QUEUED, b"{}"), keep_until_ms=at_ms + KEPT_MS
+        )
+        try:
+            await self._client.result(id, tenant=caller.tenant)
+        except NotEnded as answer:
+            return answer.status == "unknown"
+        finally:
+            await self._store.unfollow(identity)
+        return False

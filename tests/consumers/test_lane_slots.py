@@ -1,0 +1,312 @@
+"""Which request gets a free slot, and which is set aside instead of waiting for one."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from consumers.fairness import lane_slots as lane_slots_module
+from consumers.fairness.lane_slots import TENANTS_COUNTED, Admission, LaneSlots, QueueSlots, Shares, TenantShare
+from tests.support.virtual_time import virtually
+
+
+class Side:
+    """Side queues that hold requests of these tenants."""
+
+    def __init__(self, *tenants: str) -> None:
+        self.tenants = set(tenants)
+
+    def has(self, tenant: str) -> bool:
+        return tenant in self.tenants
+
+
+class Worked:
+    """A queue's slots, whose tenants always have enough requests waiting."""
+
+    def __init__(self, slots: int, shares: dict[str, TenantShare] | None = None) -> None:
+        self.lane_slots = LaneSlots(Shares(shares))
+        self.slots = self.lane_slots.queue(slots)
+        self.begun: list[str] = []
+        self.ended = 0
+
+    async def fill(self, waiting: dict[str, int]) -> list["asyncio.Task[None]"]:
+        """All requests arrive at once in this order; each records its start and holds its slot."""
+
+        async def one(tenant: str) -> None:
+            if not self.slots.begin(tenant):
+                assert await self.slots.wait(tenant) is Admission.BEGIN
+            self.begun.append(tenant)
+
+        tasks = [asyncio.create_task(one(tenant)) for tenant, count in waiting.items() for _ in range(count)]
+        await asyncio.sleep(0)
+        return tasks
+
+    async def end(self, tenant: str) -> None:
+        self.slots.end(tenant)
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    async def run(self, rounds: int) -> Counter[str]:
+        """Slots become free in the order in which they were taken."""
+        since = len(self.begun)
+        for _ in range(rounds):
+            await self.end(self.begun[self.ended])
+            self.ended += 1
+        return Counter(self.begun[since:])
+
+
+@pytest.fixture
+async def ended():
+    """Cancel the requests that still wait after a test."""
+    tasks: list[asyncio.Task[None]] = []
+    yield tasks
+    for each in tasks:
+        each.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [1, 2, 3, 16])
+@pytest.mark.parametrize("tenants", [2, 3, 10])
+async def test_each_waiting_tenant_gets_its_share_however_many_requests_another_has(ended, slots, tenants) -> None:
+    worked = Worked(slots)
+    ended += await worked.fill({"flood": 220, **{f"small-{each}": 280 // tenants for each in range(tenants - 1)}})
+    await worked.run(slots)  # the first ones, which the flood started with
+    shares = await worked.run(200)
+    assert len(shares) == tenants
+    assert min(shares.values()) >= 200 / tenants * 0.8
+
+
+async def test_the_first_slot_that_becomes_free_goes_to_a_new_tenant(ended) -> None:
+    worked = Worked(16)
+    ended += await worked.fill({"flood": 100})
+    ended += await worked.fill({"small": 1})
+    await worked.end("flood")
+    assert worked.begun[-1] == "small"
+
+
+@pytest.mark.parametrize("slots", [1, 8])
+async def test_a_tenants_share_is_proportional_to_its_weight(ended, slots) -> None:
+    worked = Worked(slots, {"large": TenantShare(weight=3)})
+    ended += await worked.fill({"small": 300, "large": 300})
+    await worked.run(2 * slots)
+    shares = await worked.run(160)
+    assert 2.5 < shares["large"] / shares["small"] < 3.5
+
+
+async def test_a_tenant_at_its_in_flight_limit_waits_although_slots_are_free(ended) -> None:
+    worked = Worked(8, {"*": TenantShare(in_flight=2)})
+    ended += await worked.fill({"a": 5, "b": 1})
+    assert worked.begun == ["a", "a", "b"]
+    assert worked.slots.running == 3
+    await worked.end("a")
+    assert worked.begun == ["a", "a", "b", "a"]
+
+
+async def test_the_in_flight_limit_counts_requests_of_both_queues_of_a_lane(ended) -> None:
+    lane_slots = LaneSlots(Shares({"a": TenantShare(in_flight=1)}))
+    intake, due = lane_slots.queue(4), lane_slots.queue(4)
+    assert intake.begin("a")
+    assert not due.begin("a")
+    waiting = asyncio.create_task(due.wait("a"))
+    await asyncio.sleep(0)
+    intake.end("a")
+    assert await waiting is Admission.BEGIN
+
+
+async def test_of_one_tenants_requests_the_highest_priority_goes_first_then_the_oldest() -> None:
+    slots = LaneSlots().queue(1)
+    slots.begin("a")
+    order: list[str] = []
+
+    async def wait(name: str, rank: int) -> None:
+        await slots.wait("a", rank=rank)
+        order.append(name)
+        slots.end("a")
+
+    waiting = [asyncio.create_task(wait(name, rank)) for name, rank in (("old", 1), ("high", 9), ("young", 1))]
+    await asyncio.sleep(0)
+    slots.end("a")
+    await asyncio.gather(*waiting)
+    assert order == ["high", "old", "young"]
+
+
+def full(side: Side, **running: int) -> QueueSlots:
+    slots = LaneSlots(side=side).queue(sum(running.values()))
+    for tenant, count in running.items():
+        assert all(slots.begin(tenant) for _ in range(count))
+    return slots
+
+
+async def test_requests_above_their_tenants_share_are_set_aside_while_the_lane_is_being_sorted() -> None:
+    slots = full(Side(), flood=4)
+    slots.set_surplus_aside(True)
+    assert await slots.wait("flood", movable=True) is Admission.ASIDE
+    small = asyncio.create_task(slots.wait("small", movable=True))
+    await asyncio.sleep(0)
+    slots.end("flood")
+    assert await small is Admission.BEGIN
+
+
+async def test_when_sorting_begins_requests_that_already_wait_are_included() -> None:
+    slots = full(Side(), flood=4)
+    waiting = [asyncio.create_task(slots.wait(tenant, movable=True)) for tenant in ("flood", "small")]
+    await asyncio.sleep(0)
+    slots.set_surplus_aside(True)
+    assert await waiting[0] is Admission.ASIDE
+    assert not waiting[1].done()
+    slots.end("flood")
+    assert await waiting[1] is Admission.BEGIN
+
+
+async def test_further_requests_of_a_tenant_with_requests_set_aside_follow_them() -> None:
+    slots = full(Side("flood"), flood=2)
+    assert await slots.wait("flood", movable=True) is Admission.ASIDE
+
+
+async def test_nothing_is_set_aside_if_the_lane_is_not_being_sorted_or_the_request_cannot_be_moved() -> None:
+    slots = full(Side(), flood=1)
+    held = asyncio.create_task(slots.wait("flood", movable=True))
+    slots.set_surplus_aside(False)
+    await asyncio.sleep(0)
+    assert not held.done()
+    slots.set_surplus_aside(True)
+    assert await held is Admission.ASIDE
+    fixed = asyncio.create_task(slots.wait("flood", movable=False))
+    await asyncio.sleep(0)
+    assert not fixed.done()
+    slots.end("flood")
+    assert await fixed is Admission.BEGIN
+
+
+async def test_a_request_that_waits_too_long_for_a_slot_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_slots_module, "HELD_S", 0.01)
+    slots = full(Side(), flood=1)
+    assert await slots.wait("small", movable=True) is Admission.ASIDE
+    assert await slots.wait("small", movable=True, is_head=True) is Admission.ASIDE
+    assert (slots.running, slots.waiting_of("small")) == (1, 0)
+
+
+async def test_a_request_that_is_cancelled_when_its_turn_comes_returns_the_slot() -> None:
+    slots = full(Side(), flood=1)
+    waiting = asyncio.create_task(slots.wait("small"))
+    await asyncio.sleep(0)
+    slots.end("flood")
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert (slots.running, slots.running_of("small")) == (0, 0)
+
+
+async def test_an_added_slot_goes_to_a_waiting_request() -> None:
+    slots = full(Side(), flood=1)
+    waiting = asyncio.create_task(slots.wait("small"))
+    await asyncio.sleep(0)
+    slots.resize(2)
+    assert await waiting is Admission.BEGIN
+    slots.resize(1)
+    assert not slots.begin("other")
+
+
+async def test_figures_are_kept_only_for_the_latest_tenants() -> None:
+    lane_slots = LaneSlots()
+    slots = lane_slots.queue(1)
+    for at in range(TENANTS_COUNTED + 10):
+        assert slots.begin(f"t-{at}")
+        slots.end(f"t-{at}")
+    told = lane_slots.snapshot()
+    assert len(told) == TENANTS_COUNTED
+    assert told[f"t-{TENANTS_COUNTED + 9}"] == {"running": 0, "in_hand": 0, "begun": 1, "set_aside": 0}
+
+
+async def test_a_lane_is_shared_if_a_second_tenant_had_a_request_lately(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = LaneSlots().queue(4)
+    assert not slots.is_shared
+    slots.begin("a")
+    slots.begin("a")
+    assert not slots.is_shared
+    slots.begin("b")
+    assert slots.is_shared
+    monkeypatch.setattr(lane_slots_module, "LATELY_S", 0.0)
+    assert not slots.is_shared
+
+
+def test_a_tenants_last_request_is_remembered_for_ten_minutes() -> None:
+    async def story() -> list[bool]:
+        slots, found = LaneSlots().queue(4), []
+        slots.begin("a")
+        await asyncio.sleep(599)
+        slots.begin("b")
+        found.append(slots.is_shared)
+        await asyncio.sleep(2)
+        found.append(slots.is_shared)
+        slots.begin("a")
+        found.append(slots.is_shared)
+        return found
+
+    assert virtually(story()) == [True, False, True]
+
+
+def test_a_request_that_may_be_moved_waits_for_a_slot_for_a_minute_and_any_other_for_ever() -> None:
+    async def story() -> None:
+        slots = full(Side(), flood=1)
+        movable = asyncio.create_task(slots.wait("small", movable=True))
+        fixed = asyncio.create_task(slots.wait("small"))
+        await asyncio.sleep(59)
+        assert not movable.done()
+        await asyncio.sleep(2)
+        assert movable.result() is Admission.ASIDE
+        await asyncio.sleep(3600)
+        assert slots.waiting == 1
+        slots.end("flood")
+        assert await fixed is Admission.BEGIN
+
+    virtually(story())
+
+
+async def test_without_side_queues_nothing_is_set_aside() -> None:
+    slots = LaneSlots().queue(1)
+    slots.begin("flood")
+    slots.set_surplus_aside(True)
+    waiting = asyncio.create_task(slots.wait("flood", movable=True))
+    await asyncio.sleep(0)
+    assert (waiting.done(), slots.waiting) == (False, 1)
+    slots.end("flood")
+    assert await waiting is Admission.BEGIN
+
+
+async def test_a_tenants_share_of_the_slots_is_by_its_weight_and_at_least_one(ended) -> None:
+    shares = Shares({"heavy": TenantShare(weight=3.0)})
+    slots = LaneSlots(shares, Side()).queue(4)
+    for tenant in ("heavy", "light", "light", "other"):
+        assert slots.begin(tenant)
+    slots.set_surplus_aside(True)
+
+    for tenant in ("light", "other"):  # each has a fifth of four slots as its share
+        assert await slots.wait(tenant, movable=True) is Admission.ASIDE
+    ended += [asyncio.create_task(slots.wait("heavy", movable=True)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert slots.waiting_of("heavy") == 2
+    assert await slots.wait("heavy", movable=True) is Admission.ASIDE  # three of 4 * 3 / 5
+
+
+async def test_who_comes_late_does_not_make_up_for_turns_it_did_not_ask_for(ended) -> None:
+    worked = Worked(1)
+    ended += await worked.fill({"early": 20})
+    await worked.run(9)
+    ended += await worked.fill({"late": 20})
+    assert await worked.run(10) == {"early": 5, "late": 5}
+
+
+async def test_what_the_figures_tell() -> None:
+    lane_slots = LaneSlots()
+    intake, due = lane_slots.queue(1), lane_slots.queue(1)
+    intake.begin("a")
+    due.begin("a")
+    waiting = asyncio.create_task(intake.wait("a"))
+    await asyncio.sleep(0)
+    intake.count_aside("a")
+
+    assert lane_slots.snapshot() == {"a": {"running": 2, "in_hand": 1, "begun": 2, "set_aside": 1}}
+    assert (lane_slots.in_hand, intake.running, intake.begun, intake.is_full) == (1, 1, 1, True)
+    intake.end("a")
+    await waiting

@@ -1,0 +1,117 @@
+"""The parts of a stream: many are on their way at a time, within bounds, and all are settled before the outcome."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import structlog
+
+from consumers.replies.parts import FIRST_UNCONFIRMED, UNCONFIRMED, UNCONFIRMED_BYTES, Parts
+from lanekeeper.amqp.confirming import Answer
+from lanekeeper.contract import names as n
+from lanekeeper.contract.problems import PublishRefused
+from lanekeeper.telemetry import signals
+from tests.support.jobs import Bench
+
+Answers = list[asyncio.Future[Answer]]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.fixture
+def unconfirmed(bench: Bench) -> Answers:
+    found: Answers = []
+    bench.publisher.unconfirmed = found
+    return found
+
+
+async def settled() -> None:
+    """Let every task run as far as it can without a confirm."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def confirm(those: Answers) -> None:
+    for each in those:
+        if not each.done():
+            each.set_result(None)
+
+
+async def test_a_part_does_not_wait_for_the_confirm_of_the_one_before(bench: Bench, unconfirmed: Answers) -> None:
+    parts = Parts(bench.replies, bench.job())
+    for number in range(FIRST_UNCONFIRMED):
+        await parts(b"%d" % number)
+    sent = [(each.message.headers[n.SEQ], each.message.body) for each in bench.publisher.sent]
+    assert sent == [(number, b"%d" % number) for number in range(FIRST_UNCONFIRMED)]
+    assert not any(each.done() for each in unconfirmed)
+
+
+async def test_with_each_wait_twice_as_many_parts_may_be_unconfirmed_up_to_a_limit(
+    bench: Bench, unconfirmed: Answers
+) -> None:
+    parts, counts = Parts(bench.replies, bench.job()), []
+
+    async def stream() -> None:
+        for _ in range(5 * UNCONFIRMED):
+            await parts(b"{}")
+
+    streaming = asyncio.create_task(stream())
+    while not streaming.done():
+        await settled()
+        counts.append(sum(not each.done() for each in unconfirmed))
+        confirm(unconfirmed)
+    assert counts[:3] == [FIRST_UNCONFIRMED, 2 * FIRST_UNCONFIRMED, 4 * FIRST_UNCONFIRMED]
+    assert max(counts) == UNCONFIRMED
+    assert len(unconfirmed) == 5 * UNCONFIRMED
+
+
+@pytest.mark.parametrize(("size", "most"), [(UNCONFIRMED_BYTES // 2, 2), (2 * UNCONFIRMED_BYTES, 1)])
+async def test_only_so_many_bytes_are_unconfirmed(bench: Bench, unconfirmed: Answers, size: int, most: int) -> None:
+    parts = Parts(bench.replies, bench.job())
+    for _ in range(most):
+        await parts(bytes(size))
+    one_more = asyncio.create_task(parts(bytes(size)))
+    await settled()
+    assert len(unconfirmed) == most
+
+    confirm(unconfirmed)
+    await one_more
+    assert len(unconfirmed) == most + 1
+
+
+async def test_the_outcome_waits_until_every_part_is_confirmed_or_lost(bench: Bench, unconfirmed: Answers) -> None:
+    parts = Parts(bench.replies, bench.job())
+    for _ in range(3):
+        await parts(b"{}")
+    waiting = asyncio.create_task(parts.confirmed())
+    unconfirmed[2].set_result(None)
+    unconfirmed[1].set_exception(ConnectionError("lost"))
+    await settled()
+    assert not waiting.done()
+    unconfirmed[0].set_result(None)
+    await waiting
+
+
+def lost(answer: asyncio.Future[Answer]) -> None:
+    answer.set_exception(ConnectionError("the channel was lost"))
+
+
+def refused(answer: asyncio.Future[Answer]) -> None:
+    answer.set_result(PublishRefused)
+
+
+@pytest.mark.parametrize("fails", [lost, refused])
+async def test_lost_parts_are_told_once_and_the_stream_goes_on(
+    bench: Bench, unconfirmed: Answers, fails: Callable[[asyncio.Future[Answer]], None]
+) -> None:
+    parts = Parts(bench.replies, bench.job())
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3):
+            await parts(b"{}")
+            fails(unconfirmed[-1])
+        await parts.confirmed()
+    assert len(bench.publisher.sent) == 3
+    assert [each["event"] for each in logs] == [signals.PART_LOST]
