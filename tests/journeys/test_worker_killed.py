@@ -52,7 +52,7 @@ async def test_the_requests_of_a_killed_worker_are_taken_over(vhost: Vhost, api,
         await asyncio.gather(first.ready(), second.ready())
         async with ledger.writing(), ledger.reading():
             for n in range(16):
-                await ledger.ask("batch", f"job {n} [[latency: 500ms]]", id=f"job-{n}")
+                await ledger.ask("batch", f"job {n} [[latency: 4s]]", id=f"job-{n}")
             await until(lambda: api.running == 8)
             first.send(signal.SIGKILL)
             died = time.monotonic()
