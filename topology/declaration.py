@@ -56,7 +56,8 @@ class Broker:
 
     @property
     def quorum_intake(self) -> bool:
-        """Whether the lanes' intake queues are quorum queues. Before RabbitMQ 4.0, only classic queues have priorities."""
+        """Whether the lanes' intake queues are quorum queues. Before RabbitMQ 4.0, only classic queues support
+        priorities."""
         return self.major >= 4
 
     @property
