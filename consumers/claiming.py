@@ -1,8 +1,8 @@
 """Takes a claim before a provider is called, renews it during the call, and then completes or releases it.
 
-A claim is the store's record that one worker is working on a request; it ends with its lease (after a minute or so) if
-it is not renewed. While the store is unavailable, deliveries are held until it answers. A call without a claim could be
-paid twice, and an acknowledged outcome that is not stored could be followed by a different one.
+A claim is the store's record that one worker is working on a request; it ends with its lease (10 s by default) if it is
+not renewed. While the store is unavailable, deliveries are held until it answers. A call without a claim could be paid
+twice, and an acknowledged outcome that is not stored could be followed by a different one.
 """
 
 import asyncio
