@@ -4,8 +4,8 @@ A worker may publish to every queue. Without this rule a requester could name, i
 right to publish, and the worker would publish there for it (threat T1 in docs/security.md). The rule has two modes:
 
 open    the default. Allowed are names that no client can choose (`amq.gen-…`, direct reply-to), `lane.reply.…`, and any
-        queue outside `lane.` and `amq.`. A requester who knows the name of another client's queue can make a worker send
-        answers there
+        queue outside `lane.` and `amq.`. A requester who knows the name of another client's queue can make a worker
+        send answers there
 bound   Allowed are direct reply-to, and the queues `lane.reply.<user_id>` and `lane.reply.<user_id>.…` of the
         request's user. The owner of any other queue is unknown
 """
