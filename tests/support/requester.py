@@ -22,10 +22,11 @@ from aiormq.abc import ChannelFrame, DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
-from tests.support.waiting import until
+from tests.support.waiting import STARTED_S, until
 
 NAMESPACE = "lane"
-FINAL_S = 60.0
+FINAL_S = STARTED_S
+"""A test may start a worker meanwhile."""
 FRAME_END = b"\xce"
 
 
