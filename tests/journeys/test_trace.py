@@ -254,7 +254,7 @@ async def test_a_refused_request_is_visible_in_its_clients_own_trace(scene) -> N
         sell = scene.here.get_tracer("the application").start_as_current_span("sell")
         with pytest.raises(RequestProblem), sell as span:
             await client.request({"prompt": SECRET, "max_tokens": -1}, key="normal.shop.chat", timeout_s=60)
-    spans = await scene.spans(f"{span.get_span_context().trace_id:032x}", "ack lane.normal", "send lane.dead")
+    spans = await scene.spans(f"{span.get_span_context().trace_id:032x}", "process lane.normal", "send lane.dead")
     refused = one(spans, "process lane.normal")
     assert refused.attributes["error.type"] == "invalid_request"
     assert refused.parent_id == one(spans, "send lane.requests").span_id
