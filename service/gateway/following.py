@@ -1,4 +1,5 @@
-"""Reads the entries of a request from any number on, as its worker writes them. The last entry says how it ended."""
+"""Reads the entries of a request (its stored steps and events) from any number on, as its worker writes them. The last
+entry says how the request ended."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -35,12 +36,14 @@ class Following:
         self._looking = looking
 
     def place(self) -> AbstractAsyncContextManager[None]:
-        """Count as a follower inside the block. Raises ApiError if there are too many, or if the process stops."""
+        """Count the caller as a follower of a request while the `with` block runs. Raises ApiError if there are too
+        many followers, or if the process stops."""
         return self._looking.following()
 
     @property
     def closing(self) -> asyncio.Event:
-        """Set when the process stops: all following ends, and clients continue at another gateway."""
+        """An event that is set when the process stops: clients that follow requests must then continue at another
+        gateway."""
         return self._looking.closing
 
     async def known(self, id: str, caller: GatewayKey) -> Known:
