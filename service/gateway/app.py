@@ -26,6 +26,7 @@ from service.gateway.following import Following
 from service.gateway.looking import Looking
 from service.gateway.lookups import Answering, LookupPaths
 from service.gateway.messages import Messages
+from service.gateway.positions import Positions
 from service.gateway.problems import ApiError
 from service.gateway.requests import Requests
 from service.gateway.same_store import SameStore
@@ -101,16 +102,13 @@ class Gateway:
             bodies=self._bodies,
             answers=answers,
             looking=self._looking,
+            positions=Positions(client, store),
         )
         self._same_store = SameStore(client, store)
         following = Following(self._requests, self._looking)
         self._events = Events(following, answers=answers, ping_every_s=spec.ping_every_s)
         self._sockets = Sockets(
-            self._requests,
-            following,
-            answers=answers,
-            max_values=settings.json_values,
-            ping_every_s=spec.ping_every_s,
+            following, answers=answers, max_values=settings.json_values, ping_every_s=spec.ping_every_s
         )
         self._lookups = LookupPaths(settings, calls=self._limit, bodies=self._bodies)
         lanes = [lane.name for lane in settings.lane_specs()]
