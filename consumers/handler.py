@@ -8,7 +8,7 @@ from consumers.decoding import Decoding
 from consumers.failpoints import Failpoints
 from consumers.gates.base import Gate
 from consumers.job import Decoded, Job
-from consumers.outcomes import Deferred, Outcome, ended_by
+from consumers.outcomes import Deferred, Outcome, ended, ended_by
 from consumers.providers.routes import Routes
 from consumers.replies.reply import Replies
 from lanekeeper.contract.names import Names
@@ -64,19 +64,15 @@ class Handler:
         """The outcome of a delivery that is refused because of its exchange, its user or its reply address; None: the
         delivery is acceptable."""
         if not job.trusted and job.message.exchange != self.names.requests:
-            return ended_by(
-                RequestProblem(
-                    "invalid_request",
-                    f"published to exchange {job.message.exchange[:80]!r}: allowed is {self.names.requests!r}",
-                )
+            return ended(
+                "invalid_request",
+                f"published to exchange {job.message.exchange[:80]!r}: allowed is {self.names.requests!r}",
             )
         if self.needs_user_id and not job.user_id:
-            return ended_by(
-                RequestProblem(
-                    "invalid_request",
-                    "user_id: missing; publish with the property user_id, the name of the user that is connected: "
-                    "without it nobody can tell whose the request is",
-                )
+            return ended(
+                "invalid_request",
+                "user_id: missing; publish with the property user_id, the name of the user that is connected: "
+                "without it nobody can tell whose the request is",
             )
         if (forbidden := self.replies.refusal(job)) is not None:
             return ended_by(forbidden)

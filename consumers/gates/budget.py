@@ -19,9 +19,8 @@ from consumers.limits.amounts import PAUSED, Amounts
 from consumers.limits.base import Wait, WaitTooLong
 from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.limits.spec import BudgetSpec
-from consumers.outcomes import Answered, Deferred, Outcome, Refused, stopped_by
+from consumers.outcomes import Answered, Deferred, Outcome, Refused, ended, stopped_by
 from consumers.providers.breakers import Breakers
-from lanekeeper.contract.problems import RequestProblem
 from topology.codec.request import Request
 from topology.lanes import LaneSpec
 
@@ -202,13 +201,11 @@ class BudgetGate:
             back_s = min(left_s, wait.seconds + self.rng.uniform(0, SPREAD_S))
             return Deferred(delay_ms=round(1000 * back_s), reason=PAUSED, due_ms=job.hop.due_ms)
         bound_ms = request.deadline_ms - request.start_ms
-        return Refused(
-            RequestProblem(
-                "deadline_exceeded",
-                f"not answered within {bound_ms} ms: it could start in {round(1000 * wait.least_s)} ms at the earliest "
-                f"(waiting for {wait.reason} of {route.account}), its call may take {round(1000 * run_s)} ms, and "
-                f"{max(0, round(1000 * left_s))} ms are left",
-            )
+        return ended(
+            "deadline_exceeded",
+            f"not answered within {bound_ms} ms: it could start in {round(1000 * wait.least_s)} ms at the earliest "
+            f"(waiting for {wait.reason} of {route.account}), its call may take {round(1000 * run_s)} ms, and "
+            f"{max(0, round(1000 * left_s))} ms are left",
         )
 
     async def _interrupted(self, job: Job, request: Request, route: Route, waited_s: float) -> Outcome:

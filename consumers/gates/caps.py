@@ -9,12 +9,11 @@ from functools import partial
 from consumers.chain import Route
 from consumers.job import Attempted, Decoded, Job, NowMs
 from consumers.limits.amounts import Amounts
-from consumers.outcomes import Answered, Deferred, Outcome, Refused, ended_by
+from consumers.outcomes import Answered, Deferred, Outcome, ended
 from consumers.prices import MILLION, Price, Prices
 from consumers.providers.breakers import Breakers
 from consumers.spending import Hold, Over, Spending, Spent
 from consumers.state.base import StoreUnavailable
-from lanekeeper.contract.problems import RequestProblem
 from topology.codec.request import Request
 
 SPREAD_MS = 60_000
@@ -48,12 +47,10 @@ class CapsGate:
         route = self.breakers.usable(decoded.chain.routes)[0]
         price = self.prices.of(route.model)
         if price is None and any(bound.what == "usd" for bound in bounds):
-            return ended_by(
-                RequestProblem(
-                    "forbidden_model",
-                    f"model {route.model[:80]!r} has no price, and what is spent here is capped in dollars; "
-                    f"allowed: {', '.join(sorted(self.prices.models))}",
-                )
+            return ended(
+                "forbidden_model",
+                f"model {route.model[:80]!r} has no price, and what is spent here is capped in dollars; "
+                f"allowed: {', '.join(sorted(self.prices.models))}",
             )
         try:
             wanted = _spent(self.estimate(job, decoded.request, route), price)
@@ -89,11 +86,7 @@ class CapsGate:
         left_ms = request.deadline_ms - self.now_ms()
         wait_ms = round(1000 * over.resets_in_s)
         if wait_ms >= left_ms or over.wanted > over.bound.limit:
-            return Refused(
-                RequestProblem(
-                    "deadline_exceeded", f"{over}; the next day begins in {wait_ms} ms, and {left_ms} ms are left"
-                )
-            )
+            return ended("deadline_exceeded", f"{over}; the next day begins in {wait_ms} ms, and {left_ms} ms are left")
         delay_ms = min(wait_ms + round(self.rng.uniform(0, SPREAD_MS)), left_ms)
         return Deferred(delay_ms=delay_ms, reason=over.bound.reason, due_ms=job.hop.due_ms)
 

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from aiohttp import web
 
 from consumers.state.following import Entry
-from lanekeeper.contract.problems import LanekeeperError, RequestProblem
+from lanekeeper.contract.problems import LanekeeperError, invalid_request
 from service.config.gateway_section import GatewayKey
 from service.gateway.answers import Answer, Answers
 from service.gateway.documents import refusal
@@ -81,7 +81,7 @@ def number_of(text: str | None) -> int:
         return 0
     if text.isascii() and text.isdecimal() and len(text) <= 16 and int(text) <= LARGEST_NUMBER:
         return int(text)
-    raise RequestProblem("invalid_request", f"header {LAST_EVENT_ID}: found {text[:20]!r}, allowed is an event's id")
+    raise invalid_request(f"header {LAST_EVENT_ID}: found {text[:20]!r}, allowed is an event's id")
 
 
 def event_of(entry: Entry) -> bytes:

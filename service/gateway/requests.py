@@ -21,7 +21,7 @@ from consumers.state.following import QUEUED, FollowedStore, NewEntry, Submissio
 from lanekeeper import Client
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import is_request_id
-from lanekeeper.contract.problems import BrokerError, LanekeeperError, RequestProblem
+from lanekeeper.contract.problems import BrokerError, LanekeeperError, RequestProblem, invalid_request
 from lanekeeper.errors import ControlRefused, NoReply
 from service.config.gateway_section import GatewayKey
 from service.gateway.answers import Answers
@@ -257,7 +257,5 @@ def _wait_s(text: str | None) -> float:
     found = _WAIT.fullmatch(text)
     wait_s = float(found["number"]) * _UNITS[found["unit"] or "s"] if found else -1.0
     if not 0 <= wait_s <= WAIT_AT_MOST_S:
-        raise RequestProblem(
-            "invalid_request", f"parameter wait: found {text[:20]!r}, allowed are 0s to {WAIT_AT_MOST_S:g}s"
-        )
+        raise invalid_request(f"parameter wait: found {text[:20]!r}, allowed are 0s to {WAIT_AT_MOST_S:g}s")
     return wait_s

@@ -11,7 +11,7 @@ from typing import Any
 from lanekeeper.contract import names
 from lanekeeper.contract.messages import BodyAddress, Headers
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem, invalid_request
 from topology.delays import UNIT_MS, strip_bits
 
 UNSUPPORTED = {
@@ -93,13 +93,13 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
     version does not support."""
     for key in headers:
         if key in UNSUPPORTED:
-            raise RequestProblem("invalid_request", f"header {key}: {UNSUPPORTED[key]} not available in this version")
+            raise invalid_request(f"header {key}: {UNSUPPORTED[key]} not available in this version")
         if key.lower().startswith(PREFIX) and key not in names.PUBLIC and key not in names.OURS:
             raise unknown_header(key, known=names.PUBLIC)
     if names.CC in headers or names.BCC in headers:
-        raise RequestProblem("invalid_request", "headers CC and BCC are not allowed: publish once, with one key")
+        raise invalid_request("headers CC and BCC are not allowed: publish once, with one key")
     if names.DELAY_MS in headers and names.AT in headers:
-        raise RequestProblem("invalid_request", f"headers {names.DELAY_MS} and {names.AT}: give one of them")
+        raise invalid_request(f"headers {names.DELAY_MS} and {names.AT}: give one of them")
     _bool(headers, names.NO_BATCH)
     tenant = headers.get(names.TENANT)
     if tenant is not None and not isinstance(tenant, str):
@@ -119,7 +119,7 @@ def unknown_header(key: str, *, known: Set[str]) -> RequestProblem:
     """The error for an unknown `x-lane-` header. It suggests one of the known ones."""
     near = get_close_matches(key.lower()[len(PREFIX) :], [name[len(PREFIX) :] for name in sorted(known)], n=1)
     hint = f"; did you mean {PREFIX}{near[0]}?" if near else f"; known: {', '.join(sorted(known))}"
-    return RequestProblem("invalid_request", f"unknown header {key[:80]!r}{hint}")
+    return invalid_request(f"unknown header {key[:80]!r}{hint}")
 
 
 def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
@@ -180,7 +180,7 @@ def hop_headers(hop: HopHeaders) -> dict[str, Any]:
 
 def _wrong(key: str, found: object, allowed: str) -> RequestProblem:
     shown = repr(found)[:60] if isinstance(found, (int, float, str)) else type(found).__name__
-    return RequestProblem("invalid_request", f"header {key}: found {shown}, allowed is {allowed}")
+    return invalid_request(f"header {key}: found {shown}, allowed is {allowed}")
 
 
 def _ms(headers: Mapping[str, Any], key: str) -> int | None:
