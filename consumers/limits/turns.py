@@ -71,7 +71,5 @@ def log_learned(account: Account, feedback: Feedback, *, before: Amounts) -> Non
             signals.LIMITS_LEARNED,
             account=account.name,
             kind=str(feedback.kind),
-            requests=after.requests,
-            input_tokens=after.input_tokens,
-            output_tokens=after.output_tokens,
+            **after._asdict(),
         )

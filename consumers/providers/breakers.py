@@ -13,7 +13,7 @@ import random
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from logging import INFO, WARNING
 from typing import Any, assert_never
 
@@ -38,13 +38,13 @@ class Change:
 
     provider: str
     model: str
-    state: State
+    state: str
     error: str | None = None
     retry_in_s: float | None = None
 
     def figures(self) -> dict[str, Any]:
         """The fields of the life-cycle event `breaker`."""
-        found = {"provider": self.provider, "model": self.model, "state": self.state.value}
+        found = {"provider": self.provider, "model": self.model, "state": self.state}
         return found if self.error is None else {**found, "error": self.error, "retry_in_s": self.retry_in_s}
 
 
@@ -203,19 +203,11 @@ def _changed(route: Route, breaker: Breaker, now_s: float, error: ProviderError 
     change = Change(
         provider=route.provider,
         model=route.model,
-        state=breaker.state,
+        state=breaker.state.value,
         error=None if error is None else error.brief,
         retry_in_s=None if error is None else round(breaker.wait_s(now_s), 1),
     )
-    log.log(
-        WARNING if change.state is State.OPEN else INFO,
-        signals.BREAKER_CHANGED,
-        provider=change.provider,
-        model=change.model,
-        state=change.state.value,
-        error=change.error,
-        retry_in_s=change.retry_in_s,
-    )
+    log.log(WARNING if breaker.state is State.OPEN else INFO, signals.BREAKER_CHANGED, **asdict(change))
     return change
 
 

@@ -181,21 +181,13 @@ class Requests:
     async def _submit(self, asked: CheckedCall, caller: GatewayKey) -> None:
         request = asked.request
         identity = identity_of(request.id, caller)
-        submission = Submission(
-            body_hash=asked.body_hash,
-            lane=request.lane,
-            streams=asked.stream,
-            submitted_ms=request.sent_ms,
-            due_ms=request.due_ms,
-            deadline_ms=request.deadline_ms,
-        )
         first: dict[str, str] = {"lane": request.lane, "submitted_at": moment_text(request.sent_ms)}
         if request.due_ms is not None:
             first["due_at"] = moment_text(request.due_ms)
         try:
             submitted = await self.store.follow(
                 identity,
-                submission,
+                Submission.of(request, asked.body_hash),
                 first_entry=NewEntry(QUEUED, json.dumps(first).encode()),
                 keep_until_ms=max(request.deadline_ms, now_ms()) + KEPT_AFTER_MS,
             )
