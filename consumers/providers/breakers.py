@@ -38,13 +38,13 @@ class Change:
 
     provider: str
     model: str
-    state: str
+    state: State
     error: str | None = None
     retry_in_s: float | None = None
 
     def figures(self) -> dict[str, Any]:
         """The fields of the life-cycle event `breaker`."""
-        found = {"provider": self.provider, "model": self.model, "state": self.state}
+        found = {"provider": self.provider, "model": self.model, "state": self.state.value}
         return found if self.error is None else {**found, "error": self.error, "retry_in_s": self.retry_in_s}
 
 
@@ -203,11 +203,12 @@ def _changed(route: Route, breaker: Breaker, now_s: float, error: ProviderError 
     change = Change(
         provider=route.provider,
         model=route.model,
-        state=breaker.state.value,
+        state=breaker.state,
         error=None if error is None else error.brief,
         retry_in_s=None if error is None else round(breaker.wait_s(now_s), 1),
     )
-    log.log(WARNING if breaker.state is State.OPEN else INFO, signals.BREAKER_CHANGED, **asdict(change))
+    fields = {**asdict(change), "state": change.state.value}
+    log.log(WARNING if change.state is State.OPEN else INFO, signals.BREAKER_CHANGED, **fields)
     return change
 
 
