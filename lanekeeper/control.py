@@ -3,7 +3,7 @@
     key     body of the message            body of the answer, which one worker sends, after its header `x-lane-control`
     cancel  {"cancel": id, "tenant": "…"}  accepted: {"id", "outcome": "recorded" | "told" | "ended" | "unseen"}
     result  {"result": id, "tenant": "…"}  pending: {"id", "status": "running" | "waiting" | "unknown", "due_at": "…"}
-    either, if it is refused               error: a problem document
+    cancel or result, if it is refused     error: a problem document
 
 If the request has ended, the answer to `result` is its final reply, which has the header `x-lane-status` instead of
 `x-lane-control`.
@@ -32,10 +32,11 @@ from lanekeeper.replies import Final, final_of
 from lanekeeper.reply_queue import ReplyQueue, next_of
 
 ANSWERED_WITHIN_S = 5.0
-"""How long to wait for a worker's answer. A worker answers from its store within milliseconds; if none came after this
-time, no worker is consuming control messages."""
+"""For how many seconds a client waits for a worker's answer to a control message. A worker answers from its store
+within milliseconds; if no answer came after this time, no worker is running."""
 WORKERS_COUNTED_AFTER_S = 0.5
-"""How long a cancellation waits before it asks the broker whether any worker runs."""
+"""After how many seconds without an answer a client that sent a cancellation asks the broker whether any worker runs.
+"""
 _START_ONE = "start one with `lanekeeper serve` or `lanekeeper consume`"
 
 
@@ -52,7 +53,7 @@ class Control:
     user: str
 
     async def cancel(self, id: str, *, tenant: str | None) -> Cancelled:
-        """Cancel a request, and return the outcome that a worker answers.
+        """Cancel a request, and return what the answering worker did: one of the words of `Cancelled` (errors.py).
 
         Raises ControlRefused, NoReply (the broker keeps the cancellation), AccessRefused, TopologyMismatch, other
         BrokerErrors.
@@ -60,7 +61,7 @@ class Control:
         return outcome_of(await self._ask(cancellation(id, tenant=tenant, user=self.user)))
 
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
-        """Ask repeatedly until the request has ended, or until `end` (see `until_ended`).
+        """Ask for a request's final reply, repeatedly until the request has ended, or until `end` (see `until_ended`).
 
         Raises Problem, NotEnded, ControlRefused, NoReply, AccessRefused, TopologyMismatch, other BrokerErrors.
         """
@@ -136,7 +137,8 @@ def outcome_of(reply: Message) -> Cancelled:
 
 
 def result_of(reply: Message) -> Final:
-    """The final reply in a worker's answer. Raises Problem if the request failed, NotEnded, ControlRefused."""
+    """The final reply in a worker's answer. Raises Problem if the request failed, NotEnded if it has no result yet, and
+    ControlRefused."""
     _raise_if_refused(reply)
     if n.STATUS in reply.headers:
         return final_of(reply)

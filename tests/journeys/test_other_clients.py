@@ -69,7 +69,7 @@ def pika_asks(url: str, reply_to: str, requests: list[tuple[str, Any, dict[str, 
 
 @pytest.mark.oldest_version
 @pytest.mark.parametrize("reply_to", ["", "amq.rabbitmq.reply-to"], ids=["exclusive queue", "direct reply-to"])
-async def test_an_application_with_pika_is_answered(vhost: Vhost, reply_to) -> None:
+async def test_an_application_with_pika_is_answered(vhost: Vhost, reply_to: str) -> None:
     requests: list[tuple[str, Any, dict[str, Any]]] = [
         ("critical.shop.chat", {"prompt": "whole"}, {}),
         ("normal.shop.chat", {"prompt": "in parts"}, {"x-lane-stream": True}),

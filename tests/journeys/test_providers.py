@@ -38,7 +38,7 @@ async def status(worker: RunningWorker) -> Status:
 
 
 async def test_while_the_first_provider_is_down_the_second_answers_and_afterwards_the_first_is_called_again(
-    vhost: Vhost, spare
+    vhost: Vhost, spare: SimulatedAPI
 ) -> None:
     with capture_logs() as logs:
         async with serving(vhost.amqp_url, **chain(spare)) as worker, requester(vhost.amqp_url) as app:
@@ -58,7 +58,8 @@ async def test_while_the_first_provider_is_down_the_second_answers_and_afterward
             worker.api.configure(SimulatedOptions())
 
             async def is_back() -> bool:
-                return (await app.ask({"prompt": "back?"})).headers["x-lane-provider"] == "anthropic"
+                reply = await app.ask({"prompt": "back?"})
+                return bool(reply.headers["x-lane-provider"] == "anthropic")
 
             await until(is_back)
     states = [each["state"] for each in logs if each["event"] == "breaker.changed" and each["provider"] == "anthropic"]
@@ -89,7 +90,9 @@ async def test_while_all_providers_are_down_requests_are_deferred_and_afterwards
         assert len(worker.calls("patient")) <= 40 * 2.5, "not asked again and again while it was down"
 
 
-async def test_a_stream_that_breaks_is_started_again_by_another_provider_after_a_restart(vhost: Vhost, spare) -> None:
+async def test_a_stream_that_breaks_is_started_again_by_another_provider_after_a_restart(
+    vhost: Vhost, spare: SimulatedAPI
+) -> None:
     async with serving(vhost.amqp_url, **chain(spare)) as worker, requester(vhost.amqp_url) as app:
         worker.api.configure(SimulatedOptions(faults={"cut": 1.0}))
         asked = await app.publish({"prompt": "one two three four five"}, headers={"x-lane-stream": True})

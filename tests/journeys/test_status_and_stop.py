@@ -128,7 +128,9 @@ async def test_once_a_minute_the_log_has_the_same_figures_of_each_lane(vhost: Vh
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-async def test_an_idle_worker_stops_at_once_and_reports_it(vhost: Vhost, tmp_path: Path, number) -> None:
+async def test_an_idle_worker_stops_at_once_and_reports_it(
+    vhost: Vhost, tmp_path: Path, number: signal.Signals
+) -> None:
     environ = environment(vhost.amqp_url, vhost.management_url)
     async with lanekeeper("serve", "--simulate", "--port", "0", environ=environ, folder=tmp_path) as worker:
         await worker.ready()

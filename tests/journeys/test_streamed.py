@@ -1,5 +1,7 @@
 """A streamed request gets its parts as they are produced, and a final reply equal to all parts together."""
 
+from typing import Any
+
 import pytest
 
 from service.simulated.options import SimulatedOptions
@@ -19,7 +21,7 @@ from tests.support.waiting import until
     ],
     ids=["text", "thinking", "tool"],
 )
-async def test_parts_come_in_order_and_the_final_reply_equals_them(vhost: Vhost, extra) -> None:
+async def test_parts_come_in_order_and_the_final_reply_equals_them(vhost: Vhost, extra: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "tell me a “story” 🦊"}], **extra}
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
         asked = await app.publish(body, headers={"x-lane-stream": True}, message_id="s-1")

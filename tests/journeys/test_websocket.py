@@ -38,7 +38,7 @@ class Socket:
         """Read until a message for which this holds."""
         async with asyncio.timeout(60):
             while True:
-                found = json.loads(await self.ws.receive_str())
+                found: dict[str, Any] = json.loads(await self.ws.receive_str())
                 self.found.append(found)
                 if holds(found):
                     return found

@@ -26,6 +26,8 @@ from tests.support.waiting import until
 
 NAMESPACE = "lane"
 FINAL_S = 60.0
+CRITICAL = ("lane.critical", "lane.critical.due", "lane.fallen")
+"""The queues where a critical request may be."""
 FRAME_END = b"\xce"
 
 
@@ -176,6 +178,10 @@ class Requester:
         """The number of ready messages in a queue."""
         declared = await self.channel.queue_declare(queue, passive=True)
         return declared.message_count or 0
+
+    async def holds(self, count: int, *queues: str) -> bool:
+        """Whether these queues together have this many ready messages."""
+        return sum([await self.depth(queue) for queue in queues]) == count
 
     async def _consume(self, queue: str, into: list[Got]) -> None:
         async def keep(delivered: DeliveredMessage) -> None:

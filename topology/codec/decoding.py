@@ -20,13 +20,14 @@ from topology.codec.request import Request
 from topology.lanes import MIB, LaneSpec
 
 PACKED_BYTES = MIB
-"""The largest body in a message, as published."""
+"""The largest body, in bytes, that a message may contain, as it was published (perhaps packed with gzip)."""
 UNPACKED_BYTES = 8 * MIB
-"""The largest body after unpacking. Unpacking this much takes 20 ms of CPU, whatever the size of the packed body."""
+"""The largest body, in bytes, after unpacking (gzip). Unpacking this much takes 20 ms of CPU, whatever the size of the
+packed body."""
 UNPACKED_TIMES = 1032
-"""The highest ratio of gzip: one byte of packed data becomes at most so many bytes."""
+"""The highest compression ratio of gzip: one packed byte becomes at most this many bytes."""
 NESTED = 200
-"""How deep arrays and objects may be nested; the limit is the parser's."""
+"""How deep arrays and objects in a body may be nested: the limit of the JSON parser."""
 _DUPLICATE_KEY = re.compile(r'Detected duplicate key "(?P<key>.*)"', re.DOTALL)
 _JSON_TYPE = re.compile(r'application/json(\s*;\s*charset="?utf-8"?)?\s*', re.IGNORECASE)
 
@@ -43,9 +44,10 @@ def decode(
 ) -> Request:
     """Check a message of `lane`, and convert its headers and body to a `Request`.
 
-    `hop`: the headers that a worker wrote; None for a request that no worker has had before. `raw`: the body, if the
-    caller has already fetched or unpacked it, and checked it with `bounds`; None: it is taken from the message. If the
-    message has only the body's address, and `raw` is None, the result has no body but `Request.kept`.
+    `hop`: the headers that an earlier worker wrote when it published the request again; None for a request that no
+    worker has had before. `raw`: the body, if the caller has already fetched or unpacked it, and checked it with
+    `bounds`; None: it is taken from the message. If the message has only the body's address, and `raw` is None, the
+    result has no body but `Request.kept`.
 
     Raises RequestProblem (invalid_request, unsupported_media, too_large, forbidden_model).
     """
@@ -159,7 +161,7 @@ def weight(message: Message) -> int:
 
 
 def too_large(excess: str) -> RequestProblem:
-    """The error for a body that exceeds a limit of `bounds`; `excess` is the text that names the limit."""
+    """Make the error for a body that exceeds a limit of `bounds.py`; `excess` is the text that names the limit."""
     return RequestProblem("too_large", f"body: {excess}")
 
 
