@@ -96,10 +96,7 @@ class SideQueues:
         message = set_aside(job, now_ms=self._now_ms(), names=self._names)
         try:
             await self._publisher.publish_surely(
-                message,
-                exchange=self._names.side_exchange(number),
-                routing_key=job.routing_key,
-                refused_within_s=0,
+                message, exchange=self._names.side_exchange(number), routing_key=job.routing_key, refused_within_s=0
             )
         except PublishRefused:
             self._full_until_s[number] = asyncio.get_running_loop().time() + FULL_FOR_S

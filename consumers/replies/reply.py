@@ -111,11 +111,7 @@ class Replies:
         if job.lane is not None:
             headers[n.LANE_NAME] = job.lane.name
         message = Message(
-            body=body,
-            headers=headers,
-            content_type=JSON,
-            correlation_id=job.message.correlation_id,
-            persistent=False,
+            body=body, headers=headers, content_type=JSON, correlation_id=job.message.correlation_id, persistent=False
         )
         try:
             if is_direct(address):

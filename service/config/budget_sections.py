@@ -197,7 +197,4 @@ class CapsSettings(Section):
     {"requests": 10000}}"""
 
     def spec(self) -> CapsSpec:
-        return CapsSpec(
-            lanes={name: Cap(**cap) for name, cap in self.lanes.model_dump().items()},
-            tenants=self.tenants,
-        )
+        return CapsSpec(lanes={name: Cap(**cap) for name, cap in self.lanes.model_dump().items()}, tenants=self.tenants)

@@ -15,9 +15,7 @@ Place = tuple[str, ...]
 """A setting's place: ("lanes", "critical", "slots")."""
 ANY: Final = "*"
 """Stands for a name that the user chooses: ("providers", "*", "kind")."""
-_LATER: Final[Mapping[Place, str]] = {
-    ("webhooks",): "the sending of webhooks",
-}
+_LATER: Final[Mapping[Place, str]] = {("webhooks",): "the sending of webhooks"}
 """Names reserved for later versions, and what they will configure. Giving one is an error."""
 
 

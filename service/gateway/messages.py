@@ -77,12 +77,7 @@ class Messages:
             return await send_pieces(request, answer.pieces(), size=answer.size, headers=headers)
 
     async def _streamed(
-        self,
-        request: web.BaseRequest,
-        replies: AsyncGenerator[Part | Final, None],
-        request_id: str,
-        *,
-        chose_id: bool,
+        self, request: web.BaseRequest, replies: AsyncGenerator[Part | Final, None], request_id: str, *, chose_id: bool
     ) -> web.StreamResponse:
         writing = event_stream(request, request_id)
         forwarding = Forwarding()
