@@ -67,4 +67,11 @@ def log_learned(account: Account, feedback: Feedback, *, before: Amounts) -> Non
     if feedback.kind is Kind.SPEND_LIMIT:
         log.error(signals.ACCOUNT_PAUSED, account=account.name, for_s=account.spec.spend_pause_s)
     if (after := account.per_minute()) != before:
-        log.info(signals.LIMITS_LEARNED, account=account.name, kind=str(feedback.kind), **after._asdict())
+        log.info(
+            signals.LIMITS_LEARNED,
+            account=account.name,
+            kind=str(feedback.kind),
+            requests=after.requests,
+            input_tokens=after.input_tokens,
+            output_tokens=after.output_tokens,
+        )

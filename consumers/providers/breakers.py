@@ -13,7 +13,7 @@ import random
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import Any, assert_never
 
@@ -207,8 +207,15 @@ def _changed(route: Route, breaker: Breaker, now_s: float, error: ProviderError 
         error=None if error is None else error.brief,
         retry_in_s=None if error is None else round(breaker.wait_s(now_s), 1),
     )
-    fields = {**asdict(change), "state": change.state.value}
-    log.log(WARNING if change.state is State.OPEN else INFO, signals.BREAKER_CHANGED, **fields)
+    log.log(
+        WARNING if change.state is State.OPEN else INFO,
+        signals.BREAKER_CHANGED,
+        provider=change.provider,
+        model=change.model,
+        state=change.state.value,
+        error=change.error,
+        retry_in_s=change.retry_in_s,
+    )
     return change
 
 
