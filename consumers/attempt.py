@@ -1,9 +1,9 @@
-"""An attempt: one provider is called and, if that call fails, another one within the same attempt.
+"""Makes one attempt to answer a request: calls a provider and, if that call fails, perhaps another one.
 
 An attempt makes at most two calls, because each retry (`retry.py`) is a further attempt: more calls here would multiply
-with the retries. A second provider is called only if its breaker allows it (`providers/breakers.py`) and its account
-has budget at once: an attempt waits in the budget's line only once. The table in `failures.py` says after which
-failures another provider may be called.
+with the retries. A second provider is called only if its circuit breaker allows it (`providers/breakers.py`) and its
+rate limits leave room for the call now: an attempt waits for budget only once. The table in `failures.py` says after
+which failures another provider may be called.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ from lanekeeper.telemetry import logs, signals
 from topology.codec.request import Request
 
 SLACK_S = 1.0
-"""A call's timeout is at most the time left until the request's deadline plus this. So the deadline ends the call
-before its timeout, which would count as a failure of the provider."""
+"""The timeout of a call to a provider ends at most this many seconds after the request's deadline. So the deadline ends
+the call first; a timeout would count as a failure of the provider."""
 LONG_RETRY_AFTER_S = 5.0
-"""After a 429 whose `retry-after` is longer than this, another model may be called as well."""
+"""If a provider answers 429 with a `retry-after` of more seconds than this, a call to another model is allowed."""
 LEAST_LEFT_S = 1.0
-"""If less time than this is left until the deadline, no second provider is called."""
+"""If less time than this is left until the request's deadline, no second provider is called."""
 DEADLINE_TOLERANCE_S = 0.1
-"""A call that is cancelled at most this long before the deadline counts as ended by the deadline."""
+"""A call that was cancelled at most this many seconds before the request's deadline counts as ended by the deadline."""
 DEADLINE_PASSED = TransientError("no answer before the request's deadline", type=TIMEOUT)
-"""The error that is reported to the breaker if the deadline ended the call: the provider may hang, although the call
-did not reach its timeout."""
+"""The error that is reported to the provider's circuit breaker if the request's deadline ended the call: the provider
+may hang, although the call did not reach its timeout."""
 log = logs.logger()
 
 
@@ -72,8 +72,8 @@ class Attempts:
     rng: random.Random
 
     async def make(self, job: Job, decoded: Decoded) -> Outcome:
-        """Call the providers within the time left until the deadline, and return the outcome. When this returns, each
-        part of a stream is confirmed or known to be lost."""
+        """Call the providers within the time left until the deadline, and return the outcome. When it returns, the
+        broker has confirmed each part of a streamed answer, or the part is known to be lost."""
         parts = Parts(self.replies, job) if decoded.request.stream else None
         outcome = await self._attempt(job, decoded, parts)
         if parts is not None:

@@ -1,4 +1,4 @@
-"""Computes what a call costs, from prices per million tokens of each model. Pure."""
+"""Computes what a call costs, from prices per million tokens of each model. Without I/O."""
 
 import re
 from collections.abc import Mapping
@@ -19,9 +19,10 @@ class Price:
     input: float
     output: float
     cache_read: float | None = None
-    """The price of tokens read from the cache; None: a tenth of `input`."""
+    """The price of input tokens read from the provider's prompt cache; None: a tenth of `input`."""
     cache_write: float | None = None
-    """The price of tokens written to the cache for five minutes; None: a quarter more than `input`."""
+    """The price of input tokens written to the provider's prompt cache for five minutes; None: a quarter more than
+    `input`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

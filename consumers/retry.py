@@ -1,4 +1,4 @@
-"""Decides whether a failed attempt is retried, and when. No other code decides that. Pure: no clock, no broker."""
+"""Decides whether a failed attempt is retried, and when. No other code decides that. Without I/O or a clock."""
 
 import math
 import random
@@ -9,13 +9,13 @@ from consumers.failures import ProviderError, Retry
 from consumers.outcomes import Buried, Refused, Retried, ended
 
 JITTER = 0.5
-"""Each pause is its step, lengthened at random by up to this part of it, so that requests that failed together do not
-come back together. Pauses between zero and the step (full jitter) were too short: four attempts took 0.8 to 2.7 s in
-all."""
+"""Each pause before a retry is lengthened at random by up to this part of it, so that requests that failed together do
+not come back together. Pauses between zero and the computed value (full jitter) were too short: four attempts took 0.8
+to 2.7 s in all."""
 LEAST_FACTOR = 2.0
 STEP_PART_OF_TIME_LEFT = 0.5
-"""A step is at most this part of the time until the deadline, so that time is left for the next attempt and one
-more."""
+"""The pause before a retry, without its random part, is at most this part of the time until the request's deadline, so
+that time is left for the next attempt and one more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

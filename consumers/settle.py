@@ -1,9 +1,9 @@
-"""Settles deliveries: store the outcome, publish its messages, wait for their confirms, acknowledge. No other code
-does.
+"""Settles deliveries: stores the outcome, publishes its messages, waits for their confirms, and acknowledges the
+delivery. No other code acknowledges requests.
 
 A delivery is acknowledged only after the broker has confirmed its messages: the reply, the delayed copy or the dead
-letter. After a crash between two steps the broker delivers the request again; the stored outcome is then found and the
-remaining steps are made with it. So the requester always gets the outcome that was stored first.
+letter. After a crash between two steps the broker delivers the request again; a worker then reads the stored outcome
+and makes the remaining steps with it. So the requester always gets the outcome that was stored first.
 """
 
 import asyncio
@@ -36,16 +36,17 @@ from topology.codec.headers import ERRORS_KEPT, HopHeaders
 from topology.delays import MAX_DELAY_MS, hop
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
-"""Problems that are not stored, because they concern this message and not the request that owns the id."""
+"""The codes of errors that are not stored as a request's outcome, because they concern one message and not the request
+that owns its id."""
 NOTED = frozenset(
     {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable"}
 )
-"""Problems of messages that are no valid request. They are stored by `Claiming.note`, which leaves the id free for a
-valid request."""
+"""The codes of errors of messages that are not a valid request. `Claiming.note` stores them, and leaves the id free for
+a valid request."""
 TAKEN_OVER_WAIT_MS = 1000
 RETURN_AFTER_S = 1.0
-"""The pause before a message is returned to its queue. The broker delivers it again at once, and without this pause a
-message that always fails would keep the worker busy."""
+"""The pause, in seconds, before a message that could not be settled is returned to its queue. The broker delivers it
+again at once, and without this pause a message that always fails would keep the worker busy."""
 log = logs.logger()
 
 

@@ -1,9 +1,9 @@
-"""Adds slots to queues and takes them back, as `lending.decide` decides.
+"""Adds slots to queues and takes them back, as `lending.decide` computes. A slot works on one request at a time.
 
-Added slots are a further consumer of the queue, on a channel of its own, whose prefetch is the number of these slots.
-The prefetch of the existing consumer stays, because changing it would have no effect (docs/facts.md, section 2). To
-take slots back, the further consumer is cancelled, and its running requests end in their own time. A lane whose slots
-were lent does not wait for that: its own consumer kept its prefetch all the time.
+To add slots, a worker starts a further consumer of the queue, on a channel of its own, whose prefetch is the number of
+these slots. The prefetch of the existing consumer stays, because changing it would have no effect (docs/facts.md,
+section 2). To take slots back, the further consumer is cancelled, and its running requests end in their own time. A
+lane whose slots were lent to another does not wait for that: its own consumer kept its prefetch all the time.
 """
 
 import asyncio
@@ -20,13 +20,14 @@ from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.25
-"""The time between two decisions. It is short, because lent slots must be back within a second. This polls, because the
-decision depends on the load of the last seconds and not on a single delivery."""
+"""The seconds between two decisions about additional slots. The pause is short, because lent slots must be back within
+a second. The load is polled, because the decision depends on the last seconds and not on a single delivery."""
 ASK_EVERY_S = 1.0
 """The time between two questions to the broker about how many messages wait in the queues whose slots are all in use. A
-queue can grow once in this time."""
+queue can get further slots once in this time."""
 STEADY_S = 3.0
-"""A slot is lent after it was idle for this time. An added slot is given up after it was unused for this time."""
+"""A queue lends a slot to another after it was idle for this many seconds. An added slot is given up after it was
+unused for as long."""
 BOTTLENECK_FOR_S = 2.0
 """How long a provider's budget counts as the bottleneck of a lane after a request was last seen waiting for it."""
 LIMIT_LOGGED_EVERY_S = 60.0
@@ -35,11 +36,13 @@ log = logs.logger()
 Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
 """Asks the broker how many messages wait in each of these queues."""
 WaitingFor = Callable[[], Mapping[str, str]]
-"""For each lane whose requests wait for a provider's budget now: the part of the budget for which they wait."""
+"""Returns, for each lane whose requests wait for a provider's budget now, the limit for which they wait (such as input
+tokens a minute)."""
 
 
 class SlotPool(Protocol):
-    """The methods and attributes of a pool (`consumers/pool.py`) that are used here."""
+    """The methods and attributes of a pool (`consumers/pool.py`) that adding slots needs. A pool consumes one queue
+    with a number of slots."""
 
     @property
     def queue(self) -> str: ...
@@ -81,16 +84,16 @@ class ScaledQueue:
     side: SlotPool | None = None
     """The pool of the lane's side queues, whose requests use the same slots; None: no request is set aside."""
     resize: Callable[[int], None] = lambda slots: None
-    """Called with the queue's number of slots after each decision."""
+    """A function that is called with the queue's number of slots after each decision."""
     added: list[_Added] = field(default_factory=list)
     used: deque[int] = field(default_factory=lambda: deque(maxlen=round(STEADY_S / LOOK_EVERY_S)))
-    """How many requests the queue had in this worker at each look of the last `STEADY_S`."""
+    """How many of the queue's requests this worker had, at each check within the last `STEADY_S` seconds."""
     extra_slots: ExtraSlots = field(default_factory=ExtraSlots)
-    """The last decision."""
+    """The additional slots that the last decision gave to the queue."""
     waiting_since_ms: int | None = None
-    """When messages were first found waiting; None: none wait."""
+    """Since when messages have been waiting in the queue, as far as this worker has seen, in ms; None: none wait."""
     limit_logged_s: float | None = None
-    """When a limit was last logged, by the event loop's clock."""
+    """When a limit that keeps the queue from getting more slots was last logged, by the event loop's clock."""
 
     @property
     def open(self) -> list[_Added]:

@@ -1,4 +1,5 @@
-"""Reads a control message as a `Command`, or raises RequestProblem with what is wrong with the message. Pure.
+"""Reads a control message as a `Command`, or raises RequestProblem, which says what is wrong with the message. Without
+I/O.
 
 The routing key and the property `type` name the command. `tenant` may be left out:
 

@@ -1,4 +1,5 @@
-"""Sets requests aside: moves those over their tenant's share into a side queue of their lane, where they delay nobody.
+"""Sets requests aside: moves requests that exceed their tenant's share of a lane into a side queue of the lane, where
+they do not delay other tenants.
 
 A request is published to the side queue, and acknowledged after the confirm (`consumers/pool.py`). If the worker dies
 between the two, there are two messages of one request; the claim then lets only one of them run. Setting aside takes no
@@ -25,10 +26,10 @@ from topology.broker.heads import Heads
 from topology.lanes import LaneSpec
 
 PLACE_KEPT_S: Final = 1.0
-"""How long a side queue stays assigned to a tenant after its last request was published there. By then this process
-usually holds the queue's head."""
+"""For how many seconds a side queue stays assigned to a tenant after the tenant's last request was published there. By
+then this process usually holds the queue's first message, which names the tenant."""
 FULL_FOR_S: Final = 1.0
-"""How long nothing is published to a side queue that was full."""
+"""For how many seconds nothing is published to a side queue that refused a message because it was full."""
 LATER_MS: Final = 1000
 
 

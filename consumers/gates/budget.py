@@ -1,8 +1,8 @@
 """The budget gate: a request waits until it is first in the line for a provider's account and the account has enough
 budget for it.
 
-A waiting request keeps its slot if the requests behind it would wait too (`waiting_room.py` decides that). A request
-that cannot be answered before its deadline is refused at once, with the expected times.
+A waiting request keeps its slot (the right to be worked on) if the requests behind it would wait too (`waiting_room.py`
+decides that). A request that cannot be answered before its deadline is refused at once, with the expected times.
 """
 
 import asyncio
@@ -25,15 +25,18 @@ from topology.codec.request import Request
 from topology.lanes import LaneSpec
 
 REPORTED_FROM_S = 1.0
-"""`on_wait` is not called for a shorter wait."""
+"""A wait for budget of fewer seconds is not reported."""
 LATER_MS = 1000
 BACK_WITHIN_MS = 15_000
-"""The longest time for which a request is deferred so that others can pass it: the predicted wait may be too long."""
+"""The longest time, in ms, for which a request is deferred so that others can pass it. It is limited, because the
+predicted wait may be too long."""
 AT_ONCE_S = 0.25
-"""A call that could begin within this time is always tried, even if it may not end before the deadline."""
+"""A call that could begin within this many seconds is always tried, even if it may not end before the request's
+deadline."""
 SPREAD_S = 60.0
-"""Requests that wait for a paused account come back spread over this time. The first one finds out whether the account
-works again. Each refused call ends its request, so the others should not come at the same time."""
+"""The deferred requests of an account that is paused (its spend limit was reached) come back spread over this many
+seconds. The first call shows whether the account works again. Each refused call ends its request, so the others should
+not come at the same time."""
 OnWait = Callable[[Job, Wait], None]
 
 
@@ -102,8 +105,8 @@ class BudgetGate:
 
     async def move(self, job: Job, decoded: Decoded, route: Route, used: Amounts | None) -> bool:
         """Move a job's reservation to another provider: reserve budget for `route` without waiting, and settle the
-        earlier reservation. Return False, and change nothing, if the other account has too little budget. `used`: what
-        the call on the earlier route used; None: no call was made."""
+        earlier reservation. Return False, and change nothing, if the other account has too little budget. `used`: the
+        requests and tokens that the call on the earlier route used; None: no call was made."""
         amounts = self.amounts(job, decoded.request, route)
         found = await self.budgets.try_reserve(route.account, lane=job.lane_name, amounts=amounts)
         if found is None:

@@ -17,9 +17,9 @@ from consumers.state.base import StoreUnavailable
 from topology.codec.request import Request
 
 SPREAD_MS = 60_000
-"""Requests that wait for the next day come back spread over this time."""
+"""Requests that wait for the next day, because a daily cap is used up, come back spread over this many ms."""
 STORE_AWAY_MS = 1000
-"""How long a request is deferred if the store is unavailable."""
+"""For how many ms a request is deferred if the store that counts the caps is unavailable."""
 Estimate = Callable[[Job, Request, Route], Amounts]
 
 
@@ -63,8 +63,9 @@ class CapsGate:
         return None
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Correct what was counted in `enter`: to the used amounts after an answer; after a failure to nothing, or to
-        the estimate if the failed call may have to be paid. Add the calls of `Attempted.lost`."""
+        """Correct what `enter` counted against the caps: to the used amounts after an answer; after a failure to
+        nothing, or to the estimate if the failed call may have to be paid. Add earlier failed calls that may have to be
+        paid."""
         hold, attempted = self._held.pop(job, None), job.attempted
         used = Spent()
         if isinstance(outcome, Answered):

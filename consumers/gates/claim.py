@@ -1,5 +1,5 @@
-"""The claim gate: lets only one delivery of a request pass at a time. A request that has ended is answered from the
-store."""
+"""The claim gate: lets only one delivery of a request pass at a time, by a record in the store (the claim). A request
+that has ended is answered from the store."""
 
 from typing import assert_never
 
@@ -9,12 +9,12 @@ from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Ref
 from consumers.state.base import Conflict, Ended, Granted, Running
 
 DEATHS_AT_MOST = 4
-"""After this many workers have died while they held a request's claim, the request goes to `lane.dead`: at its fifth
-delivery. The broker's delivery count is not used, because it also counts lost connections, after which the worker still
-lives and releases the claim."""
+"""After this many workers have died while they worked on a request (held its claim), the request goes to `lane.dead`:
+at its fifth delivery. The broker's delivery count is not used, because it also counts lost connections, after which the
+worker still lives and releases the claim."""
 SUSPECT_FROM = 2
-"""After this many such deaths a request is a suspect, and a worker runs only one suspect at a time. So the
-request that kills workers is found, and a request that only ran at the same time is answered."""
+"""A request during which this many workers have died is a suspect, and a worker runs only one suspect at a time. So the
+request that kills workers is identified, and a request that only ran at the same time is answered."""
 SUSPECT_WAIT_MS = 1000
 LEAST_WAIT_MS = 200
 LONGEST_WAIT_MS = 5_000
@@ -59,8 +59,8 @@ class ClaimGate:
                 )
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Release the claim of a request that has not ended. One that has ended keeps it until its outcome is
-        stored."""
+        """Release the claim of a request that has not ended. A request that has ended keeps its claim until its outcome
+        is stored."""
         if self._suspect is job:
             self._suspect = None
         if job.trail is not None and isinstance(outcome, Retried):

@@ -1,4 +1,5 @@
-"""The schedule gate: a request that is not due yet is sent into the delay cascade, so that no worker holds it."""
+"""The schedule gate: a request that is not due yet is published to wait queues on the broker (the delay cascade), so
+that no worker holds it."""
 
 from consumers.claiming import Claiming
 from consumers.job import Decoded, Job, NowMs
@@ -6,10 +7,10 @@ from consumers.outcomes import Deferred, Outcome, ended
 from consumers.state.base import WaitingLimit
 
 UNCOUNTED_MS = 60_000
-"""A wait of at most this time is not counted against the limits of waiting requests: no tenant can publish very many
+"""A wait of at most this many ms is not counted against the limits of waiting requests: no tenant can publish very many
 requests in that time."""
 UNIT_BYTES = 16 * 1024
-"""A waiting request counts as one, and as one more for each full 16 KiB of its body."""
+"""Against the limits of waiting requests, a request counts as one, and as one more for each full 16 KiB of its body."""
 WHICH_LIMIT = {
     WaitingLimit.TENANT: "its tenant has as many requests waiting as one may (each 16 KiB of a body count as one)",
     WaitingLimit.TOTAL: "as many requests wait as may in all",
@@ -59,4 +60,4 @@ class ScheduleGate:
         )
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Does nothing: nothing was taken."""
+        """Does nothing, because `enter` takes nothing that must be given back."""

@@ -27,7 +27,7 @@ from topology.declaration import RECOMMENDED, is_before
 
 log = logger()
 PLAIN = frozenset({"amqp", "http", "redis"})
-"""URL schemes without encryption: anybody on the network can read passwords, prompts and answers."""
+"""The URL schemes of connections without encryption: anybody on the network can read passwords, prompts and answers."""
 
 
 @dataclass(frozen=True, slots=True)

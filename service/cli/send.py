@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 DEFAULT_KEY = "{lane}.cli.send"
 QUIET_S = 2.0
-"""After this time without an answer, check whether the lane has a worker. Most answers come sooner."""
+"""After this many seconds without an answer, `lanekeeper send` checks whether the lane has a worker. Most answers come
+sooner."""
 
 
 def send(

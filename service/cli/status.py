@@ -21,7 +21,7 @@ CONTROL = {
     "unanswered": "control messages that nobody was told of",
     "displaced": "cancellations of unseen ids forgotten",
 }
-"""The words for each count. A count of 0 is not printed."""
+"""The words that `lanekeeper status` prints for each count of control messages. A count of 0 is not printed."""
 
 
 def status(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:

@@ -16,7 +16,7 @@ from service.config.value_types import HttpUrl, Key, Number, PlaceName
 from topology.lanes import BATCH, CRITICAL, NORMAL
 
 LEAST_TOKENS_PER_MIN = LEAST[1]
-"""The lowest token limit that may be set. A single request could exceed a lower one."""
+"""The lowest limit of tokens a minute that may be set. A single request could exceed a lower one."""
 FIRST = "anthropic"
 """The provider of ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL."""
 _NEEDS = {
@@ -25,7 +25,7 @@ _NEEDS = {
     "vertex": ("region", "project"),
     "foundry": ("api_key", "base_url"),
 }
-"""The settings that each kind of provider requires."""
+"""For each kind of provider (anthropic, bedrock, …): the settings that it requires."""
 
 
 class LimitsSettings(Section):
@@ -162,7 +162,8 @@ class BudgetSettings(LimitsSettings):
     shorter. None: the lane's `target_wait_s`. Example: 5"""
 
     def spec(self, others: Mapping[str, ProviderSettings]) -> BudgetSpec:
-        """The limits of all accounts: those of the first provider and of the others."""
+        """The settings of the budget as the value that workers use: the lanes' shares, and the limits of all providers'
+        accounts."""
         return BudgetSpec(
             lanes=self.lanes.specs(),
             burst_s=self.burst_s,

@@ -17,7 +17,7 @@ from service.side_tasks import beside
 
 REDRAW_S = 0.25
 LINE_EVERY_S = 2.0
-"""If the output is not a terminal: how often a line is printed in place of the live table."""
+"""If the output is not a terminal: the seconds between two lines that are printed in place of the live table."""
 
 
 @asynccontextmanager

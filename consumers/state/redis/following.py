@@ -12,9 +12,10 @@ from consumers.state.redis.following_scripts import APPEND, FOLLOW, LOOK, SUBMIS
 from consumers.state.spec import StoreSpec
 
 REQUESTS_IN_A_LOOK: Final = 200
-"""How many requests one script looks at. The number is small because Redis does nothing else while a script runs."""
+"""For how many requests one run of the script reads entries. The number is small, because Redis does nothing else while
+a script runs."""
 ENTRIES_IN_A_LOOK: Final = 2000
-"""The most entries of all its requests that one script returns; the next look returns the rest."""
+"""The most entries that one run of the script returns for all its requests; the next run returns the rest."""
 
 
 class Followed:
