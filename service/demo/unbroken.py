@@ -33,13 +33,13 @@ class Unbroken:
 
     answered: int
     cut: int
-    """Calls that ended without an answer, because the worker that made them was killed."""
+    """How many calls ended without an answer, because the worker that made them was killed."""
     calls: int
-    """The provider's calls for `JOBS` requests."""
+    """How many calls the provider got for the `JOBS` requests."""
     replayed: int
     """How many of the `TWICE` requests that were sent again got the same answer from the store."""
     calls_again: int
-    """The provider's calls for the requests that were sent again: 0 if all were answered from the store."""
+    """How many calls the provider got for the requests that were sent again: 0 if all were answered from the store."""
     cancelled: str
     """The outcome of cancelling a delayed request, and how the request ended: "recorded, cancelled"."""
 

@@ -37,13 +37,15 @@ from topology.codec.decoding import PACKED_BYTES
 
 _ROUTING_KEY_WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ABSENT_WITHIN_S = 5.0
-"""How long a call waits for a connection to the broker. A lost connection is usually open again within this time."""
+"""How many seconds an HTTP call waits for a connection to the broker. A lost connection is usually open again within
+this time."""
 ANYBODY = "gateway"
-"""The second word of routing keys if the AMQP user's name contains characters that are not allowed there."""
+"""The second word (the application) of the routing keys of a gateway's requests, if the name of the gateway's AMQP user
+contains characters that are not allowed there."""
 
 
 def client_for(settings: Settings, tracing: Tracing | None = None) -> Client:
-    """The client with which a gateway publishes."""
+    """Make the client with which a gateway publishes requests."""
     return Client(
         settings.broker_url,
         names=settings.names(),
@@ -57,7 +59,8 @@ def client_for(settings: Settings, tracing: Tracing | None = None) -> Client:
 
 
 def bodies_of(settings: Settings) -> Bodies:
-    """The reader of bodies. Bodies that are too large for a message are accepted only if there is a store for them."""
+    """Make the reader of HTTP calls' bodies. Bodies that are too large for a message are accepted only if there is a
+    store for them."""
     spec = settings.bodies
     return Bodies(
         over_bytes=spec.over_bytes, most_bytes=PACKED_BYTES if settings.bodies_url is None else spec.most_bytes

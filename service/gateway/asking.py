@@ -34,9 +34,9 @@ NOT_HERE = {
     n.BODY: "the body comes with the call",
     n.BODY_SHA256: "the body comes with the call",
 }
-"""Headers that a call may not have, each with the reason."""
+"""HTTP headers that a call to the gateway may not have, each with the reason."""
 _TAKEN = (n.PUBLIC | {n.LANE_NAME}) - NOT_HERE.keys()
-"""The `x-lane-` headers that a call may have."""
+"""The `x-lane-` headers that an HTTP call to the gateway may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +44,17 @@ class CheckedCall:
     """One HTTP call whose headers and body were checked, and what is needed to publish it as a request."""
 
     body: bytes | BinaryIO
-    """An open file if the body is large."""
+    """The body of the call; an open file if it is large."""
     key: str
     """The routing key."""
     stream: bool
     timeout_s: float
-    """How long to wait for an answer. Workers answer before, because the request's deadline is shorter."""
+    """How many seconds to wait for an answer. Workers answer earlier, because the request's deadline is shorter."""
     options: Options
     request: Request
     """The request as a worker will decode it. It does not contain a large body, which is in `body` alone."""
     sha256: str | None = None
-    """The digest of a large body."""
+    """The SHA-256 of a large body."""
 
     @property
     def body_hash(self) -> bytes:

@@ -18,7 +18,7 @@ from service.side_tasks import beside
 
 LAST_EVENT_ID = "Last-Event-ID"
 BEGIN = b"retry: 1000\n\n"
-"""The begin of each stream: a browser waits 1000 ms before it connects again."""
+"""The first bytes of each event stream. They tell browsers to wait 1000 ms before they connect again."""
 HEARTBEAT = b": waiting\n\n"
 LARGEST_NUMBER = 1 << 53
 

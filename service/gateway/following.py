@@ -1,4 +1,5 @@
-"""Reads the entries of a request from any number on, as its worker writes them. The last entry says how it ended."""
+"""Reads the entries of a request (its stored steps and events) from any number on, as its worker writes them. The last
+entry says how the request ended."""
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass

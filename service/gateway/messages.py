@@ -1,4 +1,4 @@
-"""`POST /v1/messages`: one call, from its body to the last byte of its answer."""
+"""Answers `POST /v1/messages`: handles one call, from its body to the last byte of its answer."""
 
 import asyncio
 import json
@@ -24,9 +24,9 @@ from service.side_tasks import beside
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 WRITE_WITHIN_S = 30.0
-"""If a client reads nothing for this long, the connection is aborted."""
+"""If an HTTP client reads nothing for this many seconds, its connection is aborted."""
 TOLD = (n.LANE_NAME, n.MODEL, n.PROVIDER, n.ATTEMPT, n.WAIT_MS, n.RUN_MS, n.WAIT_FROM, n.REPLAYED)
-"""The headers of the reply that are passed on to the client."""
+"""The headers of a worker's reply that are passed on to the HTTP client."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""`/v1/requests`: submit a request, get its status, wait for its end, cancel it.
+"""Answers `/v1/requests`: clients submit a request, get its status, wait for its end, or cancel it.
 
 The gateway publishes without `reply_to` and follows the request in the store, so that any gateway can answer for any
 request, and nothing is lost if a gateway dies (docs/decisions/0019).
@@ -35,13 +35,13 @@ from service.gateway.positions import Positions
 from service.gateway.problems import ApiError, refused
 
 WAIT_AT_MOST_S = 60.0
-"""The longest `?wait=`: proxies and clients seldom keep a call open for longer."""
+"""The highest value of `?wait=`, in seconds: proxies and clients seldom keep a call open for longer."""
 KEPT_AFTER_MS = 86_400_000
-"""How long after its deadline a submitted request is still known, if no worker runs."""
+"""For how many ms after its deadline the gateway still knows a submitted request, if no worker runs."""
 _WAIT = re.compile(r"(?P<number>\d{1,6}(\.\d{1,3})?)(?P<unit>ms|s|m)?")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
 WITHOUT_LIMIT = 1 << 53
-"""A number above all entries: waits only for the end of the request."""
+"""A number above those of all entries: a caller that asks for later entries waits only for the end of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Known:
 
     found: Found
     submission: Submission | None
-    """None: the request was not submitted through a gateway."""
+    """How the request was submitted. None: it was not submitted through a gateway."""
 
 
 @dataclass(slots=True)

@@ -36,7 +36,8 @@ from service.side_tasks import beside
 from topology.codec.decoding import PACKED_BYTES
 
 AT_ONCE: Final = 16
-"""The most messages of one connection that are processed at the same time. Until one is done, no further is read."""
+"""The most messages of one WebSocket connection that are processed at the same time. While so many are in progress, no
+further one is read."""
 FOLLOWED_AT_MOST: Final = 100
 """The most requests that one connection follows at the same time."""
 MESSAGE_BYTES: Final = PACKED_BYTES + 16 * 1024

@@ -1,4 +1,5 @@
-"""Runs a worker: its pools, its answers to `status`, a log line a minute for each lane, and its orderly stop."""
+"""Runs a worker: consumes its lanes, answers `lanekeeper status`, logs one line a minute for each lane, and stops in
+order."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The parts of a worker, in one value."""
+"""All parts of a worker process, as one value."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Worker:
     """The slots of each lane, by the lane's name."""
     budgeting: Budgeting
     simulated: bool
-    """Answers come from a simulated provider, so nothing is spent."""
+    """Whether answers come from a simulated provider, so that calls cost nothing."""
     activities: tuple[LaneActivity, ...]
 
     @property

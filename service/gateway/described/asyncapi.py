@@ -1,4 +1,4 @@
-"""The contract over AMQP, and over the WebSocket, as an AsyncAPI 3 document."""
+"""Describes Lanekeeper's interface over AMQP, and the gateway's WebSocket, as an AsyncAPI 3 document."""
 
 from collections.abc import Collection, Iterable
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""The contract over HTTP as an OpenAPI 3.1 document."""
+"""Describes the gateway's HTTP interface as an OpenAPI 3.1 document."""
 
 from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import version
@@ -30,7 +30,7 @@ from topology.codec import schemas as codec
 
 MESSAGES = "/v1/messages"
 OF_THE_GATEWAY = frozenset({408, 500, 502, 503})
-"""Statuses that only the gateway answers; the others are those of Anthropic's error types."""
+"""HTTP statuses that only the gateway answers; its other statuses are those of Anthropic's error types."""
 _LOOKUPS = (TYPES.keys() | OF_THE_GATEWAY | {501}) - {405}
 _MESSAGES = (TYPES.keys() | OF_THE_GATEWAY | {410, *(problem.status for problem in PROBLEMS.values())}) - {405}
 _HEALTH: dict[str, Schema] = {"alive": {"type": "boolean"}}

@@ -9,7 +9,7 @@ from topology.codec.request import Clock
 
 Schema = dict[str, Any]
 SECURITY: list[dict[str, list[str]]] = [{"key": []}, {"bearer": []}, {}]
-"""A key is required, unless no keys are set."""
+"""The security requirement of the documents: callers need an API key, unless no keys are configured."""
 TEXT: Schema = {"type": "string"}
 WHOLE: Schema = {"type": "integer", "minimum": 0}
 PATH_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}

@@ -39,7 +39,7 @@ DATA: Final[Mapping[str, Schema]] = {
     "failed": _END,
     "cancelled": _END,
 }
-"""The data of an entry, by its kind."""
+"""The schema of the field `data` of a followed request's entry, by the entry's kind."""
 
 
 def channel() -> dict[str, Any]:
