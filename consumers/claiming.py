@@ -110,15 +110,7 @@ class Claiming:
         decoded = job.decoded
         if decoded is None or not (granted.followed or (decoded.request.stream and not job.message.reply_to)):
             return
-        request = decoded.request
-        submission = Submission(
-            body_hash=job.fingerprint().body_hash,
-            lane=request.lane,
-            streams=request.stream,
-            submitted_ms=request.sent_ms,
-            due_ms=request.due_ms,
-            deadline_ms=request.deadline_ms,
-        )
+        submission = Submission.of(decoded.request, job.fingerprint().body_hash)
         job.trail = self._trails.begin(held, submission, is_takeover=granted.deaths > 0)
 
     async def release(self, job: Job, *, due_ms: int | None = None) -> None:

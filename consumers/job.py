@@ -92,13 +92,7 @@ class Job:
     )  # fmt: skip
 
     def __init__(
-        self,
-        delivery: Delivery,
-        *,
-        lane: LaneSpec | None,
-        trusted: bool,
-        taken_ms: int,
-        speakers: Collection[str] = (),
+        self, delivery: Delivery, *, lane: LaneSpec | None, trusted: bool, taken_ms: int, speakers: Collection[str] = ()
     ) -> None:
         self.delivery = delivery
         self.lane = lane

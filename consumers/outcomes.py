@@ -88,6 +88,11 @@ def ended_by(problem: RequestProblem) -> Refused | Buried:
     return Buried(problem) if problem.type.parked else Refused(problem)
 
 
+def ended(code: str, detail: str, *, status: int | None = None, brief: str | None = None) -> Refused | Buried:
+    """The outcome of a request that ends with the error of this code (see `RequestProblem`)."""
+    return ended_by(RequestProblem(code, detail, status=status, brief=brief))
+
+
 def stopped_by(why: Stop, *, doing: str, due_ms: int | None) -> Dropped | Deferred:
     """The outcome of a stopped job: its request was cancelled, or another delivery has taken over its claim (`FENCED`).
     `doing`: a verb in the past tense for the error's text, which says what the job did when it was stopped."""

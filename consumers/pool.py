@@ -18,10 +18,10 @@ from consumers.capacity.activity import LaneActivity
 from consumers.fairness.entrance import Entrance, QueueEntrance
 from consumers.fairness.lane_slots import Admission, LaneSlots
 from consumers.job import Job
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried, ended
 from consumers.settle import Settler
 from consumers.state.base import StoreUnavailable
-from lanekeeper.contract.problems import BrokerError, RequestProblem
+from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, recording, signals
 from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.deliveries import Deliveries
@@ -276,4 +276,4 @@ class Pool:
             raise
         except Exception as error:
             log.exception(signals.HANDLER_FAILED, where="handle")
-            return Buried(RequestProblem("internal", f"a fault of Lanekeeper: {type(error).__name__}; see its log"))
+            return ended("internal", f"a fault of Lanekeeper: {type(error).__name__}; see its log")

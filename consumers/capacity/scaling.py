@@ -150,7 +150,7 @@ class Scaling:
         self._waiting_for = waiting_for
         self._bottlenecks: dict[str, tuple[str, float]] = {}
         self._ask_at_s = 0.0
-        self._paused = False
+        self.is_paused = False
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
         for queue in queues:  # all slots count as used at first, so that none is lent before `STEADY_S` is over
@@ -175,18 +175,14 @@ class Scaling:
             for added in queue.added:
                 added.pool.give_back_waiting()
 
-    @property
-    def is_paused(self) -> bool:
-        return self._paused
-
     async def pause(self, reason: str) -> None:
         """Take the added slots of all queues back. The time of the pause does not count as idle time of slots."""
-        self._paused = True
+        self.is_paused = True
         await self._take_all_back()
 
     async def resume(self) -> None:
         """After `pause`: add slots to queues again when they are needed."""
-        self._paused = False
+        self.is_paused = False
 
     async def _look(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -195,7 +191,7 @@ class Scaling:
         if asks := now_s >= self._ask_at_s:
             self._ask_at_s = now_s + ASK_EVERY_S
         waiting = await self._ask() if asks else {}
-        if self._paused or self._stopping.is_set():
+        if self.is_paused or self._stopping.is_set():
             return
         decided = decide([self._load(queue, waiting.get(queue.pool.queue, 0), asks, now_s) for queue in self._queues])
         for queue, extra_slots in zip(self._queues, decided, strict=True):
@@ -209,7 +205,7 @@ class Scaling:
         """Ask the broker how many messages wait in each queue whose slots are all in use; empty if it does not
         answer."""
         full = [queue.pool.queue for queue in self._queues if queue.is_full]
-        if not full or self._paused:
+        if not full or self.is_paused:
             return {}
         try:
             return await self._depths(full)

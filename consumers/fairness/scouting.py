@@ -14,10 +14,10 @@ for longer than a quarter of a second on average.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 from consumers.background import every
-from consumers.capacity.scaling import Depths
+from consumers.capacity.scaling import Depths, SlotPool
 from consumers.fairness.lane_slots import QueueSlots
 from lanekeeper.contract.problems import BrokerError
 
@@ -34,15 +34,6 @@ SCOUT_PREFETCH: Final = 32
 meanwhile."""
 
 
-class Scout(Protocol):
-    """A further consumer of a queue (`consumers/pool.py`). It has no slots: its requests get a slot of the queue's own
-    pool, or are moved to a side queue."""
-
-    async def run(self) -> None: ...
-    async def stop(self) -> None: ...
-    def give_back_waiting(self) -> None: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class Scouted:
     """A queue that may get a scout (a further consumer without slots), and the results of the regular checks of its
@@ -50,8 +41,9 @@ class Scouted:
 
     queue: str
     slots: QueueSlots
-    scout: Callable[[], Scout]
-    """A function that creates a scout for the queue."""
+    scout: Callable[[], SlotPool]
+    """A function that creates a scout for the queue: a pool without slots. Its requests get a slot of the queue's own
+    pool, or are moved to a side queue."""
     begun: int = 0
     """How many requests of the queue had got a slot until the last check."""
     full_looks: int = 0
@@ -61,9 +53,9 @@ class Scouted:
     before."""
     idle_looks: int = 0
     """How many checks in a row found free slots."""
-    active: "Scout | None" = None
+    active: SlotPool | None = None
     """The running scout of the queue; None: it has none."""
-    ending: list[Scout] = field(default_factory=list)
+    ending: list[SlotPool] = field(default_factory=list)
     """Scouts that were stopped and still have running requests."""
 
 
@@ -75,7 +67,7 @@ class Scouting:
     def __init__(self, queues: Sequence[Scouted], *, depths: Depths) -> None:
         self._queues = queues
         self._depths = depths
-        self._paused = False
+        self.is_paused = False
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
 
@@ -99,22 +91,18 @@ class Scouting:
             for scout in scouted.ending:
                 scout.give_back_waiting()
 
-    @property
-    def is_paused(self) -> bool:
-        return self._paused
-
     async def pause(self, reason: str) -> None:
         """Stop all scouts (consumers without slots), and start none until `resume`."""
-        self._paused = True
+        self.is_paused = True
         await self._call_all_back()
 
     async def resume(self) -> None:
         """After `pause`: start scouts (consumers without slots) again when they are needed."""
-        self._paused = False
+        self.is_paused = False
 
     async def _look(self, scouted: Scouted) -> None:
         begun, scouted.begun = scouted.slots.begun - scouted.begun, scouted.slots.begun
-        if self._paused or not scouted.slots.is_full:
+        if self.is_paused or not scouted.slots.is_full:
             scouted.idle_looks += 1
             scouted.full_looks = scouted.slow_looks = 0
             if scouted.active is not None and scouted.idle_looks >= CALLED_BACK_AFTER_LOOKS:
@@ -133,12 +121,12 @@ class Scouting:
             return
         # at the rate since the last look, the waiting requests need longer than a quarter second, or than a second
         is_long = waiting > (begun if is_slow else SENT_AFTER_LOOKS * begun)
-        if is_long and not self._paused and not self._stopping.is_set():
+        if is_long and not self.is_paused and not self._stopping.is_set():
             scouted.active = scouted.scout()
             scouted.slots.set_surplus_aside(True)
             self._group.create_task(self._work(scouted, scouted.active), name=f"scout {scouted.queue}")
 
-    async def _work(self, scouted: Scouted, scout: Scout) -> None:
+    async def _work(self, scouted: Scouted, scout: SlotPool) -> None:
         try:
             await scout.run()
         finally:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from consumers.bodies.fetching import Fetching
 from consumers.decoding import Decoding
 from consumers.job import Decoded, Job, NowMs
-from consumers.outcomes import Deferred, Outcome, ended_by, stopped_by
+from consumers.outcomes import Deferred, Outcome, ended, ended_by, stopped_by
 from consumers.providers.routes import Routes
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
 from lanekeeper.contract.messages import BodyAddress
@@ -50,9 +50,9 @@ class BodyGate:
                 job.decoded = replace(decoded, request=request, chain=chain)
                 return None
         except BodyTooLarge as error:
-            return ended_by(RequestProblem("too_large", f"header {BODY}: {error}"))
+            return ended("too_large", f"header {BODY}: {error}")
         except BodyError as error:
-            return ended_by(RequestProblem("invalid_request", f"header {BODY}: {error}"))
+            return ended("invalid_request", f"header {BODY}: {error}")
         except RequestProblem as problem:
             return ended_by(problem)
         except BodiesUnavailable as error:

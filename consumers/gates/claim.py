@@ -5,9 +5,8 @@ from typing import assert_never
 
 from consumers.claiming import Claiming
 from consumers.job import Decoded, Job, NowMs
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried, ended
 from consumers.state.base import Conflict, Ended, Granted, Running
-from lanekeeper.contract.problems import RequestProblem
 
 DEATHS_AT_MOST = 4
 """After this many workers have died while they worked on a request (held its claim), the request goes to `lane.dead`:
@@ -36,10 +35,8 @@ class ClaimGate:
         store does not answer: no provider is called without a claim."""
         match await self._claiming.claim(job):
             case Granted(deaths=deaths) if deaths >= DEATHS_AT_MOST:
-                return Buried(
-                    RequestProblem(
-                        "poison", f"delivered {deaths + 1} times and never settled: its worker died or hung under it"
-                    )
+                return ended(
+                    "poison", f"delivered {deaths + 1} times and never settled: its worker died or hung under it"
                 )
             case Granted(deaths=deaths) if deaths >= SUSPECT_FROM:
                 if self._suspect is not None:
@@ -56,11 +53,9 @@ class ClaimGate:
             case Ended(completion=completion, is_same_message=is_same_message):
                 return Replayed(completion=completion, buries=is_same_message and job.came_before)
             case Conflict():
-                return Refused(
-                    RequestProblem(
-                        "idempotency_conflict",
-                        "message_id: it was used with another body; give every request an id of its own",
-                    )
+                return ended(
+                    "idempotency_conflict",
+                    "message_id: it was used with another body; give every request an id of its own",
                 )
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:

@@ -8,9 +8,8 @@ import asyncio
 import random
 
 from consumers.job import Decoded, Job, NowMs
-from consumers.outcomes import Deferred, Outcome, Refused, ended_by, stopped_by
+from consumers.outcomes import Deferred, Outcome, ended, stopped_by
 from consumers.providers.breakers import Breakers
-from lanekeeper.contract.problems import RequestProblem
 
 REASON = "breaker"
 HOLD_S = 3.0
@@ -40,7 +39,7 @@ class RouteGate:
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
         if decoded.chain.forbidden:
-            return ended_by(RequestProblem("forbidden_model", decoded.chain.forbidden))
+            return ended("forbidden_model", decoded.chain.forbidden)
         clock = asyncio.get_running_loop().time
         left_s = (decoded.request.deadline_ms - self._now_ms()) / 1000
         until_s = clock() + min(HOLD_S, left_s)
@@ -62,12 +61,10 @@ class RouteGate:
         left_ms = decoded.request.deadline_ms - self._now_ms()
         wait_ms = max(LEAST_WAIT_MS, round(1000 * wait_s))
         if wait_ms >= left_ms:
-            return Refused(
-                RequestProblem(
-                    "deadline_exceeded",
-                    f"no provider may be called for {wait_ms} ms (their last calls failed), "
-                    f"and {max(0, left_ms)} ms are left",
-                )
+            return ended(
+                "deadline_exceeded",
+                f"no provider may be called for {wait_ms} ms (their last calls failed), "
+                f"and {max(0, left_ms)} ms are left",
             )
         stay_s = min(SHARE_OF_OUTAGE * self._down_s(decoded), MOST_TARGETS * decoded.lane.target_wait_s)
         delay_ms = round(max(wait_ms, 1000 * stay_s) * (1 + self._rng.uniform(0, SPREAD)))

@@ -3,9 +3,8 @@ that no worker holds it."""
 
 from consumers.claiming import Claiming
 from consumers.job import Decoded, Job, NowMs
-from consumers.outcomes import Deferred, Outcome, Refused
+from consumers.outcomes import Deferred, Outcome, ended
 from consumers.state.base import WaitingLimit
-from lanekeeper.contract.problems import RequestProblem
 
 UNCOUNTED_MS = 60_000
 """A wait of at most this many ms is not counted against the limits of waiting requests: no tenant can publish very many
@@ -54,12 +53,10 @@ class ScheduleGate:
         limit = await self._claiming.reserve(job, weight=1 + len(job.message.body) // UNIT_BYTES, until_ms=due_ms)
         if limit is WaitingLimit.WITHIN:
             return None
-        return Refused(
-            RequestProblem(
-                "too_many_waiting",
-                f"x-lane-delay-ms or x-lane-at is {UNCOUNTED_MS // 1000} s ahead or more, and {WHICH_LIMIT[limit]}: "
-                "wait until some are due, or ask for a shorter delay",
-            )
+        return ended(
+            "too_many_waiting",
+            f"x-lane-delay-ms or x-lane-at is {UNCOUNTED_MS // 1000} s ahead or more, and {WHICH_LIMIT[limit]}: "
+            "wait until some are due, or ask for a shorter delay",
         )
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:

@@ -32,11 +32,7 @@ class AccountCaps:
 
 
 DEFAULT_LANES: Mapping[str, LaneBudget] = MappingProxyType(
-    {
-        CRITICAL.name: LaneBudget(share=0.30),
-        NORMAL.name: LaneBudget(share=0.20),
-        BATCH.name: LaneBudget(share=0.05),
-    }
+    {CRITICAL.name: LaneBudget(share=0.30), NORMAL.name: LaneBudget(share=0.20), BATCH.name: LaneBudget(share=0.05)}
 )
 
 

@@ -9,7 +9,8 @@ import jiter
 
 from consumers.failures import TransientError
 from consumers.limits.headers import RateHeaders
-from consumers.providers.base import Answer, Usage
+from consumers.prices import Usage
+from consumers.providers.base import Answer
 
 MOST_TOKENS: Final = 10_000_000
 """A provider's token count above this is ignored as impossible: charging it would block the budget for ever."""

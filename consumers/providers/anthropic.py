@@ -204,10 +204,8 @@ class AnthropicProvider:
         """Forward the events of a stream, and put them together to a Message. The time of `parts` and of our own
         parsing does not count towards `limit`. `pause_s`: the time limit for the next event."""
         splitter = self._dialect.splitter(self._max_answer_bytes // _LEAST_EVENTS)
-        collected, clock = (
-            StreamedMessage(max_bytes=self._max_answer_bytes, max_values=self._max_values),
-            asyncio.get_running_loop().time,
-        )
+        collected = StreamedMessage(max_bytes=self._max_answer_bytes, max_values=self._max_values)
+        clock = asyncio.get_running_loop().time
         async with aclosing(self._slices(response)) as slices:
             is_complete = False
             while not is_complete:

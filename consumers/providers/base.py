@@ -5,17 +5,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from consumers.limits.headers import RateHeaders
+from consumers.prices import Usage
 from topology.codec.request import Request
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """How many tokens one call used, as the provider counted them."""
-
-    input_tokens: int = 0
-    output_tokens: int = 0
-    cache_creation_input_tokens: int = 0
-    cache_read_input_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ from consumers.failures import Paid, ProviderError
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Feedback, Kind
 from consumers.limits.headers import RateHeaders
-from consumers.providers.base import Answer, Usage
+from consumers.prices import Usage
+from consumers.providers.base import Answer
 
 ONE_REQUEST = Amounts(requests=1)
 

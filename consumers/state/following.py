@@ -11,9 +11,10 @@ Every method raises `StoreUnavailable` if the store cannot answer.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from consumers.state.base import Held, Identity, Store
+from topology.codec.request import Request
 
 QUEUED = "queued"
 EVENT = "event"
@@ -54,6 +55,18 @@ class Submission:
     submitted_ms: int
     due_ms: int | None
     deadline_ms: int
+
+    @classmethod
+    def of(cls, request: Request, body_hash: bytes) -> Self:
+        """What is kept of this request."""
+        return cls(
+            body_hash=body_hash,
+            lane=request.lane,
+            streams=request.stream,
+            submitted_ms=request.sent_ms,
+            due_ms=request.due_ms,
+            deadline_ms=request.deadline_ms,
+        )
 
 
 class Submitted(StrEnum):

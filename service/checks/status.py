@@ -155,11 +155,7 @@ async def gather(connection: Connection, *, names: Names) -> list[Mapping[str, A
 
 
 def merge(
-    answers: Sequence[Mapping[str, Any]],
-    found: Mapping[str, Depth],
-    *,
-    lanes: Sequence[LaneSpec],
-    names: Names,
+    answers: Sequence[Mapping[str, Any]], found: Mapping[str, Depth], *, lanes: Sequence[LaneSpec], names: Names
 ) -> Status:
     """Combine the workers' answers to the status question and the queues' lengths (`found`, by queue) into one
     status."""

@@ -47,8 +47,7 @@ def send(
     system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
     id: Annotated[str | None, typer.Option("--id", help="The request's id; default: one is made.")] = None,
     deadline: Annotated[
-        float | None,
-        typer.Option("--deadline", parser=options.seconds, metavar="DURATION", help="Answer within: 30s."),
+        float | None, typer.Option("--deadline", parser=options.seconds, metavar="DURATION", help="Answer within: 30s.")
     ] = None,
     tenant: options.Tenant = None,
     key: Annotated[

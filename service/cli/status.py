@@ -75,7 +75,7 @@ def _show(found: "Status") -> None:
         if lane.waits_since_delivery:
             say(
                 f"{lane.lane}: the waits of {lane.waits_since_delivery} of the latest requests count from their first "
-                "delivery: they were published without x-lane-sent-ms",
+                "delivery: they were published without x-lane-sent-ms"
             )
     for lane in found.lanes:
         if lane.deferred_for:

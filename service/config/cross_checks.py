@@ -37,8 +37,7 @@ def missing_for_calls(settings: Settings) -> Iterator[Disagreement]:
     """Find missing settings that only processes which call providers need: providers' keys."""
     if any(provider.name == FIRST for provider in settings.routes_spec().providers) and settings.api_key is None:
         yield Disagreement(
-            "not set; set it, or answer without a provider: lanekeeper serve --simulate",
-            at=(("anthropic_api_key",),),
+            "not set; set it, or answer without a provider: lanekeeper serve --simulate", at=(("anthropic_api_key",),)
         )
     for name, provider in settings.providers.items():
         yield from (disagreement.under(("providers", name)) for disagreement in provider.missing_for_calls())

@@ -15,9 +15,7 @@ Place = tuple[str, ...]
 """The path of a setting in the nested settings, such as ("lanes", "critical", "slots")."""
 ANY: Final = "*"
 """Stands, in a setting's path, for a name that the user chooses: ("providers", "*", "kind")."""
-_LATER: Final[Mapping[Place, str]] = {
-    ("webhooks",): "the sending of webhooks",
-}
+_LATER: Final[Mapping[Place, str]] = {("webhooks",): "the sending of webhooks"}
 """Names of settings that are reserved for later versions, and what they will configure. Using one is an error."""
 
 

@@ -26,6 +26,7 @@ from service.gateway.following import Following
 from service.gateway.looking import Looking
 from service.gateway.lookups import Answering, LookupPaths
 from service.gateway.messages import Messages
+from service.gateway.positions import Positions
 from service.gateway.problems import ApiError
 from service.gateway.requests import Requests
 from service.gateway.same_store import SameStore
@@ -104,16 +105,13 @@ class Gateway:
             bodies=self._bodies,
             answers=answers,
             looking=self._looking,
+            positions=Positions(client, store),
         )
         self._same_store = SameStore(client, store)
         following = Following(self._requests, self._looking)
         self._events = Events(following, answers=answers, ping_every_s=spec.ping_every_s)
         self._sockets = Sockets(
-            self._requests,
-            following,
-            answers=answers,
-            max_values=settings.json_values,
-            ping_every_s=spec.ping_every_s,
+            following, answers=answers, max_values=settings.json_values, ping_every_s=spec.ping_every_s
         )
         self._lookups = LookupPaths(settings, calls=self._limit, bodies=self._bodies)
         lanes = [lane.name for lane in settings.lane_specs()]
@@ -124,10 +122,7 @@ class Gateway:
 
     def reasons(self) -> Mapping[str, str | None]:
         """The parts that must work before the gateway accepts calls, each with its problem or None."""
-        return {
-            "gateway connection": self._client.trouble,
-            "gateway": "it stops" if self._limit.is_closed else None,
-        }
+        return {"gateway connection": self._client.trouble, "gateway": "it stops" if self._limit.is_closed else None}
 
     @property
     def calls(self) -> int:

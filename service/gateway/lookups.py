@@ -63,11 +63,7 @@ class LookupPaths:
         self._running = 0
 
     def answers(self) -> Mapping[tuple[str, str], Answering]:
-        return {
-            ("POST", COUNT_TOKENS): self._count_tokens,
-            ("GET", MODELS): self._models,
-            ("GET", MODEL): self._model,
-        }
+        return {("POST", COUNT_TOKENS): self._count_tokens, ("GET", MODELS): self._models, ("GET", MODEL): self._model}
 
     async def aclose(self) -> None:
         if self._provider is not None:
@@ -128,10 +124,7 @@ class LookupPaths:
         self._running += 1
         try:
             return await provider.call(
-                path or request.path,
-                body=body,
-                query=request.query if query is None else query,
-                beta=_beta(request),
+                path or request.path, body=body, query=request.query if query is None else query, beta=_beta(request)
             )
         except ProviderError as error:
             raise _failed(error) from error

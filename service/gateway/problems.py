@@ -12,13 +12,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from lanekeeper.contract.names import CODE
-from lanekeeper.contract.problems import (
-    AccessRefused,
-    LanekeeperError,
-    MessageTooLarge,
-    PublishRefused,
-    RequestProblem,
-)
+from lanekeeper.contract.problems import AccessRefused, LanekeeperError, MessageTooLarge, PublishRefused, RequestProblem
 from lanekeeper.errors import NoReply
 
 TYPES: Mapping[int, str] = {

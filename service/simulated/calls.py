@@ -57,12 +57,7 @@ class Calls:
         self.total += 1
         self.running += 1
         self.peak = max(self.peak, self.running)
-        call = Call(
-            started_s=time.monotonic(),
-            headers=headers,
-            request_id=request_id,
-            concurrency=self.running,
-        )
+        call = Call(started_s=time.monotonic(), headers=headers, request_id=request_id, concurrency=self.running)
         self.latest.append(call)
         self._notify()
         return call

@@ -149,11 +149,7 @@ class _Libraries(logging.Handler):
                 self._log_lost_spans(text)
             else:
                 self._log.log(
-                    record.levelno,
-                    signals.LIBRARY_WARNED,
-                    library=record.name,
-                    message=text,
-                    exc_info=record.exc_info,
+                    record.levelno, signals.LIBRARY_WARNED, library=record.name, message=text, exc_info=record.exc_info
                 )
         except Exception:  # a logging call must not raise in the library that made it
             self.handleError(record)

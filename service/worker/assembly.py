@@ -230,10 +230,7 @@ async def assemble(
             ),
             scouting=Scouting(pools.scouted, depths=partial(ready.in_queues, consuming)),
             lane_slots=pools.lane_slots,
-            budgets=budgeting.budgets,
-            breakers=budgeting.breakers,
-            spending=budgeting.spending,
-            prices_as_of=budgeting.prices_as_of,
+            budgeting=budgeting,
             simulated=simulated,
             activities=tuple(pools.activities),
         )

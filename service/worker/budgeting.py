@@ -67,12 +67,7 @@ async def open_budgeting(
     spec, prices = settings.budget_spec(), settings.prices.table()
     async with _budgets(settings) as budgets:
         breakers, spending = Breakers(store), Spending(store, settings.caps.spec())
-        registry = Registry(
-            *providers,
-            tracing=tracing,
-            prices=prices,
-            learn=budgets.learn,
-        )
+        registry = Registry(*providers, tracing=tracing, prices=prices, learn=budgets.learn)
         route_gate = RouteGate(breakers, now_ms=now_ms, rng=rng)
         budget_gate = BudgetGate(
             budgets,
