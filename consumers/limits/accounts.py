@@ -16,7 +16,8 @@ from consumers.limits.turns import Turns
 from consumers.limits.waiter import Waiter
 
 MOST: Final = 256
-"""For how many accounts budgets are kept: if a new account would exceed this number, idle accounts are removed."""
+"""For how many accounts (a provider with a class of models) budgets are kept: if a new account would exceed this
+number, idle accounts are removed."""
 AnyTurns = TypeVar("AnyTurns", bound=Turns)
 
 

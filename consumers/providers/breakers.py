@@ -184,7 +184,7 @@ class Breakers:
 
     async def _lease(self, route: Route, *, for_s: float) -> bool:
         """Take or renew the lease in the store by which one process at a time holds the open breaker of this route.
-        Returns False if another process has the lease; True if the store is away."""
+        Returns False if another process has the lease; True if the store is unavailable."""
         if self._leases is None:
             return True
         try:
