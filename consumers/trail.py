@@ -1,6 +1,6 @@
-"""The trail of a request: entries in the store, from which clients that follow the request read its progress.
+"""Writes the trail of a request: entries in the store, from which clients that follow the request read its progress.
 
-Entries are steps (`started`, `retrying`), events of the answer's stream, and `restart`, after which clients forget the
+Entries are steps (`started`, `retrying`), events of the answer's stream, and `restart`, after which clients discard the
 events before it. The worker does not wait until they are written. It writes the entries of all its trails together: the
 first at once, those of the next `GATHER_S` with the next write. If events cannot be written, or are too many, no more
 are written, and an entry `truncated` says so. The whole answer is stored with the result.
@@ -17,14 +17,14 @@ from consumers.state.following import EVENT, RESTART, Following, NewEntry, Part,
 from lanekeeper.telemetry import logs, signals
 
 GATHER_S = 0.02
-"""The pause between two writes."""
+"""The pause, in seconds, between two writes of entries to the store."""
 AGAIN_S = 0.5
-"""The pause after a write that failed."""
+"""The pause, in seconds, after a write of entries to the store that failed."""
 FLUSH_WITHIN_S = 2.0
 UNWRITTEN_BYTES = 1024 * 1024
 """How many bytes the unwritten events of one trail may have in memory. If there are more, they are discarded."""
 PARTS_AT_ONCE = 100
-"""How many trails one write includes."""
+"""For how many requests one write to the store includes entries."""
 TRUNCATED = NewEntry("truncated", b"{}")
 log = logs.logger()
 
@@ -59,7 +59,7 @@ class Trail:
 
     def part(self, kind: str, body: bytes) -> None:
         """Note a part of the answer's stream for clients that follow the request: an event, or a `restart`, after which
-        they must forget the events before it. It is written soon."""
+        they must discard the events before it. It is written soon."""
         if kind == RESTART:
             self._has_stopped = self._must_restart = False
         elif self._must_restart:

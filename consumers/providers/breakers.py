@@ -3,9 +3,9 @@
 A refused request (a 4xx, a 429) is no failure, because the provider works. A timeout counts only if the call had enough
 time, so that requesters with short deadlines do not block a provider for others.
 
-A process holds a lease in the store while its breaker is open. Another process that counts a few failures finds the
-lease, and opens its own breaker early. Only the owner of the lease probes. While the store is away, the breakers of the
-processes are independent.
+A process holds a lease in the store while its breaker is open. Another process that counts a few failures sees the
+lease, and opens its own breaker early. Only the owner of the lease makes the trial call (the probe). While the store is
+unavailable, the breakers of the processes are independent.
 """
 
 import asyncio
@@ -24,11 +24,12 @@ from consumers.state.base import Leases, StoreUnavailable
 from lanekeeper.telemetry import logs, signals
 
 FAIR_S = 5.0
-"""A timeout does not count if the call had less time than this."""
+"""A timeout does not count as a failure of the provider if the call had fewer seconds than this."""
 STORE_WITHIN_S = 1.0
-"""How long a call waits for the store at most; after that the store counts as away."""
+"""How many seconds a call waits for the store at most; after that the store counts as unavailable."""
 REMEMBERED = 1000
-"""The most breakers that are kept, because requesters can name any number of models."""
+"""The most circuit breakers that a process keeps; there is a limit, because requesters can name any number of
+models."""
 log = logs.logger()
 
 
@@ -43,7 +44,7 @@ class Change:
     retry_in_s: float | None = None
 
     def figures(self) -> dict[str, Any]:
-        """The fields of the life-cycle event `breaker`."""
+        """The fields of the life-cycle event `breaker`, which reports this change."""
         found = {"provider": self.provider, "model": self.model, "state": self.state.value}
         return found if self.error is None else {**found, "error": self.error, "retry_in_s": self.retry_in_s}
 

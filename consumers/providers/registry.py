@@ -1,4 +1,5 @@
-"""The providers of this process. Each call gets a CLIENT span and a price, and the budget learns from it."""
+"""Calls the providers that this process knows. Each call gets an OpenTelemetry span and a price, and the budget learns
+the account's limits from the response."""
 
 import asyncio
 import json
@@ -16,8 +17,8 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.request import Request
 
 SPEND_REFUSALS = 10
-"""After this many refusals in a row because of its spend limit, an account is paused: only a person can raise that
-limit."""
+"""After this many refusals in a row because of its spend limit, an account is not called for a while: only a person can
+raise that limit."""
 log = logs.logger()
 
 

@@ -1,4 +1,5 @@
-"""What the store keeps of a request that clients can follow: its submission, and entries numbered from 1.
+"""What the store keeps of a request whose progress clients can follow: how it was submitted, and entries (steps and
+events) numbered from 1.
 
 Clients can follow requests that the gateway submitted (`follow`), and streamed requests without `reply_to`. The worker
 that holds the claim appends entries; any process that uses the store can read them. Entries are kept as long as the
@@ -10,17 +11,20 @@ Every method raises `StoreUnavailable` if the store cannot answer.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from consumers.state.base import Held, Identity, Store
+from topology.codec.request import Request
 
 QUEUED = "queued"
 EVENT = "event"
-"""An event of the provider's stream. Entries of all other kinds are steps of the request, such as `queued`."""
+"""The kind of an entry that is an event of the provider's stream. Entries of all other kinds are steps of the request,
+such as `queued`."""
 RESTART = "restart"
-"""Another call begins: the events before this entry are removed, and readers must discard them."""
+"""The kind of an entry that says: another call begins. The events before it are removed, and readers must discard
+them."""
 ENTRIES_AT_ONCE = 200
-"""The most entries of one request that one call of `look` returns."""
+"""The most entries of one request that one call of `Following.look` returns."""
 
 
 class NewEntry(NamedTuple):
@@ -51,6 +55,18 @@ class Submission:
     submitted_ms: int
     due_ms: int | None
     deadline_ms: int
+
+    @classmethod
+    def of(cls, request: Request, body_hash: bytes) -> Self:
+        """What is kept of this request."""
+        return cls(
+            body_hash=body_hash,
+            lane=request.lane,
+            streams=request.stream,
+            submitted_ms=request.sent_ms,
+            due_ms=request.due_ms,
+            deadline_ms=request.deadline_ms,
+        )
 
 
 class Submitted(StrEnum):

@@ -59,7 +59,7 @@ class _Given:
     """The values of each source, nested as the settings are. Later sources override earlier ones."""
     found: dict[Place, error_messages.Found] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    """One line for each name that is no setting."""
+    """Error messages: one line for each name that is not a setting."""
 
     def add(self, values: Mapping[str, Any], *, source: str, where: str) -> None:
         """Add the values of a file or of options. `where`: appended to names in error messages, such as " in .env"."""

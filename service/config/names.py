@@ -12,13 +12,11 @@ from service.config.masking import mask
 from service.config.settings import PREFIX, Settings
 
 Place = tuple[str, ...]
-"""A setting's place: ("lanes", "critical", "slots")."""
+"""The path of a setting in the nested settings, such as ("lanes", "critical", "slots")."""
 ANY: Final = "*"
-"""Stands for a name that the user chooses: ("providers", "*", "kind")."""
-_LATER: Final[Mapping[Place, str]] = {
-    ("webhooks",): "the sending of webhooks",
-}
-"""Names reserved for later versions, and what they will configure. Giving one is an error."""
+"""Stands, in a setting's path, for a name that the user chooses: ("providers", "*", "kind")."""
+_LATER: Final[Mapping[Place, str]] = {("webhooks",): "the sending of webhooks"}
+"""Names of settings that are reserved for later versions, and what they will configure. Using one is an error."""
 
 
 def is_section(kind: object) -> bool:
@@ -41,7 +39,8 @@ SETTINGS: Final[Mapping[Place, FieldInfo]] = dict(_declared(Settings))
 """All settings by their place, in the order of their declaration."""
 _GROUPS: Final = frozenset(place[:depth] for place in SETTINGS for depth in range(1, len(place)))
 _ALIASES: Final = {info.alias: name for name, info in Settings.model_fields.items() if info.alias}
-"""Environment variables without our prefix, such as ANTHROPIC_API_KEY, and their fields."""
+"""Environment variables without the prefix `LANEKEEPER_`, such as ANTHROPIC_API_KEY, and the fields of `Settings` that
+they set."""
 
 
 def field_name(name: str) -> str:

@@ -33,12 +33,12 @@ class Status:
     """The answer to `GET /v1/requests/{id}`: the JSON of a request's status."""
 
     text: bytes
-    """The complete JSON. If `result` is set: only the part before the result."""
+    """The complete JSON of the status. If `result` is set: only the part before the result."""
     result: BodyAddress | None = None
     """The address of a large result, which lies in the store for large bodies and is inserted between `text` and
     `end`."""
     end: bytes = b""
-    """The part of the JSON after that result."""
+    """The part of the JSON after a large result that is inserted."""
 
 
 def status_of(

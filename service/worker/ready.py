@@ -1,4 +1,4 @@
-"""How many messages wait in queues of the broker."""
+"""Asks the broker how many messages wait in its queues."""
 
 from collections.abc import Mapping
 

@@ -166,7 +166,7 @@ async def test_a_stream_that_breaks_and_starts_again_is_one_tree_whose_spans_cov
     async with Client(scene.amqp_url, tracing=Tracing(scene.here)) as client:
         root = scene.ask()
         with use_span(root, end_on_exit=True):
-            stream = client.stream({"prompt": "streamed [[fault: cut x1]]"}, key="critical.shop.chat", timeout_s=20)
+            stream = client.stream({"prompt": "streamed [[fault: cut x1]]"}, key="critical.shop.chat", timeout_s=60)
             async for reply in stream:
                 kinds.append("final" if isinstance(reply, Final) else reply.kind)
     assert "restart" in kinds

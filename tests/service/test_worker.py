@@ -77,10 +77,7 @@ def parts(*pools: FakePool) -> Worker:
         scaling=FakePool("slots"),  # type: ignore[arg-type]
         scouting=FakePool("scouting"),  # type: ignore[arg-type]
         lane_slots={},
-        budgets=None,  # type: ignore[arg-type]
-        breakers=None,  # type: ignore[arg-type]
-        spending=None,  # type: ignore[arg-type]
-        prices_as_of="",
+        budgeting=None,  # type: ignore[arg-type]
         simulated=False,
         pools=pools,  # type: ignore[arg-type]
         activities=(LaneActivity("critical", slots=1, due_slots=1),),

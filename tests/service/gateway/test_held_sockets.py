@@ -87,7 +87,7 @@ async def served() -> AsyncIterator[Served]:
     looking = Looking(None, followers=9)  # type: ignore[arg-type]
     known = Known()
     following = Endless(known, looking)
-    sockets = Sockets(known, following, answers=Answers([], most_bytes=0), max_values=VALUES, ping_every_s=600)
+    sockets = Sockets(following, answers=Answers([], most_bytes=0), max_values=VALUES, ping_every_s=600)
 
     async def answer(request: web.Request) -> web.StreamResponse:
         return await sockets.get(request, GatewayKey(tenant=None))
