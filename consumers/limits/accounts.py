@@ -37,8 +37,8 @@ class Accounts(Generic[AnyTurns]):
         return name in self._known
 
     def turns(self, name: str) -> AnyTurns:
-        """The budget of the account with that name, and the decision whose turn it is; created if the account is
-        new."""
+        """The `Turns` of the account with that name, which has its budget and decides which request is next; created if
+        the account is new."""
         if (turns := self._known.get(name)) is None:
             if len(self._known) >= MOST:
                 self._forget_idle()
