@@ -275,8 +275,8 @@ def dead_at_ms(text: object) -> int | None:
 
 
 def is_trusted(message: Message, names: Names) -> bool:
-    """Whether a worker published the message, so that its internal headers can be believed: it came through `lane.due`
-    (an internal exchange), or through a delay or side exchange, to which only workers may publish."""
+    """Whether a worker published the message, so that the headers that only workers set are genuine: it came through
+    `lane.due` (an internal exchange), or through a delay or side exchange, to which only workers may publish."""
     return message.exchange == names.due_exchange or message.exchange.startswith(
         (names.delay_prefix, names.side_prefix)
     )

@@ -26,7 +26,7 @@ from math import inf
 from typing import Final
 
 ROUNDING: Final = 1e-6
-"""This part of what a request needs is added to it, so that rounding errors never make our bucket fuller than the
+"""A request's need is increased by this part of it, so that rounding errors never make our bucket fuller than the
 provider's."""
 
 

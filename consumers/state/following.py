@@ -74,7 +74,7 @@ class Submitted(StrEnum):
 
     NEW = "new"
     KNOWN = "known"
-    """The same request was submitted before."""
+    """The same request (its id, with the same body) was submitted before."""
     CONFLICT = "conflict"
     """The id was used with another body."""
 

@@ -69,7 +69,7 @@ class ConfirmUnknown(BrokerError):
 
 
 class AccessRefused(BrokerError):
-    """This user's permissions on the broker do not allow the operation."""
+    """The client's user on the broker has no permission for the operation."""
 
 
 class TopologyMismatch(BrokerError):
