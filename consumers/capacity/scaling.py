@@ -91,7 +91,7 @@ class ScaledQueue:
     used: deque[int] = field(default_factory=lambda: deque(maxlen=round(STEADY_S / LOOK_EVERY_S)))
     """How many of the queue's requests this worker had, at each check within the last `STEADY_S` seconds."""
     extra_slots: ExtraSlots = field(default_factory=ExtraSlots)
-    """The additional slots that the last decision gave to the queue."""
+    """How many slots the queue should have in addition to its own, by the latest decision."""
     waiting_since_ms: int | None = None
     """Since when messages have been waiting in the queue, as far as this worker has seen, in ms; None: none wait."""
     limit_logged_s: float | None = None

@@ -19,7 +19,8 @@ def own_accounts(spec: BudgetSpec) -> "Accounts[OwnTurns]":
 
 
 class OwnTurns:
-    """Implements `Turns` for an account that only this process uses: decides without asking any other process."""
+    """Implements `Turns` (which request gets an account's budget next) for an account that only this process uses:
+    decides without asking another process."""
 
     def __init__(self, name: str, spec: BudgetSpec) -> None:
         self.account = Account(name, spec, now_s=self.now_s())

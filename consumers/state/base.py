@@ -119,7 +119,7 @@ class Stop(StrEnum):
 
     CANCELLED = "cancelled"
     FENCED = "fenced"
-    """Another delivery has taken the claim over."""
+    """Another delivery of the request has taken over the claim, so another worker works on it."""
 
 
 class Cancelling(StrEnum):

@@ -69,8 +69,8 @@ def shared_accounts(
 
 
 class SharedTurns:
-    """Implements `Turns` for an account that several processes share: a script in Redis decides whose turn it is.
-    `clock`: seconds since 1970, used until Redis's own time is known."""
+    """Implements `Turns` (which request gets an account's budget next) for an account that several processes share: a
+    script in Redis decides. `clock`: seconds since 1970, used until Redis's own time is known."""
 
     def __init__(self, client: RedisClient, key: str, account: Account, *, clock: Callable[[], float]) -> None:
         self.account = account
