@@ -309,11 +309,11 @@ async def test_a_request_waits_for_the_open_breaker_if_the_other_provider_lacks_
 async def test_a_provider_that_hangs_opens_its_breaker_although_deadlines_end_its_calls(
     providers: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consumers.providers.breakers.FAIR_S", 0.1)
+    monkeypatch.setattr("consumers.providers.breakers.FAIR_S", 0.001)
     two = await providers(failing("hang"))
 
     async def ask(number: int) -> None:
-        assert isinstance(await two.ask(id=str(number), deadline_ms=400), Refused)
+        assert isinstance(await two.ask(id=str(number), deadline_ms=1500), Refused)
 
     await asyncio.gather(*map(ask, range(FAILURES)))
 
@@ -357,7 +357,7 @@ async def calls_per_request(two: TwoProviders, prompts: list[str], *, routes: tu
                     return
                 await asyncio.sleep(max(0.01, two.breakers.least_wait_s(routes)))
 
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(240), asyncio.TaskGroup() as group:
         for number, prompt in enumerate(prompts):
             group.create_task(answer(number, prompt))
     return sum(two.calls) / len(prompts)
