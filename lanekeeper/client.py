@@ -77,7 +77,26 @@ class Client:
         fetched and checked. `fetches_answers` False: they are not fetched, and `Final.kept` has their address.
 
         Raises ValueError if a gateway cannot have this URL, or if `api_key` is given for a broker."""
-        self._transport = _transport(url, api_key, names, ssl_context, tracing or Tracing(), bodies, fetches_answers)
+        tracing = tracing or Tracing()
+        # only the library that the URL needs is imported
+        if url.lstrip().lower().startswith(("http://", "https://")):
+            from lanekeeper.over_http import OverHttp
+
+            self._transport: Transport = OverHttp(
+                url.strip(), api_key=api_key, ssl_context=ssl_context, tracing=tracing
+            )
+        elif api_key is not None:
+            raise ValueError(
+                "api_key: it is for the http(s):// address of a gateway; a broker's URL has user and password"
+            )
+        else:
+            from lanekeeper.large_bodies import LargeBodies
+            from lanekeeper.over_amqp import OverAmqp
+
+            large = LargeBodies(bodies, fetches=fetches_answers)
+            self._transport = OverAmqp(
+                url, names=names or Names(), ssl_context=ssl_context, tracing=tracing, bodies=large
+            )
         self._publish_within_s = publish_within_s
         self._absent_within_s = absent_within_s
         self._own = self._transport.user or None if identified else None
@@ -106,12 +125,7 @@ class Client:
         return outgoing.id
 
     async def request(
-        self,
-        body: Body,
-        *,
-        key: str,
-        timeout_s: float | None = None,
-        **options: Unpack[Options],
+        self, body: Body, *, key: str, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> Final:
         """Publish and wait for the answer.
 
@@ -136,12 +150,7 @@ class Client:
             raise
 
     async def stream(
-        self,
-        body: Body,
-        *,
-        key: str,
-        timeout_s: float | None = None,
-        **options: Unpack[Options],
+        self, body: Body, *, key: str, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Part | Final, None]:
         """Publish, yield the parts of the answer as they arrive, and at last the whole answer.
 
@@ -193,13 +202,7 @@ class Client:
         return self._transport.trouble
 
     def _outgoing(
-        self,
-        body: Body,
-        key: str,
-        options: Options,
-        *,
-        stream: bool,
-        timeout_s: float | None = None,
+        self, body: Body, key: str, options: Options, *, stream: bool, timeout_s: float | None = None
     ) -> OutgoingRequest:
         if self._own is not None:
             options.setdefault("tenant", self._own)
@@ -232,27 +235,3 @@ class Client:
         """Cancel a request whose caller no longer waits."""
         if options.get("cancel_abandoned", True):
             self._abandoned.cancel(outgoing.id, tenant=outgoing.tenant)
-
-
-def _transport(
-    url: str,
-    api_key: str | None,
-    names: Names | None,
-    ssl_context: ssl.SSLContext | None,
-    tracing: Tracing,
-    bodies: "BodyStore | str | None",
-    fetches_answers: bool,
-) -> Transport:
-    """Create the client's transport: over HTTP for a gateway's URL, over AMQP for a broker's. Only the library that
-    this transport needs is imported."""
-    if url.lstrip().lower().startswith(("http://", "https://")):
-        from lanekeeper.over_http import OverHttp
-
-        return OverHttp(url.strip(), api_key=api_key, ssl_context=ssl_context, tracing=tracing)
-    if api_key is not None:
-        raise ValueError("api_key: it is for the http(s):// address of a gateway; a broker's URL has user and password")
-    from lanekeeper.large_bodies import LargeBodies
-    from lanekeeper.over_amqp import OverAmqp
-
-    large = LargeBodies(bodies, fetches=fetches_answers)
-    return OverAmqp(url, names=names or Names(), ssl_context=ssl_context, tracing=tracing, bodies=large)

@@ -16,6 +16,7 @@ import asyncio
 import json
 import uuid
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 
 from lanekeeper.amqp.connection import Connection
@@ -39,18 +40,17 @@ WORKERS_COUNTED_AFTER_S = 0.5
 _START_ONE = "start one with `lanekeeper serve` or `lanekeeper consume`"
 
 
+@dataclass(slots=True)
 class Control:
     """Sends control messages, which cancel a request or ask for its result, and reads the workers' answers. `user`: the
     connection's AMQP user."""
 
-    def __init__(
-        self, publisher: Publisher, replies: ReplyQueue, *, connection: Connection, names: Names, user: str
-    ) -> None:
-        self._connection = connection
-        self._publisher = publisher
-        self._replies = replies
-        self._names = names
-        self._user = user
+    publisher: Publisher
+    replies: ReplyQueue
+    _: KW_ONLY
+    connection: Connection
+    names: Names
+    user: str
 
     async def cancel(self, id: str, *, tenant: str | None) -> Cancelled:
         """Cancel a request, and return what the answering worker did: one of the words of `Cancelled` (errors.py).
@@ -58,7 +58,7 @@ class Control:
         Raises ControlRefused, NoReply (the broker keeps the cancellation), AccessRefused, TopologyMismatch, other
         BrokerErrors.
         """
-        return outcome_of(await self._ask(cancellation(id, tenant=tenant, user=self._user)))
+        return outcome_of(await self._ask(cancellation(id, tenant=tenant, user=self.user)))
 
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
         """Ask for a request's final reply, repeatedly until the request has ended, or until `end` (see `until_ended`).
@@ -67,20 +67,20 @@ class Control:
         """
 
         async def ask(_: float | None) -> Final:
-            return result_of(await self._ask(question(id, tenant=tenant, user=self._user)))
+            return result_of(await self._ask(question(id, tenant=tenant, user=self.user)))
 
         return await until_ended(ask, end=end)
 
     async def send_cancellation(self, id: str, *, tenant: str | None, within_s: float) -> None:
         """Send a cancellation, and wait for the broker's confirm but not for a worker's answer. Raises BrokerError."""
-        message = cancellation(id, tenant=tenant, user=self._user)
+        message = cancellation(id, tenant=tenant, user=self.user)
         await self._send(message, within_s=within_s)
 
     async def _send(self, message: Message, *, within_s: float) -> None:
         try:
-            await self._publisher.publish_surely(
+            await self.publisher.publish_surely(
                 message,
-                exchange=self._names.control,
+                exchange=self.names.control,
                 routing_key=message.type or "",
                 within_s=within_s,
                 gives_up_on=(TopologyMismatch, Unroutable),
@@ -91,9 +91,9 @@ class Control:
     async def _ask(self, message: Message) -> Message:
         """Send a control message and return the worker's answer. Raises NoReply, ReplyLost, BrokerErrors of a
         publish."""
-        with self._replies.expecting(message) as arrived:
+        with self.replies.expecting(message) as arrived:
             await self._send(message, within_s=ANSWERED_WITHIN_S)
-            self._replies.published(arrived)
+            self.replies.published(arrived)
             began_s = asyncio.get_running_loop().time()
             if message.persistent:
                 # a cancellation: the broker keeps it, so without workers there is nothing to wait for
@@ -110,7 +110,7 @@ class Control:
     async def _has_worker(self) -> bool:
         """Whether a worker consumes control messages; true also if the broker does not say."""
         try:
-            return (await depths(self._connection, [self._names.control]))[self._names.control].consumers > 0
+            return (await depths(self.connection, [self.names.control]))[self.names.control].consumers > 0
         except BrokerError:
             return True
 

@@ -32,13 +32,7 @@ class OverAmqp:
     """The `Transport` of a `Client` with the URL of a broker: `amqp://` or `amqps://`."""
 
     def __init__(
-        self,
-        url: str,
-        *,
-        names: Names,
-        ssl_context: ssl.SSLContext | None,
-        tracing: Tracing,
-        bodies: LargeBodies,
+        self, url: str, *, names: Names, ssl_context: ssl.SSLContext | None, tracing: Tracing, bodies: LargeBodies
     ) -> None:
         self._bodies = bodies
         self._names = names

@@ -43,14 +43,7 @@ class OverHttp:
 
     user = ""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        api_key: str | None,
-        ssl_context: ssl.SSLContext | None,
-        tracing: Tracing,
-    ) -> None:
+    def __init__(self, url: str, *, api_key: str | None, ssl_context: ssl.SSLContext | None, tracing: Tracing) -> None:
         """`url`: the gateway's address. `api_key`: sent with each call. Raises ValueError if no gateway can have this
         URL."""
         self._calls = Calls(url, api_key=api_key, ssl_context=ssl_context)

@@ -45,12 +45,7 @@ class Connection:
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        name: str,
-        heartbeat_s: int = 10,
-        ssl_context: ssl.SSLContext | None = None,
+        self, url: str, *, name: str, heartbeat_s: int = 10, ssl_context: ssl.SSLContext | None = None
     ) -> None:
         self._url = url
         self._heartbeat_s = heartbeat_s

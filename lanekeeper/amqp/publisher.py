@@ -12,12 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from aiormq.channel import Channel
-from aiormq.exceptions import (
-    AMQPError,
-    ChannelAccessRefused,
-    ChannelInvalidStateError,
-    ChannelNotFoundEntity,
-)
+from aiormq.exceptions import AMQPError, ChannelAccessRefused, ChannelInvalidStateError, ChannelNotFoundEntity
 
 from lanekeeper.amqp.confirming import Answer, Confirming
 from lanekeeper.amqp.connection import Connection

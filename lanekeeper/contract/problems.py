@@ -185,6 +185,11 @@ class RequestProblem(LanekeeperError):
         ).encode()
 
 
+def invalid_request(detail: str) -> RequestProblem:
+    """The problem for a request that is not as docs/contract.md says."""
+    return RequestProblem("invalid_request", detail)
+
+
 def answer_too_large(size: int, limit: int, *, setting: str = "", is_away: bool = False) -> RequestProblem:
     """The problem for an answer that is too large to be sent back.
 

@@ -127,12 +127,7 @@ class Tracing:
         return Scope(span, trace.set_span_in_context(span))
 
     def process(
-        self,
-        message: Message,
-        *,
-        queue: str,
-        delivery_tag: int | None = None,
-        start_ns: int | None = None,
+        self, message: Message, *, queue: str, delivery_tag: int | None = None, start_ns: int | None = None
     ) -> Scope:
         """A span for the processing of a delivered message: process it inside the `with` block. The span is linked to
         its publisher's span; the span that is current outside the block has no effect on it."""

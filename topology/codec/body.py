@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem, invalid_request
 
 FIELDS_AT_MOST = 1000
 """A body in the short form with more fields than this is refused before pydantic checks it. Five fields are known;
@@ -71,15 +71,13 @@ def check(found: object) -> MessagesBody | PromptBody:
     """Check a request's parsed JSON body: either Anthropic's Messages format or the short form with `prompt`. Raises a
     RequestProblem that names up to five wrong fields and never quotes the prompt."""
     if not isinstance(found, dict):
-        raise RequestProblem("invalid_request", f"body: found {_kind(found)}, allowed is a JSON object")
+        raise invalid_request(f"body: found {_kind(found)}, allowed is a JSON object")
     if "prompt" in found and "messages" in found:
-        raise RequestProblem("invalid_request", "body: give `messages` or the short form's `prompt`, not both")
+        raise invalid_request("body: give `messages` or the short form's `prompt`, not both")
     if "prompt" not in found and "messages" not in found:
-        raise RequestProblem("invalid_request", "body: `messages` is missing (or `prompt`, the short form)")
+        raise invalid_request("body: `messages` is missing (or `prompt`, the short form)")
     if "prompt" in found and len(found) > FIELDS_AT_MOST:
-        raise RequestProblem(
-            "invalid_request", f"body: {len(found)} fields; {', '.join(PromptBody.model_fields)} are known"
-        )
+        raise invalid_request(f"body: {len(found)} fields; {', '.join(PromptBody.model_fields)} are known")
     try:
         if "prompt" in found:
             return PromptBody.model_validate(found)
@@ -116,7 +114,7 @@ def _problem(error: ValidationError, *place: str | int) -> RequestProblem:
         f"{'.'.join(str(step)[:40] for step in (*place, *one['loc']))}: {one['msg']} (found {_kind(one['input'])})"
         for one in error.errors(include_url=False, include_context=False)[:5]
     ]
-    return RequestProblem("invalid_request", f"body: {'; '.join(wrong)}")
+    return invalid_request(f"body: {'; '.join(wrong)}")
 
 
 def _kind(value: object) -> str:

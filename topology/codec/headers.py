@@ -11,7 +11,7 @@ from typing import Any
 from lanekeeper.contract import names
 from lanekeeper.contract.messages import BodyAddress, Headers
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem, invalid_request
 from topology.delays import UNIT_MS, strip_bits
 
 UNSUPPORTED = {
@@ -26,11 +26,7 @@ PREFIX = "x-lane-"
 YEAR_MS = 365 * 24 * 3600 * 1000
 SENT_AT_MOST_MS = 10**14
 BETA_LENGTH = 1024
-BOUNDS_MS = {
-    names.DEADLINE_MS: (1, YEAR_MS),
-    names.DELAY_MS: (UNIT_MS, YEAR_MS),
-    names.SENT_MS: (0, SENT_AT_MOST_MS),
-}
+BOUNDS_MS = {names.DEADLINE_MS: (1, YEAR_MS), names.DELAY_MS: (UNIT_MS, YEAR_MS), names.SENT_MS: (0, SENT_AT_MOST_MS)}
 """The lowest and highest value of each header in milliseconds."""
 TIME_LENGTH = 40
 ERRORS_KEPT = 5
@@ -95,13 +91,13 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
     version does not support."""
     for key in headers:
         if key in UNSUPPORTED:
-            raise RequestProblem("invalid_request", f"header {key}: {UNSUPPORTED[key]} not available in this version")
+            raise invalid_request(f"header {key}: {UNSUPPORTED[key]} not available in this version")
         if key.lower().startswith(PREFIX) and key not in names.PUBLIC and key not in names.OURS:
             raise unknown_header(key, known=names.PUBLIC)
     if names.CC in headers or names.BCC in headers:
-        raise RequestProblem("invalid_request", "headers CC and BCC are not allowed: publish once, with one key")
+        raise invalid_request("headers CC and BCC are not allowed: publish once, with one key")
     if names.DELAY_MS in headers and names.AT in headers:
-        raise RequestProblem("invalid_request", f"headers {names.DELAY_MS} and {names.AT}: give one of them")
+        raise invalid_request(f"headers {names.DELAY_MS} and {names.AT}: give one of them")
     _bool(headers, names.NO_BATCH)
     tenant = headers.get(names.TENANT)
     if tenant is not None and not isinstance(tenant, str):
@@ -121,7 +117,7 @@ def unknown_header(key: str, *, known: Set[str]) -> RequestProblem:
     """Make the error for an unknown `x-lane-` header. Its text suggests a known header with a similar name."""
     near = get_close_matches(key.lower()[len(PREFIX) :], [name[len(PREFIX) :] for name in sorted(known)], n=1)
     hint = f"; did you mean {PREFIX}{near[0]}?" if near else f"; known: {', '.join(sorted(known))}"
-    return RequestProblem("invalid_request", f"unknown header {key[:80]!r}{hint}")
+    return invalid_request(f"unknown header {key[:80]!r}{hint}")
 
 
 def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
@@ -183,7 +179,7 @@ def hop_headers(hop: HopHeaders) -> dict[str, Any]:
 
 def _wrong(key: str, found: object, allowed: str) -> RequestProblem:
     shown = repr(found)[:60] if isinstance(found, (int, float, str)) else type(found).__name__
-    return RequestProblem("invalid_request", f"header {key}: found {shown}, allowed is {allowed}")
+    return invalid_request(f"header {key}: found {shown}, allowed is {allowed}")
 
 
 def _ms(headers: Mapping[str, Any], key: str) -> int | None:

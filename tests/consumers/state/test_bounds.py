@@ -164,9 +164,9 @@ async def test_endings_after_an_attempt_and_rerun_requests_are_not_removed_as_su
 
 
 async def reserved(
-    store: Store, tenant: str, mark: str, *, weight: int = 1, left_ms: int = 60_000, **of: bool
+    store: Store, tenant: str, mark: str, *, weight: int = 1, left_ms: int = 60_000, redelivered: bool = False
 ) -> WaitingLimit:
-    message = fingerprint(mark=mark, nonce=mark.encode()[-8:], **of)
+    message = fingerprint(mark=mark, nonce=mark.encode()[-8:], redelivered=redelivered)
     return await store.reserve(Identity(tenant, "id"), message, weight=weight, until_ms=in_ms(left_ms))
 
 
