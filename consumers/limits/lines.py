@@ -1,4 +1,4 @@
-"""The requests of an account that wait: one line for each lane, by arrival. Pure.
+"""The requests that wait for the budget of an account: one line for each lane, by arrival. Without I/O.
 
 A request that was deferred and comes back gets its old place. `account.py` chooses between the lanes.
 """

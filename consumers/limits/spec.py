@@ -1,4 +1,4 @@
-"""The settings of the budget: each lane's share, limits, first guesses."""
+"""The settings of the budget of provider calls: each lane's share, the operator's limits, and first guesses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ class LaneBudget:
     """The settings of one lane for every account's budget."""
 
     share: float
-    """The lane's share of every bucket, above 0 and up to 1: this part of what flows in is saved for the lane alone. It
-    keeps the lane from starving."""
+    """The lane's share of every token bucket, above 0 and up to 1: this part of what flows into the bucket is saved for
+    the lane alone, so that it always gets some budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +32,7 @@ class AccountCaps:
 
 
 DEFAULT_LANES: Mapping[str, LaneBudget] = MappingProxyType(
-    {
-        CRITICAL.name: LaneBudget(share=0.30),
-        NORMAL.name: LaneBudget(share=0.20),
-        BATCH.name: LaneBudget(share=0.05),
-    }
+    {CRITICAL.name: LaneBudget(share=0.30), NORMAL.name: LaneBudget(share=0.20), BATCH.name: LaneBudget(share=0.05)}
 )
 
 
@@ -63,10 +59,10 @@ class BudgetSpec:
     """A request that would wait longer than this goes to the next provider of the chain, if the wait there is shorter.
     None: the time that the lane's requests should wait at most (`LaneSpec.target_wait_s`)."""
     hold_s: float = 120.0
-    """How long a request may wait at the gate. Then it is deferred, because the broker takes back a delivery that is
-    not settled for long."""
+    """How many seconds a request may wait for budget in a worker. Then it is deferred, because the broker takes back a
+    delivery that is not settled for long."""
     spend_pause_s: float = 900.0
-    """For how long an account that has reached its spend limit is not called."""
+    """For how many seconds an account that has reached its spend limit is not called."""
 
     def caps(self, account: str) -> AccountCaps:
         """The caps of an account, or else those of its provider (the part of its name before `/`)."""

@@ -27,7 +27,7 @@ from topology.declaration import RECOMMENDED, is_before
 
 log = logger()
 PLAIN = frozenset({"amqp", "http", "redis"})
-"""URL schemes without encryption: anybody on the network can read passwords, prompts and answers."""
+"""The URL schemes of connections without encryption: anybody on the network can read passwords, prompts and answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,7 @@ def of_settings(settings: Settings) -> Iterator[Risk]:
         )
     if not settings.binds_replies:
         yield Risk(
-            "replies",
-            "a request may have its reply sent into any queue: set LANEKEEPER_REPLY_TO__BOUND_TO_USER=true",
+            "replies", "a request may have its reply sent into any queue: set LANEKEEPER_REPLY_TO__BOUND_TO_USER=true"
         )
     if settings.log_content:
         yield Risk("log content", "the log may hold prompts and answers: leave LANEKEEPER_LOG_CONTENT out")

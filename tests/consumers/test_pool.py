@@ -311,7 +311,7 @@ async def test_on_a_stop_a_request_with_an_outcome_is_settled_although_others_ar
     async def publish(*_: Any, **__: Any) -> None:
         await confirmed.wait()
 
-    bench.publisher.publish_surely = publish  # type: ignore[attr-defined, method-assign]
+    bench.publisher.publish_surely = publish  # type: ignore[method-assign]
     working = Working(bench, refuse)
     working.deliver(bench.delivery())
     await until(lambda: working.pool._undecided == {} and working.activity.running)
@@ -375,7 +375,8 @@ async def test_deliveries_after_a_pause_wait_for_a_slot() -> None:
     assert working.activity.running == 4
     await working.pool.pause("store: away")
     await working.pool.resume()
-    assert working.pool.is_paused, "more is in hand than there are slots"
+    kept_paused = working.pool.is_paused
+    assert kept_paused, "more is in hand than there are slots"
     working.deliveries.prefetch = 6  # no more than the prefetch
     await working.pool.resume()
     assert not working.pool.is_paused

@@ -30,10 +30,6 @@ async def ended_once(app: Requester, *correlations: str) -> bool:
     return [len(app.finals(each)) for each in correlations] == [1] * len(correlations)
 
 
-async def control_is_empty(app: Requester) -> bool:
-    return await app.depth("lane.control") == 0
-
-
 async def test_a_queued_request_is_answered_cancelled_without_a_call(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, lanes=ONE_SLOT) as worker, requester(vhost.amqp_url) as app:
         ahead = await app.publish({"prompt": "ahead [[latency: 1500ms]]"}, key="normal.tests.x")
@@ -46,7 +42,7 @@ async def test_a_queued_request_is_answered_cancelled_without_a_call(vhost: Vhos
         assert (await app.final(ahead)).status == "ok"
         assert not worker.calls("queued")
         assert await ended_once(app, queued, ahead)
-        await until(lambda: control_is_empty(app))
+        await until(lambda: app.holds(0, "lane.control"))
 
 
 async def test_a_delayed_request_is_answered_cancelled_without_a_call(vhost: Vhost) -> None:
@@ -190,7 +186,7 @@ async def test_a_cancellation_is_kept_while_no_worker_runs(vhost: Vhost) -> None
         assert await app.depth("lane.control") == 1
 
         async with serving(vhost.amqp_url) as worker:
-            await until(lambda: control_is_empty(app))
+            await until(lambda: app.holds(0, "lane.control"))
             assert cancelled(await app.ask({"prompt": "late"}, message_id="k-1"), "k-1")
             assert not worker.calls("late")
 
@@ -286,7 +282,7 @@ async def test_a_control_message_that_cannot_be_understood_is_refused_and_remove
             assert reply.headers.get("x-lane-request-id", "") == reply.json["request"]
 
         assert (await app.final(running)).status == "ok"
-        await until(lambda: control_is_empty(app))
+        await until(lambda: app.holds(0, "lane.control"))
         assert await ended_once(app, running)
         assert worker.is_well
 
@@ -306,7 +302,7 @@ async def test_a_control_message_is_answered_only_to_queues_named_by_the_broker(
         late = await app.publish({"prompt": "late"}, message_id="z-1")
 
         assert cancelled(await app.final(late), "z-1")
-        await until(lambda: control_is_empty(app))
+        await until(lambda: app.holds(0, "lane.control"))
         assert [await app.depth(queue) for queue in ("lane.critical", "lane.dead")] == [0, 0]
         assert _is_quiet(worker)
 
@@ -328,7 +324,7 @@ async def test_a_forged_direct_reply_address_of_a_control_message_affects_no_oth
                 message_type="result",
                 reply_to="amq.rabbitmq.reply-to.g1h2AA5yZXBseUA0NzExNDcxMQAAB9kAAAAAZf.forged==",
             )
-        await until(lambda: control_is_empty(app))
+        await until(lambda: app.holds(0, "lane.control"))
 
         assert (await app.ask({"prompt": "x"})).status == "ok"
         assert worker.losses == []

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiormq.exceptions import DeliveryError
@@ -39,13 +40,13 @@ def of(tenant: str, **more: object) -> dict[str, object]:
     return {"x-lane-tenant": tenant, "x-lane-sent-ms": time.time_ns() // 1_000_000, **more}
 
 
-async def ask(app: Requester, vhost: Vhost, tenant: str, prompt: str, **how) -> str:
+async def ask(app: Requester, vhost: Vhost, tenant: str, prompt: str, **how: Any) -> str:
     return await app.publish(
         {"prompt": f"{tenant} {prompt}"}, key=f"{LANE}.tests.fair", headers=of(tenant), user_id=vhost.user, **how
     )
 
 
-async def flood(app: Requester, vhost: Vhost, tenant: str, count: int = FLOOD, **how) -> list[str]:
+async def flood(app: Requester, vhost: Vhost, tenant: str, count: int = FLOOD, **how: Any) -> list[str]:
     async def some(at: int) -> list[str]:
         return [await ask(app, vhost, tenant, f"job {number}", **how) for number in range(at, count, PUBLISHED_AT_ONCE)]
 
@@ -69,7 +70,7 @@ async def api() -> AsyncIterator[SimulatedAPI]:
 
 
 @pytest.fixture
-def environ(vhost: Vhost, api) -> dict[str, str]:
+def environ(vhost: Vhost, api: SimulatedAPI) -> dict[str, str]:
     return environment(
         vhost.amqp_url,
         vhost.management_url,
@@ -123,7 +124,7 @@ async def test_short_calls_of_the_highest_priority_do_not_delay_another_tenant(v
 @pytest.mark.timing
 @pytest.mark.parametrize(("processes", "tenants"), [(1, 3), (3, 2)])
 async def test_with_n_waiting_tenants_each_gets_at_least_half_of_an_equal_share(
-    vhost: Vhost, api, environ, tmp_path: Path, processes, tenants
+    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path, processes: int, tenants: int
 ) -> None:
     async with requester(vhost.amqp_url) as app, asyncio.TaskGroup() as group, asyncio.timeout(170):
         workers = [lanekeeper("serve", environ=environ, folder=tmp_path) for _ in range(processes)]
@@ -237,7 +238,7 @@ async def test_a_tenants_priorities_apply_also_to_requests_that_were_set_aside(v
 
 
 async def test_a_worker_that_is_killed_while_it_sets_requests_aside_loses_none(
-    vhost: Vhost, api, environ, tmp_path: Path
+    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path
 ) -> None:
     ledger = Ledger(vhost.amqp_url)
     async with (

@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,13 @@ from tests.support.waiting import until
 
 
 @pytest.fixture
-async def api():
+async def api() -> AsyncIterator[SimulatedAPI]:
     async with SimulatedAPI() as started:
         yield started
 
 
 @pytest.fixture
-def environ(vhost: Vhost, api) -> dict[str, str]:
+def environ(vhost: Vhost, api: SimulatedAPI) -> dict[str, str]:
     return environment(
         vhost.amqp_url,
         vhost.management_url,
@@ -43,7 +44,9 @@ def prompts(api: SimulatedAPI, words: str) -> list[str]:
 
 
 @pytest.mark.every_version
-async def test_the_requests_of_a_killed_worker_are_taken_over(vhost: Vhost, api, environ, tmp_path: Path) -> None:
+async def test_the_requests_of_a_killed_worker_are_taken_over(
+    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path
+) -> None:
     ledger = Ledger(vhost.amqp_url)
     async with (
         lanekeeper("serve", environ=environ, folder=tmp_path) as first,
@@ -73,7 +76,7 @@ async def test_the_requests_of_a_killed_worker_are_taken_over(vhost: Vhost, api,
 
 @pytest.mark.oldest_version
 async def test_a_request_that_kills_its_worker_every_time_is_dead_lettered_and_others_are_answered(
-    vhost: Vhost, api, environ, tmp_path: Path
+    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path
 ) -> None:
     lives: list[int] = []
     async with (
@@ -113,7 +116,7 @@ async def test_a_request_that_kills_its_worker_every_time_is_dead_lettered_and_o
 
 
 async def test_a_worker_that_is_stopped_takes_no_more_requests_and_finishes_the_running_ones(
-    vhost: Vhost, api, environ, tmp_path: Path
+    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path
 ) -> None:
     ledger = Ledger(vhost.amqp_url)
     async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
@@ -129,7 +132,7 @@ async def test_a_worker_that_is_stopped_takes_no_more_requests_and_finishes_the_
             await until(lambda: len(ledger.finals) == 4)
             assert len(api.calls) == 4, "nothing was taken after the signal"
             assert {call.outcome for call in api.calls} == {"ok"}
-            await until(lambda: is_depth(app, "lane.batch", 8))
+            await until(lambda: app.holds(8, "lane.batch"))
 
         async with serving(vhost.amqp_url) as own, ledger.reading():
             await until(lambda: not ledger.lost)
@@ -139,7 +142,7 @@ async def test_a_worker_that_is_stopped_takes_no_more_requests_and_finishes_the_
 
 
 async def test_a_worker_told_to_stop_returns_requests_that_wait_for_the_budget_at_once(
-    vhost: Vhost, api, environ, tmp_path: Path
+    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path
 ) -> None:
     """Their call has not begun; the grace time is only for running calls."""
     environ = {**environ, "LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "6", "LANEKEEPER_LANES__BATCH__SLOTS": "4"}
@@ -150,9 +153,9 @@ async def test_a_worker_told_to_stop_returns_requests_that_wait_for_the_budget_a
             for n in range(8):
                 await ledger.ask("batch", f"job {n} [[latency: 2s]]", id=f"job-{n}")
             await until(lambda: api.running == 1)
-            await until(lambda: is_depth(app, "lane.batch", 4))  # three wait for the budget
+            await until(lambda: app.holds(4, "lane.batch"))  # three wait for the budget
             worker.send(signal.SIGTERM)
-            await until(lambda: is_depth(app, "lane.batch", 7))
+            await until(lambda: app.holds(7, "lane.batch"))
             given_back = [(await app.channel.basic_get("lane.batch")).header.properties for _ in range(7)]
             if vhost.version.startswith("4.3"):
                 assert not any((each.headers or {}).get("x-delivery-count") for each in given_back)
@@ -170,12 +173,8 @@ async def test_a_worker_told_to_stop_returns_requests_that_wait_for_the_budget_a
         assert ledger.repeated == 0
 
 
-async def is_depth(app, queue: str, expected: int) -> bool:
-    return await app.depth(queue) == expected
-
-
 async def test_requests_that_do_not_end_within_the_grace_time_are_returned(
-    vhost: Vhost, api, environ, tmp_path: Path
+    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path
 ) -> None:
     """From RabbitMQ 4.3 on this is not counted as a delivery, so stopping a worker never makes a request poison."""
     environ = {**environ, "LANEKEEPER_GRACE_S": "0.3"}
@@ -187,7 +186,7 @@ async def test_requests_that_do_not_end_within_the_grace_time_are_returned(
             worker.send(signal.SIGTERM)
             assert await worker.ended() == 0
             assert worker.told("service.stopped")[0]["orphaned"] == 1
-        await until(lambda: is_depth(app, "lane.critical", 1))
+        await until(lambda: app.holds(1, "lane.critical"))
         waiting = await app.channel.basic_get("lane.critical")
         properties = waiting.header.properties
         assert properties.message_id == "long-1"
@@ -199,7 +198,7 @@ async def test_requests_that_do_not_end_within_the_grace_time_are_returned(
 
 
 async def test_a_second_signal_ends_a_worker_at_once_and_no_request_is_lost(
-    vhost: Vhost, api, environ, tmp_path: Path
+    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path
 ) -> None:
     async with requester(vhost.amqp_url) as app:
         async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:

@@ -164,7 +164,7 @@ class Bench:
             tracing=Tracing(),
             now_ms=lambda: NOW_MS,
             failpoints=Failpoints(),
-            parking=parking,
+            parking=parking or Parking(),
             sendable=Sendable(self.publisher),  # type: ignore[arg-type]
         )
 

@@ -1,8 +1,8 @@
-"""The scripts for the steps of a request in the Redis store.
+"""The Lua scripts with which the Redis store claims, completes and cancels requests.
 
 A request is a Redis hash; an empty field means what NULL means in SQLite. If Redis has no memory or disk space left, it
-refuses the first write of a script, so that a refused script has changed nothing. The scripts decide like the methods
-of `consumers/state/sqlite/requests.py`, which are easier to read.
+refuses the first write of a script, so that a refused script has changed nothing. The scripts take the same decisions
+as the methods of `consumers/state/sqlite/requests.py`, which are easier to read.
 """
 
 from typing import Final

@@ -86,7 +86,7 @@ async def test_a_copy_that_was_worked_on_before_may_still_have_to_be_dead_letter
     ground = Ground()
     delivery = Bench().delivery()
     delivery.redelivered = redelivered
-    ended = Completion(status="ok", code=None, body=b"{}", headers={}, ended_ms=1)
+    ended = Completion(status="ok", code="", body=b"{}", headers={}, ended_ms=1)
     found = await ground.enter(Ended(completion=ended, is_same_message=is_same_message), ground.job(delivery=delivery))
     assert found == Replayed(completion=ended, buries=is_same_message and redelivered)
 

@@ -268,7 +268,7 @@ async def test_a_failure_keeps_the_providers_retry_after(
     with pytest.raises(expected) as caught:
         await provider.stream(asked(f"[[fault: {fault}]]"), timeout_s=5, parts=None)
 
-    assert caught.value.retry_after_s == told_s  # type: ignore[attr-defined]
+    assert caught.value.retry_after_s == told_s
 
 
 @pytest.mark.slow
@@ -520,7 +520,13 @@ async def test_concurrent_calls_each_get_their_own_answer(provider: AnthropicPro
 
 
 def stream_of(text: str) -> bytes:
-    start = {"type": "message", "model": "m", "content": [], "stop_reason": None, "usage": {"input_tokens": 1}}
+    start: dict[str, Any] = {
+        "type": "message",
+        "model": "m",
+        "content": [],
+        "stop_reason": None,
+        "usage": {"input_tokens": 1},
+    }
     events: list[dict[str, Any]] = [
         {"type": "message_start", "message": start},
         {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": text}},

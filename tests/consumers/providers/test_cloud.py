@@ -5,6 +5,7 @@ The houses themselves cannot be reached from here; URL, body and signature are m
 
 import json
 from collections.abc import AsyncIterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from .conftest import AskedFor
 from .test_anthropic import MESSAGE, Received
 from .test_event_stream import event, fault
 
-EVENTS = [
+EVENTS: list[dict[str, Any]] = [
     {
         "type": "message_start",
         "message": {"type": "message", "model": "m", "content": [], "usage": {"input_tokens": 2}},
@@ -228,12 +229,10 @@ async def test_foundry_gets_the_same_bytes_as_anthropic_and_its_own_key(recorder
 def test_a_missing_package_is_reported_with_the_extra_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, make: Any, module: str, extra: str
 ) -> None:
-    found = cloud.import_module
-
     def absent(name: str) -> Any:
         if name.startswith(module):
             raise ImportError(name)
-        return found(name)
+        return import_module(name)
 
     monkeypatch.setattr(cloud, "import_module", absent)
 

@@ -67,7 +67,7 @@ async def test_one_process_probes_and_the_others_learn_the_result(opened: Opened
 
 
 @pytest.mark.slow
-async def test_if_a_probing_process_dies_another_probes(opened: Opened, monkeypatch) -> None:
+async def test_if_a_probing_process_dies_another_probes(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("consumers.providers.breaker.PROBE_WITHIN_S", 0.2)
     one, other = await two(opened)
     await fail(one, 0, times=FAILURES)

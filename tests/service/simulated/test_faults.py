@@ -80,9 +80,11 @@ async def ask(sdk: AsyncAnthropic, prompt: str, *, streamed: bool, **more: Any) 
         **more,
     }
     if not streamed:
-        return await sdk.messages.create(**body)
+        answer: anthropic.types.Message = await sdk.messages.create(**body)
+        return answer
     async with sdk.messages.stream(**body) as stream:
-        return await stream.get_final_message()
+        final: anthropic.types.Message = await stream.get_final_message()
+        return final
 
 
 def impatient(sdk: AsyncAnthropic, fault: str, *, after_s: float = 0.3) -> AsyncAnthropic:
