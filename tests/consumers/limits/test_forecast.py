@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from consumers.limits import forecast
 from consumers.limits.account import Account
-from consumers.limits.amounts import Amounts
+from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Feedback, Kind
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
@@ -70,7 +70,7 @@ def test_a_lane_below_with_waiting_requests_saves_on_when_its_reserve_is_full(is
     if is_here:
         account.join(Waiter(BATCH, tokens(60), arrived_s=0.0))
     else:
-        account.waiting_elsewhere[BATCH] = (1.0, 1.0, 1.0)
+        account.waiting_elsewhere = [NOTHING, NOTHING, (1.0, 1.0, 1.0)]
     waiter = Waiter(CRITICAL, tokens(300), arrived_s=0.0)
     account.join(waiter)
 
@@ -183,7 +183,7 @@ def test_a_forecast_counts_what_has_flowed_in_until_now() -> None:
 def test_the_forecast_before_a_request_joins_is_the_one_it_gets_at_the_end_of_the_line() -> None:
     account = new_account()
     account.buckets[1].lower(0)
-    account.waiting_elsewhere[BATCH] = (0.0, 100.0, 0.0)
+    account.waiting_elsewhere = [NOTHING, NOTHING, (0.0, 100.0, 0.0)]
     account.join(Waiter(BATCH, tokens(40), arrived_s=0.0))
     predicted = forecast.wait(account, BATCH, tokens(10), 1.0)
     waiter = Waiter(BATCH, tokens(10), arrived_s=1.0)
