@@ -25,7 +25,7 @@ class Side:
     def __init__(self) -> None:
         self.bench = Bench()
         self.heads = Heads(NAMES.side(LANE.name, each) for each in range(LANE.side_queues))
-        self.aside = SideQueues(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
+        self.aside = SideQueues(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)
 
     def job(self, tenant: str, **properties: Any) -> Job:
         return self.bench.job(lane=LANE, user_id=tenant, headers={SENT_MS: NOW_MS - 50}, **properties)

@@ -65,8 +65,8 @@ def parts(*pools: FakePool) -> Worker:
         topology=None,  # type: ignore[arg-type]
         consuming=NoConnection(),  # type: ignore[arg-type]
         publishing=None,  # type: ignore[arg-type]
-        store=MemoryStore(),  # type: ignore[arg-type]
-        claiming=Claiming(MemoryStore()),  # type: ignore[arg-type]
+        store=MemoryStore(),
+        claiming=Claiming(MemoryStore()),
         control=FakePool("control"),  # type: ignore[arg-type]
         answers=None,  # type: ignore[arg-type]
         parking=None,  # type: ignore[arg-type]

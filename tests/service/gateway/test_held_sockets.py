@@ -6,9 +6,11 @@ import socket
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 from aiohttp import web
+from typing_extensions import override
 
 from consumers.state.following import Entry
 from service.config.gateway_section import GatewayKey
@@ -44,7 +46,8 @@ class Known(Requests):
     async def asked_for(self, id: str) -> None:
         await until(lambda: id in self._asked)
 
-    async def known(self, id: str, caller: GatewayKey) -> None:  # type: ignore[override]
+    @override
+    async def known(self, id: str, caller: GatewayKey) -> Any:
         self._asked.add(id)
         await self.may_answer.wait()
 
