@@ -67,7 +67,7 @@ def test_only_a_dead_letter_that_is_published_again_names_its_tenant_by_the_user
 ) -> None:
     delivery = Bench().delivery(user_id="gateway", headers={n.USER_ID: "shop", **dead_at})
 
-    job = Job(delivery, lane=None, trusted=False, taken_ms=NOW_MS, speakers={"gateway"})  # type: ignore[arg-type]
+    job = Job(delivery, lane=None, trusted=False, taken_ms=NOW_MS, speakers={"gateway"})
 
     assert job.identity.tenant == tenant
 
