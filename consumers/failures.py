@@ -188,7 +188,7 @@ class TransientError(ProviderError):
 
 
 class ErrorFields(TypedDict, total=False):
-    """Optional fields of a ProviderError, for the signatures of its subclasses."""
+    """The optional keyword arguments of ProviderError, as a type for the signatures of its subclasses."""
 
     request_id: str | None
     retry_after_s: float | None

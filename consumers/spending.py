@@ -55,7 +55,7 @@ class CapsSpec:
 
     lanes: Mapping[str, Cap] = field(default_factory=dict)
     tenants: Mapping[str, Cap] = field(default_factory=dict)
-    """Caps by tenant. `*` is the cap of each tenant that has no entry."""
+    """The daily caps by tenant. `*` is the cap of each tenant that is not listed."""
 
     @property
     def in_money(self) -> bool:

@@ -222,8 +222,8 @@ class BodyStore:
         return checked(bytes(self._files.cat_file(path, start=0, end=most_bytes + 1)), kept, most_bytes=most_bytes)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        # A call that hangs occupies its thread even after its caller was cancelled. Further calls wait for the
-        # semaphore, not in the executor's queue: a cancelled call would stay in that queue, with its body.
+        # A file system call that hangs occupies its thread even after its caller was cancelled. Further calls wait for
+        # the semaphore, not in the executor's queue: a cancelled call would stay in that queue, with its body.
         await self._free_threads.acquire()
         loop = asyncio.get_running_loop()
         future = self._threads.submit(work)

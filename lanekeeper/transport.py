@@ -35,7 +35,8 @@ class OutgoingRequest:
     timeout_s: float | None
     """How many seconds the caller waits for the answer; None: without a limit."""
     end: float | None
-    """The time at which `timeout_s` is over, by the event loop's clock; None: never."""
+    """When the caller's wait for the answer ends (`timeout_s` after its begin), by the event loop's clock; None:
+    never."""
 
     may_be_published: bool = False
     """Whether an earlier try to publish may have reached the broker."""

@@ -70,19 +70,21 @@ class _Added:
 
 @dataclass(slots=True, kw_only=True)
 class ScaledQueue:
-    """A queue whose number of slots changes: its settings (see `QueueLoad`), its pools, and its load so far."""
+    """A queue whose number of slots changes: its settings (see `QueueLoad`), the pools that consume it, and its load so
+    far."""
 
     lane: str
     pool: SlotPool
-    """The pool with the queue's own slots."""
+    """The pool that consumes the queue with the queue's own slots."""
     new_pool: Callable[[int], SlotPool]
-    """Creates a pool with the given number of slots on the same queue."""
+    """A function that creates a further pool: a consumer of the same queue with the given number of slots."""
     reserved: int
     max_slots: int
     target_wait_s: float
     activity: LaneActivity
     side: SlotPool | None = None
-    """The pool of the lane's side queues, whose requests use the same slots; None: no request is set aside."""
+    """The pool that consumes the lane's side queues, whose requests use the same slots. None: no requests are moved to
+    side queues."""
     resize: Callable[[int], None] = lambda slots: None
     """A function that is called with the queue's number of slots after each decision."""
     added: list[_Added] = field(default_factory=list)
@@ -106,7 +108,7 @@ class ScaledQueue:
 
     @property
     def ending(self) -> int:
-        """How many requests still run on slots that were taken back."""
+        """How many requests still run on additional slots that the queue no longer has."""
         return sum(added.pool.in_hand for added in self.added if added.is_ending)
 
     @property

@@ -14,7 +14,7 @@ SHORTEST_S = 0.25
 LONGEST_S = 15.0
 """The longest patience in seconds: for so long a request may wait for budget while others need its slot."""
 LANES_KNOWN = 64
-"""For how many lanes the patience is kept."""
+"""For how many lanes the current patience (how long a request may wait for budget) is kept."""
 
 
 class WaitingRoom:

@@ -197,7 +197,7 @@ class Account:
         return self._adaptive.per_minute()
 
     def reason(self, waiter: Waiter, now_s: float) -> str:
-        """The name of the limit for which the first waiter of a lane waits, or `paused`."""
+        """The name of the limit for which the first waiting request of a lane waits, or `paused`."""
         if self.paused_s(now_s) > 0:
             return PAUSED
         if self.stopped_s(now_s) == 0 and self.concurrency.is_full:

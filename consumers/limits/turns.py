@@ -56,7 +56,7 @@ def refuse(account: Account, waiter: Waiter, wait: Wait) -> None:
 
 
 def refuse_hopeless(account: Account, now_s: float) -> None:
-    """Refuse the waiting requests whose turn will certainly come too late."""
+    """Refuse the waiting requests that will certainly get their budget too late for their deadline."""
     for waiter, wait in list(forecast.hopeless(account, now_s)):
         refuse(account, waiter, wait)
 

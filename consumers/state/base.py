@@ -82,12 +82,12 @@ class Granted:
     """The answer of `Store.claim`: the caller holds the claim now, and may work on the request."""
 
     token: int
-    """The claim's fencing token: higher than that of every earlier claim of the request, so that earlier holders can no
-    longer complete it."""
+    """The claim's fencing token: higher than that of every earlier claim of the request, so that workers with an
+    earlier claim can no longer complete it."""
     deaths: int = 0
     """How many workers that held the claim earlier did not release it, because they died or hung."""
     followed: bool = field(default=False, repr=False)
-    """True if the store keeps the request's entries, so that clients can follow it (`following.py`)."""
+    """True if clients can follow the request: the store keeps entries of its progress (`following.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,12 +231,14 @@ class Store(Allowances, Leases, Protocol):
         """Renew several claims, so that they do not expire. Returns the claims whose holder must stop, with the reason;
         the others are valid for another lease.
 
-        A claim that the store has lost is not returned: no other worker holds it, so its completion will be stored.
+        A claim that the store has lost is not returned: no other worker holds it, so the outcome of its request can
+        still be stored.
         """
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
-        """Give up a claim without a completion: the request waits for its next attempt, which may begin at `due_ms`.
-        If another delivery has taken the claim over, this holder no longer counts in `Granted.deaths`."""
+        """Give up a claim although the request has not ended: it waits for its next attempt, which may begin at
+        `due_ms`. If another delivery has taken the claim over, the caller no longer counts as dead in `Granted.deaths`.
+        """
 
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
         """Store that an unclaimed request waits until `due_ms`, so that status questions can be answered.

@@ -85,13 +85,13 @@ class Part:
 
     held: Held
     submission: Submission
-    """Stored with the first entry if the request was published without the gateway, so that `follow` was not
-    called."""
+    """How the request was submitted. It is stored with the first entry, if the request was published without the
+    gateway and so `follow` was not called."""
     entries: Sequence[NewEntry]
 
 
 class Refused(StrEnum):
-    """Why the store did not append entries to the progress of a request."""
+    """The reason why the store did not append entries to the stored progress of a request."""
 
     FENCED = "fenced"
     """The claim was taken over or forgotten, or the request has ended."""
@@ -105,7 +105,7 @@ class Look:
 
     entries: Sequence[Entry] = ()
     last: int = 0
-    """The number of the request's last entry. `entries` may end before it; the next look returns the rest."""
+    """The number of the request's last entry. `entries` may end before it; the next call of `look` returns the rest."""
     ended: bool = False
     is_known: bool = True
     """False if the store does not know the request, or no longer."""
@@ -129,13 +129,14 @@ class Following(Protocol):
         """A followed request as it was submitted; None if the store does not have it."""
 
     async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
-        """Append the entries of each part; a part's entries are appended together or not at all. Returns for each part
-        why it was refused, or None. A power cut may lose entries that were appended last."""
+        """Append entries to several requests, each request's in one `Part`; they are appended together or not at all.
+        Returns for each part why it was refused, or None. A power cut may lose entries that were appended last."""
 
     async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[Look | None]:
-        """For each request, given with the number of the last entry that was read: the entries after it. None: there is
-        no news."""
+        """For each request, given with the number of the last entry that was read: the entries after it. None: there
+        are no new ones."""
 
 
 class FollowedStore(Store, Following, Protocol):
-    """A store for claims and results, and for requests that clients follow."""
+    """The interface of a store for claims and results that also keeps the progress of requests for clients that follow
+    them."""

@@ -117,7 +117,8 @@ def refusal(error: ApiError | LanekeeperError, id: str | None = None) -> web.Res
 
 
 def answer(body: bytes, *, status: int = 200, **headers: str) -> web.Response:
-    """Make an HTTP response with a JSON body that must not be cached. `headers`: further headers."""
+    """Make an HTTP response with a JSON body, and a header that forbids caches to store it. `headers`: further
+    headers."""
     return web.Response(
         body=body, status=status, headers={"content-type": JSON, "cache-control": "no-store", **headers}
     )

@@ -1,4 +1,4 @@
-"""Creates a worker's pools: several for each lane, and one for the queue `lane.fallen`."""
+"""Creates a worker's pools, each of which consumes a queue: several for each lane, and one for `lane.fallen`."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field

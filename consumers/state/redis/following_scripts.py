@@ -1,5 +1,5 @@
-"""The scripts for submissions and entries in the Redis store. They take the same decisions as
-`consumers/state/sqlite/following.py`.
+"""The Lua scripts with which the Redis store keeps the progress of requests that clients follow (submissions and
+entries). They take the same decisions as `consumers/state/sqlite/following.py`.
 
 A submission is a Redis hash; its entries are a Redis stream with the ids `0-<number>`. A script gets three keys for a
 request: of its claim and result, of its submission, of its entries. If Redis has no memory or disk space left, it

@@ -125,7 +125,8 @@ class SharedTurns:
             )
 
     async def decided(self, waiter: Waiter) -> None:
-        """See `Turns`. Returns without a decision if Redis does not answer within `AT_ONCE_S`."""
+        """Wait until it is decided whether a new waiting request is granted at once (`Turns.decided`). Returns without
+        a decision if Redis does not answer within `AT_ONCE_S`."""
         try:
             async with asyncio.timeout(AT_ONCE_S):
                 # The running step may have begun before this waiter joined the line; then wait for the next one.

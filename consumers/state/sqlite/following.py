@@ -1,5 +1,5 @@
-"""Submissions and entries of followed requests as rows of a SQLite file. Each method works within a transaction that
-its caller opened.
+"""Keeps the progress of requests that clients follow as rows of a SQLite file: how each was submitted, and entries for
+its steps and events. Each method works within a transaction that its caller opened.
 
 A row of `followed` holds a submission. It belongs to the row of `request` with the same identity, and is removed with
 that row.

@@ -53,8 +53,8 @@ class Row(NamedTuple):
         return bool(self.noted) and self.status is None
 
     def is_held_against(self, message: Fingerprint, now: int) -> bool:
-        """True if another message holds the claim and its lease is valid. The holder's own message, redelivered, may
-        take the claim over."""
+        """True if another message of the request holds the claim and its lease is valid. The message that holds the
+        claim may take it over when it is redelivered."""
         return self.lease_ms > now and not (message.redelivered and self.mark == message.mark)
 
     def ended_by(self, completion: Completion) -> "Row":

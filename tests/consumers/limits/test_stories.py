@@ -78,19 +78,19 @@ class Story:
         until = self._chosen.choice((None, None, now_s + 5, now_s + 60))
         arrived = self._chosen.choice((None, None, None, now_s - 2.5))
 
+        def note_wait(wait: Wait) -> None:
+            self._note(f"{number} {lane} waits: {_wait(wait)}")
+
         async def wait() -> None:
             try:
                 found = await self._budgets.reserve(
-                    ACCOUNT, lane=lane, amounts=amounts, until=until, arrived=arrived, on_wait=told
+                    ACCOUNT, lane=lane, amounts=amounts, until=until, arrived=arrived, on_wait=note_wait
                 )
             except WaitTooLong as error:
                 self._note(f"{number} too late: {_wait(error.wait)}")
                 return
             self._running.append(found)
             self._note(f"{number} {lane} granted {_amounts(found.amounts)} of its own {_amounts(found.from_savings)}")
-
-        def told(wait: Wait) -> None:
-            self._note(f"{number} {lane} waits: {_wait(wait)}")
 
         self._asked[number] = asyncio.ensure_future(wait())
         await asyncio.sleep(0)
