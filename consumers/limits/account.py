@@ -39,8 +39,8 @@ class Account:
     def __init__(self, name: str, spec: BudgetSpec, *, now_s: float) -> None:
         self.name = name
         self.spec = spec
-        self.lanes = tuple(spec.lanes)
-        self.shares = tuple(lane.share for lane in spec.lanes.values())
+        self.lanes = tuple(spec.shares)
+        self.shares = tuple(spec.shares.values())
         caps = spec.caps(name)
         self._adaptive = Adaptive(spec.start, caps, now_s=now_s)
         self._bursts = Bursts(spec.burst_s)

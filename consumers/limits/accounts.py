@@ -27,7 +27,7 @@ class Accounts(Generic[AnyTurns]):
 
     def __init__(self, spec: BudgetSpec, open_turns: Callable[[str], AnyTurns]) -> None:
         self._open_turns = open_turns
-        self._ranks = {name: rank for rank, name in enumerate(spec.lanes)}
+        self._ranks = {name: rank for rank, name in enumerate(spec.shares)}
         self._known: dict[str, AnyTurns] = {}
 
     def __len__(self) -> int:

@@ -34,20 +34,6 @@ class Bucket:
     """The token bucket of one limit (requests, input tokens or output tokens per minute) of a provider's account, and
     what each lane has saved of it. Lanes are numbered by urgency; 0 is the most urgent."""
 
-    __slots__ = (
-        "_at_s",
-        "_caps",
-        "_holds",
-        "_wants",
-        "burst",
-        "level",
-        "most",
-        "per_s",
-        "reserves",
-        "savings",
-        "shares",
-    )
-
     def __init__(
         self, per_minute: float, *, burst_s: float, shares: Sequence[float], now_s: float, lost_part: float = 0.0
     ) -> None:

@@ -12,8 +12,6 @@ from consumers.limits.headers import ROUNDED_BY, RateHeaders
 class Buckets:
     """The token buckets of an account: of requests, input tokens and output tokens, in this order."""
 
-    __slots__ = ("_all",)
-
     def __init__(self, per_minute: Amounts, *, sizes: Sequence[Size], shares: Sequence[float], now_s: float) -> None:
         self._all = tuple(
             Bucket(limit, burst_s=size.burst_s, lost_part=size.lost_part, shares=shares, now_s=now_s)

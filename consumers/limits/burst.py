@@ -69,8 +69,6 @@ class Bursts:
     """Learns how large the three token buckets of a provider's account are: how much may be used at once. Values for
     the three are in the order of `Amounts`: requests, input tokens, output tokens."""
 
-    __slots__ = ("_cut", "_cut_s", "_most_s", "_moved_s", "_proven_s", "_refusals", "_usual_input", "margin")
-
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
         self._proven_s: list[float | None] = [None, None, None]

@@ -18,8 +18,6 @@ class CallCredit:
     """Counts how many calls of one account each lane may claim as its share, while the number of calls at a time is
     limited. A lane's credit grows with every call that begins, and a lane with a credit of one call goes first."""
 
-    __slots__ = ("_credit", "_shares")
-
     def __init__(self, shares: Sequence[float]) -> None:
         self._shares = shares
         self._credit = [0.0 for _ in shares]

@@ -25,8 +25,6 @@ class Concurrency:
     """How many calls of one account may run at a time, and how many run. `ceiling`: the limit of the settings; None: no
     limit."""
 
-    __slots__ = ("_backed_off_s", "_ceiling", "_overloads", "_peak", "_regained_s", "call_s", "limit", "running")
-
     def __init__(self, ceiling: int | None = None) -> None:
         self._ceiling: float = inf if ceiling is None else ceiling
         self._backed_off_s = -inf

@@ -13,8 +13,6 @@ WITHIN_S = 60.0
 class Demand:
     """How much each lane has taken from each token bucket of an account lately, weighted by age."""
 
-    __slots__ = ("_at_s", "_spent")
-
     def __init__(self, lanes: int, *, now_s: float) -> None:
         self._spent = [[0.0, 0.0, 0.0] for _ in range(lanes)]
         self._at_s = [now_s for _ in range(lanes)]

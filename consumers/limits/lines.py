@@ -16,8 +16,6 @@ def _place(waiter: Waiter) -> tuple[float, int]:
 class Lines:
     """The requests that wait for the budget of one account: one line for each lane, in the order of arrival."""
 
-    __slots__ = ("_lines", "_next", "_sums", "heads")
-
     def __init__(self, lanes: int) -> None:
         self._lines: list[list[Waiter]] = [[] for _ in range(lanes)]
         self._sums = [[0.0, 0.0, 0.0] for _ in range(lanes)]

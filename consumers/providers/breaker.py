@@ -62,8 +62,6 @@ class Breaker:
     """The circuit breaker of one provider and model: after failures in a row no call is made for a while. It is created
     at the first failure, and removed at the next answer. Times are the event loop's."""
 
-    __slots__ = ("_failed", "_openings", "_rng", "_until_s", "down_since_s", "state")
-
     def __init__(self, rng: random.Random) -> None:
         self.state = State.CLOSED
         self._failed: deque[Failure] = deque(maxlen=FAILURES)
