@@ -42,9 +42,9 @@ class Retried:
 
     delay_ms: int
     error: str
-    """The error in one line, for the requester."""
+    """The error of the failed attempt in one line, for the requester."""
     brief: str = ""
-    """The error without content of the request, for logs and events."""
+    """The error of the failed attempt without content of the request, for logs and events."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ LIMIT_LOGGED_EVERY_S = 60.0
 log = logs.logger()
 
 Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
-"""Asks the broker how many messages wait in each of these queues."""
+"""A function that asks the broker how many messages wait in each of the given queues."""
 WaitingFor = Callable[[], Mapping[str, str]]
 """Returns, for each lane whose requests wait for a provider's budget now, the limit for which they wait (such as input
 tokens a minute)."""
@@ -65,7 +65,7 @@ class _Added:
 
     pool: SlotPool
     is_ending: bool = False
-    """True after they were taken back, while requests still run on them."""
+    """True if these additional slots were taken back, while requests still run on them."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -49,7 +49,7 @@ SPENT_REQUESTS = 2.0
 """A bucket counts as spent, and so explains a refusal, if less is left than the part `SPENT` of its limit, or than
 `SPENT_REQUESTS` usual requests take."""
 WEIGHT = 0.1
-"""The weight of the latest response in smoothed values."""
+"""The weight of the latest response in smoothed values, such as the share of refusals."""
 LOST_PART = 0.05
 """The value of `Size.lost_part` for a bucket that is smaller than the setting allows."""
 
@@ -58,7 +58,7 @@ class Size(NamedTuple):
     """The size of one token bucket of an account."""
 
     burst_s: float
-    """How many seconds' worth of the limit the bucket holds."""
+    """The bucket's size, in seconds' worth of the limit: 60 means the amount of a minute."""
     lost_part: float
     """The part of a full bucket that counts as lost at a call, in addition to what the call takes. The provider's
     bucket, if it is not larger than ours, begins to refill only when the call arrives, and calls take different times

@@ -50,7 +50,7 @@ class PoolFactory:
     made: list[Pool] = field(default_factory=list)
     scouted: list[Scouted] = field(default_factory=list)
     lane_slots: dict[str, LaneSlots] = field(default_factory=dict)
-    """The slots of each lane, by the lane's name."""
+    """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
     heads: dict[str, Heads] = field(default_factory=dict)
     """The known lengths and first messages of each lane's side queues, by the name of the lane's intake queue."""
     scaled: list[ScaledQueue] = field(default_factory=list)

@@ -52,7 +52,7 @@ class Unsent:
         return found
 
     def take(self) -> Sent:
-        """Take out the changes, so that the next step sends them."""
+        """Return the changes and remove them from here; the next run of the script (a step) sends them."""
         sent = Sent(self.back, self.lower, len(self.feedback), self.has_learned)
         self.back, self.lower, self.has_learned = [], [inf, inf, inf], False
         return sent
