@@ -38,7 +38,7 @@ class Deferred:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retried:
-    """The attempt failed and is counted. The request comes back after `delay_ms`, ahead of fresh requests."""
+    """The attempt failed and is counted. The request is delivered again after `delay_ms`, ahead of new requests."""
 
     delay_ms: int
     error: str

@@ -99,7 +99,7 @@ class ScaledQueue:
 
     @property
     def open(self) -> list[_Added]:
-        """The slots that were added to the queue and not taken back."""
+        """The groups of slots that were added to the queue and not taken back."""
         return [added for added in self.added if not added.is_ending]
 
     @property
@@ -159,14 +159,14 @@ class Scaling:
             queue.used.append(queue.pool.slots)
 
     async def run(self) -> None:
-        """Add slots and take them back until `stop` is called and the requests on added slots have ended. Cancel it to
-        end at once."""
+        """Add slots to queues and take them back, until `stop` is called and the requests on added slots have ended.
+        Cancel it to end at once."""
         async with self._group:
             async for _ in every(LOOK_EVERY_S, until=self._stopping):
                 await self._look()
 
     async def stop(self) -> None:
-        """Take back the slots that were added to queues, and add no more."""
+        """Take back all slots (each works on one request at a time) that were added to queues, and add no more."""
         self._stopping.set()
         await self._take_all_back()
 
@@ -178,7 +178,8 @@ class Scaling:
                 added.pool.give_back_waiting()
 
     async def pause(self, reason: str) -> None:
-        """Take the added slots of all queues back. The time of the pause does not count as idle time of slots."""
+        """Take back the slots that were added to queues, because all work pauses. The time of the pause does not count
+        as idle time of slots."""
         self.is_paused = True
         await self._take_all_back()
 

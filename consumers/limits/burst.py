@@ -28,7 +28,8 @@ because the provider does not say how much is left."""
 NEWS = 1.01
 """A proven size that grows by less than this factor is not sent to other processes."""
 RECOVERY = 1.1
-"""A bucket size that was reduced after a refusal grows by this factor at each step."""
+"""The size of a token bucket that was reduced after a refusal (429) grows by this factor every `RECOVERY_EVERY_S`
+seconds."""
 RECOVERY_EVERY_S = 10.0
 PATIENCE_S = 5.0
 """Refusals (429) within this many seconds count as one, because calls that already run are refused for the same
@@ -55,7 +56,7 @@ LOST_PART = 0.05
 
 
 class Size(NamedTuple):
-    """The size of one token bucket of an account."""
+    """The size of one token bucket of a provider's account."""
 
     burst_s: float
     """The bucket's size, in seconds' worth of the limit: 60 means the amount of a minute."""

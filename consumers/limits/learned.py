@@ -77,7 +77,7 @@ class Learned(NamedTuple):
 
 
 def to_json(learned: Learned) -> str:
-    """What was learned about an account as JSON text, which `read` reads."""
+    """Convert what was learned about an account's limits to JSON text, which `read` reads."""
     return json.dumps(
         {
             "version": VERSION,
@@ -89,8 +89,8 @@ def to_json(learned: Learned) -> str:
 
 
 def read(text: str | bytes) -> Learned:
-    """Read the JSON text that `to_json` has made of what was learned about an account. Raises UnreadableError, and no
-    other error, for any other text."""
+    """Read the JSON text that `to_json` has made of what was learned about an account's limits. Raises UnreadableError,
+    and no other error, for any other text."""
     try:
         found = json.loads(text)
         if (version := found["version"]) != VERSION:

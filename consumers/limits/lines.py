@@ -30,7 +30,8 @@ class Lines:
         return self._at(waiter) is not None
 
     def __iter__(self) -> Iterator[Waiter]:
-        """All requests that wait for the account's budget, lane by lane, in their order."""
+        """All requests that wait for the account's budget: those of the most urgent lane first, each lane's in their
+        order."""
         for line in self._lines:
             yield from line
 

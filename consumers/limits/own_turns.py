@@ -48,7 +48,7 @@ class OwnTurns:
         self._step_at(now_s + in_s + LATE_S)
 
     async def decided(self, waiter: Waiter) -> None:
-        """Does nothing: `step` has decided already, because it asks no other process."""
+        """Does nothing: `step` has already decided which requests are granted, because it asks no other process."""
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         self.account.settle(reservation, used, self.now_s())

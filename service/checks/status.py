@@ -43,8 +43,9 @@ class LaneStatus:
 
     lane: str
     depth: int | None
-    """Messages that wait in the intake, the due queue and the side queues, and those that a worker has received but has
-    no slot for. None if the user may not read the queues' lengths."""
+    """How many messages wait in the lane's queues (the intake with new requests, the due queue with retried and delayed
+    ones, the side queues), and how many a worker has received but has no slot for. None if the user may not read the
+    queues' lengths."""
     consumers: int | None
     """Consumers of the intake as the broker counts them, including those that workers add to a slow queue (scouts,
     docs/fairness.md). None if the user may not read the queues' lengths."""
@@ -52,9 +53,11 @@ class LaneStatus:
     """How many worker processes consume the lane and have answered."""
     running: int | None
     slots: int | None
-    """Slots of the intake over all workers, including those lent by other lanes and added ones."""
+    """The slots of the lane's intake queue (new requests) over all workers, including those lent by other lanes and
+    added ones."""
     due_slots: int | None
-    """Slots of the due queue, which are not included in `slots`."""
+    """The slots of the lane's due queue (retried and delayed requests) over all workers; `slots` does not include
+    them."""
     extra_slots: int | None
     """How many of the lane's `slots` are lent by other lanes or were added because its requests waited too long."""
     slots_limit: str | None

@@ -57,8 +57,8 @@ class PoolFactory:
     activities: list[LaneActivity] = field(default_factory=list)
 
     def add_lane(self, lane: LaneSpec, handler: Handler) -> None:
-        """Create a lane's pools: one for its due queue (whose slots are never lent), one for its intake, and one for
-        all its side queues, which uses the intake's slots."""
+        """Create a lane's pools (consumers): one for its due queue (retried and delayed requests; its slots are never
+        lent), one for its intake (new requests), and one for all its side queues, which uses the intake's slots."""
         activity = LaneActivity(lane.name, slots=lane.slots, due_slots=lane.due_slots)
         self.activities.append(activity)
         heads = Heads(self.names.side(lane.name, number) for number in range(lane.side_queues))

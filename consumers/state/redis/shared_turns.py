@@ -106,11 +106,12 @@ class SharedTurns:
 
     @property
     def is_asking(self) -> bool:
-        """Whether the script in Redis is being run for this account."""
+        """Whether a run of the script in Redis, for this account, has begun and not ended."""
         return self._task is not None
 
     def now_s(self) -> float:
-        """Redis's time, computed from the difference of the clocks at the last step."""
+        """Redis's time, computed from this machine's clock and the difference of the two clocks at the last run of the
+        script."""
         return asyncio.get_running_loop().time() + self._offset_s
 
     def step(self) -> None:
