@@ -1,5 +1,7 @@
 """If a stream breaks, the requester gets a restart, and a partial answer is never sent as a complete one."""
 
+from typing import Any
+
 from tests.support.brokers import Vhost
 from tests.support.held_provider import HeldProvider
 from tests.support.requester import requester
@@ -20,7 +22,7 @@ BROKEN = [
     "stall",
 ]
 SHORT = {"normal": {"call_timeout_s": 2.5}}
-"""Shorter than a stall, and longer than a busy machine pauses. A lane of its own, because other faults need no limit."""
+"""Shorter than a stall, and longer than a busy machine pauses. It is not the lane of the other faults."""
 
 
 def key_of(fault: str) -> str:
@@ -51,7 +53,10 @@ async def test_a_broken_stream_is_started_again_after_a_restart(vhost: Vhost) ->
 
 
 async def test_a_stream_that_breaks_every_time_ends_as_an_error(vhost: Vhost) -> None:
-    lanes = {"critical": {"max_attempts": 2}, "normal": {"call_timeout_s": 0.6, "max_attempts": 2}}
+    lanes: dict[str, dict[str, Any]] = {
+        "critical": {"max_attempts": 2},
+        "normal": {"call_timeout_s": 0.6, "max_attempts": 2},
+    }
     async with serving(vhost.amqp_url, lanes=lanes) as worker, requester(vhost.amqp_url) as app:
         for fault in BROKEN:
             body = {"prompt": f"a story [[fault: {fault}]]"}

@@ -59,9 +59,7 @@ async def test_the_requests_of_a_killed_worker_are_taken_over(vhost: Vhost, api,
             await until(lambda: [call for call in api.calls if call.outcome == "client_gone"])
             cut = {call.prompt for call in api.calls if call.outcome == "client_gone"}
             api.let_go()  # the other worker needs a slot
-            again = await until(
-                lambda: [call for call in api.calls if call.prompt in cut and call.started_s > died]
-            )
+            again = await until(lambda: [call for call in api.calls if call.prompt in cut and call.started_s > died])
             await until(lambda: not ledger.lost)
         ledger.check()
         repeated = len(api.calls) - 16
