@@ -36,7 +36,8 @@ class Part:
     """A part of a streamed answer: a reply that comes before the final reply."""
 
     kind: Literal["event", "restart"]
-    """`restart`: discard the events so far, because an attempt failed or another worker took over."""
+    """`restart` tells the requester to discard all earlier events, because an attempt failed or another worker took the
+    request over."""
     seq: int
     """The position in the stream, from 0."""
     body: bytes

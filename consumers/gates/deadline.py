@@ -17,7 +17,7 @@ class DeadlineGate:
         return Refused(exceeded(job, decoded))
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Does nothing: nothing was taken."""
+        """Does nothing, because `enter` takes nothing that must be given back."""
 
 
 def exceeded(job: Job, decoded: Decoded) -> RequestProblem:

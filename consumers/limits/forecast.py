@@ -1,8 +1,9 @@
-"""Forecasts how long a request will wait, by the rule that grants it (`bucket.py`). Pure.
+"""Forecasts how long a request will wait for a provider's budget, by the rule that grants it (`bucket.py`). Without
+I/O.
 
-A forecast has two values. The shortest wait assumes that no further requests come in the lanes above; a request is
-refused only because of this value, and only if the limits are known. The expected wait assumes that the lanes above go
-on spending as in the last minute. Calls that give back unused amounts make both waits shorter.
+A forecast has two values. The shortest wait assumes that no further requests arrive in more urgent lanes; a request is
+refused only because of this value, and only if the limits are known. The expected wait assumes that more urgent lanes
+go on using budget as in the last minute. Calls that give back unused amounts make both waits shorter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,8 +41,8 @@ def first(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
 
 
 def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
-    """The waiting requests that will certainly be granted too late, each with its forecast. Expensive: it looks at
-    every waiting request."""
+    """The waiting requests that will certainly be granted later than their deadline allows, each with its forecast. It
+    takes much CPU, because it looks at every waiting request."""
     account.refill(now_s)
     lane, count, ahead = -1, 0, [0.0, 0.0, 0.0]
     lines: list[_Line] = []

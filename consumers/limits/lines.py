@@ -1,4 +1,4 @@
-"""The requests of an account that wait: one line for each lane, by arrival. Pure.
+"""The requests that wait for the budget of an account: one line for each lane, by arrival. Without I/O.
 
 A request that was deferred and comes back gets its old place. `account.py` chooses between the lanes.
 """
@@ -15,8 +15,6 @@ def _place(waiter: Waiter) -> tuple[float, int]:
 
 class Lines:
     """The requests that wait for the budget of one account: one line for each lane, in the order of arrival."""
-
-    __slots__ = ("_lines", "_next", "_sums", "heads")
 
     def __init__(self, lanes: int) -> None:
         self._lines: list[list[Waiter]] = [[] for _ in range(lanes)]

@@ -1,4 +1,5 @@
-"""The turns of an account that only this process uses. They are decided after each change, and when a timer fires."""
+"""Decides which request is next for the budget of an account that only this process uses: after each change, and when a
+timer fires."""
 
 import asyncio
 from math import inf

@@ -1,4 +1,4 @@
-"""One request that waits for its turn, and the wake-up of its task."""
+"""One request that waits for the budget of an account, and how its task is resumed."""
 
 import asyncio
 

@@ -1,4 +1,5 @@
-"""The two clocks of the SQLite store: time since boot, which never jumps, for leases; the calendar for retention."""
+"""The two clocks of the SQLite store: the time since boot, which never jumps, for leases; the calendar time for
+retention."""
 
 import time
 from pathlib import Path

@@ -26,14 +26,14 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.lanes import LaneSpec
 
 QUIET_S = 0.3
-"""When no further answer has come for this long, all answers are assumed to have arrived."""
+"""When no further answer of a worker has arrived for this many seconds, all are assumed to have arrived."""
 LONGEST_S = 2.0
-"""The longest wait for answers."""
+"""How many seconds `lanekeeper status` waits at most for the workers' answers."""
 ADDED = (
     "running", "due_slots", "extra_slots", "waits_since_delivery", "answered", "failed", "retried",
     "throughput_per_min",
 )  # fmt: skip
-"""Figures of a lane that are added up over its workers."""
+"""The names of the figures of a lane that are added up over its workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class LaneStatus:
     retried: int | None
     throughput_per_min: int | None
     deferred_for: Mapping[str, int] | None
-    """How often requests were put off, by reason: scheduled, breaker, tenant, …"""
+    """How often requests were deferred (sent back to the broker to wait), by reason: scheduled, breaker, tenant, …"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +155,7 @@ async def gather(connection: Connection, *, names: Names) -> list[Mapping[str, A
 
 
 def merge(
-    answers: Sequence[Mapping[str, Any]],
-    found: Mapping[str, Depth],
-    *,
-    lanes: Sequence[LaneSpec],
-    names: Names,
+    answers: Sequence[Mapping[str, Any]], found: Mapping[str, Depth], *, lanes: Sequence[LaneSpec], names: Names
 ) -> Status:
     """Combine the workers' answers to the status question and the queues' lengths (`found`, by queue) into one
     status."""

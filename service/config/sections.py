@@ -26,14 +26,14 @@ class Disagreement:
 
     text: str
     at: tuple[tuple[str, ...], ...]
-    """The places of the settings that disagree. The message names those of them that the user has set."""
+    """The paths of the settings that contradict each other. The error message names those that the user has set."""
     by: tuple[tuple[str, ...], ...] = ()
-    """The places of further settings that contribute to the disagreement; the message does not name them. If any
+    """The paths of further settings that contribute to the contradiction; the error message does not name them. If any
     setting of `at` or `by` is wrong by itself, the disagreement is not reported."""
 
     def under(self, place: tuple[str, ...]) -> "Disagreement":
-        """A copy in which `place`, that of a section, precedes each place: ("slots",) becomes ("lanes", "batch",
-        "slots")."""
+        """A copy in which `place`, the path of a group of settings, precedes each path: ("slots",) becomes ("lanes",
+        "batch", "slots")."""
         return Disagreement(
             self.text,
             tuple((*place, *setting) for setting in self.at),

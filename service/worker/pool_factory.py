@@ -1,4 +1,4 @@
-"""Creates a worker's pools: several for each lane, and one for the queue `lane.fallen`."""
+"""Creates a worker's pools, each of which consumes a queue: several for each lane, and one for `lane.fallen`."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +27,8 @@ from topology.lanes import LaneSpec
 
 FALLEN_SLOTS = 8
 SIDE_PREFETCH = 10_000
-"""The prefetch of a side pool, which equals the largest number of slots: the pool takes the first messages of several
-side queues, and works on them with the slots of the intake."""
+"""The prefetch of the pool that consumes a lane's side queues. It equals the largest number of slots: the pool takes
+the first messages of several side queues, and works on them with the slots of the lane's intake queue."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class PoolFactory:
     `made`."""
 
     deliveries: Callable[..., Deliveries]
-    """Creates the consumer of a queue."""
+    """A function that creates the consumer of a queue."""
     counted: Collection[str]
-    """The quorum queues: for their messages the broker counts the deliveries."""
+    """The names of the quorum queues: for their messages the broker counts the deliveries."""
     names: Names
     speakers: Sequence[str]
     settler: Settler
@@ -52,7 +52,7 @@ class PoolFactory:
     lane_slots: dict[str, LaneSlots] = field(default_factory=dict)
     """The slots of each lane, by the lane's name."""
     heads: dict[str, Heads] = field(default_factory=dict)
-    """What is known about the messages in each lane's side queues, by the name of the lane's intake."""
+    """The known lengths and first messages of each lane's side queues, by the name of the lane's intake queue."""
     scaled: list[ScaledQueue] = field(default_factory=list)
     activities: list[LaneActivity] = field(default_factory=list)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,8 +31,8 @@ from topology.declaration import declare
 
 
 @asynccontextmanager
-async def at_home(url: str, **how: object) -> AsyncIterator[Client]:
-    async with serving(url, **how), Client(url) as client:  # type: ignore[arg-type]
+async def at_home(url: str, **how: Any) -> AsyncIterator[Client]:
+    async with serving(url, **how), Client(url) as client:
         yield client
 
 

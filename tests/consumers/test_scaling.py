@@ -25,6 +25,7 @@ class FakePool:
 
     queue: str
     slots: int
+    running: int = 0
     in_hand: int = 0
     jobs: set[Job] = field(default_factory=set)
     is_stopped: bool = False
@@ -149,12 +150,13 @@ async def test_lent_slots_are_taken_back_at_once_and_their_running_requests_end(
         first.in_hand, second.in_hand = 4, 2
         world.high.pool.in_hand = 8  # type: ignore[misc]
         await until(lambda: first.is_stopped and second.is_stopped)
-        assert not first.is_over
+        ends_later = not first.is_over
         world.high.pool.in_hand = 0  # type: ignore[misc]
         await asyncio.sleep(0.15)
         assert world.open == [], "what still runs on them is not lent a second time"
         first.in_hand = 0
         await until(lambda: world.open == [4])
+        assert ends_later
         assert first.is_over
         second.in_hand = 0
         await until(lambda: world.open == [4, 2])

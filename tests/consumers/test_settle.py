@@ -399,15 +399,15 @@ async def test_a_request_without_an_id_gets_one_that_stays(bench: Bench) -> None
 
 async def test_a_delivery_that_a_stopping_worker_returns_is_nacked_unless_its_channel_is_lost(bench: Bench) -> None:
     delivery = bench.delivery()
-    await bench.settler.nack(delivery)  # type: ignore[arg-type]
+    await bench.settler.nack(delivery)
     delivery.is_lost = True
-    await bench.settler.nack(delivery)  # type: ignore[arg-type]
+    await bench.settler.nack(delivery)
     assert bench.log == ["nack"]
 
 
 async def test_a_requeued_delivery_is_returned_after_a_moment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settle, "RETURN_AFTER_S", 60)
-    putting = asyncio.create_task(bench.settler.reject_later(bench.delivery()))  # type: ignore[arg-type]
+    putting = asyncio.create_task(bench.settler.reject_later(bench.delivery()))
     await asyncio.sleep(0.01)
     assert bench.log == []
     putting.cancel()

@@ -14,8 +14,7 @@ from consumers.gates.caps import CapsGate
 from consumers.job import Attempted, Job
 from consumers.limits.amounts import Amounts
 from consumers.outcomes import Answered, Deferred, Dropped, Outcome, Refused, Retried
-from consumers.prices import Price, Prices
-from consumers.providers.base import Usage
+from consumers.prices import Price, Prices, Usage
 from consumers.providers.breakers import Breakers
 from consumers.spending import Bound, Cap, CapsSpec, Hold, Over, Spending, Spent
 from consumers.state.base import Stop, StoreUnavailable

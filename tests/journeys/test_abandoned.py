@@ -130,7 +130,7 @@ async def test_a_request_keeps_running_if_the_caller_chose_that(vhost: Vhost) ->
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        worker.api.let_go()
+        worker.api.release()
 
         assert (await client.result("a-1", wait_s=60)).text.startswith("echo: running")
         assert [call.outcome for call in worker.calls("running")] == ["ok"]

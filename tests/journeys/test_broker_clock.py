@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,10 +30,10 @@ NOBODY_S = 4.5
 """How long no worker runs."""
 
 
-async def published_before_any_worker(app: Requester, **how: object) -> str:
+async def published_before_any_worker(app: Requester, **how: Any) -> str:
     """Publish with a deadline of `DEADLINE_MS`, which is over when it returns."""
     began_s = time.monotonic()
-    asked = await app.publish({"prompt": "too late"}, message_id="late", **how)  # type: ignore[arg-type]
+    asked = await app.publish({"prompt": "too late"}, message_id="late", **how)
     await until(lambda: time.monotonic() - began_s > NOBODY_S)
     return asked
 

@@ -156,7 +156,7 @@ async def test_a_worker_process_reports_not_ready_without_a_broker_and_recovers_
             )
             assert await asked_of(http, f"{url}/healthz") == (200, {"alive": True}), "alive, and not to be restarted"
 
-            api.let_go()
+            api.release()
             await own_broker.start()
             back = time.monotonic()
             await until(lambda: is_status(http, f"{url}/readyz", 200))
@@ -207,7 +207,7 @@ async def test_a_closed_consumer_channel_is_opened_again_on_the_same_connection(
         assert session is not None
         await session._channel.basic_ack(4711, wait=False)  # an unknown delivery tag: the broker closes the channel
         await until(lambda: pool._deliveries._session not in (session, None))
-        own.api.let_go()
+        own.api.release()
         for each in running:
             assert (await app.final(each)).status == "ok"
         assert own.is_well, "the connections are those of before, and every queue is consumed"

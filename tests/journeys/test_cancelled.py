@@ -32,10 +32,6 @@ async def ended_once(app: Requester, *correlations: str) -> bool:
     return [len(app.finals(each)) for each in correlations] == [1] * len(correlations)
 
 
-async def control_is_empty(app: Requester) -> bool:
-    return await app.depth("lane.control") == 0
-
-
 async def test_a_queued_request_is_answered_cancelled_without_a_call(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, lanes=ONE_SLOT) as worker, requester(vhost.amqp_url) as app:
         ahead = await app.publish({"prompt": "ahead [[held]]"}, key="normal.tests.x")
@@ -43,13 +39,13 @@ async def test_a_queued_request_is_answered_cancelled_without_a_call(vhost: Vhos
         queued = await app.publish({"prompt": "queued"}, key="normal.tests.x", message_id="q-1")
         async with Client(vhost.amqp_url) as client:
             assert await client.cancel("q-1") == "unseen"
-        worker.api.let_go()
+        worker.api.release()
 
         assert cancelled(await app.final(queued), "q-1")
         assert (await app.final(ahead)).status == "ok"
         assert not worker.calls("queued")
         assert await ended_once(app, queued, ahead)
-        await until(lambda: control_is_empty(app))
+        await until(lambda: app.holds(0, "lane.control"))
 
 
 async def test_a_delayed_request_is_answered_cancelled_without_a_call(vhost: Vhost) -> None:
@@ -195,7 +191,7 @@ async def test_a_cancellation_is_kept_while_no_worker_runs(vhost: Vhost) -> None
         assert await app.depth("lane.control") == 1
 
         async with serving(vhost.amqp_url) as worker:
-            await until(lambda: control_is_empty(app))
+            await until(lambda: app.holds(0, "lane.control"))
             assert cancelled(await app.ask({"prompt": "late"}, message_id="k-1"), "k-1")
             assert not worker.calls("late")
 
@@ -212,7 +208,7 @@ async def test_a_cancellation_does_not_affect_another_tenants_request(vhost: Vho
         assert await client.cancel("t-1") == "unseen"  # that of a request without a tenant, which may still arrive
         with pytest.raises(ControlRefused, match=r"may not speak for tenant 'acme'.*speakers"):
             await client.cancel("t-1", tenant="acme")
-        worker.api.let_go()
+        worker.api.release()
         assert (await app.final(mine)).status == "ok"
 
         again = await app.publish({"prompt": f"again {LONG}"}, message_id="t-2", user_id=vhost.user)
@@ -292,9 +288,9 @@ async def test_a_control_message_that_cannot_be_understood_is_refused_and_remove
             assert reply.headers.get("x-lane-request-id", "") == reply.json["request"]
 
         assert worker.calls("running")[0].outcome == "running"
-        worker.api.let_go()
+        worker.api.release()
         assert (await app.final(running)).status == "ok"
-        await until(lambda: control_is_empty(app))
+        await until(lambda: app.holds(0, "lane.control"))
         assert await ended_once(app, running)
         assert worker.is_well
 
@@ -314,7 +310,7 @@ async def test_a_control_message_is_answered_only_to_queues_named_by_the_broker(
         late = await app.publish({"prompt": "late"}, message_id="z-1")
 
         assert cancelled(await app.final(late), "z-1")
-        await until(lambda: control_is_empty(app))
+        await until(lambda: app.holds(0, "lane.control"))
         assert [await app.depth(queue) for queue in ("lane.critical", "lane.dead")] == [0, 0]
         assert _is_quiet(worker)
 
@@ -336,7 +332,7 @@ async def test_a_forged_direct_reply_address_of_a_control_message_affects_no_oth
                 message_type="result",
                 reply_to="amq.rabbitmq.reply-to.g1h2AA5yZXBseUA0NzExNDcxMQAAB9kAAAAAZf.forged==",
             )
-        await until(lambda: control_is_empty(app))
+        await until(lambda: app.holds(0, "lane.control"))
 
         assert (await app.ask({"prompt": "x"})).status == "ok"
         assert worker.losses == []

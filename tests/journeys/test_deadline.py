@@ -20,7 +20,7 @@ async def test_a_request_whose_deadline_passes_in_the_queue_is_never_sent_to_the
             {"prompt": "in vain"}, key="batch.tests.x", headers={"x-lane-deadline-ms": 200, **sent}, message_id="d-1"
         )
         await until(lambda: time.time_ns() // 1_000_000 > sent["x-lane-sent-ms"] + 200)
-        worker.api.let_go()
+        worker.api.release()
         reply = await app.final(asked)
         assert reply.code == "deadline_exceeded"
         document = reply.json

@@ -33,7 +33,7 @@ async def test_a_delayed_request_does_not_start_before_it_is_due(vhost: Vhost) -
 
 @pytest.mark.timing
 @pytest.mark.parametrize("delay_ms", [100, 3000])
-async def test_a_delayed_request_starts_when_it_is_due(vhost: Vhost, delay_ms) -> None:
+async def test_a_delayed_request_starts_when_it_is_due(vhost: Vhost, delay_ms: int) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "warm up"})
         before_s = time.monotonic()

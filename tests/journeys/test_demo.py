@@ -68,7 +68,9 @@ async def test_the_demo_fails_if_a_lane_is_broken(vhost: Vhost, tmp_path: Path) 
 
 @pytest.mark.parametrize("moment", ["while it declares", "in the middle"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-async def test_an_interrupted_demo_leaves_nothing_on_the_broker(vhost: Vhost, tmp_path: Path, number, moment) -> None:
+async def test_an_interrupted_demo_leaves_nothing_on_the_broker(
+    vhost: Vhost, tmp_path: Path, number: signal.Signals, moment: str
+) -> None:
     environ = environment(vhost.amqp_url, vhost.management_url)
     async with lanekeeper("demo", environ=environ, folder=tmp_path) as demo:
         if moment == "in the middle":
@@ -80,7 +82,7 @@ async def test_an_interrupted_demo_leaves_nothing_on_the_broker(vhost: Vhost, tm
 
 
 @pytest.mark.parametrize("moment", ["while the broker starts", "in the middle"])
-async def test_an_interrupted_demo_leaves_no_process_container_or_folder(tmp_path: Path, moment) -> None:
+async def test_an_interrupted_demo_leaves_no_process_container_or_folder(tmp_path: Path, moment: str) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     environ = environment(None, TMPDIR=str(temporary), **QUICK)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiormq.exceptions import DeliveryError
@@ -39,13 +40,13 @@ def of(tenant: str, **more: object) -> dict[str, object]:
     return {"x-lane-tenant": tenant, "x-lane-sent-ms": time.time_ns() // 1_000_000, **more}
 
 
-async def ask(app: Requester, vhost: Vhost, tenant: str, prompt: str, **how) -> str:
+async def ask(app: Requester, vhost: Vhost, tenant: str, prompt: str, **how: Any) -> str:
     return await app.publish(
         {"prompt": f"{tenant} {prompt}"}, key=f"{LANE}.tests.fair", headers=of(tenant), user_id=vhost.user, **how
     )
 
 
-async def flood(app: Requester, vhost: Vhost, tenant: str, count: int = FLOOD, **how) -> list[str]:
+async def flood(app: Requester, vhost: Vhost, tenant: str, count: int = FLOOD, **how: Any) -> list[str]:
     async def some(at: int) -> list[str]:
         return [await ask(app, vhost, tenant, f"job {number}", **how) for number in range(at, count, PUBLISHED_AT_ONCE)]
 
@@ -69,7 +70,7 @@ async def api() -> AsyncIterator[SimulatedAPI]:
 
 
 @pytest.fixture
-def environ(vhost: Vhost, api) -> dict[str, str]:
+def environ(vhost: Vhost, api: SimulatedAPI) -> dict[str, str]:
     return environment(
         vhost.amqp_url,
         vhost.management_url,
@@ -125,7 +126,7 @@ async def test_short_calls_of_the_highest_priority_do_not_delay_another_tenant(v
 @pytest.mark.timing
 @pytest.mark.parametrize(("processes", "tenants"), [(1, 3), (3, 2)])
 async def test_with_n_waiting_tenants_each_gets_at_least_half_of_an_equal_share(
-    vhost: Vhost, api, environ, tmp_path: Path, processes, tenants
+    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path, processes: int, tenants: int
 ) -> None:
     async with requester(vhost.amqp_url) as app, asyncio.TaskGroup() as group, asyncio.timeout(170):
         workers = [lanekeeper("serve", environ=environ, folder=tmp_path) for _ in range(processes)]
@@ -162,7 +163,7 @@ async def test_a_tenant_at_its_in_flight_limit_uses_no_further_slot_and_no_attem
     ):
         asked = [await ask(app, vhost, "capped", f"job {each} [[held]]") for each in range(6)]
         await until(lambda: own.parts.lane_slots[LANE].snapshot().get("capped", {}).get("set_aside", 0) >= 4)
-        own.api.let_go()
+        own.api.release()
         others = [await ask(app, vhost, f"other-{each}", "asks") for each in range(3)]
         for each in [*others, *asked]:
             reply = await app.final(each, within_s=WITHIN_S)
@@ -199,7 +200,7 @@ async def test_requests_for_a_full_side_queue_are_refused_and_other_tenants_are_
         await until(one_more, within_s=WITHIN_S)
         (problem,) = app.finals(refused[0])
         assert problem.code == "too_many_waiting"
-        own.api.let_go()
+        own.api.release()
         small = await app.final(await ask(app, vhost, "small", "asks"), within_s=WITHIN_S)
         assert small.status == "ok"
 
@@ -219,7 +220,7 @@ async def test_expiration_continues_while_a_request_is_set_aside(vhost: Vhost) -
         expiring = await ask(app, vhost, "capped", "expiring", expiration="1000")
         expired_s = time.monotonic() + 1.1
         await until(lambda: time.monotonic() > expired_s)
-        own.api.let_go()
+        own.api.release()
         reply = await app.final(expiring, within_s=WITHIN_S)
         assert reply.code == "deadline_exceeded"
         assert "after its expiration of 1000 ms" in reply.json["detail"]
@@ -240,7 +241,7 @@ async def test_a_tenants_priorities_apply_also_to_requests_that_were_set_aside(v
         asked += [await ask(app, vhost, "capped", f"low {each}", priority=1) for each in range(3)]
         asked.append(await ask(app, vhost, "capped", "high", priority=9))
         await until(lambda: own.parts.lane_slots[LANE].snapshot()["capped"]["set_aside"] >= 5)
-        own.api.let_go()
+        own.api.release()
         for each in asked:
             assert (await app.final(each, within_s=WITHIN_S)).status == "ok"
         prompts = [call.prompt for call in own.api.calls]
@@ -248,7 +249,7 @@ async def test_a_tenants_priorities_apply_also_to_requests_that_were_set_aside(v
 
 
 async def test_a_worker_that_is_killed_while_it_sets_requests_aside_loses_none(
-    vhost: Vhost, api, environ, tmp_path: Path
+    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path
 ) -> None:
     ledger = Ledger(vhost.amqp_url)
     async with (

@@ -71,7 +71,7 @@ async def test_an_unstreamed_request_tells_its_life_and_its_end(vhost: Vhost) ->
         reader = Reader()
         reading = asyncio.create_task(reader.read(url + submitted["events_url"]))
         await until(lambda: reader.comments >= 3)
-        worker.api.let_go()
+        worker.api.release()
         await reading
 
         assert reader.kinds == ["queued", "started", "completed"]

@@ -47,7 +47,7 @@ def types(found: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_when_the_client_goes_its_request_is_cancelled_at_the_provider(vhost: Vhost, stream) -> None:
+async def test_when_the_client_goes_its_request_is_cancelled_at_the_provider(vhost: Vhost, stream: bool) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
         call = asyncio.create_task(post(url, body(SLOW, stream=stream)))
         await worker.api.until(lambda: worker.api.running == 1)

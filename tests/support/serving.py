@@ -108,7 +108,7 @@ async def serving(
                     await until(lambda: working.done() or own.is_well, within_s=STARTED_S)
                 yield own
             finally:
-                api.let_go()  # or the worker would wait for them
+                api.release()  # or the worker would wait for them
                 own._stop.set()
                 await asyncio.wait_for(working, timeout=PATIENCE_S)
 

@@ -1,5 +1,5 @@
-"""Changes of a shared account that this process has not sent to Redis yet. The next step of `shared_turns.py` sends
-them; if the step fails, some are sent again."""
+"""Changes of a shared account that this process has not sent to Redis yet. The next run of the script (a step of
+`shared_turns.py`) sends them; if it fails, some are sent again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ class Sent:
     """For each bucket: the level to which it fell because the provider had less than was assumed; infinite: it did not
     fall."""
     learned_from: int
-    """How many responses of `Unsent.feedback` the sent text of what was learned includes."""
+    """From how many responses of `Unsent.feedback` the sent text of learned limits was made."""
     has_learned: bool
-    """True if something was learned that Redis does not have yet."""
+    """True if this process has learned something about the account's limits that Redis does not have yet."""
 
 
 @dataclass(slots=True)
@@ -38,8 +38,8 @@ class Unsent:
     has_learned: bool = False
 
     def give_back(self, lane: int, unused: Sequence[float], from_savings: Sequence[float]) -> None:
-        """Note what to give back after a call. `unused`: for each bucket, what was reserved and not used; below 0: what
-        was used beyond the reservation. `from_savings`: see `Reservation`."""
+        """Note what to return to the account's budget after a call. `unused`: for each bucket, what was reserved and
+        not used; below 0: what was used beyond the reservation. `from_savings`: see `Reservation`."""
         self.back.append({"lane": lane + 1, "over": list(unused), "own": list(from_savings)})
 
     def levels_fell(self, before: Sequence[float], after: Sequence[float]) -> bool:

@@ -15,9 +15,9 @@ class Times:
     """The time of a transaction, in ms. It is read once, for all operations of the transaction."""
 
     now: int
-    """Since boot; leases are compared with it."""
+    """The time since the machine was booted, in ms; leases are compared with it."""
     today: int
-    """Since 1970; keeping times are compared with it."""
+    """The time since 1970, in ms; retention times are compared with it."""
 
 
 class Row(NamedTuple):
@@ -53,8 +53,8 @@ class Row(NamedTuple):
         return bool(self.noted) and self.status is None
 
     def is_held_against(self, message: Fingerprint, now: int) -> bool:
-        """True if another message holds the claim and its lease is valid. The holder's own message, redelivered, may
-        take the claim over."""
+        """True if another message of the request holds the claim and its lease is valid. The message that holds the
+        claim may take it over when it is redelivered."""
         return self.lease_ms > now and not (message.redelivered and self.mark == message.mark)
 
     def ended_by(self, completion: Completion) -> "Row":
@@ -68,7 +68,7 @@ class Row(NamedTuple):
         )
 
     def completion(self) -> Completion:
-        """How the request in this row ended. The row must have that."""
+        """How the request in this row ended. It must have ended."""
         assert self.status is not None
         assert self.ended_ms is not None
         return Completion(

@@ -64,7 +64,7 @@ class Shares:
         return ("", 0) if found is None else (str(found[0]), int(found[1]))
 
     def forget_ended(self, kind: str, today: int) -> int:
-        """Stop counting items whose time is over, at most `STEP_ROWS`. Returns how many."""
+        """Stop counting items whose retention time is over, at most `STEP_ROWS` of them. Returns how many."""
         ended = self._execute(
             "DELETE FROM share WHERE (kind, tenant, member) IN "
             f"(SELECT kind, tenant, member FROM share WHERE kind = ? AND until_ms <= ? LIMIT {STEP_ROWS}) "

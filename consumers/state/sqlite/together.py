@@ -112,8 +112,8 @@ class Together:
         return [complete.completion if is_all else None for complete in asked]
 
     def renew(self, at: Times, held: Sequence[Held]) -> bool:
-        """Renew several claims, by one statement for each part. Returns True if all were renewed: no holder must stop,
-        and the store has lost no claim."""
+        """Renew several claims, by one statement for each part. Returns True if all were renewed, so that no worker
+        must stop its work, and the store has lost no claim."""
         renewed = 0
         for part in parts(held):
             values: list[object] = [at.now + self._lease_ms]

@@ -32,13 +32,14 @@ from consumers.state.sqlite.together import Claim, Complete, Together, parts
 
 T = TypeVar("T")
 WAITING_AT_MOST = 10_000
-"""The most operations that may wait, because each of them keeps in memory what it will write."""
+"""The most operations that may wait for the writing thread; there is a limit, because each keeps in memory what it will
+write."""
 TOGETHER_AT_MOST = 500
 """The most operations in one transaction, so that none waits too long."""
 REOPEN_S = 0.5
-"""The shortest time between two attempts to open the file."""
+"""The shortest time, in seconds, between two attempts to open the SQLite file."""
 CLOSE_S = 10.0
-"""How long `close` waits for the last operations: longer than one wait for a lock (`BUSY_S`) and one fsync."""
+"""How many seconds `close` waits for the last operations: longer than one wait for a lock (`BUSY_S`) and one fsync."""
 _INVALID_VALUES = (
     sqlite3.DataError,
     sqlite3.IntegrityError,

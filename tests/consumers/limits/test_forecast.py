@@ -89,7 +89,7 @@ def test_a_request_that_can_start_only_with_a_full_bucket_is_not_refused() -> No
 def test_a_returning_request_does_not_wait_for_later_requests_of_other_processes() -> None:
     account = new_account()
     account.buckets[1].lower(0)
-    account.waiting_elsewhere[BATCH] = (0.0, 5_000.0, 0.0)
+    account.waiting_elsewhere = [(0.0, 5_000.0 if lane == BATCH else 0.0, 0.0) for lane in range(len(account.lanes))]
     back, fresh = (Waiter(BATCH, tokens(10), arrived_s=arrived_s) for arrived_s in (-60.0, 0.0))
     account.join(back)
     account.join(fresh)

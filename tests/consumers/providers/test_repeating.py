@@ -48,7 +48,7 @@ async def test_a_later_call_has_the_headers_of_the_first_and_its_own_body_and_be
 
     async with answering(answer) as provider:
         for prompt, beta in (("one", "first-beta"), ("and another", None), ("one", "first-beta"), ("one", "other")):
-            await provider.stream(asked(prompt, beta=beta), timeout_s=5, parts=None)
+            await provider.stream(asked(prompt, beta=beta), timeout_s=60, parts=None)
 
     first, without, again, other = calls
     assert again == first
@@ -79,9 +79,9 @@ async def test_a_later_call_raises_the_same_error_as_a_first_one(
         _, handler = failing(*answers)
         async with answering(handler) as provider:
             for _ in answers[1:]:
-                await provider.stream(asked(), timeout_s=5, parts=None)
+                await provider.stream(asked(), timeout_s=60, parts=None)
             with pytest.raises(ProviderError) as failed:
-                await provider.stream(asked(), timeout_s=5, parts=None)
+                await provider.stream(asked(), timeout_s=60, parts=None)
             errors.append(failed.value)
 
     first, later = errors
@@ -96,8 +96,8 @@ async def test_after_a_failed_first_call_the_next_is_built_by_the_vendors_client
     calls, handler = failing((500, b"", {}), GOOD, GOOD)
     async with answering(handler) as provider:
         with pytest.raises(ProviderError):
-            await provider.stream(asked(), timeout_s=5, parts=None)
+            await provider.stream(asked(), timeout_s=60, parts=None)
         for _ in range(2):
-            await provider.stream(asked(), timeout_s=5, parts=None)
+            await provider.stream(asked(), timeout_s=60, parts=None)
 
     assert sorted(calls[1].headers.items()) == sorted(calls[2].headers.items())

@@ -14,7 +14,7 @@ from tests.support.completions import ME, fingerprint
 async def test_each_of_many_waiting_writes_is_done(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
         found = await asyncio.wait_for(
-            asyncio.gather(*(store.find(Identity("", str(i))) for i in range(TOGETHER_AT_MOST + 50))), 10
+            asyncio.gather(*(store.find(Identity("", str(i))) for i in range(TOGETHER_AT_MOST + 50))), 60
         )
     assert found == [None] * (TOGETHER_AT_MOST + 50)
 
@@ -43,4 +43,4 @@ async def test_waiting_writes_are_done_before_the_writer_ends(tmp_path: Path) ->
     asked = [asyncio.ensure_future(writer.do(lambda _, at: at)) for _ in range(3)]
     await asyncio.sleep(0)
     await writer.close()
-    assert len(await asyncio.wait_for(asyncio.gather(*asked), 10)) == 3
+    assert len(await asyncio.wait_for(asyncio.gather(*asked), 60)) == 3

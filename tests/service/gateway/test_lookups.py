@@ -205,7 +205,9 @@ async def test_beyond_its_share_a_tenant_is_refused_and_another_is_not() -> None
 
 
 @pytest.mark.slow
-async def test_more_than_fit_are_refused_at_once_and_a_silent_provider_is_a_timeout(monkeypatch) -> None:
+async def test_more_than_fit_are_refused_at_once_and_a_silent_provider_is_a_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = 0
 
     async def silent(request: web.Request) -> web.Response:
