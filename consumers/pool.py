@@ -47,8 +47,8 @@ class Pool:
         entrance: Entrance | None = None,
         slots: int | None = None,
     ) -> None:
-        """`entrance`: how deliveries get slots; None: the pool has slots of its own, as many as its prefetch. `slots`:
-        how many slots the pool adds to its lane; None: as many as its prefetch."""
+        """`entrance`: decides how deliveries get slots. None: the pool has its own slots, as many as its prefetch.
+        `slots`: how many slots the pool adds to those of its lane; None: as many as its prefetch."""
         self._deliveries = deliveries
         self._job_of = job_of
         self._handle = handle

@@ -50,7 +50,8 @@ class Trail:
 
     @property
     def is_written(self) -> bool:
-        """Whether the store has all entries of this request's progress, or has refused them."""
+        """Whether nothing is left to write: the store has all entries of this request's progress, or has refused
+        them."""
         return not self._unwritten and not self._is_writing
 
     def tell(self, kind: str, **detail: Any) -> None:
@@ -77,8 +78,8 @@ class Trail:
             await self._trails.flush(self)
 
     def taken(self) -> Part:
-        """Take all unwritten entries out of memory, to write them now. After the write, call `written`, `failed` or
-        `ended`."""
+        """Return all unwritten entries and remove them from memory; the caller writes them now. After the write to the
+        store, call `written`, `failed` or `ended`."""
         entries, self._unwritten, self._bytes, self._is_writing = self._unwritten, [], 0, True
         return Part(self._held, self._submission, entries)
 
@@ -130,11 +131,11 @@ class Trails:
 
     def begin(self, held: Held, submission: Submission, *, is_takeover: bool) -> Trail:
         """Begin to write the progress of a request, for the worker that holds its claim. `is_takeover`: an earlier
-        holder died, or was too slow, so the store may have events of its call."""
+        worker had the claim and died, or was too slow, so the store may have events of its call."""
         return Trail(self, held, submission, is_takeover=is_takeover)
 
     def write_soon(self, trail: Trail) -> None:
-        """Write the new entries of this request with the next write."""
+        """Write the new entries (steps and events) of this request's progress with the next write to the store."""
         self._unwritten[trail] = None
         if self._writing is None or self._writing.done():
             self._writing = self._background.begin(self._write(), name="trails")

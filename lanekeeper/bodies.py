@@ -31,7 +31,7 @@ IN_ALL_BYTES: Final = 10 * 1024 * MIB
 KEEP_S: Final = 7 * 86_400.0
 """After how many seconds the stored body of a request is removed, if nothing removed it earlier."""
 PIECE_BYTES: Final = MIB
-"""How many bytes are read or written at a time."""
+"""How many bytes of a body are read or written at a time."""
 THREADS: Final = 4
 """How many bodies a process reads or writes at the same time; each of them blocks one thread."""
 SCAN_EVERY_S: Final = 60.0
@@ -55,7 +55,7 @@ class BodyError(LanekeeperError):
 
 
 class BodyTooLarge(BodyError):
-    """A stored body is larger than its reader accepts."""
+    """A stored body has more bytes than its reader accepts."""
 
 
 class BodiesUnavailable(LanekeeperError):
@@ -222,8 +222,8 @@ class BodyStore:
         return checked(bytes(self._files.cat_file(path, start=0, end=most_bytes + 1)), kept, most_bytes=most_bytes)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        # A call that hangs occupies its thread even after its caller was cancelled. Further calls wait for the
-        # semaphore, not in the executor's queue: a cancelled call would stay in that queue, with its body.
+        # A file system call that hangs occupies its thread even after its caller was cancelled. Further calls wait for
+        # the semaphore, not in the executor's queue: a cancelled call would stay in that queue, with its body.
         await self._free_threads.acquire()
         loop = asyncio.get_running_loop()
         future = self._threads.submit(work)

@@ -36,8 +36,8 @@ class Pausable(Protocol):
 
 
 class Pausing:
-    """Pauses all pools of this worker while an answer could be neither sent nor stored, and resumes them afterwards.
-    `conditions`: by name, functions that return what is wrong, or None."""
+    """Stops all pools (consumers of queues) of this worker from taking requests while an answer could be neither sent
+    nor stored, and resumes them afterwards. `conditions`: by name, functions that return what is wrong, or None."""
 
     def __init__(self, conditions: Mapping[str, Condition]) -> None:
         self._conditions = dict(conditions)

@@ -39,8 +39,8 @@ class Account:
     def __init__(self, name: str, spec: BudgetSpec, *, now_s: float) -> None:
         self.name = name
         self.spec = spec
-        self.lanes = tuple(spec.lanes)
-        self.shares = tuple(lane.share for lane in spec.lanes.values())
+        self.lanes = tuple(spec.shares)
+        self.shares = tuple(spec.shares.values())
         caps = spec.caps(name)
         self._adaptive = Adaptive(spec.start, caps, now_s=now_s)
         self._bursts = Bursts(spec.burst_s)
@@ -62,7 +62,7 @@ class Account:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits and no call runs."""
+        """True if no request waits for this account, and no call runs."""
         return self.lines.is_empty and not self.concurrency.running
 
     def refill(self, now_s: float) -> None:
@@ -197,7 +197,7 @@ class Account:
         return self._adaptive.per_minute()
 
     def reason(self, waiter: Waiter, now_s: float) -> str:
-        """The name of the limit for which the first waiter of a lane waits, or `paused`."""
+        """The name of the limit for which the first waiting request of a lane waits, or `paused`."""
         if self.paused_s(now_s) > 0:
             return PAUSED
         if self.stopped_s(now_s) == 0 and self.concurrency.is_full:
@@ -297,8 +297,6 @@ class Account:
         fills = [was and not now for was, now in zip(was_guessed, self.guessed, strict=True)]
         sizes = self._bursts.sizes(guessed=self.guessed)
         self.buckets.resize(self._adaptive.per_minute(), sizes=sizes, fills=fills)
-        for lane in range(len(self.lanes)):
-            self._head_changed(lane)
 
 
 def _left_s(until_s: float, now_s: float, most_s: float) -> float:

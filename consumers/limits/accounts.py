@@ -16,7 +16,8 @@ from consumers.limits.turns import Turns
 from consumers.limits.waiter import Waiter
 
 MOST: Final = 256
-"""For how many accounts budgets are kept: if a new account would exceed this number, idle accounts are removed."""
+"""For how many accounts (a provider with a class of models) budgets are kept: if a new account would exceed this
+number, idle accounts are removed."""
 AnyTurns = TypeVar("AnyTurns", bound=Turns)
 
 
@@ -26,7 +27,7 @@ class Accounts(Generic[AnyTurns]):
 
     def __init__(self, spec: BudgetSpec, open_turns: Callable[[str], AnyTurns]) -> None:
         self._open_turns = open_turns
-        self._ranks = {name: rank for rank, name in enumerate(spec.lanes)}
+        self._ranks = {name: rank for rank, name in enumerate(spec.shares)}
         self._known: dict[str, AnyTurns] = {}
 
     def __len__(self) -> int:
@@ -36,8 +37,8 @@ class Accounts(Generic[AnyTurns]):
         return name in self._known
 
     def turns(self, name: str) -> AnyTurns:
-        """The budget of the account with that name, and the decision whose turn it is; created if the account is
-        new."""
+        """The `Turns` of the account with that name, which has its budget and decides which request is next; created if
+        the account is new."""
         if (turns := self._known.get(name)) is None:
             if len(self._known) >= MOST:
                 self._forget_idle()

@@ -29,7 +29,7 @@ class Turns(Protocol):
         account may be removed."""
 
     def now_s(self) -> float:
-        """The time by the clock that the account uses."""
+        """The time in seconds, by the clock that the account's times use."""
 
     def step(self) -> None:
         """Grant all waiting requests that may be granted now, and set a timer for the next one. It may return before
@@ -56,7 +56,7 @@ def refuse(account: Account, waiter: Waiter, wait: Wait) -> None:
 
 
 def refuse_hopeless(account: Account, now_s: float) -> None:
-    """Refuse the waiting requests whose turn will certainly come too late."""
+    """Refuse the waiting requests that will certainly get their budget too late for their deadline."""
     for waiter, wait in list(forecast.hopeless(account, now_s)):
         refuse(account, waiter, wait)
 

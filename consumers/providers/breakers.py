@@ -73,19 +73,22 @@ class Breakers:
         """The breakers of those providers and models that have not answered since their last failure."""
 
     def wait_s(self, route: Route, now_s: float) -> float:
-        """Seconds until a call of this route may be made, as far as that is known; 0: now."""
+        """Seconds until a call of this route (a provider and model) may be made, as far as its circuit breaker knows;
+        0: now."""
         found = self._all.get(_key(route))
         return 0.0 if found is None else found.wait_s(now_s)
 
     def least_wait_s(self, routes: Iterable[Route]) -> float:
-        """Seconds until a call of one of these routes may be made, as far as that is known; 0: now."""
+        """Seconds until a call of one of these routes (providers and models) may be made, as far as their circuit
+        breakers know; 0: now."""
         if not self._all:
             return 0.0
         now_s = asyncio.get_running_loop().time()
         return min(self.wait_s(route, now_s) for route in routes)
 
     def usable(self, routes: Sequence[Route]) -> Sequence[Route]:
-        """The routes whose circuit breaker lets a call pass now; all routes if none does."""
+        """Those of the given routes (providers and models) whose circuit breaker allows a call now; all of them if none
+        does."""
         if not self._all:
             return routes
         now_s = asyncio.get_running_loop().time()
@@ -184,7 +187,7 @@ class Breakers:
 
     async def _lease(self, route: Route, *, for_s: float) -> bool:
         """Take or renew the lease in the store by which one process at a time holds the open breaker of this route.
-        Returns False if another process has the lease; True if the store is away."""
+        Returns False if another process has the lease; True if the store is unavailable."""
         if self._leases is None:
             return True
         try:

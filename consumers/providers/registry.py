@@ -40,7 +40,7 @@ class Registry:
         self._spend_refusals: dict[str, int] = {}
 
     async def call(self, route: Route, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
-        """Make one call to the provider of this route, like `Provider.stream`, and add its cost to the answer."""
+        """Make one call to the route's provider, like `Provider.stream`, and add the cost of the call to the answer."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
         with self._tracing.chat(

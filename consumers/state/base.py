@@ -60,7 +60,7 @@ class Completion:
 
     status: Literal["ok", "error"]
     code: str = ""
-    """If the request ended with an error: its code, one of `PROBLEMS`."""
+    """If the request ended with an error: the error's code in docs/contract.md, such as `deadline_exceeded`."""
     body: bytes
     """The reply's body: the JSON of Anthropic's Message or, for an error, of the problem document."""
     headers: Mapping[str, str | int] = field(default_factory=dict)
@@ -82,12 +82,12 @@ class Granted:
     """The answer of `Store.claim`: the caller holds the claim now, and may work on the request."""
 
     token: int
-    """The claim's fencing token: higher than that of every earlier claim of the request, so that earlier holders can no
-    longer complete it."""
+    """The claim's fencing token: higher than that of every earlier claim of the request, so that workers with an
+    earlier claim can no longer complete it."""
     deaths: int = 0
     """How many workers that held the claim earlier did not release it, because they died or hung."""
     followed: bool = field(default=False, repr=False)
-    """True if the store keeps the request's entries, so that clients can follow it (`following.py`)."""
+    """True if clients can follow the request: the store keeps entries of its progress (`following.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +119,14 @@ class Stop(StrEnum):
 
     CANCELLED = "cancelled"
     FENCED = "fenced"
-    """Another delivery has taken the claim over."""
+    """Another delivery of the request has taken over the claim, so another worker works on it."""
 
 
 class Cancelling(StrEnum):
     """The result of `Store.cancel`: the state of the request when the cancellation came."""
 
     RECORDED = "recorded"
-    """The request waited, and has ended as cancelled."""
+    """The request was waiting, and has now ended as cancelled."""
     UNSEEN = "unseen"
     """No worker has seen the request: it is queued, or not published yet. It ends as cancelled when a worker gets
     it."""
@@ -135,7 +135,7 @@ class Cancelling(StrEnum):
     TOLD = "told"
     """The request runs. The worker that holds its claim learns of the cancellation when it next renews the claim."""
     ENDED = "ended"
-    """The request had ended before."""
+    """The request had ended before the cancellation came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +231,14 @@ class Store(Allowances, Leases, Protocol):
         """Renew several claims, so that they do not expire. Returns the claims whose holder must stop, with the reason;
         the others are valid for another lease.
 
-        A claim that the store has lost is not returned: no other worker holds it, so its completion will be stored.
+        A claim that the store has lost is not returned: no other worker holds it, so the outcome of its request can
+        still be stored.
         """
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
-        """Give up a claim without a completion: the request waits for its next attempt, which may begin at `due_ms`.
-        If another delivery has taken the claim over, this holder no longer counts in `Granted.deaths`."""
+        """Give up a claim although the request has not ended: it waits for its next attempt, which may begin at
+        `due_ms`. If another delivery has taken the claim over, the caller no longer counts as dead in `Granted.deaths`.
+        """
 
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
         """Store that an unclaimed request waits until `due_ms`, so that status questions can be answered.

@@ -32,7 +32,7 @@ class NewEntry(NamedTuple):
 
     kind: str
     body: bytes
-    """JSON."""
+    """The entry's content as JSON text."""
 
 
 class Entry(NamedTuple):
@@ -49,7 +49,7 @@ class Submission:
     streamed, and when it was submitted, is due, and must be answered (ms since 1970)."""
 
     body_hash: bytes
-    """As in `Fingerprint`."""
+    """The hash of the request's body, as in `Fingerprint.body_hash`."""
     lane: str
     streams: bool
     submitted_ms: int
@@ -58,7 +58,7 @@ class Submission:
 
     @classmethod
     def of(cls, request: Request, body_hash: bytes) -> Self:
-        """What is kept of this request."""
+        """Make the submission to store for this request."""
         return cls(
             body_hash=body_hash,
             lane=request.lane,
@@ -74,9 +74,9 @@ class Submitted(StrEnum):
 
     NEW = "new"
     KNOWN = "known"
-    """The same request was submitted before."""
+    """The same request (its id, with the same body) was submitted before."""
     CONFLICT = "conflict"
-    """The id was used with another body."""
+    """The id was used before with another body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +85,18 @@ class Part:
 
     held: Held
     submission: Submission
-    """Stored with the first entry if the request was published without the gateway, so that `follow` was not
-    called."""
+    """How the request was submitted. It is stored with the first entry, if the request was published without the
+    gateway and so `follow` was not called."""
     entries: Sequence[NewEntry]
 
 
 class Refused(StrEnum):
-    """Why the store did not append entries to the progress of a request."""
+    """The reason why the store did not append entries to the stored progress of a request."""
 
     FENCED = "fenced"
     """The claim was taken over or forgotten, or the request has ended."""
     FULL = "full"
-    """The events would exceed the limit of their number or bytes."""
+    """The request's events would exceed the limit of their number or bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +105,10 @@ class Look:
 
     entries: Sequence[Entry] = ()
     last: int = 0
-    """The number of the request's last entry. `entries` may end before it; the next look returns the rest."""
+    """The number of the request's last entry. `entries` may end before it; the next call of `look` returns the rest."""
     ended: bool = False
     is_known: bool = True
-    """False if the store does not know the request, or no longer."""
+    """False if the store does not know the request, or has already removed it."""
 
 
 class Following(Protocol):
@@ -129,13 +129,14 @@ class Following(Protocol):
         """A followed request as it was submitted; None if the store does not have it."""
 
     async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
-        """Append the entries of each part; a part's entries are appended together or not at all. Returns for each part
-        why it was refused, or None. A power cut may lose entries that were appended last."""
+        """Append entries to several requests, each request's in one `Part`; they are appended together or not at all.
+        Returns for each part why it was refused, or None. A power cut may lose entries that were appended last."""
 
     async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[Look | None]:
-        """For each request, given with the number of the last entry that was read: the entries after it. None: there is
-        no news."""
+        """For each request, given with the number of the last entry that was read: the entries after it. None: there
+        are no new ones."""
 
 
 class FollowedStore(Store, Following, Protocol):
-    """A store for claims and results, and for requests that clients follow."""
+    """The interface of a store for claims and results that also keeps the progress of requests for clients that follow
+    them."""

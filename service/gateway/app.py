@@ -68,7 +68,8 @@ def bodies_of(settings: Settings) -> Bodies:
 
 
 class Gateway:
-    """The gateway's routes. `client` and `store` must stay open as long as the gateway serves calls."""
+    """The gateway's HTTP paths and their handlers. `client` and `store` must stay open as long as the gateway serves
+    calls."""
 
     def __init__(self, settings: Settings, client: Client, store: FollowedStore) -> None:
         spec = settings.gateway

@@ -1,4 +1,5 @@
-"""`GET /v1/requests/{id}/events`: a request's entries as Server-Sent Events, resumable on any gateway."""
+"""Answers `GET /v1/requests/{id}/events`: streams a request's progress as Server-Sent Events, resumable on any
+gateway."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -85,7 +86,7 @@ def number_of(text: str | None) -> int:
 
 
 def event_of(entry: Entry) -> bytes:
-    """The Server-Sent Event for an entry of a request's event stream."""
+    """Convert an entry of a request's progress (a step or a part of its answer) to a Server-Sent Event."""
     return b"%b%b\n\n" % (_head(entry), _in_one_line(entry.body))
 
 

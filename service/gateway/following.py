@@ -20,9 +20,9 @@ class LargeEnd(NamedTuple):
     number: int
     kind: str
     text: bytes
-    """The entry's JSON before the result; `end` is the JSON after it."""
+    """The part of the entry's JSON before the result; `end` is the part after it."""
     result: BodyAddress
-    """The address of the result."""
+    """The address of the result in the store of large bodies."""
     end: bytes
 
 

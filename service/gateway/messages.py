@@ -26,7 +26,7 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 WRITE_WITHIN_S = 30.0
 """If an HTTP client reads nothing for this many seconds, its connection is aborted."""
 TOLD = (n.LANE_NAME, n.MODEL, n.PROVIDER, n.ATTEMPT, n.WAIT_MS, n.RUN_MS, n.WAIT_FROM, n.REPLAYED)
-"""The headers of a worker's reply that are passed on to the HTTP client."""
+"""The headers of a worker's reply that the gateway's HTTP answer contains too."""
 
 
 @dataclass(slots=True)

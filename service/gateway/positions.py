@@ -20,7 +20,7 @@ has no newer one."""
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a waiting request in its lane, as an estimate."""
+    """The estimated position of a waiting request in its lane, and when it may start."""
 
     position: int
     """How many requests are ahead of the request. This is an upper bound: some of the counted requests may be behind

@@ -107,6 +107,7 @@ async def test_a_tenant_at_its_in_flight_limit_waits_although_slots_are_free(end
     assert worked.slots.running == 3
     await worked.end("a")
     assert worked.begun == ["a", "a", "b", "a"]
+    assert [worked.lane_slots.snapshot()[each]["begun"] for each in "ab"] == [3, 1]
 
 
 async def test_the_in_flight_limit_counts_requests_of_both_queues_of_a_lane(ended: Tasks) -> None:
@@ -226,14 +227,12 @@ async def test_figures_are_kept_only_for_the_latest_tenants() -> None:
 
 async def test_a_lane_is_shared_if_a_second_tenant_had_a_request_lately(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = LaneSlots().queue(4)
-    assert not slots.is_shared
-    slots.begin("a")
-    slots.begin("a")
-    assert not slots.is_shared
-    slots.begin("b")
-    assert slots.is_shared
+    found = [slots.is_shared]
+    for tenant in ("a", "a", "b"):
+        slots.begin(tenant)
+        found.append(slots.is_shared)
     monkeypatch.setattr(lane_slots_module, "LATELY_S", 0.0)
-    assert not slots.is_shared
+    assert [*found, slots.is_shared] == [False, False, False, True, False]
 
 
 def test_a_tenants_last_request_is_remembered_for_ten_minutes() -> None:

@@ -4,6 +4,7 @@ import pytest
 from suite import gateway_table, load, report
 from suite.call_log import CallLog
 from suite.medians import Median, quantile, ratio
+from suite.processes import ROOT
 from suite.report import COMMAND, Aim, marks
 from suite.results import Results, Run
 from suite.results import load as load_results
@@ -87,7 +88,7 @@ def test_a_report_is_written_only_between_the_markers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
 def test_the_gateways_tables_have_a_place_in_the_page(page: str) -> None:
-    assert all(mark in (report.ROOT / page).read_text() for mark in marks(gateway_table.COMMAND))
+    assert all(mark in (ROOT / page).read_text() for mark in marks(gateway_table.COMMAND))
 
 
 def test_what_the_gateway_adds_is_the_difference_to_the_direct_call_of_the_same_round() -> None:

@@ -3,7 +3,7 @@ go to all workers.
 
 async with Inbox(connection) as inbox:
     reply_to = inbox.name
-    async for message in inbox: …                   ends with ChannelLost when the queue is gone
+    async for message in inbox: …                   ends with ChannelLost when the queue was deleted
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A request as a value, made by the codec from a delivered message."""
+"""A request as a value: what a worker has read and checked of a delivered message."""
 
 import json
 import uuid
@@ -36,8 +36,8 @@ class Request:
     states_stream: bool = True
     """False only if `body` is known not to contain the JSON field `stream`."""
     kept: BodyAddress | None = None
-    """The address and digest of a body that was not fetched yet. `body` is then empty, and `model` and `max_tokens`
-    have the lane's defaults. None: `body` has the body."""
+    """The address and digest of a body that was not fetched yet. In that case `body` is empty, and `model` and
+    `max_tokens` have the lane's defaults. None: the body is in `body`."""
     media_bytes: int = 0
     """Bytes of the body that are not text for the model (images, documents); counted only for a fetched body."""
 

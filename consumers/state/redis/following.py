@@ -1,5 +1,5 @@
-"""Submissions and entries of followed requests in Redis. Each method runs one script; `look` runs one for each 200
-requests."""
+"""Keeps in Redis the progress of requests that clients follow: how each was submitted, and entries for its steps and
+events. Each method runs one script; `look` runs one for each 200 requests."""
 
 from collections.abc import Sequence
 from typing import Any, Final

@@ -29,7 +29,8 @@ class WritingRights:
         """Why the worker must not take requests: a right is missing, or was not checked yet. None: all rights exist."""
 
     async def look(self) -> None:
-        """Check once whether the user may publish to all routes. Raises the errors of `check_write_rights`."""
+        """Check once whether the user may publish to all routes (pairs of an exchange and a routing key). Raises the
+        errors of `check_write_rights`."""
         try:
             await check_write_rights(self._connection, self._routes)
         except AccessRefused as error:
