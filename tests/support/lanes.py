@@ -1,6 +1,7 @@
 """What most tests declare: the default lanes with fewer side queues, and fewer delay levels.
 
-Each is a quorum queue that every test makes and deletes. Tests about sharing a lane set their own number of side queues.
+Side queues and levels are quorum queues that every test makes and deletes. Tests about sharing a lane set their own
+number of side queues.
 """
 
 import dataclasses
