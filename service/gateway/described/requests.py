@@ -1,4 +1,4 @@
-"""The OpenAPI of `/v1/requests` and `/v1/ws`."""
+"""Describes the gateway's paths `/v1/requests` and `/v1/ws` for its OpenAPI document."""
 
 from collections.abc import Iterable
 from typing import Any, get_args
