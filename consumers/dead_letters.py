@@ -32,8 +32,8 @@ MAX_REMOVED = 1000
 """The most dead letters that one call of `DeadLetters.look` removes."""
 LEASE = "dead letters"
 WRITTEN = (
-    "message_id", "routing_key", "headers", "content_type", "content_encoding", "reply_to", "correlation_id", "priority",
-    "type", "app_id",
+    "message_id", "routing_key", "headers", "content_type", "content_encoding", "reply_to", "correlation_id",
+    "priority", "type", "app_id",
 )  # fmt: skip
 """What a removed dead letter's line in the file holds, besides the body."""
 log = logs.logger()
