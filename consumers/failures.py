@@ -83,7 +83,7 @@ class Paid(Enum):
     REQUEST = auto()
     """The provider counted one request and no tokens."""
     UNKNOWN = auto()
-    """It is unknown what the provider counted: anything up to the amounts that were reserved for the call."""
+    """The provider may have counted any amount up to those reserved for the call: it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)

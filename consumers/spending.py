@@ -45,7 +45,7 @@ class Cap:
 
     requests: float | None = None
     tokens: float | None = None
-    """Input and output tokens, without those read from the cache."""
+    """The limit of input and output tokens together, without those read from the provider's prompt cache."""
     usd: float | None = None
 
 
@@ -69,9 +69,9 @@ class Bound(NamedTuple):
     reason: str
     """Whether the cap belongs to a lane or to a tenant: "lane" or "tenant"."""
     who: str
-    """The name of the lane or tenant."""
+    """The name of the lane or tenant that has the cap."""
     what: str
-    """The limited amount: a field of `Spent`."""
+    """The limited amount (requests, tokens or dollars), as a field of `Spent`."""
     limit: float
 
     @property

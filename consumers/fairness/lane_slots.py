@@ -62,7 +62,7 @@ class Admission(Enum):
 
 
 class SetAside(Protocol):
-    """Knows which tenants have requests in the side queues of a lane."""
+    """The interface that says which tenants have requests in the side queues of a lane."""
 
     def has(self, tenant: str) -> bool: ...
 
@@ -248,7 +248,7 @@ class QueueSlots:
             queue.serve()
 
     def serve(self) -> None:
-        """Grant free slots of the queue to waiting requests, in order."""
+        """Give the queue's free slots to waiting requests, in the order that `QueueSlots` decides."""
         while self._waiting and self.running < self.size:
             eligible = [waiting for waiting in self._waiting if not self._lane.is_at_its_cap(waiting.tenant)]
             if not eligible:

@@ -62,7 +62,7 @@ class Account:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits and no call runs."""
+        """True if no request waits for this account, and no call runs."""
         return self.lines.is_empty and not self.concurrency.running
 
     def refill(self, now_s: float) -> None:

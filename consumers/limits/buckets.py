@@ -10,7 +10,7 @@ from consumers.limits.headers import ROUNDED_BY, RateHeaders
 
 
 class Buckets:
-    """The token buckets of an account: of requests, input tokens and output tokens, in this order."""
+    """The token buckets of a provider's account: of requests, input tokens and output tokens, in this order."""
 
     def __init__(self, per_minute: Amounts, *, sizes: Sequence[Size], shares: Sequence[float], now_s: float) -> None:
         self._all = tuple(

@@ -26,8 +26,8 @@ class CallCredit:
         return self._credit[lane] >= WHOLE
 
     def begin(self, lane: int, heads: Sequence[Waiter | None]) -> None:
-        """Count a call of this lane that begins. `heads`: the first waiting request of each lane, including the one
-        whose call begins."""
+        """Count a call of this lane that begins, and add each waiting lane's share to its credit. `heads`: the first
+        waiting request of each lane, including the one whose call begins."""
         if self.is_due(lane):
             self._credit[lane] -= 1
         for other, waiter in enumerate(heads):

@@ -11,7 +11,7 @@ PATIENCE_S = 1.0
 """Overloads (529) within this many seconds lower the limit of calls only once, because calls that began earlier report
 the same overload."""
 SMOOTHING = 0.1
-"""The weight of the latest call in smoothed values."""
+"""The weight of the latest call in the smoothed share of overloads (529)."""
 REGAIN_S = 5.0
 """A lowered limit of calls rises by one after this many seconds without a 529. If the provider is still overloaded, it
 refuses only that one additional call. Without this rule, two long streams would block all lanes for as long as they

@@ -30,13 +30,14 @@ class Lines:
         return self._at(waiter) is not None
 
     def __iter__(self) -> Iterator[Waiter]:
-        """All waiting requests, lane by lane, in the order of their lines."""
+        """All requests that wait for the account's budget: those of the most urgent lane first, each lane's in their
+        order."""
         for line in self._lines:
             yield from line
 
     @property
     def is_empty(self) -> bool:
-        """True if no request waits."""
+        """True if no request waits for the account's budget."""
         return not any(self.heads)
 
     def count(self, lane: int) -> int:

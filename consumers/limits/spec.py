@@ -16,7 +16,7 @@ class AccountCaps:
     input_tokens: float | None = None
     output_tokens: float | None = None
     concurrency: int | None = None
-    """The most calls at the same time."""
+    """The most calls of the account at the same time; None: no limit."""
 
     def per_minute(self) -> tuple[float | None, float | None, float | None]:
         return (self.requests, self.input_tokens, self.output_tokens)

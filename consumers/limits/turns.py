@@ -29,7 +29,7 @@ class Turns(Protocol):
         account may be removed."""
 
     def now_s(self) -> float:
-        """The time by the clock that the account uses."""
+        """The time in seconds, by the clock that the account's times use."""
 
     def step(self) -> None:
         """Grant all waiting requests that may be granted now, and set a timer for the next one. It may return before

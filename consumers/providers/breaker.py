@@ -33,7 +33,7 @@ lane critical, 120 s in normal)."""
 OPEN_S = 1.0
 """How many seconds a breaker stays open at first; the time doubles each time that the probe (the trial call) fails."""
 OPEN_MOST_S = 5.0
-"""The longest time that a breaker stays open."""
+"""The longest time, in seconds, that a circuit breaker stays open before a trial call."""
 PROBE_WITHIN_S = 30.0
 """After this many seconds another call may be the probe (the trial call after an outage), even if the first probe has
 not ended."""

@@ -38,7 +38,7 @@ class Routes(Protocol):
     it."""
 
     def handlers(self) -> Mapping[tuple[str, str], Handler]:
-        """The HTTP handlers, by method and path."""
+        """The functions that handle HTTP calls, by method and path."""
         ...
 
     @property
@@ -52,7 +52,7 @@ class Routes(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Close everything that the routes have opened."""
+        """Close all connections and files that were opened for these paths."""
         ...
 
 

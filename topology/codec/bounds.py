@@ -20,7 +20,8 @@ DIGITS: Final = 128
 """The most digits of one number. The time to write a number grows with the square of its digits: 8 MiB of numbers with
 4,300 digits took 0.8 s."""
 SMALL_BYTES: Final = 32 * 1024
-"""A text of this size or less is parsed within 10 ms, whatever it contains, so it is not checked."""
+"""A JSON text of at most this many bytes is parsed within 10 ms, whatever it contains, so its values are not
+counted."""
 _PIECE_BYTES: Final = 2 * 1024 * 1024
 _MARKS: Final = (b",", b":", b"[", b"{")
 _ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
