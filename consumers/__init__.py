@@ -1,4 +1,4 @@
-"""What happens to a request, from a delivery to its settlement.
+"""What a worker does with a request, from the delivery of its message until the message is acknowledged or returned.
 
 Start at `handler.py`. Imported by `service`; imports `topology`.
 """

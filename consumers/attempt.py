@@ -1,14 +1,14 @@
-"""An attempt: one provider is called and, if that call fails, another one within the same attempt.
+"""Makes one attempt to answer a request: calls a provider and, if that call fails, perhaps another one.
 
 An attempt makes at most two calls, because each retry (`retry.py`) is a further attempt: more calls here would multiply
-with the retries. A second provider is called only if its breaker allows it (`providers/breakers.py`) and its account
-has budget at once: an attempt waits in the budget's line only once. The table in `failures.py` says after which
-failures another provider may be called.
+with the retries. A second provider is called only if its circuit breaker allows it (`providers/breakers.py`) and its
+rate limits leave room for the call now: an attempt waits for budget only once. The table in `failures.py` says after
+which failures another provider may be called.
 """
 
 import asyncio
 import random
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple, assert_never
 
 from consumers import retry
@@ -33,17 +33,17 @@ from lanekeeper.telemetry import logs, signals
 from topology.codec.request import Request
 
 SLACK_S = 1.0
-"""A call's timeout is at most the time left until the request's deadline plus this. So the deadline ends the call
-before its timeout, which would count as a failure of the provider."""
+"""The timeout of a call to a provider ends at most this many seconds after the request's deadline. So the deadline ends
+the call first; a timeout would count as a failure of the provider."""
 LONG_RETRY_AFTER_S = 5.0
-"""After a 429 whose `retry-after` is longer than this, another model may be called as well."""
+"""If a provider answers 429 with a `retry-after` of more seconds than this, a call to another model is allowed."""
 LEAST_LEFT_S = 1.0
-"""If less time than this is left until the deadline, no second provider is called."""
+"""If less time than this is left until the request's deadline, no second provider is called."""
 DEADLINE_TOLERANCE_S = 0.1
-"""A call that is cancelled at most this long before the deadline counts as ended by the deadline."""
+"""A call that was cancelled at most this many seconds before the request's deadline counts as ended by the deadline."""
 DEADLINE_PASSED = TransientError("no answer before the request's deadline", type=TIMEOUT)
-"""The error that is reported to the breaker if the deadline ended the call: the provider may hang, although the call
-did not reach its timeout."""
+"""The error that is reported to the provider's circuit breaker if the request's deadline ended the call: the provider
+may hang, although the call did not reach its timeout."""
 log = logs.logger()
 
 
@@ -54,53 +54,41 @@ class _FailedCall(NamedTuple):
     error: ProviderError
 
 
+@dataclass(slots=True)
 class Attempts:
     """Makes one attempt to get an answer for a job that has passed the gates: calls a provider, and another one if that
     call fails. The job's delivery is settled later, by `settle.py`."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        *,
-        breakers: Breakers,
-        route_gate: RouteGate,
-        budget_gate: BudgetGate,
-        replies: Replies,
-        lifecycle: Lifecycle,
-        pausing: Pausing,
-        policy: retry.RetryPolicy,
-        now_ms: NowMs,
-        rng: random.Random,
-    ) -> None:
-        self._registry = registry
-        self._breakers = breakers
-        self._route_gate = route_gate
-        self._budget_gate = budget_gate
-        self._replies = replies
-        self._lifecycle = lifecycle
-        self._pausing = pausing
-        self._policy = policy
-        self._now_ms = now_ms
-        self._rng = rng
+    registry: Registry
+    _: KW_ONLY
+    breakers: Breakers
+    route_gate: RouteGate
+    budget_gate: BudgetGate
+    replies: Replies
+    lifecycle: Lifecycle
+    pausing: Pausing
+    policy: retry.RetryPolicy
+    now_ms: NowMs
+    rng: random.Random
 
     async def make(self, job: Job, decoded: Decoded) -> Outcome:
-        """Call the providers within the time left until the deadline, and return the outcome. When this returns, each
-        part of a stream is confirmed or known to be lost."""
-        parts = Parts(self._replies, job) if decoded.request.stream else None
+        """Call the providers within the time left until the deadline, and return the outcome. When it returns, the
+        broker has confirmed each part of a streamed answer, or the part is known to be lost."""
+        parts = Parts(self.replies, job) if decoded.request.stream else None
         outcome = await self._attempt(job, decoded, parts)
         if parts is not None:
             await parts.confirmed()
         return outcome
 
     async def _attempt(self, job: Job, decoded: Decoded, parts: Parts | None) -> Outcome:
-        left_s = (decoded.request.deadline_ms - self._now_ms()) / 1000
+        left_s = (decoded.request.deadline_ms - self.now_ms()) / 1000
         if left_s <= 0:  # waiting for the store took too long
             return Refused(exceeded(job, decoded))
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:
             async with job.interruptible(min(left_s, ATTEMPT_WITHIN_S)):
-                await self._pausing.opened()  # make no call whose answer could not be sent
+                await self.pausing.opened()  # make no call whose answer could not be sent
                 began_s = clock()
                 answer = await self._call_routes(job, decoded, parts)
                 _record_run(job, clock() - began_s, usage=counted(answer.usage), cost_usd=answer.cost_usd)
@@ -109,13 +97,13 @@ class Attempts:
             _record_run(job, clock() - began_s)
             return ended_by(forbidden)
         except BreakerOpen as breaker:
-            return self._route_gate.later(job, decoded, breaker.retry_in_s)
+            return self.route_gate.later(job, decoded, breaker.retry_in_s)
         except ProviderError as error:
             has_sent = parts is not None and parts.has_sent
-            wait_s = self._breakers.least_wait_s(decoded.chain.routes) if error.is_outage and not has_sent else 0.0
+            wait_s = self.breakers.least_wait_s(decoded.chain.routes) if error.is_outage and not has_sent else 0.0
             # while all breakers are open, the provider is down: the attempt does not count
             _record_run(job, clock() - began_s, usage=self._spent(job, error), counts=wait_s <= 0)
-            return self._route_gate.later(job, decoded, wait_s) if wait_s > 0 else self._decide(error, job, decoded)
+            return self.route_gate.later(job, decoded, wait_s) if wait_s > 0 else self._decide(error, job, decoded)
         _record_run(job, clock() - began_s)
         return self._ended_early(job, decoded, is_past_deadline=left_s <= ATTEMPT_WITHIN_S)
 
@@ -125,7 +113,7 @@ class Attempts:
         Raises the ProviderError that decides the outcome; BreakerOpen if no call was made.
         """
         request, chain, clock = decoded.request, decoded.chain, asyncio.get_running_loop().time
-        left_s = (request.deadline_ms - self._now_ms()) / 1000
+        left_s = (request.deadline_ms - self.now_ms()) / 1000
         until_s, timeout_s = clock() + left_s, min(decoded.lane.call_timeout_s, left_s + SLACK_S)
         failed: _FailedCall | None = None
         for route in chain.routes if job.reserved is None else chain.starting_at(job.reserved.route):
@@ -135,8 +123,8 @@ class Attempts:
             if permit is None:
                 continue
             if failed is None:
-                job.attempted = Attempted(started_ms=self._now_ms())
-                self._lifecycle.publish(job, "started", wait_ms=job.wait_ms)
+                job.attempted = Attempted(started_ms=self.now_ms())
+                self.lifecycle.publish(job, "started", wait_ms=job.wait_ms)
                 if job.trail is not None:
                     job.trail.tell("started", attempt=job.attempts, wait_ms=job.wait_ms)
             else:
@@ -153,7 +141,7 @@ class Attempts:
                     raise
                 failed, timeout_s = _FailedCall(route, error), min(timeout_s, left_s)
         if failed is None:  # no call was made; a route with a wait of 0 had no budget: its breaker is not the reason
-            waits_s = (self._breakers.wait_s(route, clock()) for route in chain.routes)
+            waits_s = (self.breakers.wait_s(route, clock()) for route in chain.routes)
             raise BreakerOpen(min((wait_s for wait_s in waits_s if wait_s > 0), default=0.0))
         raise failed.error
 
@@ -161,7 +149,7 @@ class Attempts:
         """Ask the circuit breaker of the route for a permit to call it, and reserve budget of its account; None if
         either is refused. `error`: how the attempt's first call failed; None before that call."""
         clock = asyncio.get_running_loop().time
-        permit = await self._breakers.enter(route, clock(), request=job.id)
+        permit = await self.breakers.enter(route, clock(), request=job.id)
         if permit is None:
             return None
         self._publish_change(job, permit.change)
@@ -169,10 +157,10 @@ class Attempts:
             return permit
         before, used, is_reserved = job.reserved.route, self._spent(job, error), False
         try:
-            is_reserved = await self._budget_gate.move(job, decoded, route, used)
+            is_reserved = await self.budget_gate.move(job, decoded, route, used)
         finally:
             if not is_reserved:
-                await self._breakers.unknown(permit, clock())
+                await self.breakers.unknown(permit, clock())
         if is_reserved and used is not None and used.output_tokens > 0 and job.attempted is not None:
             job.attempted = replace(job.attempted, lost=(*job.attempted.lost, (before.model, used)))
         return permit if is_reserved else None
@@ -184,24 +172,24 @@ class Attempts:
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:
-            answer = await self._registry.call(permit.route, request, timeout_s=timeout_s, parts=parts)
+            answer = await self.registry.call(permit.route, request, timeout_s=timeout_s, parts=parts)
         except ProviderError as error:
-            self._publish_change(job, await self._breakers.failed(permit, error, clock(), timeout_s=timeout_s))
+            self._publish_change(job, await self.breakers.failed(permit, error, clock(), timeout_s=timeout_s))
             raise
         except BaseException:  # cancelled, or an internal error
             if parts is None and clock() >= until_s - DEADLINE_TOLERANCE_S:
-                change = await self._breakers.failed(permit, DEADLINE_PASSED, clock(), timeout_s=clock() - began_s)
+                change = await self.breakers.failed(permit, DEADLINE_PASSED, clock(), timeout_s=clock() - began_s)
                 self._publish_change(job, change)
             else:
-                await self._breakers.unknown(permit, clock())
+                await self.breakers.unknown(permit, clock())
             raise
-        self._publish_change(job, await self._breakers.answered(permit, clock()))
+        self._publish_change(job, await self.breakers.answered(permit, clock()))
         return answer
 
     def _publish_change(self, job: Job, change: Change | None) -> None:
         """Publish the event `breaker` if a breaker has changed its state."""
         if change is not None:
-            self._lifecycle.publish(job, "breaker", **change.figures())
+            self.lifecycle.publish(job, "breaker", **change.figures())
 
     @staticmethod
     def _spent(job: Job, error: ProviderError | None) -> Amounts | None:
@@ -222,15 +210,15 @@ class Attempts:
 
     def _decide(self, error: ProviderError, job: Job, decoded: Decoded) -> Outcome:
         """The outcome of an attempt that failed with `error`: a retry, or a final error."""
-        usable, reserved = self._breakers.usable(decoded.chain.routes), job.reserved
+        usable, reserved = self.breakers.usable(decoded.chain.routes), job.reserved
         has_other = reserved is not None and any(route.account != reserved.route.account for route in usable)
         return retry.decide(
             error,
             attempts=job.attempts,
             max_attempts=decoded.lane.max_attempts,
-            left_ms=decoded.request.deadline_ms - self._now_ms(),
-            policy=self._policy,
-            rng=self._rng,
+            left_ms=decoded.request.deadline_ms - self.now_ms(),
+            policy=self.policy,
+            rng=self.rng,
             has_other=has_other,
         )
 

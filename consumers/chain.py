@@ -1,4 +1,4 @@
-"""The providers that may be called for a request, best first. `providers/routes.py` makes this value."""
+"""The providers that may be called for a request, in order of preference. `providers/routes.py` makes this value."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class Route:
     model: str
     """Anthropic's name for the model, which the table of prices uses too."""
     name: str
-    """The provider's name for the model."""
+    """The provider's own name for the model, which the call contains."""
     account: str
     """The account whose budget the call uses: a provider has one account for each class of models."""
 
@@ -22,8 +22,9 @@ class Chain:
 
     routes: tuple[Route, ...] = ()
     forbidden: str = ""
-    """Why the lane or tenant may not use the model: the detail of the problem `forbidden_model`; "" if they may."""
+    """Why the request's lane or tenant may not use the model: the text for the error `forbidden_model`; "" if they may
+    use it."""
 
     def starting_at(self, route: Route) -> tuple[Route, ...]:
-        """The given route and the routes after it in the chain."""
+        """The given route (a provider and model) and those after it in the chain."""
         return self.routes[self.routes.index(route) :]

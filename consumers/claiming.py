@@ -1,7 +1,7 @@
-"""The claims of this process: taken before a provider is called, renewed during the call, then completed or released.
+"""Takes a claim before a provider is called, renews it during the call, and then completes or releases it.
 
-A claim is the store's record that one delivery of a request is being worked on; it ends with its lease if it is not
-renewed. While the store is unavailable, deliveries are held until it answers. A call without a claim could be paid
+A claim is the store's record that one worker is working on a request; it ends with its lease (10 s by default) if it is
+not renewed. While the store is unavailable, deliveries are held until it answers. A call without a claim could be paid
 twice, and an acknowledged outcome that is not stored could be followed by a different one.
 """
 
@@ -31,11 +31,13 @@ from consumers.trail import Trails
 from lanekeeper.telemetry import logs, signals
 
 RENEW_EVERY_S = 0.5
-"""A twentieth of a lease. The call of a cancelled request ends within this time and one round trip to the store."""
+"""The seconds between two renewals of the claims: a twentieth of the time after which a claim ends. The call of a
+cancelled request ends within this time and one round trip to the store."""
 RELEASE_WITHIN_S = 1.0
 DEFER_WITHIN_S = 1.0
 DEFERRED_KEPT_MS = 60_000
-"""How long the store keeps the record of a deferral after the request's deadline: by then its outcome is stored."""
+"""For how many ms after a deferred request's deadline the store keeps the record of its deferral. By then the request's
+outcome is stored."""
 PAUSE_CAP_S = 1.0
 T = TypeVar("T")
 log = logs.logger()
@@ -56,7 +58,7 @@ class Claiming:
 
     @property
     def is_away(self) -> bool:
-        """Whether the last call to the store failed."""
+        """Whether the store counts as unavailable: the last call to it failed."""
         return self._store.trouble is not None
 
     async def run(self) -> None:
@@ -68,7 +70,7 @@ class Claiming:
             await self.renew()
 
     async def renew(self) -> None:
-        """Renew all claims of this process once, now."""
+        """Renew all claims of this process once, now. (A claim is the record that a worker works on a request.)"""
         if not self._held:
             self._has_claims.clear()
             return
@@ -84,10 +86,10 @@ class Claiming:
                 job.stop(why)
 
     async def claim(self, job: Job) -> Granted | Running | Ended | Conflict:
-        """Ask for the claim of a job's request. Raises StoreUnavailable after `CLAIM_WITHIN_S`.
+        """Ask the store for the claim of a job's request. Raises StoreUnavailable after `CLAIM_WITHIN_S`.
 
-        If this is cancelled and the claim is then granted, it is released in the background: a holder that never
-        releases its claim counts as dead.
+        If the caller is cancelled and the claim is then granted, it is released in the background: a worker that never
+        releases a claim counts as dead.
         """
         claiming = self._background.begin(self._request_claim(job), name=f"claim {job.id}")
         self._claim_tasks[claiming] = job.identity
@@ -108,23 +110,15 @@ class Claiming:
         decoded = job.decoded
         if decoded is None or not (granted.followed or (decoded.request.stream and not job.message.reply_to)):
             return
-        request = decoded.request
-        submission = Submission(
-            body_hash=job.fingerprint().body_hash,
-            lane=request.lane,
-            streams=request.stream,
-            submitted_ms=request.sent_ms,
-            due_ms=request.due_ms,
-            deadline_ms=request.deadline_ms,
-        )
+        submission = Submission.of(decoded.request, job.fingerprint().body_hash)
         job.trail = self._trails.begin(held, submission, is_takeover=granted.deaths > 0)
 
     async def release(self, job: Job, *, due_ms: int | None = None) -> None:
-        """Release the claim of a request that waits for its next delivery. `due_ms`: when that is due; None if unknown.
-        If the store is unavailable, the claim ends with its lease.
+        """Release the claim of a request that has not ended and will be delivered again. `due_ms`: the time of that
+        delivery; None if unknown. If the store is unavailable, the claim ends with its lease.
 
-        If the caller is cancelled, the release continues in the background: a holder that never releases its claim
-        counts as dead.
+        If the caller is cancelled, the release continues in the background: a worker that never releases a claim counts
+        as dead.
         """
         if job.claim is None:
             return
@@ -136,9 +130,9 @@ class Claiming:
         await self._release_held(held, attempts=job.attempts, due_ms=due_ms)
 
     async def defer(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
-        """Store the due time of an unclaimed request, which `result` and `status` report. Return False if the request
-        has ended already and need not wait. For short waits: if the store does not answer within a second, only this
-        information is lost."""
+        """Store the due time of a request that waits without a claim; clients that ask for its result get this time.
+        Return False if the request has ended already and need not wait. For short waits: if the store does not answer
+        within a second, only this information is lost."""
         try:
             async with asyncio.timeout(DEFER_WITHIN_S):
                 return await self._defer(job, due_ms, deadline_ms)
@@ -148,12 +142,12 @@ class Claiming:
 
     async def defer_for_long(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
         """Like `defer`, for long waits: try until the store answers. A cancellation that came before the request must
-        be found now, because the store forgets it before the wait ends. Raises like `claim`."""
+        be noticed now, because the store forgets it before the wait ends. Raises StoreUnavailable."""
         return await _until_stored(lambda: self._defer(job, due_ms, deadline_ms), within_s=CLAIM_WITHIN_S)
 
     async def reserve(self, job: Job, *, weight: int, until_ms: int) -> WaitingLimit:
         """Count a request that waits long in the broker against the limits of its tenant and of all tenants. `weight`:
-        as how many requests it counts. Raises like `claim`."""
+        as how many requests it counts. Raises StoreUnavailable."""
         fingerprint = job.fingerprint()
         return await _until_stored(
             lambda: self._store.reserve(job.identity, fingerprint, weight=weight, until_ms=until_ms),
@@ -185,8 +179,8 @@ class Claiming:
                 await self._store.release(held, attempts=attempts, due_ms=due_ms)
 
     async def complete(self, job: Job, completion: Completion) -> Completion | None:
-        """Store how the request ended. Return the completion that is valid: this one, or the one that was stored first.
-        None if another delivery of the request is being worked on.
+        """Store how the request ended (its completion). Return the completion that is valid: this one, or an earlier
+        one that was stored first. None if another worker holds the claim.
 
         Raises StoreUnavailable after `STORE_WITHIN_S`. If the caller is cancelled, storing continues in the background:
         the answer is paid for, and if the delivery was lost, its redelivery gets this answer.
@@ -219,12 +213,12 @@ class Claiming:
 
     async def note(self, job: Job, completion: Completion) -> None:
         """Store how a request ended that is invalid and so was never claimed, so that its result can be fetched. Raises
-        like `complete`."""
+        StoreUnavailable."""
         await _until_stored(lambda: self._store.note(job.identity, completion))
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        """Record a cancellation. A request that runs in this process stops at once, even if the store has not answered
-        its claim yet. Raises like `complete`."""
+        """Record a cancellation. A request that runs in this process stops at once, even if the store has not granted
+        its claim yet. Raises StoreUnavailable."""
         result = await _until_stored(lambda: self._store.cancel(identity, completion))
         if result is Cancelling.TOLD:
             if claims := [task for task, claimed in self._claim_tasks.items() if claimed == identity]:
@@ -233,7 +227,7 @@ class Claiming:
         return result
 
     async def find(self, identity: Identity) -> Found | None:
-        """What the store knows about a request; None if it knows nothing. Raises like `complete`."""
+        """What the store knows about a request; None if it knows nothing. Raises StoreUnavailable."""
         return await _until_stored(lambda: self._store.find(identity))
 
     def forget(self, job: Job) -> None:

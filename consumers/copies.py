@@ -1,4 +1,4 @@
-"""Builds the message of a request that a worker publishes again: to a delay, a side queue, or `lane.dead`. Pure.
+"""Builds the message of a request that a worker publishes again: to a delay, a side queue, or `lane.dead`. Without I/O.
 
 Body and properties stay as the requester published them, but `user_id` and `expiration` move into headers: the broker
 closes a channel that publishes with another user's `user_id`, and would apply `expiration` again in each queue."""

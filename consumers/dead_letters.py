@@ -1,7 +1,7 @@
 """Keeps `lane.dead` within its limits of number, size and age: removes the oldest dead letters.
 
-If a folder is set, each letter is written to a file there before it is removed. One process at a time does this: the
-one that holds a lease in the store.
+If a folder is configured, each letter is written to a file there before it is removed. One process at a time does this:
+the one that holds a lease (a lock that expires) in the store.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from topology.lanes import GIB
 
 LOOK_EVERY_S = 60.0
 SAMPLE = 8
-"""The average size of a letter is estimated from this many of the oldest, because AMQP reports how many messages a
+"""The average size of a dead letter is estimated from this many of the oldest, because AMQP reports how many messages a
 queue has, but not their bytes."""
 MAX_REMOVED = 1000
-"""The most letters that one `look` removes."""
+"""The most dead letters that one call of `DeadLetters.look` removes."""
 LEASE = "dead letters"
 log = logs.logger()
 
@@ -60,8 +60,8 @@ class DeadLetters:
     dropped: int = 0
 
     async def run(self, *, owner: str, every_s: float = LOOK_EVERY_S) -> None:
-        """Remove letters that exceed the limits every `every_s`, until cancelled. `owner`: a name of this process that
-        is unique among those that share the store."""
+        """Every `every_s` seconds, until cancelled, remove the dead letters that exceed the limits. `owner`: a name of
+        this process that is unique among those that share the store."""
         while True:
             await asyncio.sleep(every_s)
             try:

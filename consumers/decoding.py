@@ -17,7 +17,7 @@ class Decoding:
         self._max_values = max_values
 
     async def request(self, job: Job, lane: LaneSpec) -> Request:
-        """The request in the job's message. Raises RequestProblem if it is invalid or too large."""
+        """Decode the job's message into a request. Raises RequestProblem if it is invalid or too large."""
         message = job.message
         if (weight := decoding.weight(message)) <= bounds.SMALL_BYTES:
             rank = (urgency(lane.name), weight)
@@ -26,7 +26,7 @@ class Decoding:
         return await self.request_of(raw, job, lane)
 
     async def request_of(self, raw: bytes, job: Job, lane: LaneSpec) -> Request:
-        """The request with the headers of the job's message and the body `raw`, which was unpacked or fetched. Raises
+        """Like `request`, but with the body `raw`, which was unpacked or fetched, in place of the message's own. Raises
         RequestProblem if it is invalid or too large."""
         rank = (urgency(lane.name), len(raw))
         if (excess := await self._parsing.excess(raw, max_values=self._max_values, rank=rank)) is not None:

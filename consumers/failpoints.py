@@ -1,4 +1,5 @@
-"""Places in the journey of a request where the process kills itself at random, for the fault suite.
+"""Steps in the processing of a request at which the worker kills itself at random. Used by the fault suite, which tests
+that no request is lost.
 
 No place is active unless a setting gives it a probability. The names, in the order in which a request reaches them:
 before_claim  after_claim  after_call  after_keep  after_store  after_publish  after_confirm  after_ack
@@ -23,8 +24,8 @@ NAMES = frozenset(
 )
 EXIT_CODE = 86
 SOON_S = 0.0005
-"""How long after `reach_soon` the process dies: the frames of the publish are usually written by then, but not
-confirmed yet."""
+"""How many seconds after `Failpoints.reach_soon` the process dies: by then a publish is usually written to the socket,
+but not confirmed yet."""
 
 
 class Failpoints:

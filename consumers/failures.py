@@ -28,9 +28,9 @@ class Retry(Enum):
     """Whether another attempt may help, and how long to wait before it. Read by `retry.decide`."""
 
     REJECTED = auto()
-    """Another attempt does not help: the request ends as `provider_rejected`."""
+    """Another attempt does not help: the request ends with the error `provider_rejected`."""
     TOO_LARGE = auto()
-    """Another attempt does not help, because its answer would be too large again: the request ends as
+    """Another attempt does not help, because its answer would be too large again: the request ends with the error
     `answer_too_large`."""
     SOON = auto()
     """Another attempt may help, and the pause before the first retry is short."""
@@ -46,39 +46,44 @@ class Failover(Enum):
     `attempt.py`."""
 
     NOBODY = auto()
-    """No other route: it would fail as well."""
+    """Do not call another provider or model within this attempt: that call would fail as well."""
     PROVIDER = auto()
-    """Another provider, with any model."""
+    """Another provider may be called, with any model."""
     SAME_MODEL = auto()
-    """Another provider, with the same model."""
+    """Another provider may be called, with the same model."""
     ACCOUNT = auto()
-    """Another account, with any model."""
+    """Another account may be called (an account is the limits of one provider for a class of models), with any
+    model."""
     SAME_MODEL_FIRST = auto()
-    """Another account with the same model. Another model only if the provider's `retry-after` is long."""
+    """Another account may be called with the same model; with another model only if the provider's `retry-after` is
+    long."""
 
 
 class Trips(Enum):
     """Whether the circuit breaker counts the error as a failure of the provider. Read by `breakers.py`."""
 
     NO = auto()
-    """It is not counted: the provider works, because it answered, even if it refused the request."""
+    """The circuit breaker does not count the error: the provider answered, so it works, even if it refused the
+    request."""
     YES = auto()
-    """It is counted."""
+    """The circuit breaker counts the error as a failure of the provider."""
     IN_TIME = auto()
-    """It is a timeout, and is counted only if the call's timeout was long enough."""
+    """The error is a timeout. The circuit breaker counts it only if the call's timeout was long enough."""
     UNREACHED = auto()
-    """The provider was not reached. It is counted, and a few such failures in a row open the breaker."""
+    """The provider was not reached. The circuit breaker counts the error, and opens after a few such failures in a
+    row."""
 
 
 class Paid(Enum):
-    """What the provider has counted against the account's limits for a failed call. Read by `counting.spent`."""
+    """What the provider has counted for a failed call against the account's limits of requests and tokens. Read by
+    `counting.spent`."""
 
     NOTHING = auto()
     """The provider counted nothing: the request did not reach it."""
     REQUEST = auto()
     """The provider counted one request and no tokens."""
     UNKNOWN = auto()
-    """The provider may have counted anything up to the whole reservation."""
+    """The provider may have counted any amount up to those reserved for the call: it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +114,15 @@ TOO_LARGE    = Meaning(Retry.TOO_LARGE,   Failover.NOBODY,           Trips.NO,  
 # fmt: on
 
 UNREACHABLE: Final = "unreachable"
-"""The error type if no connection could be opened. If it was lost after sending, the type is `connection`."""
+"""The error type if no connection to the provider could be opened. If the connection was lost after sending, the type
+is `connection`."""
 TIMEOUT: Final = "timeout"
 """The error type if the call reached its timeout, or its request's deadline."""
 _BY_TYPE: Final = {UNREACHABLE: UNSENT, "credentials": UNSENT, TIMEOUT: TIMED_OUT}
-"""The row of a TransientError without status, by its type. `credentials`: none were there to sign the request with, so
-that nothing was sent."""
+"""The row of the table for a TransientError without an HTTP status, by the error's type. `credentials` means that there
+were none to sign the request with, so nothing was sent."""
 _BY_STATUS: Final = {401: KEY_REFUSED, 403: FORBIDDEN}
-"""The row of a RejectedError by its status; REJECTED for any other."""
+"""The row of the table for a RejectedError, by the HTTP status. Other statuses have the row REJECTED."""
 
 
 class ProviderError(LanekeeperError):
@@ -150,13 +156,14 @@ class ProviderError(LanekeeperError):
 
     @property
     def paid(self) -> Paid:
-        """What the provider counted: as in the table, but UNKNOWN if an answer had begun."""
+        """What the provider counted against the account's limits for this call: as the table says, but UNKNOWN if an
+        answer had begun."""
         return Paid.UNKNOWN if self.had_begun else self.means.paid
 
     @property
     def is_outage(self) -> bool:
-        """Whether the provider itself failed, before it did anything that costs money. If all breakers are open after
-        such a failure, the attempt does not count."""
+        """Whether the provider itself failed, before it did anything that costs money. If after such a failure the
+        circuit breakers of all usable providers are open, the attempt does not count."""
         is_its_own = self.means.trips is not Trips.NO and self.means.retry is not Retry.REJECTED
         return is_its_own and self.paid is not Paid.UNKNOWN
 
@@ -181,7 +188,7 @@ class TransientError(ProviderError):
 
 
 class ErrorFields(TypedDict, total=False):
-    """Optional fields of a ProviderError, for the signatures of its subclasses."""
+    """The optional keyword arguments of ProviderError, as a type for the signatures of its subclasses."""
 
     request_id: str | None
     retry_after_s: float | None

@@ -1,6 +1,7 @@
 """Handles `lane.fallen`: messages that the broker dead-lettered from one of our queues, or could not route.
 
-Each is answered with an error, and kept in `lane.dead` if its problem says so, like any other failed request."""
+Each such request is answered with an error and, depending on the error, kept in `lane.dead`, like any other failed
+request."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -34,8 +35,8 @@ class Fallen:
         self._speakers = speakers
 
     def job_of(self, delivery: Delivery) -> Job:
-        """The job of a fallen message. Its internal headers are trusted if a worker sent it: if it was dead-lettered
-        from a due queue or a side queue, or could not be routed from a delay."""
+        """Make the job of a message in `lane.fallen`. Its internal headers are trusted if a worker had published it: if
+        it was dead-lettered from a due queue or a side queue, or could not be routed after a delay."""
         message = delivery.message
         # otherwise a publisher may have written the first entry of the header x-death
         dead_lettered = message.exchange == self._names.fallen
@@ -50,8 +51,8 @@ class Fallen:
         return job
 
     async def handle(self, job: Job) -> Outcome:
-        """The outcome of a message in `lane.fallen` that expired, was delivered too often, or has no lane; any other is
-        an internal error."""
+        """The outcome of a message in `lane.fallen` that expired, was delivered too often, or names no existing lane;
+        any other reason is an internal error."""
         return ended_by(self._problem(job))
 
     def _problem(self, job: Job) -> RequestProblem:

@@ -1,13 +1,14 @@
-"""START HERE: the pipeline of one request, read from top to bottom."""
+"""START HERE: the steps in which a worker handles one request, read from top to bottom."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from consumers.attempt import Attempts
 from consumers.decoding import Decoding
 from consumers.failpoints import Failpoints
 from consumers.gates.base import Gate
 from consumers.job import Decoded, Job
-from consumers.outcomes import Deferred, Outcome, ended_by
+from consumers.outcomes import Deferred, Outcome, ended, ended_by
 from consumers.providers.routes import Routes
 from consumers.replies.reply import Replies
 from lanekeeper.contract.names import Names
@@ -15,57 +16,46 @@ from lanekeeper.contract.problems import RequestProblem
 from topology.lanes import LaneSpec
 
 
+@dataclass(slots=True, kw_only=True)
 class Handler:
     """Turns a delivery into its outcome (`outcomes.py`): decodes the message, checks it at the gates, and calls a
     provider. The delivery is settled later, by `settle.py`."""
 
-    def __init__(
-        self,
-        *,
-        gates: Sequence[Gate],
-        attempts: Attempts,
-        routes: Routes,
-        replies: Replies,
-        names: Names,
-        failpoints: Failpoints,
-        decoding: Decoding,
-        needs_user_id: bool = False,
-    ) -> None:
-        """`needs_user_id`: refuse requests without the property `user_id`, because their tenant is unknown."""
-        self._gates = gates
-        self._decoding = decoding
-        self._attempts = attempts
-        self._routes = routes
-        self._replies = replies
-        self._failpoints = failpoints
-        self._names = names
-        self._needs_user_id = needs_user_id
+    gates: Sequence[Gate]
+    attempts: Attempts
+    routes: Routes
+    replies: Replies
+    names: Names
+    failpoints: Failpoints
+    decoding: Decoding
+    needs_user_id: bool = False
+    """Refuse requests without the property `user_id`, because their tenant is unknown."""
 
     async def handle(self, job: Job, *, lane: LaneSpec) -> Outcome:
         """Check the delivery → decode it → enter the gates → make one attempt → leave the gates."""
         if (refused := self._refused(job)) is not None:
             return refused
         try:
-            request = await self._decoding.request(job, lane)
+            request = await self.decoding.request(job, lane)
         except RequestProblem as problem:
             return ended_by(problem)
-        job.decoded = decoded = Decoded(request, lane, self._routes.of(lane.name, job.identity.tenant, request.model))
+        job.decoded = decoded = Decoded(request, lane, self.routes.of(lane.name, job.identity.tenant, request.model))
         if job.delivery.times_delivered is None:
             # a classic intake (RabbitMQ 3.x) does not count deliveries; the due queue does
             return Deferred(delay_ms=0, reason="redelivered", redelivered=True)
-        self._failpoints.reach("before_claim")
+        self.failpoints.reach("before_claim")
         outcome: Outcome | None = None
         passed: list[Gate] = []
         try:
-            for gate in self._gates:
+            for gate in self.gates:
                 outcome = await gate.enter(job, decoded)
                 if outcome is not None:
                     return outcome
                 passed.append(gate)
                 decoded = job.decoded or decoded  # the body gate replaces it by one with the fetched body
-            self._failpoints.reach("after_claim")
-            outcome = await self._attempts.make(job, decoded)
-            self._failpoints.reach("after_call")
+            self.failpoints.reach("after_claim")
+            outcome = await self.attempts.make(job, decoded)
+            self.failpoints.reach("after_call")
             return outcome
         finally:
             await _leave(passed, job, decoded, outcome)
@@ -73,22 +63,18 @@ class Handler:
     def _refused(self, job: Job) -> Outcome | None:
         """The outcome of a delivery that is refused because of its exchange, its user or its reply address; None: the
         delivery is acceptable."""
-        if not job.trusted and job.message.exchange != self._names.requests:
-            return ended_by(
-                RequestProblem(
-                    "invalid_request",
-                    f"published to exchange {job.message.exchange[:80]!r}: allowed is {self._names.requests!r}",
-                )
+        if not job.trusted and job.message.exchange != self.names.requests:
+            return ended(
+                "invalid_request",
+                f"published to exchange {job.message.exchange[:80]!r}: allowed is {self.names.requests!r}",
             )
-        if self._needs_user_id and not job.user_id:
-            return ended_by(
-                RequestProblem(
-                    "invalid_request",
-                    "user_id: missing; publish with the property user_id, the name of the user that is connected: "
-                    "without it nobody can tell whose the request is",
-                )
+        if self.needs_user_id and not job.user_id:
+            return ended(
+                "invalid_request",
+                "user_id: missing; publish with the property user_id, the name of the user that is connected: "
+                "without it nobody can tell whose the request is",
             )
-        if (forbidden := self._replies.refusal(job)) is not None:
+        if (forbidden := self.replies.refusal(job)) is not None:
             return ended_by(forbidden)
         return None
 

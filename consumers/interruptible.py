@@ -8,7 +8,7 @@ from consumers.state.base import Stop
 
 
 class Waiter(Protocol):
-    """The part of a job that an interruptible wait uses."""
+    """The attributes of a job that an interruptible wait needs."""
 
     stopped: Stop | None
     waiting: "Interruptible | None"
@@ -17,8 +17,8 @@ class Waiter(Protocol):
 class Interruptible:
     """Ends the wait in its block when the job is stopped, or when the time is over.
 
-    The block is then left without an exception: execution continues after it. If the block called a provider, the
-    socket of that call is closed.
+    The block is then left without an exception: execution continues after it. If a call to a provider was running in
+    the block, its socket is closed.
     """
 
     __slots__ = ("_job", "_limit")

@@ -30,23 +30,23 @@ from topology.lanes import LaneSpec
 CLAIM_WITHIN_S = 60.0
 ATTEMPT_WITHIN_S = 1200.0
 STORE_WITHIN_S = 180.0
-"""The longest times for three steps of a delivery: to get its claim, to run its attempt, to store its outcome. Together
-with two publishes after them (up to 100 s each) they are shorter than the broker's consumer timeout of 1800 s. A
-delivery that is held longer is taken back and delivered again without end: the broker does not count such deliveries
-(docs/facts.md, section 7)."""
+"""`CLAIM_WITHIN_S`, `RUN_WITHIN_S` and `STORE_WITHIN_S` limit three steps of a delivery: to get its claim, to run its
+attempt, to store its outcome. Together with the two publishes that follow (up to 100 s each), they take less than the
+broker's consumer timeout of 1800 s. The broker takes back a delivery that is held longer and delivers it again, without
+end: it does not count such deliveries (docs/facts.md, section 7)."""
 NowMs = Callable[[], int]
-"""A clock: returns ms since 1970."""
+"""A function that returns the time in ms since 1970."""
 
 
 def now_ms() -> int:
-    """The wall clock."""
+    """The time of the system clock, in ms since 1970."""
     return time.time_ns() // 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A decoded request, its lane, and the providers that may be called for it. It is made once; only the body gate
-    replaces it, by one with the fetched body."""
+    """A decoded request, its lane, and the providers that may be called for it. It is made once for a delivery; only
+    the body gate replaces it, by one with the fetched body."""
 
     request: Request
     lane: LaneSpec
@@ -68,15 +68,15 @@ class Attempted:
 
     started_ms: int
     run_ms: int = 0
-    """How long the attempt ran; 0 while it runs."""
+    """How many ms the attempt ran; 0 while it runs."""
     usage: Amounts | None = None
-    """What the provider counted; None: unknown."""
+    """How many tokens the provider counted for the call; None: unknown."""
     cost_usd: float | None = None
     """What the answer cost; None if there is no answer, or its model has no price."""
     lost: tuple[tuple[str, Amounts], ...] = ()
-    """Failed calls before the last one that may have to be paid: the model and the used amounts of each."""
+    """Those failed calls before the last one that may have to be paid: the model and the used amounts of each."""
     counts: bool = True
-    """False if the attempt does not count, because the provider was down."""
+    """False if the attempt does not count against the request's limit of attempts, because the provider was down."""
 
 
 class Job:
@@ -92,13 +92,7 @@ class Job:
     )  # fmt: skip
 
     def __init__(
-        self,
-        delivery: Delivery,
-        *,
-        lane: LaneSpec | None,
-        trusted: bool,
-        taken_ms: int,
-        speakers: Collection[str] = (),
+        self, delivery: Delivery, *, lane: LaneSpec | None, trusted: bool, taken_ms: int, speakers: Collection[str] = ()
     ) -> None:
         self.delivery = delivery
         self.lane = lane
@@ -165,21 +159,24 @@ class Job:
 
     @property
     def redelivered(self) -> bool:
-        """True if an earlier delivery of this message was never settled."""
+        """True if an earlier delivery of this message was neither acknowledged nor returned."""
         return self.delivery.redelivered or self.hop.redelivered
 
     @property
     def is_fresh(self) -> bool:
-        """True if the message has been in no delay. It may have been in a side queue."""
+        """True if the request was never delayed or retried: it comes from the lane's intake, directly or through a side
+        queue."""
         return not self.trusted or self.hop.is_fresh
 
     @property
     def came_before(self) -> bool:
-        """True if a worker had the request before. Its outcome may be stored already, but not yet published."""
+        """True if a worker had the request before. Its outcome may be stored already, but its reply not yet
+        published."""
         return self.redelivered or not self.is_fresh
 
     def fingerprint(self) -> Fingerprint:
-        """The properties of this message that the store compares with those of other messages of the same id."""
+        """The properties of this message (such as the hash of its body) by which the store detects another request with
+        the same id."""
         if self._fingerprint is not None:
             return self._fingerprint
         message = self.message
@@ -211,7 +208,7 @@ class Job:
 
     @property
     def attempts(self) -> int:
-        """How many attempts were made, including that of this delivery."""
+        """How many attempts were made for the request, including that of this delivery."""
         return self.hop.attempts + (1 if self.attempted is not None and self.attempted.counts else 0)
 
     @property
@@ -222,7 +219,7 @@ class Job:
 
     @property
     def run_ms(self) -> int:
-        """How long the attempt of this delivery ran."""
+        """How many ms the attempt of this delivery ran."""
         return 0 if self.attempted is None else self.attempted.run_ms
 
     def waited_ms(self, until_ms: int) -> int:
@@ -233,16 +230,16 @@ class Job:
 
     @property
     def published(self) -> Published:
-        """When the request was published, and by what that is known (a header, a time stamp, or only the delivery). It
-        works for invalid requests too."""
+        """When the request was published, and the source of that time (a header, a time stamp, or only the delivery).
+        It is known for invalid requests too."""
         if self.decoded is not None:
             return Published(self.decoded.request.sent_ms, self.decoded.request.sent_by)
         return published(self.message, self.hop, now_ms=self.taken_ms)
 
 
 def content_hash(content: bytes | str) -> bytes:
-    """The hash by which bodies are compared. `content`: the body, or its SHA-256 in hex if it is not in the
-    message."""
+    """The hash by which the bodies of two messages are compared. `content`: the body, or its SHA-256 in hex if it is
+    not in the message."""
     known = content if isinstance(content, bytes) else content.lower().encode()
     return blake2b(known, digest_size=16).digest()
 
@@ -253,8 +250,8 @@ def _body_hash(message: Message) -> bytes:
 
 
 def tenant_of(user_id: str | None, stated: object, speakers: Collection[str]) -> str:
-    """The tenant of a request: its user, or the tenant that it states if that user is one of `speakers`, which may
-    speak for other tenants. "" if unknown."""
+    """The tenant of a request: its user, or the tenant that its header names, if the user is one of `speakers` (users
+    that may publish for others). "" if unknown."""
     if user_id in speakers and isinstance(stated, str):
         return stated
     return user_id or ""
@@ -278,8 +275,8 @@ def dead_at_ms(text: object) -> int | None:
 
 
 def is_trusted(message: Message, names: Names) -> bool:
-    """Whether a worker published the message, so that its internal headers can be believed: it came through `lane.due`
-    (an internal exchange), or through a delay or side exchange, to which only workers may publish."""
+    """Whether a worker published the message, so that the headers that only workers set are genuine: it came through
+    `lane.due` (an internal exchange), or through a delay or side exchange, to which only workers may publish."""
     return message.exchange == names.due_exchange or message.exchange.startswith(
         (names.delay_prefix, names.side_prefix)
     )

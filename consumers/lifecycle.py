@@ -30,13 +30,15 @@ EVENTS: Mapping[str, Set[str]] = {
     "breaker": {"provider", "model", "state", "error", "retry_in_s"},
     "cap": {"cap", "percent", "used", "limit"},
 }
-"""All events, and the fields that each may have in addition to `COMMON`."""
+"""All life-cycle events of requests, and the fields that each may have in addition to those in `COMMON`."""
 COMMON = ("event", "id", "lane", "app", "attempt", "at_ms")
 APP_LENGTH = 64
 ID_LENGTH = 128
-"""The most characters of an id in a routing key, so that a key of lane, app, event and id stays within 255 bytes."""
+"""The most characters of a request's id in an event's routing key, so that the key (lane, app, event and id) stays
+within AMQP's 255 bytes."""
 _as_json = json.JSONEncoder(default=str).encode
-"""One encoder for all events, because `json.dumps` with an option creates one for each call."""
+"""Encodes events as JSON. It is one encoder for all events, because `json.dumps` with an option creates one for each
+call."""
 log = logs.logger()
 
 

@@ -8,7 +8,7 @@ from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.problems import RequestProblem
 
 LATER_MS = 1000
-"""How long a request is deferred if another worker runs it, or if work is paused."""
+"""For how many ms a request is deferred if another worker runs it, or if the worker's work is paused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +20,8 @@ class Answered:
     model: str
     provider: str
     kept: BodyAddress | None = None
-    """Where the answer is stored if it is too large for an AMQP message; `body` is then a JSON object with that
-    address."""
+    """The address and digest of an answer that is stored outside the broker, because it is too large for an AMQP
+    message; `body` is then a JSON object with that address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,25 +38,25 @@ class Deferred:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retried:
-    """The attempt failed and is counted. The request comes back after `delay_ms`, ahead of fresh requests."""
+    """The attempt failed and is counted. The request is delivered again after `delay_ms`, ahead of new requests."""
 
     delay_ms: int
     error: str
-    """The error in one line, for the requester."""
+    """The error of the failed attempt in one line, for the requester."""
     brief: str = ""
-    """The error without content of the request, for logs and events."""
+    """The error of the failed attempt without content of the request, for logs and events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A final error; the message is not kept."""
+    """The request ended with an error; the message is not kept."""
 
     problem: RequestProblem
 
 
 @dataclass(frozen=True, slots=True)
 class Buried:
-    """A final error; the message is kept in `lane.dead`."""
+    """The request ended with an error; the message is kept in the queue `lane.dead`."""
 
     problem: RequestProblem
 
@@ -88,9 +88,14 @@ def ended_by(problem: RequestProblem) -> Refused | Buried:
     return Buried(problem) if problem.type.parked else Refused(problem)
 
 
+def ended(code: str, detail: str, *, status: int | None = None, brief: str | None = None) -> Refused | Buried:
+    """The outcome of a request that ends with the error of this code (see `RequestProblem`)."""
+    return ended_by(RequestProblem(code, detail, status=status, brief=brief))
+
+
 def stopped_by(why: Stop, *, doing: str, due_ms: int | None) -> Dropped | Deferred:
     """The outcome of a stopped job: its request was cancelled, or another delivery has taken over its claim (`FENCED`).
-    `doing`: what the job did when it was stopped, as a verb in the past tense, for the error's detail."""
+    `doing`: a verb in the past tense for the error's text, which says what the job did when it was stopped."""
     match why:
         case Stop.CANCELLED:
             return Dropped(RequestProblem("cancelled", f"cancelled by its owner while it {doing}"))

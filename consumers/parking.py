@@ -5,7 +5,8 @@ from consumers.rate_limit import LogThrottle, RateLimit
 from lanekeeper.telemetry import logs, signals
 
 UNIT_BYTES = 64 * 1024
-"""A message counts as one, and as one more for each full 64 KiB of its body."""
+"""Against the limit of kept invalid messages, a message counts as one, and as one more for each full 64 KiB of its
+body."""
 INVALID_PER_HOUR = 1000
 HOUR_S = 3600
 log = logs.logger()
@@ -23,7 +24,7 @@ class Parking:
 
     def takes(self, tenant: str, size: int, *, code: str) -> bool:
         """Whether an invalid message of `size` bytes is kept. If not, it is counted in `unparked`, and logged at most
-        once a minute. `code`: its problem."""
+        once a minute. `code`: the code of its problem."""
         if self._limit.take(tenant, 1 + size // UNIT_BYTES):
             return True
         self.unparked += 1

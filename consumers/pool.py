@@ -1,8 +1,8 @@
 """A pool works on the deliveries of one queue, as many at a time as it has slots.
 
-The prefetch of the consumer equals the slots, so that no delivery waits in a worker. Deliveries that waited here would
-run before later ones of higher priority, which the broker still holds (docs/facts.md, section 2). Deliveries wait here
-only if tenants share a lane that is full: `consumers/fairness/lane_slots.py` then decides who is next.
+The prefetch of the consumer equals the slots, so that no delivery waits in a worker. Deliveries that waited in a worker
+would run before later ones of higher priority, which the broker still holds (docs/facts.md, section 2). They wait in a
+worker only if tenants share a lane that is full: `consumers/fairness/lane_slots.py` then decides who is next.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from consumers.capacity.activity import LaneActivity
 from consumers.fairness.entrance import Entrance, QueueEntrance
 from consumers.fairness.lane_slots import Admission, LaneSlots
 from consumers.job import Job
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried, ended
 from consumers.settle import Settler
 from consumers.state.base import StoreUnavailable
-from lanekeeper.contract.problems import BrokerError, RequestProblem
+from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, recording, signals
 from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.deliveries import Deliveries
@@ -47,8 +47,8 @@ class Pool:
         entrance: Entrance | None = None,
         slots: int | None = None,
     ) -> None:
-        """`entrance`: how deliveries get slots; None: the pool has slots of its own, as many as its prefetch. `slots`:
-        how many slots the pool adds to its lane; None: as many as its prefetch."""
+        """`entrance`: decides how deliveries get slots. None: the pool has its own slots, as many as its prefetch.
+        `slots`: how many slots the pool adds to those of its lane; None: as many as its prefetch."""
         self._deliveries = deliveries
         self._job_of = job_of
         self._handle = handle
@@ -73,7 +73,7 @@ class Pool:
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing is delivered at present; None while the queue is consumed."""
+        """The reason why nothing is delivered to this pool at present; None while its queue is consumed."""
         return "stopping" if self._stopping else self._deliveries.trouble
 
     async def run(self) -> None:
@@ -91,7 +91,8 @@ class Pool:
         """After `stop`: return to the broker each delivery whose call to a provider has not begun, and each one that
         arrives later.
 
-        Even a job that got its budget at this moment is cancelled before its call, and returns the reservation."""
+        Even a job for which a provider's budget was just reserved is cancelled before its call, and returns the
+        reservation."""
         self._gives_back = True
         for task, job in self._undecided.items():
             if job.attempted is None:
@@ -275,4 +276,4 @@ class Pool:
             raise
         except Exception as error:
             log.exception(signals.HANDLER_FAILED, where="handle")
-            return Buried(RequestProblem("internal", f"a fault of Lanekeeper: {type(error).__name__}; see its log"))
+            return ended("internal", f"a fault of Lanekeeper: {type(error).__name__}; see its log")

@@ -1,10 +1,10 @@
-"""Computes what a call costs, from prices per million tokens of each model. Pure."""
+"""Computes what a call costs, from prices per million tokens of each model. Without I/O."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 AS_OF: Final = "2026-11-21"
 """The date on which the default prices were valid (docs/facts.md, section 10)."""
@@ -19,23 +19,21 @@ class Price:
     input: float
     output: float
     cache_read: float | None = None
-    """The price of tokens read from the cache; None: a tenth of `input`."""
+    """The price of input tokens read from the provider's prompt cache; None: a tenth of `input`."""
     cache_write: float | None = None
-    """The price of tokens written to the cache for five minutes; None: a quarter more than `input`."""
+    """The price of input tokens written to the provider's prompt cache for five minutes; None: a quarter more than
+    `input`."""
 
 
-class Counts(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
     """How many tokens a call used, as the provider counted them. `input_tokens` are those that were neither read from
     the cache nor written to it."""
 
-    @property
-    def input_tokens(self) -> int: ...
-    @property
-    def output_tokens(self) -> int: ...
-    @property
-    def cache_creation_input_tokens(self) -> int: ...
-    @property
-    def cache_read_input_tokens(self) -> int: ...
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
 
 
 DEFAULTS: Final[Mapping[str, Price]] = MappingProxyType(
@@ -68,15 +66,15 @@ class Prices:
         name without it."""
         return self._table.get(model) or self._table.get(_DATE_SUFFIX.sub("", model))
 
-    def cost_usd(self, model: str, counts: Counts) -> float | None:
+    def cost_usd(self, model: str, usage: Usage) -> float | None:
         """What one call cost; None if the model has no price."""
         if (price := self.of(model)) is None:
             return None
         cache_read = price.input / 10 if price.cache_read is None else price.cache_read
         cache_write = price.input * 1.25 if price.cache_write is None else price.cache_write
         return (
-            counts.input_tokens * price.input
-            + counts.output_tokens * price.output
-            + counts.cache_read_input_tokens * cache_read
-            + counts.cache_creation_input_tokens * cache_write
+            usage.input_tokens * price.input
+            + usage.output_tokens * price.output
+            + usage.cache_read_input_tokens * cache_read
+            + usage.cache_creation_input_tokens * cache_write
         ) / MILLION

@@ -1,7 +1,8 @@
-"""Priorities in a side queue: a request that was in a delay goes ahead of fresh requests of the same tenant.
+"""Computes the priority of a request in a side queue: a request that was delayed or retried goes ahead of fresh
+requests of the same tenant.
 
-A fresh request keeps its priority (0 to 9, or none). One from a delay gets 10 to 19 for 0 to 9, and 20 for none, so
-that its own priority can be computed again.
+A fresh request keeps its priority (0 to 9, or none). A delayed one gets 10 to 19 for 0 to 9, and 20 for none, so that
+the requester's own priority can be computed from it.
 """
 
 from typing import Final

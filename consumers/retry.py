@@ -1,4 +1,4 @@
-"""Decides whether a failed attempt is retried, and when. No other code decides that. Pure: no clock, no broker."""
+"""Decides whether a failed attempt is retried, and when. No other code decides that. Without I/O or a clock."""
 
 import math
 import random
@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from consumers.failures import ProviderError, Retry
-from consumers.outcomes import Buried, Refused, Retried, ended_by
-from lanekeeper.contract.problems import RequestProblem
+from consumers.outcomes import Buried, Refused, Retried, ended
 
 JITTER = 0.5
-"""Each pause is its step, lengthened at random by up to this part of it, so that requests that failed together do not
-come back together. Pauses between zero and the step (full jitter) were too short: four attempts took 0.8 to 2.7 s in
-all."""
+"""Each pause before a retry is lengthened at random by up to this part of it, so that requests that failed together do
+not come back together. Pauses between zero and the computed value (full jitter) were too short: four attempts took 0.8
+to 2.7 s in all."""
 LEAST_FACTOR = 2.0
 STEP_PART_OF_TIME_LEFT = 0.5
-"""A step is at most this part of the time until the deadline, so that time is left for the next attempt and one
-more."""
+"""The pause before a retry, without its random part, is at most this part of the time until the request's deadline, so
+that time is left for the next attempt and one more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +56,9 @@ def decide(
     match error.means.retry:
         case Retry.REJECTED:
             status = error.status or None
-            return ended_by(RequestProblem("provider_rejected", error.detail, status=status, brief=error.brief))
+            return ended("provider_rejected", error.detail, status=status, brief=error.brief)
         case Retry.TOO_LARGE:
-            return ended_by(RequestProblem("answer_too_large", error.detail))
+            return ended("answer_too_large", error.detail)
         case Retry.SOON:
             first_s = policy.floor_s
         case Retry.BACK_OFF | Retry.RETRY_AFTER:
@@ -67,12 +66,10 @@ def decide(
         case never:
             assert_never(never)
     if attempts >= max_attempts:
-        return ended_by(
-            RequestProblem(
-                "attempts_exhausted",
-                f"all {attempts} attempts failed; the last: {error.detail}",
-                brief=f"after {attempts} attempts: {error.brief}",
-            )
+        return ended(
+            "attempts_exhausted",
+            f"all {attempts} attempts failed; the last: {error.detail}",
+            brief=f"after {attempts} attempts: {error.brief}",
         )
     pause_s = _step_s(
         first_s, failures=attempts, pauses=max_attempts - 1, left_s=left_ms / 1000, policy=policy
@@ -81,13 +78,11 @@ def decide(
         pause_s = _with_retry_after(error, pause_s, policy=policy, rng=rng)
     delay_ms = math.ceil(1000 * pause_s)
     if delay_ms >= left_ms:
-        return ended_by(
-            RequestProblem(
-                "deadline_exceeded",
-                f"attempt {attempts} failed ({error.detail}), and the next could start in {delay_ms} ms: "
-                f"{max(0, left_ms)} ms are left",
-                brief=f"after attempt {attempts}: {error.brief}",
-            )
+        return ended(
+            "deadline_exceeded",
+            f"attempt {attempts} failed ({error.detail}), and the next could start in {delay_ms} ms: "
+            f"{max(0, left_ms)} ms are left",
+            brief=f"after attempt {attempts}: {error.brief}",
         )
     return Retried(delay_ms=delay_ms, error=error.detail, brief=error.brief)
 

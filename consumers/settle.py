@@ -1,15 +1,16 @@
-"""Settles deliveries: store the outcome, publish its messages, wait for their confirms, acknowledge. No other code
-does.
+"""Settles deliveries: stores the outcome, publishes its messages, waits for their confirms, and acknowledges the
+delivery. No other code acknowledges requests.
 
 A delivery is acknowledged only after the broker has confirmed its messages: the reply, the delayed copy or the dead
-letter. After a crash between two steps the broker delivers the request again; the stored outcome is then found and the
-remaining steps are made with it. So the requester always gets the outcome that was stored first.
+letter. After a crash between two steps the broker delivers the request again; a worker then reads the stored outcome
+and makes the remaining steps with it. So the requester always gets the outcome that was stored first.
 """
 
 import asyncio
 import json
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from typing import assert_never
 
 from consumers.bodies.fetching import Fetching
@@ -35,87 +36,74 @@ from topology.codec.headers import ERRORS_KEPT, HopHeaders
 from topology.delays import MAX_DELAY_MS, hop
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
-"""Problems that are not stored, because they concern this message and not the request that owns the id."""
+"""The codes of errors that are not stored as a request's outcome, because they concern one message and not the request
+that owns its id."""
 NOTED = frozenset(
     {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable"}
 )
-"""Problems of messages that are no valid request. They are stored by `Claiming.note`, which leaves the id free for a
-valid request."""
+"""The codes of errors of messages that are not a valid request. `Claiming.note` stores them, and leaves the id free for
+a valid request."""
 TAKEN_OVER_WAIT_MS = 1000
 RETURN_AFTER_S = 1.0
-"""The pause before a message is returned to its queue. The broker delivers it again at once, and without this pause a
-message that always fails would keep the worker busy."""
+"""The pause, in seconds, before a message that could not be settled is returned to its queue. The broker delivers it
+again at once, and without this pause a message that always fails would keep the worker busy."""
 log = logs.logger()
 
 
+@dataclass(slots=True)
 class Settler:
     """Settles deliveries: carries out the outcome of each (stores it, publishes the reply, a delayed copy or a dead
     letter), and then acknowledges the delivery."""
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        *,
-        replies: Replies,
-        reply_retries: ReplyRetries,
-        claiming: Claiming,
-        lifecycle: Lifecycle,
-        names: Names,
-        tracing: Tracing,
-        now_ms: NowMs,
-        failpoints: Failpoints,
-        parking: Parking | None = None,
-        sendable: Sendable,
-        bodies: Fetching | None = None,
-    ) -> None:
-        self._publisher = publisher
-        self._sendable = sendable
-        self._bodies = bodies
-        self._parking = parking or Parking()
-        self._claiming = claiming
-        self._failpoints = failpoints
-        self._replies = replies
-        self._reply_retries = reply_retries
-        self._lifecycle = lifecycle
-        self._names = names
-        self._tracing = tracing
-        self._now_ms = now_ms
+    publisher: Publisher
+    _: KW_ONLY
+    replies: Replies
+    reply_retries: ReplyRetries
+    claiming: Claiming
+    lifecycle: Lifecycle
+    names: Names
+    tracing: Tracing
+    now_ms: NowMs
+    failpoints: Failpoints
+    parking: Parking = field(default_factory=Parking)
+    sendable: Sendable
+    bodies: Fetching | None = None
 
     async def settle(self, job: Job, outcome: Outcome) -> Outcome | None:
         """Settle a delivery, and return the outcome that is valid: the given one, or another if the request had ended
         already or another worker has taken it over. None if the delivery could not be settled: the broker delivers it
         again."""
         try:
-            sendable = await self._sendable.of(outcome)
-            self._failpoints.reach("after_keep")
+            sendable = await self.sendable.of(outcome)
+            self.failpoints.reach("after_keep")
             outcome = await self._stored(job, sendable)
             if outcome is not sendable:
-                self._sendable.forget(sendable)
-            self._failpoints.reach("after_store")
+                self.sendable.forget(sendable)
+            self.failpoints.reach("after_store")
             try:
                 await self._carry_out(job, outcome)
             except RequestProblem as forbidden:  # the reply could not be sent, for instance to a forged address
                 if not isinstance(outcome, Buried):
-                    await self._bury(job, forbidden.code, forbidden.detail, ended_ms=self._now_ms())
+                    await self._bury(job, forbidden.code, forbidden.detail, ended_ms=self.now_ms())
                 outcome = Buried(forbidden)
         except (BrokerError, StoreUnavailable) as error:
             log.error(signals.HANDLER_FAILED, where="settle", error=str(error))
-            await self._claiming.release(job)
+            await self.claiming.release(job)
             await self.nack_later(job.delivery)
             return None
         finally:
-            self._claiming.forget(job)
-        self._failpoints.reach("after_confirm")
+            self.claiming.forget(job)
+        self.failpoints.reach("after_confirm")
         try:
-            with self._tracing.settle("ack", job.message, queue=job.delivery.queue, delivery_tag=job.delivery.tag):
+            with self.tracing.settle("ack", job.message, queue=job.delivery.queue, delivery_tag=job.delivery.tag):
                 await job.delivery.ack()
         except ChannelLost as lost:
             log.warning(signals.DELIVERY_LOST, queue=job.delivery.queue, error=str(lost))
             return None
-        self._failpoints.reach("after_ack")
-        if self._bodies is not None and n.BODY in job.message.headers and not _is_needed_again(outcome):
-            self._bodies.forget(job.message)
-        self._lifecycle.publish_outcome(job, outcome)
+        self.failpoints.reach("after_ack")
+        if self.bodies is not None and n.BODY in job.message.headers and not _is_needed_again(outcome):
+            self.bodies.forget(job.message)
+        self.lifecycle.publish_outcome(job, outcome)
         return outcome
 
     async def ack(self, delivery: Delivery) -> None:
@@ -146,7 +134,7 @@ class Settler:
         this towards the delivery limit, so that a message that causes an error each time goes to `lane.fallen`."""
         await asyncio.sleep(RETURN_AFTER_S)
         try:
-            with self._tracing.settle("reject", delivery.message, queue=delivery.queue, delivery_tag=delivery.tag):
+            with self.tracing.settle("reject", delivery.message, queue=delivery.queue, delivery_tag=delivery.tag):
                 await delivery.reject()
         except ChannelLost as lost:
             log.warning(
@@ -166,19 +154,19 @@ class Settler:
         if completion.code in NEVER_KEPT:
             return outcome
         if completion.code in NOTED and job.claim is None and job.is_fresh:
-            if job.redelivered and (before := await self._claiming.find(job.identity)) and before.completion:
+            if job.redelivered and (before := await self.claiming.find(job.identity)) and before.completion:
                 # an earlier delivery of the message has stored an outcome, which stays the valid one
                 return Replayed(completion=before.completion, buries=True)
-            if not self._parking.takes(job.identity.tenant, len(job.message.body), code=completion.code):
+            if not self.parking.takes(job.identity.tenant, len(job.message.body), code=completion.code):
                 return Refused(outcome.problem) if isinstance(outcome, Buried) else outcome
-            await self._claiming.note(job, completion)
+            await self.claiming.note(job, completion)
             return outcome
-        valid = await self._claiming.complete(job, completion)
+        valid = await self.claiming.complete(job, completion)
         if valid is None:
             return Deferred(delay_ms=TAKEN_OVER_WAIT_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
         if valid.ended_ms != completion.ended_ms or valid.body != completion.body:
             # a worker may have stored this completion and died before it published the dead letter
-            came_before = job.came_before or job.message.exchange == self._names.fallen
+            came_before = job.came_before or job.message.exchange == self.names.fallen
             return Replayed(completion=valid, buries=came_before or isinstance(outcome, Buried))
         return outcome
 
@@ -213,7 +201,7 @@ class Settler:
         same."""
         if job.completion is not None:
             return job.completion
-        ended_ms = self._now_ms()
+        ended_ms = self.now_ms()
         headers: dict[str, str | int] = {
             n.ATTEMPT: job.attempts,
             n.WAIT_MS: job.waited_ms(ended_ms if job.attempted is None else job.attempted.started_ms),
@@ -241,12 +229,12 @@ class Settler:
     async def _answer(self, job: Job, completion: Completion, *, replayed: bool = False) -> None:
         """Send the final reply. If the reply queue is full, send the request into a delay, after which its reply is
         tried again (`reply_retries.py`)."""
-        if await self._replies.final(job, completion, replayed=replayed):
+        if await self.replies.final(job, completion, replayed=replayed):
             return
-        now_ms = self._now_ms()
-        if (pause_ms := self._reply_retries.pause_ms(job, now_ms=now_ms)) is None:
-            self._reply_retries.give_up(job, now_ms=now_ms)
-            self._lifecycle.publish(job, "undelivered", status=completion.status)
+        now_ms = self.now_ms()
+        if (pause_ms := self.reply_retries.pause_ms(job, now_ms=now_ms)) is None:
+            self.reply_retries.give_up(job, now_ms=now_ms)
+            self.lifecycle.publish(job, "undelivered", status=completion.status)
             return
         tries = job.hop.reply_try + 1
         error = completion.body.decode() if completion.code in NEVER_KEPT | NOTED else None
@@ -260,24 +248,24 @@ class Settler:
         """Publish the request to the delay exchanges, which bring it to its lane's due queue after `delay_ms`. `past`:
         what the next worker must know (attempts, errors, due time). `body`: replaces the request's body; None: it
         stays."""
-        first_hop = hop(min(max(0, delay_ms), MAX_DELAY_MS), self._names)
-        message = delayed(job, first_hop, past, now_ms=self._now_ms(), names=self._names)
+        first_hop = hop(min(delay_ms, MAX_DELAY_MS), self.names)
+        message = delayed(job, first_hop, past, now_ms=self.now_ms(), names=self.names)
         if body is not None:
             message.body = body
-        self._failpoints.reach_soon("after_publish")
-        await self._publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=job.routing_key)
+        self.failpoints.reach_soon("after_publish")
+        await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=job.routing_key)
 
     async def _bury(self, job: Job, code: str, detail: str, *, ended_ms: int) -> None:
         """Publish the request to `lane.dead`, the queue of dead letters, with the error's code and detail in
         headers."""
-        letter = dead_letter(job, code, detail, ended_ms=ended_ms, names=self._names)
-        self._failpoints.reach_soon("after_publish")
+        letter = dead_letter(job, code, detail, ended_ms=ended_ms, names=self.names)
+        self.failpoints.reach_soon("after_publish")
         try:
-            await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
+            await self.publisher.publish_surely(letter, exchange=self.names.dead, routing_key=job.routing_key)
         except MessageTooLarge as error:  # the broker's limit was lowered since: keep the request without its body
             log.error(signals.DEAD_LETTER_CUT, size=error.size, limit=error.limit)
             letter.body = b""
-            await self._publisher.publish_surely(letter, exchange=self._names.dead, routing_key=job.routing_key)
+            await self.publisher.publish_surely(letter, exchange=self.names.dead, routing_key=job.routing_key)
 
 
 def _is_needed_again(outcome: Outcome) -> bool:

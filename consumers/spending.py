@@ -20,13 +20,14 @@ from consumers.state.spec import DAY_S
 from lanekeeper.telemetry import logs, signals
 
 LEVELS = (50, 80, 100)
-"""Percentages of a cap. When one is reached, that is logged and published: once a day, by one of all processes."""
+"""The percentages of a daily cap at which its use is logged and published as an event: once a day each, by one of all
+processes."""
 EVERY_TENANT = "*"
 TENANTS_COUNTED = 10_000
-"""Totals, and the reported levels of caps, are kept for this many names: those that were used last."""
+"""For how many lanes and tenants the totals, and the reported levels of caps, are kept: those that were used last."""
 LANE, TENANT = "lane", "tenant"
 Publish = Callable[..., None]
-"""Publishes a life-cycle event. Parameters: the event's name, and its fields as keyword arguments."""
+"""A function that publishes a life-cycle event. Parameters: the event's name, and its fields as keyword arguments."""
 log = logs.logger()
 
 
@@ -44,7 +45,7 @@ class Cap:
 
     requests: float | None = None
     tokens: float | None = None
-    """Input and output tokens, without those read from the cache."""
+    """The limit of input and output tokens together, without those read from the provider's prompt cache."""
     usd: float | None = None
 
 
@@ -54,7 +55,7 @@ class CapsSpec:
 
     lanes: Mapping[str, Cap] = field(default_factory=dict)
     tenants: Mapping[str, Cap] = field(default_factory=dict)
-    """Caps by tenant. `*` is the cap of each tenant that has no entry."""
+    """The daily caps by tenant. `*` is the cap of each tenant that is not listed."""
 
     @property
     def in_money(self) -> bool:
@@ -66,11 +67,11 @@ class Bound(NamedTuple):
     """One of the limits of a daily cap: of requests, tokens or dollars, for one lane or tenant."""
 
     reason: str
-    """"lane" or "tenant"."""
+    """Whether the cap belongs to a lane or to a tenant: "lane" or "tenant"."""
     who: str
-    """The name of the lane or tenant."""
+    """The name of the lane or tenant that has the cap."""
     what: str
-    """The limited amount: a field of `Spent`."""
+    """The limited amount (requests, tokens or dollars), as a field of `Spent`."""
     limit: float
 
     @property
@@ -84,11 +85,11 @@ class Over:
 
     bound: Bound
     wanted: float
-    """The request's estimate."""
+    """The amount that the refused request was expected to use."""
     used: float
-    """How much was used today, without this request."""
+    """The amount that the lane or tenant used today, without the refused request."""
     resets_in_s: float
-    """The time until the day ends."""
+    """The seconds until the (UTC) day ends, and with it the cap's period."""
 
     def __str__(self) -> str:
         bound = self.bound
@@ -106,7 +107,7 @@ class Hold:
     bounds: tuple[Bound, ...]
     spent: Spent
     ends_s: float = inf
-    """When the day ends on which it was counted, by the event loop's clock."""
+    """When the day ends on which the estimate was counted, by the event loop's clock."""
 
 
 class Spending:

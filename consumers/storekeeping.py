@@ -11,11 +11,11 @@ from lanekeeper.telemetry import logs, signals
 
 PROBE_EVERY_S = 5.0
 PROBE_AGAIN_S = 0.5
-"""The pause between checks of an unavailable store. No request is taken while it is unavailable, so only these checks
-notice when it works again."""
+"""The pause, in seconds, between two checks of a store that is unavailable. No request is taken while it is
+unavailable, so only these checks notice when it works again."""
 SWEEP_EVERY_S = 60.0
 STEP_PAUSE_S = 0.05
-"""The pause between two steps of a sweep, so that other writes are not blocked."""
+"""The pause, in seconds, between two steps of removing expired results, so that other writes are not blocked."""
 LEASE = "sweep"
 log = logs.logger()
 

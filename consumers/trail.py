@@ -1,6 +1,6 @@
-"""The trail of a request: entries in the store, from which clients that follow the request read its progress.
+"""Writes the trail of a request: entries in the store, from which clients that follow the request read its progress.
 
-Entries are steps (`started`, `retrying`), events of the answer's stream, and `restart`, after which clients forget the
+Entries are steps (`started`, `retrying`), events of the answer's stream, and `restart`, after which clients discard the
 events before it. The worker does not wait until they are written. It writes the entries of all its trails together: the
 first at once, those of the next `GATHER_S` with the next write. If events cannot be written, or are too many, no more
 are written, and an entry `truncated` says so. The whole answer is stored with the result.
@@ -17,14 +17,14 @@ from consumers.state.following import EVENT, RESTART, Following, NewEntry, Part,
 from lanekeeper.telemetry import logs, signals
 
 GATHER_S = 0.02
-"""The pause between two writes."""
+"""The pause, in seconds, between two writes of entries to the store."""
 AGAIN_S = 0.5
-"""The pause after a write that failed."""
+"""The pause, in seconds, after a write of entries to the store that failed."""
 FLUSH_WITHIN_S = 2.0
 UNWRITTEN_BYTES = 1024 * 1024
 """How many bytes the unwritten events of one trail may have in memory. If there are more, they are discarded."""
 PARTS_AT_ONCE = 100
-"""How many trails one write includes."""
+"""For how many requests one write to the store includes entries."""
 TRUNCATED = NewEntry("truncated", b"{}")
 log = logs.logger()
 
@@ -50,7 +50,8 @@ class Trail:
 
     @property
     def is_written(self) -> bool:
-        """Whether the store has all entries of this request's progress, or has refused them."""
+        """Whether nothing is left to write: the store has all entries of this request's progress, or has refused
+        them."""
         return not self._unwritten and not self._is_writing
 
     def tell(self, kind: str, **detail: Any) -> None:
@@ -59,7 +60,7 @@ class Trail:
 
     def part(self, kind: str, body: bytes) -> None:
         """Note a part of the answer's stream for clients that follow the request: an event, or a `restart`, after which
-        they must forget the events before it. It is written soon."""
+        they must discard the events before it. It is written soon."""
         if kind == RESTART:
             self._has_stopped = self._must_restart = False
         elif self._must_restart:
@@ -77,8 +78,8 @@ class Trail:
             await self._trails.flush(self)
 
     def taken(self) -> Part:
-        """Take all unwritten entries out of memory, to write them now. After the write, call `written`, `failed` or
-        `ended`."""
+        """Return all unwritten entries and remove them from memory; the caller writes them now. After the write, call
+        `written`, `failed` or `ended`."""
         entries, self._unwritten, self._bytes, self._is_writing = self._unwritten, [], 0, True
         return Part(self._held, self._submission, entries)
 
@@ -130,11 +131,11 @@ class Trails:
 
     def begin(self, held: Held, submission: Submission, *, is_takeover: bool) -> Trail:
         """Begin to write the progress of a request, for the worker that holds its claim. `is_takeover`: an earlier
-        holder died, or was too slow, so the store may have events of its call."""
+        worker had the claim and died, or was too slow, so the store may have events of its call."""
         return Trail(self, held, submission, is_takeover=is_takeover)
 
     def write_soon(self, trail: Trail) -> None:
-        """Write the new entries of this request with the next write."""
+        """Write the new entries (steps and events) of this request's progress with the next write to the store."""
         self._unwritten[trail] = None
         if self._writing is None or self._writing.done():
             self._writing = self._background.begin(self._write(), name="trails")

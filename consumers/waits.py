@@ -13,9 +13,11 @@ from lanekeeper.telemetry import signals
 
 MS: Final = 1_000_000
 SHORTEST_NS: Final = 1 * MS
-"""Shorter waits outside a worker are not recorded, because most times are known only in whole milliseconds."""
+"""Waits outside a worker of fewer nanoseconds than this are not recorded, because most times are known only in whole
+milliseconds."""
 SHORTEST_IN_WORKER_NS: Final = 5 * MS
-"""Shorter waits inside a worker are not recorded: to get a claim takes about as long."""
+"""Waits inside a worker of fewer nanoseconds than this are not recorded: to get a claim from the store takes about as
+long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What an application imports: `from lanekeeper import Client`.
 
-The wire format that clients and workers share is in `contract/`. This package imports nothing of `topology`,
-`consumers` or `service`, because an application may have packages of these names itself.
+The wire format that clients and workers share is in `contract/`. This package never imports Lanekeeper's packages
+`topology`, `consumers` or `service`, because the application may have its own packages with these names.
 """
 
 from importlib import import_module

@@ -12,13 +12,14 @@ from lanekeeper.telemetry import logs, signals
 from lanekeeper.transport import Transport
 
 WITHIN_S = 3.0
-"""How long the broker may take to confirm a cancellation. After that it is given up, and the request continues."""
+"""How many seconds a client waits for the broker's confirm of a cancellation. After that it gives up: the request may
+then run to its end."""
 log = logs.logger()
 
 
 class Abandoned:
-    """Cancels abandoned requests: those whose caller stopped waiting before the answer came. `is_on` false: it cancels
-    none, and they continue."""
+    """Cancels abandoned requests: those whose caller stopped waiting before the answer came. If `is_on` is false, it
+    cancels none, and the requests continue."""
 
     def __init__(self, transport: Transport, *, is_on: bool) -> None:
         self._transport = transport
@@ -33,7 +34,7 @@ class Abandoned:
             task.add_done_callback(self._sending.discard)
 
     async def finish(self) -> None:
-        """Wait until the begun cancellations are sent, but not longer than `WITHIN_S` (3 s)."""
+        """Wait until all cancellations that `cancel` has begun are sent, but not longer than `WITHIN_S` (3 s)."""
         if self._sending:
             await asyncio.wait(self._sending, timeout=WITHIN_S)
 

@@ -9,14 +9,15 @@ from lanekeeper.replies import Final
 
 FIRST_S = 0.1
 CAP_S = 5.0
-"""`FIRST_S` and `CAP_S` are the first and the longest pause between two questions."""
+"""`FIRST_S` and `CAP_S` are the first and the longest pause, in seconds, between two questions for the same result."""
 
 
 async def until_ended(ask: Callable[[float | None], Awaitable[Final]], *, end: float | None) -> Final:
-    """Call `ask`, which fetches a request's final reply, repeatedly until the request has ended. `ask` gets the seconds
-    that are left until `end` (by the event loop's clock), when it is called for the last time.
+    """Call `ask`, which fetches a request's final reply, repeatedly until the request has ended. The argument of `ask`
+    is the number of seconds left until `end`, a time of the event loop's clock, at which it is called for the last
+    time.
 
-    `end` None: there is no time limit, and the first BrokerError ends the wait. Raises the last error of `ask`.
+    If `end` is None, there is no time limit, but the first BrokerError ends the wait. Raises the last error of `ask`.
     """
     loop = asyncio.get_running_loop()
     pause_s = FIRST_S

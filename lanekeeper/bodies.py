@@ -23,21 +23,21 @@ from lanekeeper.contract.problems import LanekeeperError
 
 MIB: Final = 1024 * 1024
 OVER_BYTES: Final = MIB
-"""Bodies larger than this are put into the store."""
+"""A body of more bytes than this is not sent in a message but put into the store for large bodies."""
 MOST_BYTES: Final = 32 * MIB
-"""The largest request body that Anthropic accepts, and so the largest one here."""
+"""The largest request body, in bytes, that Anthropic's API accepts, and so the largest that the store accepts."""
 IN_ALL_BYTES: Final = 10 * 1024 * MIB
-"""The default limit for all bodies in a store together."""
+"""The default limit, in bytes, for all bodies in a store together."""
 KEEP_S: Final = 7 * 86_400.0
-"""How long the body of a request is kept at most, if nothing removes it earlier."""
+"""After how many seconds the stored body of a request is removed, if nothing removed it earlier."""
 PIECE_BYTES: Final = MIB
-"""How many bytes are read or written at a time."""
+"""How many bytes of a body are read or written at a time."""
 THREADS: Final = 4
-"""How many bodies are read or written at the same time; each blocks one thread."""
+"""How many bodies a process reads or writes at the same time; each of them blocks one thread."""
 SCAN_EVERY_S: Final = 60.0
 LONGEST_CAUSE: Final = 1000
 _IN_URL: Final = re.compile(r"(://)[^\s\"'<>]*(@)|(?<=\?)[^\s\"'<>]+")
-"""The user and password of a URL, and its query."""
+"""Matches the parts of a URL that may contain secrets: user and password, and the query."""
 _NAMED_SECRET: Final = re.compile(
     r"""((?:key|secret|token|sig|signature|passw[a-z]*|credentials?|authorization)[a-z_-]*["']?\s*[=:>]\s*["']?)"""
     r"""(?:(?:basic|bearer|aws4\S*|sharedkey)\s+)?[^\s"'<>,;&]+""",
@@ -55,7 +55,7 @@ class BodyError(LanekeeperError):
 
 
 class BodyTooLarge(BodyError):
-    """A stored body is larger than its reader accepts."""
+    """A stored body has more bytes than its reader accepts."""
 
 
 class BodiesUnavailable(LanekeeperError):
@@ -222,8 +222,8 @@ class BodyStore:
         return checked(bytes(self._files.cat_file(path, start=0, end=most_bytes + 1)), kept, most_bytes=most_bytes)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        # A call that hangs occupies its thread even after its caller was cancelled. Further calls wait for the
-        # semaphore, not in the executor's queue: a cancelled call would stay in that queue, with its body.
+        # A file system call that hangs occupies its thread even after its caller was cancelled. Further calls wait for
+        # the semaphore, not in the executor's queue: a cancelled call would stay in that queue, with its body.
         await self._free_threads.acquire()
         loop = asyncio.get_running_loop()
         future = self._threads.submit(work)

@@ -1,5 +1,5 @@
-"""The Python client. It publishes requests, waits for answers or yields their parts, cancels requests and fetches
-results.
+"""The Python client of Lanekeeper. It publishes requests, waits for answers or yields their parts, cancels requests and
+fetches results.
 
 async with Client("amqp://guest:guest@localhost:5672/") as client:
     reply = await client.request({"prompt": "Name three rivers."}, key="critical.docs.example")
@@ -28,17 +28,19 @@ if TYPE_CHECKING:
     from lanekeeper.bodies import BodyStore
 
 Body = Mapping[str, Any] | bytes | BinaryIO
-"""The body of a request: a mapping, JSON text as bytes, or an open binary file of JSON text. A file that is copied to
-the store for large bodies is read in pieces."""
+"""The body of a request: a mapping, JSON text as bytes, or an open binary file of JSON text. If a file is copied to the
+store for large bodies, it is read in pieces, so that it is never in memory as a whole."""
 PUBLISH_WITHIN_S = 30.0
-"""The default limit for publishing one request, with all repetitions."""
+"""The default time limit, in seconds, for publishing one request, including all repetitions."""
 FULL_WITHIN_S = 2.0
-"""How long a request waits for room in a full lane by default: not long, because a full lane seldom has room soon."""
+"""For how many seconds, by default, a client tries to publish to a lane whose queue is full. It is short, because a
+full queue seldom has room soon."""
 
 
 class Client:
-    """Publishes requests and receives their replies: over a connection to the broker (`over_amqp.py`), which is opened
-    again when it is lost, or by calls to a gateway (`over_http.py`), which are repeated while it cannot be reached."""
+    """Publishes requests and receives their replies: over a connection to RabbitMQ (`over_amqp.py`), which is opened
+    again when it is lost, or by calls to Lanekeeper's HTTP gateway (`over_http.py`), which are repeated while the
+    gateway cannot be reached."""
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Client:
         `cancel_abandoned`: if the caller of a request is cancelled (`wait_for`, a task group, Ctrl-C) or leaves its
         stream early, the request is cancelled too. False: the request continues, and its result can be fetched.
 
-        These are used only over AMQP, because a gateway has settings of its own for them:
+        The following parameters are used only over AMQP; a gateway has its own settings for them:
 
         `names`: the names of the exchanges and queues. `identified`: every message carries `user_id`, the connection's
         user, which the broker checks. Then no other user can fetch or cancel these requests. Workers may require it
@@ -75,7 +77,26 @@ class Client:
         fetched and checked. `fetches_answers` False: they are not fetched, and `Final.kept` has their address.
 
         Raises ValueError if a gateway cannot have this URL, or if `api_key` is given for a broker."""
-        self._transport = _transport(url, api_key, names, ssl_context, tracing or Tracing(), bodies, fetches_answers)
+        tracing = tracing or Tracing()
+        # only the library that the URL needs is imported
+        if url.lstrip().lower().startswith(("http://", "https://")):
+            from lanekeeper.over_http import OverHttp
+
+            self._transport: Transport = OverHttp(
+                url.strip(), api_key=api_key, ssl_context=ssl_context, tracing=tracing
+            )
+        elif api_key is not None:
+            raise ValueError(
+                "api_key: it is for the http(s):// address of a gateway; a broker's URL has user and password"
+            )
+        else:
+            from lanekeeper.large_bodies import LargeBodies
+            from lanekeeper.over_amqp import OverAmqp
+
+            large = LargeBodies(bodies, fetches=fetches_answers)
+            self._transport = OverAmqp(
+                url, names=names or Names(), ssl_context=ssl_context, tracing=tracing, bodies=large
+            )
         self._publish_within_s = publish_within_s
         self._absent_within_s = absent_within_s
         self._own = self._transport.user or None if identified else None
@@ -104,12 +125,7 @@ class Client:
         return outgoing.id
 
     async def request(
-        self,
-        body: Body,
-        *,
-        key: str,
-        timeout_s: float | None = None,
-        **options: Unpack[Options],
+        self, body: Body, *, key: str, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> Final:
         """Publish and wait for the answer.
 
@@ -118,11 +134,11 @@ class Client:
         bodies: BodiesUnavailable (the store cannot be used), BodyError (the answer is missing, or its digest is wrong).
 
         If this call is cancelled, the request is cancelled too (see `cancel_abandoned`). The cancellation is then
-        stored as the outcome of this id, so a new try needs a new id.
+        stored as the outcome of this request id, so a new try needs a new id.
 
-        If the connection is lost meanwhile, the client reconnects and fetches the result by the request's id. If the
-        user may not fetch results, or if the caller chose the id, it publishes the request again instead: publishing
-        again also detects that an id was used before with another body.
+        If the connection is lost while the client waits, it reconnects and fetches the result by the request's id. If
+        the user may not fetch results, or if the caller chose the id, the client publishes the request again instead:
+        only that detects an id that was used before with another body.
         """
         outgoing = self._outgoing(body, key, options, stream=False, timeout_s=timeout_s)
         try:
@@ -134,12 +150,7 @@ class Client:
             raise
 
     async def stream(
-        self,
-        body: Body,
-        *,
-        key: str,
-        timeout_s: float | None = None,
-        **options: Unpack[Options],
+        self, body: Body, *, key: str, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Part | Final, None]:
         """Publish, yield the parts of the answer as they arrive, and at last the whole answer.
 
@@ -163,7 +174,8 @@ class Client:
             raise
 
     async def cancel(self, id: str, *, tenant: str | None = None) -> Cancelled:
-        """Cancel a request, whether it waits or runs. `Cancelled` explains the returned words.
+        """Cancel a request, whether it waits or runs. Returns how far the cancellation got: a word that `Cancelled`
+        (errors.py) explains.
 
         Raises ControlRefused, NoReply (no worker runs; the next worker that starts records the cancellation),
         AccessRefused, TopologyMismatch, BrokerUnreachable.
@@ -171,7 +183,8 @@ class Client:
         return await self._transport.cancel(id, tenant=tenant or self._own)
 
     async def result(self, id: str, *, tenant: str | None = None, wait_s: float = 0) -> Final:
-        """Fetch the final reply to a request. While there is none, ask again, for up to `wait_s`.
+        """Fetch the final reply to a request. If the request has not ended, wait for up to `wait_s` seconds until it
+        has.
 
         Raises Problem if the request ended in an error, NotEnded, ControlRefused, NoReply (no worker runs),
         AccessRefused, TopologyMismatch, BrokerUnreachable.
@@ -185,17 +198,11 @@ class Client:
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing can be published at present; None if it can."""
+        """The reason why nothing can be published at present; None if publishing is possible."""
         return self._transport.trouble
 
     def _outgoing(
-        self,
-        body: Body,
-        key: str,
-        options: Options,
-        *,
-        stream: bool,
-        timeout_s: float | None = None,
+        self, body: Body, key: str, options: Options, *, stream: bool, timeout_s: float | None = None
     ) -> OutgoingRequest:
         if self._own is not None:
             options.setdefault("tenant", self._own)
@@ -228,27 +235,3 @@ class Client:
         """Cancel a request whose caller no longer waits."""
         if options.get("cancel_abandoned", True):
             self._abandoned.cancel(outgoing.id, tenant=outgoing.tenant)
-
-
-def _transport(
-    url: str,
-    api_key: str | None,
-    names: Names | None,
-    ssl_context: ssl.SSLContext | None,
-    tracing: Tracing,
-    bodies: "BodyStore | str | None",
-    fetches_answers: bool,
-) -> Transport:
-    """Create the client's transport: over HTTP for a gateway's URL, over AMQP for a broker's. Only the library that
-    this transport needs is imported."""
-    if url.lstrip().lower().startswith(("http://", "https://")):
-        from lanekeeper.over_http import OverHttp
-
-        return OverHttp(url.strip(), api_key=api_key, ssl_context=ssl_context, tracing=tracing)
-    if api_key is not None:
-        raise ValueError("api_key: it is for the http(s):// address of a gateway; a broker's URL has user and password")
-    from lanekeeper.large_bodies import LargeBodies
-    from lanekeeper.over_amqp import OverAmqp
-
-    large = LargeBodies(bodies, fetches=fetches_answers)
-    return OverAmqp(url, names=names or Names(), ssl_context=ssl_context, tracing=tracing, bodies=large)

@@ -3,7 +3,7 @@
     key     body of the message            body of the answer, which one worker sends, after its header `x-lane-control`
     cancel  {"cancel": id, "tenant": "…"}  accepted: {"id", "outcome": "recorded" | "told" | "ended" | "unseen"}
     result  {"result": id, "tenant": "…"}  pending: {"id", "status": "running" | "waiting" | "unknown", "due_at": "…"}
-    either, if it is refused               error: a problem document
+    cancel or result, if it is refused     error: a problem document
 
 If the request has ended, the answer to `result` is its final reply, which has the header `x-lane-status` instead of
 `x-lane-control`.
@@ -16,6 +16,7 @@ import asyncio
 import json
 import uuid
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 
 from lanekeeper.amqp.connection import Connection
@@ -31,55 +32,55 @@ from lanekeeper.replies import Final, final_of
 from lanekeeper.reply_queue import ReplyQueue, next_of
 
 ANSWERED_WITHIN_S = 5.0
-"""How long to wait for a worker's answer. A worker answers from its store within milliseconds; if none came after this
-time, no worker is consuming control messages."""
+"""For how many seconds a client waits for a worker's answer to a control message. A worker answers from its store
+within milliseconds; if no answer came after this time, no worker is running."""
 WORKERS_COUNTED_AFTER_S = 0.5
-"""How long a cancellation waits before it asks the broker whether any worker runs."""
+"""After how many seconds without an answer a client that sent a cancellation asks the broker whether any worker runs.
+"""
 _START_ONE = "start one with `lanekeeper serve` or `lanekeeper consume`"
 
 
+@dataclass(slots=True)
 class Control:
     """Sends control messages, which cancel a request or ask for its result, and reads the workers' answers. `user`: the
     connection's AMQP user."""
 
-    def __init__(
-        self, publisher: Publisher, replies: ReplyQueue, *, connection: Connection, names: Names, user: str
-    ) -> None:
-        self._connection = connection
-        self._publisher = publisher
-        self._replies = replies
-        self._names = names
-        self._user = user
+    publisher: Publisher
+    replies: ReplyQueue
+    _: KW_ONLY
+    connection: Connection
+    names: Names
+    user: str
 
     async def cancel(self, id: str, *, tenant: str | None) -> Cancelled:
-        """Cancel a request, and return the outcome that a worker answers.
+        """Cancel a request, and return what the answering worker did: one of the words of `Cancelled` (errors.py).
 
         Raises ControlRefused, NoReply (the broker keeps the cancellation), AccessRefused, TopologyMismatch, other
         BrokerErrors.
         """
-        return outcome_of(await self._ask(cancellation(id, tenant=tenant, user=self._user)))
+        return outcome_of(await self._ask(cancellation(id, tenant=tenant, user=self.user)))
 
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
-        """Ask repeatedly until the request has ended, or until `end` (see `until_ended`).
+        """Ask for a request's final reply, repeatedly until the request has ended, or until `end` (see `until_ended`).
 
         Raises Problem, NotEnded, ControlRefused, NoReply, AccessRefused, TopologyMismatch, other BrokerErrors.
         """
 
         async def ask(_: float | None) -> Final:
-            return result_of(await self._ask(question(id, tenant=tenant, user=self._user)))
+            return result_of(await self._ask(question(id, tenant=tenant, user=self.user)))
 
         return await until_ended(ask, end=end)
 
     async def send_cancellation(self, id: str, *, tenant: str | None, within_s: float) -> None:
         """Send a cancellation, and wait for the broker's confirm but not for a worker's answer. Raises BrokerError."""
-        message = cancellation(id, tenant=tenant, user=self._user)
+        message = cancellation(id, tenant=tenant, user=self.user)
         await self._send(message, within_s=within_s)
 
     async def _send(self, message: Message, *, within_s: float) -> None:
         try:
-            await self._publisher.publish_surely(
+            await self.publisher.publish_surely(
                 message,
-                exchange=self._names.control,
+                exchange=self.names.control,
                 routing_key=message.type or "",
                 within_s=within_s,
                 gives_up_on=(TopologyMismatch, Unroutable),
@@ -90,9 +91,9 @@ class Control:
     async def _ask(self, message: Message) -> Message:
         """Send a control message and return the worker's answer. Raises NoReply, ReplyLost, BrokerErrors of a
         publish."""
-        with self._replies.expecting(message) as arrived:
+        with self.replies.expecting(message) as arrived:
             await self._send(message, within_s=ANSWERED_WITHIN_S)
-            self._replies.published(arrived)
+            self.replies.published(arrived)
             began_s = asyncio.get_running_loop().time()
             if message.persistent:
                 # a cancellation: the broker keeps it, so without workers there is nothing to wait for
@@ -109,7 +110,7 @@ class Control:
     async def _has_worker(self) -> bool:
         """Whether a worker consumes control messages; true also if the broker does not say."""
         try:
-            return (await depths(self._connection, [self._names.control]))[self._names.control].consumers > 0
+            return (await depths(self.connection, [self.names.control]))[self.names.control].consumers > 0
         except BrokerError:
             return True
 
@@ -136,7 +137,8 @@ def outcome_of(reply: Message) -> Cancelled:
 
 
 def result_of(reply: Message) -> Final:
-    """The final reply in a worker's answer. Raises Problem if the request failed, NotEnded, ControlRefused."""
+    """The final reply in a worker's answer. Raises Problem if the request failed, NotEnded if it has no result yet, and
+    ControlRefused."""
     _raise_if_refused(reply)
     if n.STATUS in reply.headers:
         return final_of(reply)

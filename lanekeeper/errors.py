@@ -7,9 +7,10 @@ from typing import Any, Literal, TypeAlias
 from lanekeeper.contract.problems import BrokerError, LanekeeperError
 
 Cancelled: TypeAlias = Literal["recorded", "told", "ended", "unseen"]
-"""The outcome of a cancellation. `recorded`: the request was waiting, and will end as cancelled. `told`: the request is
-running, and its worker will stop it. `ended`: the request had ended before the cancellation came. `unseen`: no worker
-knows the request; if a worker receives it within the longest lane's deadline, it ends as cancelled."""
+"""What a cancellation did. `recorded`: the request was waiting, and will end as cancelled. `told`: the request is
+running, and its worker got the cancellation and will stop it. `ended`: the request had ended before the cancellation
+came. `unseen`: no worker knows the request; if a worker receives it within the longest deadline of all lanes, it ends
+as cancelled."""
 
 
 class ReplyLost(BrokerError):
@@ -64,7 +65,7 @@ class NotEnded(LanekeeperError):
 
 
 def no_answer(id: str, timeout_s: float | None) -> NoReply:
-    """The error for a request that was not answered in time."""
+    """Make the error to raise if a request was not answered in time."""
     return NoReply(
         f"no answer to {id} within {timeout_s:g} s; it may still come, and is kept: lanekeeper result {id}. "
         "Is a worker running? Ask: lanekeeper status"

@@ -14,15 +14,16 @@ from lanekeeper.transport import OutgoingRequest
 DROP_WITHIN_S = 10.0
 FETCH_WITHIN_S = 60.0
 LARGEST_ANSWER = 512 * MIB
-"""The largest answer that is fetched, which is also the highest value of `LANEKEEPER_RESULTS__ANSWER_BYTES`."""
+"""The largest answer, in bytes, that a client fetches from the store. It is also the highest value of the setting
+`LANEKEEPER_RESULTS__ANSWER_BYTES`."""
 log = logs.logger()
 
 
 class LargeBodies:
     """Puts large bodies of a client's requests into a store, and fetches large answers from it.
 
-    `store`: the store, or its URL; None: large bodies are sent as they are, and the worker refuses them. `fetches`:
-    whether large answers are fetched; if not, `Final.kept` has their address.
+    `store`: the store, or its URL. If it is None, large bodies are sent in the message, and the worker refuses them.
+    `fetches`: whether large answers are fetched; if not, `Final.kept` contains their address.
     """
 
     def __init__(self, store: BodyStore | str | None, *, over_bytes: int = OVER_BYTES, fetches: bool = True) -> None:

@@ -12,14 +12,15 @@ from lanekeeper.contract.messages import PRIORITY_AT_MOST, Message
 from lanekeeper.replies import Problem
 
 PRIORITY = 4
-"""The default priority. It is always sent, because RabbitMQ treats messages without a priority differently: as 4 in
-quorum queues, as 0 in classic queues (docs/facts.md, section 1)."""
+"""The default priority of a request. A client always sets it, because RabbitMQ treats messages without a priority
+differently: as 4 in quorum queues, as 0 in classic queues (docs/facts.md, section 1)."""
 ANSWER_LATE_S = 5.0
-"""How long after its deadline to wait for a request's problem document. A running worker sends it sooner."""
+"""How many seconds after its deadline a client still waits for a request's reply. A running worker answers sooner that
+the deadline has passed."""
 
 
 class Options(TypedDict, total=False):
-    """The options of a request. If one is left out, the lane's setting applies."""
+    """The options of a request. For an option that is left out, the lane's setting applies."""
 
     message_id: str
     """The request's id; generated if left out."""
@@ -29,17 +30,18 @@ class Options(TypedDict, total=False):
     priority: int
     """The priority inside the lane: 0 to 9, higher first."""
     deadline_s: float
-    """The time limit for the final answer, counted from publishing, or from the end of the delay."""
+    """The time limit for the final answer in seconds, counted from publishing, or from the end of the request's delay.
+    """
     delay_s: float
-    """The request starts this long after publishing, not earlier."""
+    """The request starts this many seconds after publishing, not earlier."""
     at: datetime
-    """The earliest start, with a time zone."""
+    """The earliest start of the request: a time with a time zone."""
     beta: str
-    """The value of Anthropic's header `anthropic-beta`."""
+    """The value of the header `anthropic-beta`, which names features of Anthropic's API that are in beta."""
     headers: Mapping[str, Any]
     """Further AMQP headers, such as `traceparent`; they override the options above."""
     cancel_abandoned: bool
-    """False: this request continues even if its caller leaves (see `Client`)."""
+    """False: this request continues even if its caller stops waiting (see `Client`)."""
     full_within_s: float
     """How long to wait for room in a full lane before PublishRefused is raised; 2 s if left out, 0: no waiting."""
 

@@ -1,7 +1,7 @@
 """The client's transport over AMQP: one connection, which is opened again when it is lost.
 
-The connection has one channel for requests and their replies, and one for control messages. If the user may not send
-control messages, the broker closes only the channel for these, so no reply to a request is lost.
+The connection has one channel for requests and their replies, and one for control messages. If the user has no
+permission to send control messages, the broker closes only their channel, so no reply to a request is lost.
 
 Replies arrive by direct reply-to, so the user needs no right to declare queues.
 """
@@ -32,13 +32,7 @@ class OverAmqp:
     """The `Transport` of a `Client` with the URL of a broker: `amqp://` or `amqps://`."""
 
     def __init__(
-        self,
-        url: str,
-        *,
-        names: Names,
-        ssl_context: ssl.SSLContext | None,
-        tracing: Tracing,
-        bodies: LargeBodies,
+        self, url: str, *, names: Names, ssl_context: ssl.SSLContext | None, tracing: Tracing, bodies: LargeBodies
     ) -> None:
         self._bodies = bodies
         self._names = names

@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
 REQUESTS = "/v1/requests"
 WAIT_S = 20.0
-"""How long one call waits for a request to end. It is shorter than the time after which proxies close a silent call."""
+"""How many seconds one HTTP call waits for a request to end. Proxies close a call only after a longer silence."""
 CONTROL_WITHIN_S = 5.0
-"""The limit for a call that cancels a request or reads its result, in addition to the time that it asks to wait."""
+"""The time limit, in seconds, for a call that cancels a request or reads its result, in addition to the time that it
+asks the gateway to wait."""
 AWAY_S = 30.0
-"""How long the gateway may be unreachable while the client waits, without a time limit, for an answer."""
+"""For how many seconds the gateway may be unreachable while a client waits for an answer without a time limit. After
+that the client gives up."""
 
 
 class OverHttp:
@@ -41,14 +43,7 @@ class OverHttp:
 
     user = ""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        api_key: str | None,
-        ssl_context: ssl.SSLContext | None,
-        tracing: Tracing,
-    ) -> None:
+    def __init__(self, url: str, *, api_key: str | None, ssl_context: ssl.SSLContext | None, tracing: Tracing) -> None:
         """`url`: the gateway's address. `api_key`: sent with each call. Raises ValueError if no gateway can have this
         URL."""
         self._calls = Calls(url, api_key=api_key, ssl_context=ssl_context)

@@ -1,4 +1,4 @@
-"""Replies over direct reply-to: a client receives them on the same channel on which it publishes its requests.
+"""Receives replies by RabbitMQ's direct reply-to: on the same channel on which the client publishes its requests.
 
     publisher = Publisher(connection, tracing=tracing, on_channel=replies.direct.consume)
     with replies.expecting(message) as arrived:
@@ -6,8 +6,8 @@
         replies.published(arrived)
         reply = await next_of(arrived, end=None)
 
-The user needs no right to declare or read any queue, and nobody else can read or guess the reply address. If the
-channel closes, all replies still expected on it are lost.
+The broker's user needs no permission to declare or read any queue, and nobody else can read or guess the reply address.
+If the channel closes, all replies still expected on it are lost.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ from lanekeeper.contract.problems import BrokerError
 from lanekeeper.errors import ReplyLost
 
 UNREAD_BYTES = 1024 * 1024
-"""How many bytes of one answer may wait for their reader. A model needs many seconds to write this much."""
+"""How many bytes of one streamed answer may be received before the caller reads them. A model needs many seconds to
+write this much."""
 
 
 class Arrivals:
@@ -45,7 +46,8 @@ class Arrivals:
             self._came.put_nowait(reply)
 
     def lose(self, error: ReplyLost) -> None:
-        """Make `next` raise `error` after the replies that have arrived. Later replies are dropped."""
+        """End these replies with `error`: `next` returns the replies that have arrived, and then raises it. Later
+        replies are dropped."""
         if not self._is_lost:
             self._is_lost = True
             self._came.put_nowait(error)

@@ -21,20 +21,22 @@ class OutgoingRequest:
     content: BinaryIO | None = None
     """The body, if the caller gave it as a file; the body of `message` is then empty."""
     key: str
-    """The routing key."""
+    """The request's routing key: `<lane>.<application>.<task>`."""
     tenant: str | None
     chose_id: bool
     """Whether the caller chose the request's id."""
     publish_within_s: float
-    """The limit for publishing, with all repetitions."""
+    """The time limit for publishing in seconds, including all repetitions."""
     absent_within_s: float | None
-    """A shorter limit for publishing while there is no connection and nothing was sent yet; None: no shorter limit."""
+    """A shorter limit in seconds, used while there is no connection and nothing was sent yet. None: no shorter limit.
+    """
     full_within_s: float
-    """A shorter limit for publishing while the lane is full."""
+    """A shorter limit for publishing in seconds, used while the lane's queue is full."""
     timeout_s: float | None
-    """How long the caller waits for the answer; None: without a limit."""
+    """How many seconds the caller waits for the answer; None: without a limit."""
     end: float | None
-    """The time at which `timeout_s` is over, by the event loop's clock; None: never."""
+    """When the caller's wait for the answer ends (`timeout_s` after its begin), by the event loop's clock; None:
+    never."""
 
     may_be_published: bool = False
     """Whether an earlier try to publish may have reached the broker."""
@@ -85,5 +87,5 @@ class Transport(Protocol):
 
 
 def time_in(timeout_s: float | None) -> float | None:
-    """The time `timeout_s` from now, by the event loop's clock; None for None."""
+    """The time `timeout_s` seconds from now, by the event loop's clock; None if `timeout_s` is None."""
     return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s

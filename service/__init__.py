@@ -1,4 +1,4 @@
-"""How people and processes reach Lanekeeper: worker, command line, demo.
+"""The programs of Lanekeeper: the worker process, the HTTP gateway, the command line, the demo.
 
 Start at `worker/assembly.py`. This package imports `consumers` and `topology`.
 """

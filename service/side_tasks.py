@@ -1,4 +1,4 @@
-"""Tasks that run beside a block of code and end with it."""
+"""Runs background tasks while a block of code runs, and ends them with it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable

@@ -1,4 +1,4 @@
-"""What is on the broker, and how it is declared and consumed. Pure, except `broker/`.
+"""What Lanekeeper declares on the broker, and how it is declared and consumed. Without I/O, except `broker/`.
 
 Start at `declaration.py`. Imported by `consumers` and `service`; imports neither.
 """

@@ -1,4 +1,4 @@
-"""START HERE: declares everything that we need on the broker, as one value.
+"""START HERE: computes all exchanges, queues and bindings that Lanekeeper needs on the broker, as one value.
 
     declare(lanes, names=Names(), broker_version="4.3.6") -> Topology
 
@@ -22,11 +22,11 @@ from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
 
 OLDEST = (3, 10)
 RECOMMENDED = (4, 3, 5)
-"""Earlier versions have security holes; for example, a publish to a forged direct reply-to address kills the connection
-of the publisher."""
+"""The oldest RabbitMQ version that Lanekeeper recommends. Earlier versions have security holes; for example, a publish
+to a forged direct reply-to address kills the connection of the publisher."""
 DELIVERY_LIMIT = 20
-"""The broker moves a message to `lane.fallen` after so many deliveries. It is for requests that kill their worker
-before the worker claims them; other requests are buried by a worker at their fifth delivery."""
+"""After this many deliveries the broker moves a message to the queue `lane.fallen`. This limit is for requests that
+kill their worker before it has claimed them; for others, the worker itself ends the request at its fifth delivery."""
 NO_DELIVERY_LIMIT = -1
 CLASSIC_PRIORITIES = 9
 REPLICATION = "in a cluster, quorum queues are kept on three nodes"
@@ -56,17 +56,18 @@ class Broker:
 
     @property
     def quorum_intake(self) -> bool:
-        """Whether intakes are quorum queues. Before 4.0, only classic queues have priorities."""
+        """Whether the lanes' intake queues are quorum queues. Before RabbitMQ 4.0, only classic queues support
+        priorities."""
         return self.major >= 4
 
     @property
     def intakes(self) -> str:
-        """A phrase for people: the type of the intakes, and its consequence in a cluster."""
+        """A phrase for people to read: the type of the lanes' intake queues, and what this means in a cluster."""
         return "quorum intakes" if self.quorum_intake else "classic intakes, each on one node alone"
 
     @property
     def priorities(self) -> str:
-        """A phrase for people: how `priority` orders requests inside a lane (docs/contract.md)."""
+        """A phrase for people to read: how the property `priority` orders requests inside a lane (docs/contract.md)."""
         if (self.major, self.minor) >= (4, 3):
             return "strict, 0 to 31"
         return "two classes, above 4 is high" if self.quorum_intake else f"strict, 0 to {CLASSIC_PRIORITIES}"

@@ -59,8 +59,8 @@ def strip_bits(headers: Mapping[str, _V], names: Names) -> dict[str, _V]:
 
 
 def wait_ms(level: int) -> int:
-    """How long a message waits at a level of the delay cascade, in ms: 100 at level 0, and twice as long at each
-    next."""
+    """How long a message waits at a level of the delay cascade, in ms: 100 at level 0, and at each higher level twice
+    as long."""
     return UNIT_MS << level
 
 

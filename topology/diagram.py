@@ -21,7 +21,7 @@ _FLOW = """\
 
 
 def mermaid(topology: Topology) -> str:
-    """Draw the paths of a message as a Mermaid flowchart. The delay cascade is one node."""
+    """Draw the paths of a message as a Mermaid flowchart. The delay cascade (29 wait queues) is drawn as one node."""
     names = Names(topology.namespace)
     lowest, highest = names.delay(0), names.delay(delays.LEVELS - 1)
     queues = "\n".join(

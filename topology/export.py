@@ -8,8 +8,8 @@ rabbitmq.conf.
 | application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; read its reply queue |
 | client | all that an application may; cancel requests and fetch results: publish to `lane.control` |
 | worker | read lanes, fallen and dead letters; write delays, side queues, dead letters, events, replies; make queues |
-| operator | publish to any lane, cancel, watch events by its own queue, read `lane.dead`; see all in the management UI
-| | deployer | configure, write and read everything in our namespace: `topology apply` |
+| operator | publish to any lane, cancel, watch events by its own queue, read `lane.dead`; see all management pages |
+| deployer | configure, write and read everything in our namespace: `topology apply` |
 
 Applications and clients may declare nothing. A user that may declare a queue, even one that the broker names, could
 make it dead-letter to `lane.requests` under any key: the broker checks topic permissions when a message is published,
@@ -17,8 +17,8 @@ and not when it is dead-lettered. They get replies by direct reply-to, which nee
 `lane.reply.<user>`, a durable queue that is declared for them here.
 
 Workers and operators may declare queues that the broker names (`amq.gen-…`). Such a queue, too, could dead-letter to
-`lane.requests` under any key; but workers and operators are trusted, and may publish into every lane anyway. The right
-includes no exchanges, because the broker gives such names only to queues.
+`lane.requests` under any key; but workers and operators are trusted, and may publish into every lane anyway. This
+permission covers no exchanges, because the broker gives such names only to queues.
 
 A user that may write to `lane.control` gets answers only about requests of its own tenant (`user_id`), and about
 requests without a tenant, of which it must know the id. So do not give the role `client` to untrusted applications.
@@ -39,7 +39,7 @@ Role = Literal["application", "client", "worker", "operator", "deployer"]
 
 NOTHING = "^$"
 OWN_QUEUES = r"amq\.gen-.*"
-"""A pattern for the names that the broker gives to queues."""
+"""A regular expression for the names that the broker itself gives to queues."""
 DEFAULT_EXCHANGE = r"amq\.default"
 TAGS: dict[Role, str] = {"operator": "monitoring", "deployer": "management"}
 APPLICATIONS: tuple[Role, ...] = ("application", "client")
@@ -54,10 +54,10 @@ cannot fill the disk while no worker runs, and a worker needs only seconds to pr
 policy, because the arguments of an existing queue cannot be changed."""
 REPLIES_MAX_MESSAGES = 10_000
 REPLIES_MAX_BYTES = 256 * MIB
-"""How many messages and bytes may wait in a reply queue. When it is full, replies are refused; they stay in the
-store."""
+"""How many messages and bytes may wait in a broker user's reply queue. When the queue is full, it refuses replies; the
+results can still be fetched from the store."""
 REPLIES_KEPT_MS = 86_400_000
-"""How long a reply stays in a reply queue: as long as results are stored by default."""
+"""For how many milliseconds a reply stays in a reply queue: as long as results are stored by default."""
 _USER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 

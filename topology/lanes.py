@@ -1,4 +1,5 @@
-"""Lanes: the priority tiers. Each lane has an intake queue, a due queue, and a pool of consumers of its own.
+"""Lanes: the classes of urgency, such as `critical` and `batch`. Each lane has its own intake queue (new requests), due
+queue (retried and delayed requests), and slots in each worker.
 
 No other file has code for a particular lane. Everything that differs by lane is a field of `LaneSpec`.
 """
@@ -11,11 +12,13 @@ GIB = 1024 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneSpec:
-    """The settings of one lane: slots, time limits, models, lengths of its queues."""
+    """The settings of one lane: its slots (how many requests run at the same time), time limits, models, and the
+    lengths of its queues."""
 
     name: str
     slots: int
-    """How many requests from the intake one process works on at the same time; also the prefetch of its consumer."""
+    """How many requests from the lane's intake (new ones) one process works on at the same time; also the prefetch of
+    its consumer."""
     slots_min: int | None = None
     """How many idle slots this lane keeps for itself and never lends to other lanes. None: an eighth of `slots`, at
     least 1."""
@@ -24,22 +27,23 @@ class LaneSpec:
     added in proportion. None: eight times `slots`. A slot costs little; the provider's budget limits how many are
     useful."""
     target_wait_s: float = 10
-    """If requests wait longer than this for a slot, the lane gets more slots, unless the provider is the bottleneck."""
+    """If requests wait longer than this many seconds for a slot, the lane gets more slots, unless the provider is the
+    bottleneck."""
     call_timeout_s: float
-    """The time limit for one attempt. For a streamed answer, the limit for the time to the first token, and for every
-    pause after it."""
+    """The time limit, in seconds, for one call to the provider. For a streamed answer, it limits the time to the first
+    token, and every pause after it."""
     deadline_s: float
-    """The default and the maximum of a request's deadline: the time from publishing, or from the due time, to the final
-    answer."""
+    """The default and the maximum of a request's deadline in seconds: the time from publishing (or from the end of its
+    delay) to the final answer."""
     max_attempts: int
     model: str
-    """The model for requests that name none."""
+    """The model for requests that do not name a model."""
     max_tokens: int = 1024
-    """The limit for the answer to requests that set none."""
+    """The value of `max_tokens` for requests that do not set it."""
     models: frozenset[str] | None = None
     """The models that requests may name; None allows every model."""
     max_length: int
-    """How many messages the intake holds at most. A publish to a full intake is refused (nack)."""
+    """How many messages the lane's intake queue holds at most. The broker refuses a publish to a full intake (nack)."""
     max_length_bytes: int = GIB
     side_queues: int = 8
     """How many side queues the lane has: workers move requests of tenants with many waiting requests there
@@ -47,8 +51,8 @@ class LaneSpec:
 
     @property
     def due_slots(self) -> int:
-        """How many requests from the due queue one process works on at the same time, in addition to `slots`: a quarter
-        of `slots`, at least 1."""
+        """How many requests from the lane's due queue (retried and delayed ones) one process works on at the same time,
+        in addition to `slots`: a quarter of `slots`, at least 1."""
         return max(1, self.slots // 4)
 
     @property

@@ -1,6 +1,6 @@
-"""A broker's exchanges, queues and bindings as frozen values.
+"""A broker's exchanges, queues and bindings as frozen dataclasses.
 
-Applying, comparing, exporting and drawing are functions of them.
+Other files of this package declare these values on a broker, compare, export and draw them.
 """
 
 from collections.abc import Mapping

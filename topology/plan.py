@@ -35,8 +35,8 @@ EFFECTIVE_POLICIES = frozenset(
         "overflow",
     }
 )
-"""Policy keys that change what happens to a message. Other keys (for example for the placement of leaders) are not
-compared: operators may set them."""
+"""The keys of RabbitMQ policies that change what happens to a message. Other keys (for example for the placement of
+leaders) are not compared: operators may set them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Difference:
     found: Value | None = None
     """The value on the broker; None if the property is not set there."""
     remedy: str | None = None
-    """The command that corrects it, if that is not `topology apply`."""
+    """The command that corrects the difference, if `topology apply` does not."""
 
     @property
     def line(self) -> str:

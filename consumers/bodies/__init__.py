@@ -1,1 +1,2 @@
-"""Fetches bodies of requests that lie in a store or on a host, if that place is allowed; keeps large answers."""
+"""Fetches request bodies that are not in the message but at an allowed address; stores large answers outside the
+broker."""

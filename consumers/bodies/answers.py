@@ -10,9 +10,10 @@ from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.telemetry import logs, signals
 
 MARGIN_S: Final = 3600.0
-"""An answer is kept this much longer than its result, because a client may read it some time after the result."""
+"""A large answer is kept this many seconds longer than the stored result that has its address, because a client may
+read it some time after the result."""
 PAUSE_S: Final = 0.5
-"""The pause between two attempts to write an answer."""
+"""The pause, in seconds, between two attempts to write an answer to the store."""
 log = logs.logger()
 
 
@@ -27,8 +28,8 @@ class AnswerBodies:
         self._background = Background()
 
     async def keep(self, body: bytes, *, within_s: float) -> BodyAddress | None:
-        """Write an answer durably, and repeat this for up to `within_s` if the store is away, full or hangs. Returns
-        where the answer is; None if it could not be written."""
+        """Write an answer durably. If the store is unavailable, full or hangs, try again for up to `within_s`. Returns
+        the answer's address; None if it could not be written."""
         cause = "no answer"
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
@@ -42,8 +43,8 @@ class AnswerBodies:
         return None
 
     def forget(self, kept: BodyAddress) -> None:
-        """Begin to remove a stored answer that is not the request's valid one. If the process dies before, the answer
-        expires."""
+        """Begin to remove a stored answer that is not used, because another answer to the request was stored first. If
+        the process dies before it is removed, the answer expires."""
         self._background.begin(self._drop(kept), name="drop an answer")
 
     async def aclose(self, *, within_s: float) -> None:

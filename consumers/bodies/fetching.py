@@ -34,7 +34,8 @@ class Fetching:
         raise BodyError("this address is not allowed (LANEKEEPER_BODIES__ALLOW)")
 
     def forget(self, message: Message) -> None:
-        """Begin to remove the stored body of a request that has ended. If the process dies before, the body expires."""
+        """Begin to remove the stored body of a request that has ended. If the process dies before it is removed, the
+        body expires."""
         if self._own is not None and (kept := body_address_in(message.headers)) is not None:
             self._background.begin(self._drop(self._own, kept), name=f"drop the body of {message.message_id}")
 

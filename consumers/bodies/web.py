@@ -21,13 +21,13 @@ from lanekeeper.contract.messages import BodyAddress
 _PORTS: Final = {"https": 443, "http": 80}
 _NAT64: Final = ip_network("64:ff9b::/96")
 _GONE: Final = range(400, 500)
-"""Statuses that say that the body is not there."""
+"""HTTP statuses that mean: the body does not exist at this address."""
 _TEMPORARY: Final = frozenset({408, 425, 429})
-"""Statuses among them after which another try may succeed."""
+"""HTTP statuses of failed fetches after which another try may succeed."""
 
 
 class PrivateAddress(OSError):
-    """A host has an address that is not public."""
+    """The host name of a body's URL resolves to an address that is not public."""
 
 
 class WebBodies:
@@ -39,7 +39,7 @@ class WebBodies:
         self._private = private
 
     def holds(self, address: str) -> bool:
-        """Whether bodies may be fetched from this address."""
+        """Whether this address is below one of the allowed URLs."""
         try:
             asked = urlsplit(address)
             return any(_is_below(asked, allowed) for allowed in self._allowed)

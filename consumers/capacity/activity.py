@@ -11,11 +11,11 @@ from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Ref
 SAMPLES = 256
 """How many of the latest waits and run times are kept for each lane."""
 WINDOW_S = 60
-"""The throughput counts the requests that ended within this time."""
+"""The throughput is computed from the requests that ended within this many seconds."""
 SHOWN = (
     "extra_slots", "slots_limit", "running", "answered", "failed", "retried", "deferred", "dropped", "replayed",
 )  # fmt: skip
-"""The attributes of `LaneActivity` that `snapshot` copies under the same name."""
+"""The attributes of `LaneActivity` that its method `snapshot` copies under the same name."""
 
 
 class LaneActivity:
@@ -50,8 +50,9 @@ class LaneActivity:
         """How many requests ended in each second: (the second, how many); seconds without an end are left out."""
 
     def record(self, outcome: Outcome, *, wait_ms: int, run_ms: int | None, since_delivery: bool = False) -> None:
-        """Count the outcome of a delivery. `run_ms`: None if no provider was called, or the attempt does not count.
-        `since_delivery`: whether the wait counts from the first delivery, because the time of publishing is unknown."""
+        """Count the outcome of a delivery. `run_ms`: how long the attempt ran; None if no provider was called, or the
+        attempt does not count. `since_delivery`: whether the wait is measured from the first delivery, because the time
+        of publishing is unknown."""
         match outcome:
             case Answered():
                 self.answered += 1

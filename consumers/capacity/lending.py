@@ -1,4 +1,5 @@
-"""Decides how many slots each queue gets in addition to its own, by the load of all queues. Pure.
+"""Decides how many slots each queue gets in addition to its own, by the load of all queues. A slot works on one request
+at a time. This file has no I/O.
 
 First, idle slots are lent to queues whose requests wait, the most urgent queue first; each queue reserves some that it
 does not lend. If a queue's requests still wait longer than its lane's target, it grows: it gets further slots, a
@@ -14,26 +15,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 GROWTH = 4
-"""A queue grows by a quarter of its slots, at least one."""
+"""When a queue gets additional slots, it gets this part of its slots at a time, at least one."""
 AT_MOST = "slots_max"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLoad:
-    """What the decision needs to know of one queue: its settings, its slots, and its load in this worker."""
+    """One queue as the decision about additional slots sees it: its settings, its slots, and its load in this
+    worker."""
 
     slots: int
-    """The queue's own slots."""
+    """How many slots the queue has of its own: those that its lane's settings give it."""
     reserved: int
     """How many of its own slots the queue never lends, even if they are idle."""
     max_slots: int
     """How many slots the queue may have, including additional ones."""
     target_wait_s: float
-    """The queue may grow if its requests wait longer than this."""
+    """The queue may get further slots if its requests wait longer than this many seconds."""
     extra: int = 0
-    """How many slots the queue has now in addition to its own, including `ending`."""
+    """How many slots the queue has now in addition to its own, including those that were taken back while a request
+    runs on them (`ending`)."""
     grown: int = 0
-    """How many of the additional slots are grown and not lent."""
+    """How many of the queue's additional slots are new, and not lent by another queue."""
     ending: int = 0
     """How many requests still run on additional slots that were taken back."""
     busiest: int = 0
@@ -41,7 +44,7 @@ class QueueLoad:
     waiting: int = 0
     """How many messages wait in the queue; 0 while it has free slots."""
     wait_s: float = 0.0
-    """How long the waiting requests have waited."""
+    """How many seconds the waiting requests have waited."""
     bottleneck: str | None = None
     """The part of a provider's budget for which the queue's requests wait; None: they do not wait for budget."""
 
@@ -51,12 +54,12 @@ class ExtraSlots:
     """The slots that a queue should have in addition to its own."""
 
     lent: int = 0
-    """Idle slots of other queues."""
+    """How many idle slots of other queues the queue borrows."""
     grown: int = 0
-    """Slots beyond those that all queues have of their own."""
+    """How many new slots the queue gets, beyond those that all queues have of their own."""
     limit: str | None = None
-    """Why the queue does not grow although its requests wait longer than the target: `AT_MOST`, or
-    `QueueLoad.bottleneck`. None: nothing prevents it."""
+    """Why the queue gets no further slots although its requests wait longer than the lane's target: `AT_MOST` (it has
+    its maximum), or the value of `QueueLoad.bottleneck`. None: nothing prevents it."""
 
     @property
     def total(self) -> int:
@@ -64,7 +67,8 @@ class ExtraSlots:
 
 
 def decide(queues: Sequence[QueueLoad]) -> list[ExtraSlots]:
-    """The additional slots that each queue should have. `queues`: the most urgent first; the result has their order."""
+    """Compute the additional slots that each queue should have. `queues`: the most urgent first; the result has their
+    order."""
     idle = sum(max(0, queue.slots - queue.reserved - queue.busiest) for queue in queues)
     idle -= sum(queue.ending for queue in queues)
     decided = []

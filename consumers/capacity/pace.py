@@ -12,7 +12,8 @@ from consumers.state.base import Allowances, StoreUnavailable
 PERIOD_S: Final = 60
 NOTE_EVERY_S: Final = 5.0
 SEEN_AT_LEAST_S: Final = 20.0
-"""The rate is known only after this part of a period, because fewer requests would give a random result."""
+"""The rate counts as unknown until this many seconds of a period are over, because few requests give a random
+result."""
 UNLIMITED: Final = 1e15
 
 

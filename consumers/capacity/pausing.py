@@ -1,4 +1,4 @@
-"""Pauses all work while an answer could be neither sent nor stored.
+"""Pauses all work of a worker while it could neither send nor store an answer.
 
     pausing = Pausing({"publish connection": lambda: publishing.trouble, …})
     await pausing.opened()                before each call to a provider: waits until no condition holds
@@ -14,30 +14,30 @@ from typing import Protocol
 from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.05
-"""The time between two regular checks. They poll, because the conditions read attributes of very different objects:
-four reads, 20 times a second, which take 0.01 % of a CPU."""
+"""The time between two regular checks. The conditions are polled, because they read attributes of very different
+objects: four reads, 20 times a second, which take 0.01 % of a CPU."""
 LOGGED_AFTER_S = 0.5
-"""A shorter pause is not logged; each start of a worker has one."""
+"""A pause of fewer seconds is not logged, because each start of a worker causes a short one."""
 Condition = Callable[[], str | None]
 log = logs.logger()
 
 
 class Pausable(Protocol):
-    """A pool, or anything else that takes deliveries."""
+    """Something that takes deliveries from the broker and can be paused, such as a pool."""
 
     @property
     def is_paused(self) -> bool: ...
 
     async def pause(self, reason: str) -> None:
-        """Take no new delivery, and keep those that were taken."""
+        """Take no new delivery; go on working on those that were taken."""
 
     async def resume(self) -> None:
         """Take deliveries again as soon as there is room."""
 
 
 class Pausing:
-    """Pauses all pools of this worker while an answer could be neither sent nor stored, and resumes them afterwards.
-    `conditions`: by name, functions that return what is wrong, or None."""
+    """Stops all pools (consumers of queues) of this worker from taking requests while an answer could be neither sent
+    nor stored, and resumes them afterwards. `conditions`: by name, functions that return what is wrong, or None."""
 
     def __init__(self, conditions: Mapping[str, Condition]) -> None:
         self._conditions = dict(conditions)
@@ -49,8 +49,8 @@ class Pausing:
         return {name: why for name, condition in self._conditions.items() if (why := condition()) is not None}
 
     async def opened(self) -> None:
-        """Wait until no condition holds under which work must pause. If none does now, this takes 0.5 µs. The caller
-        limits the wait."""
+        """Wait until no condition holds under which work must pause. If none does, it returns at once (0.5 µs). The
+        wait has no time limit of its own."""
         while self._holds():
             self._open.clear()
             await self._open.wait()

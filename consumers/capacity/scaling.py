@@ -1,9 +1,9 @@
-"""Adds slots to queues and takes them back, as `lending.decide` decides.
+"""Adds slots to queues and takes them back, as `lending.decide` computes. A slot works on one request at a time.
 
-Added slots are a further consumer of the queue, on a channel of its own, whose prefetch is the number of these slots.
-The prefetch of the existing consumer stays, because changing it would have no effect (docs/facts.md, section 2). To
-take slots back, the further consumer is cancelled, and its running requests end in their own time. A lane whose slots
-were lent does not wait for that: its own consumer kept its prefetch all the time.
+To add slots, a worker starts a further consumer of the queue, on a channel of its own, whose prefetch is the number of
+these slots. The prefetch of the existing consumer stays, because changing it would have no effect (docs/facts.md,
+section 2). To take slots back, the further consumer is cancelled, and its running requests end in their own time. A
+lane whose slots were lent to another does not wait for that: its own consumer kept its prefetch all the time.
 """
 
 import asyncio
@@ -20,26 +20,29 @@ from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.25
-"""The time between two decisions. It is short, because lent slots must be back within a second. This polls, because the
-decision depends on the load of the last seconds and not on a single delivery."""
+"""The seconds between two decisions about additional slots. The pause is short, because lent slots must be back within
+a second. The load is polled, because the decision depends on the last seconds and not on a single delivery."""
 ASK_EVERY_S = 1.0
 """The time between two questions to the broker about how many messages wait in the queues whose slots are all in use. A
-queue can grow once in this time."""
+queue can get further slots once in this time."""
 STEADY_S = 3.0
-"""A slot is lent after it was idle for this time. An added slot is given up after it was unused for this time."""
+"""A queue lends a slot to another after it was idle for this many seconds. An added slot is given up after it was
+unused for as long."""
 BOTTLENECK_FOR_S = 2.0
 """How long a provider's budget counts as the bottleneck of a lane after a request was last seen waiting for it."""
 LIMIT_LOGGED_EVERY_S = 60.0
 log = logs.logger()
 
 Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
-"""Asks the broker how many messages wait in each of these queues."""
+"""A function that asks the broker how many messages wait in each of the given queues."""
 WaitingFor = Callable[[], Mapping[str, str]]
-"""For each lane whose requests wait for a provider's budget now: the part of the budget for which they wait."""
+"""Returns, for each lane whose requests wait for a provider's budget now, the limit for which they wait (such as input
+tokens a minute)."""
 
 
 class SlotPool(Protocol):
-    """The methods and attributes of a pool (`consumers/pool.py`) that are used here."""
+    """The methods and attributes of a pool (`consumers/pool.py`) that adding slots needs. A pool consumes one queue
+    with a number of slots."""
 
     @property
     def queue(self) -> str: ...
@@ -62,39 +65,41 @@ class _Added:
 
     pool: SlotPool
     is_ending: bool = False
-    """True after they were taken back, while requests still run on them."""
+    """True if these additional slots were taken back, while requests still run on them."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ScaledQueue:
-    """A queue whose number of slots changes: its settings (see `QueueLoad`), its pools, and its load so far."""
+    """A queue whose number of slots changes: its settings (see `QueueLoad`), the pools that consume it, and its load so
+    far."""
 
     lane: str
     pool: SlotPool
-    """The pool with the queue's own slots."""
+    """The pool that consumes the queue with the queue's own slots."""
     new_pool: Callable[[int], SlotPool]
-    """Creates a pool with the given number of slots on the same queue."""
+    """A function that creates a further pool: a consumer of the same queue with the given number of slots."""
     reserved: int
     max_slots: int
     target_wait_s: float
     activity: LaneActivity
     side: SlotPool | None = None
-    """The pool of the lane's side queues, whose requests use the same slots; None: no request is set aside."""
+    """The pool that consumes the lane's side queues, whose requests use the same slots. None: no requests are moved to
+    side queues."""
     resize: Callable[[int], None] = lambda slots: None
-    """Called with the queue's number of slots after each decision."""
+    """A function that is called with the queue's number of slots after each decision."""
     added: list[_Added] = field(default_factory=list)
     used: deque[int] = field(default_factory=lambda: deque(maxlen=round(STEADY_S / LOOK_EVERY_S)))
-    """How many requests the queue had in this worker at each look of the last `STEADY_S`."""
+    """How many of the queue's requests this worker had, at each check within the last `STEADY_S` seconds."""
     extra_slots: ExtraSlots = field(default_factory=ExtraSlots)
-    """The last decision."""
+    """How many slots the queue should have in addition to its own, by the latest decision."""
     waiting_since_ms: int | None = None
-    """When messages were first found waiting; None: none wait."""
+    """Since when messages have been waiting in the queue, as far as this worker has seen, in ms; None: none wait."""
     limit_logged_s: float | None = None
-    """When a limit was last logged, by the event loop's clock."""
+    """When a limit that keeps the queue from getting more slots was last logged, by the event loop's clock."""
 
     @property
     def open(self) -> list[_Added]:
-        """The slots that were added to the queue and not taken back."""
+        """The groups of slots that were added to the queue and not taken back."""
         return [added for added in self.added if not added.is_ending]
 
     @property
@@ -103,7 +108,7 @@ class ScaledQueue:
 
     @property
     def ending(self) -> int:
-        """How many requests still run on slots that were taken back."""
+        """How many requests still run on additional slots that the queue no longer has."""
         return sum(added.pool.in_hand for added in self.added if added.is_ending)
 
     @property
@@ -147,21 +152,21 @@ class Scaling:
         self._waiting_for = waiting_for
         self._bottlenecks: dict[str, tuple[str, float]] = {}
         self._ask_at_s = 0.0
-        self._paused = False
+        self.is_paused = False
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
         for queue in queues:  # all slots count as used at first, so that none is lent before `STEADY_S` is over
             queue.used.append(queue.pool.slots)
 
     async def run(self) -> None:
-        """Add slots and take them back until `stop` is called and the requests on added slots have ended. Cancel it to
-        end at once."""
+        """Add slots to queues and take them back, until `stop` is called and the requests on added slots have ended.
+        Cancel it to end at once."""
         async with self._group:
             async for _ in every(LOOK_EVERY_S, until=self._stopping):
                 await self._look()
 
     async def stop(self) -> None:
-        """Take back the slots that were added to queues, and add no more."""
+        """Take back all slots (each works on one request at a time) that were added to queues, and add no more."""
         self._stopping.set()
         await self._take_all_back()
 
@@ -172,18 +177,15 @@ class Scaling:
             for added in queue.added:
                 added.pool.give_back_waiting()
 
-    @property
-    def is_paused(self) -> bool:
-        return self._paused
-
     async def pause(self, reason: str) -> None:
-        """Take the added slots of all queues back. The time of the pause does not count as idle time of slots."""
-        self._paused = True
+        """Take back the slots that were added to queues, because all work pauses. The time of the pause does not count
+        as idle time of slots."""
+        self.is_paused = True
         await self._take_all_back()
 
     async def resume(self) -> None:
         """After `pause`: add slots to queues again when they are needed."""
-        self._paused = False
+        self.is_paused = False
 
     async def _look(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -192,7 +194,7 @@ class Scaling:
         if asks := now_s >= self._ask_at_s:
             self._ask_at_s = now_s + ASK_EVERY_S
         waiting = await self._ask() if asks else {}
-        if self._paused or self._stopping.is_set():
+        if self.is_paused or self._stopping.is_set():
             return
         decided = decide([self._load(queue, waiting.get(queue.pool.queue, 0), asks, now_s) for queue in self._queues])
         for queue, extra_slots in zip(self._queues, decided, strict=True):
@@ -206,7 +208,7 @@ class Scaling:
         """Ask the broker how many messages wait in each queue whose slots are all in use; empty if it does not
         answer."""
         full = [queue.pool.queue for queue in self._queues if queue.is_full]
-        if not full or self._paused:
+        if not full or self.is_paused:
             return {}
         try:
             return await self._depths(full)

@@ -1,4 +1,4 @@
-"""Control messages: cancel, result, status.
+"""Answers control messages, with which clients cancel a request, fetch a result or ask for a worker's status.
 
 Start at `queue.py`. Imported by `service/worker`.
 """

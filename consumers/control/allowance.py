@@ -1,9 +1,9 @@
 """Limits how many control messages a tenant may send. Messages over the limit are refused.
 
-All messages wait in one queue, behind those of a tenant that sends too many, so each of these must cost little. The
+All messages wait in one queue, behind those of a tenant that sends too many, so refusing a message must be cheap. The
 same limit applies to answers that refuse a message: above it, messages are only counted and logged, which takes a tenth
-of a millisecond each. The decision does not need the message's body, unless its user is one of `speakers`: users that
-may name another tenant, which they do in the body."""
+of a millisecond for each. The decision does not need the message's body, unless its user is one of `speakers`: users
+that may name another tenant, which they do in the body."""
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -24,14 +24,14 @@ class Verdict(Enum):
 
     CARRIED_OUT = auto()
     REFUSED = auto()
-    """It is refused with an answer that says so."""
+    """The control message is refused, and its sender gets an answer that says so."""
     COUNTED = auto()
-    """It is refused without an answer, and only counted."""
+    """The control message is refused without an answer, and only counted."""
 
 
 class Allowance:
-    """Limits how many control messages a tenant may send. Each process counts those that it gets. `per_tenant_s`: how
-    many a tenant may send a second."""
+    """Limits how many control messages a tenant may send. Each process counts the messages that it receives.
+    `per_tenant_s`: how many a tenant may send a second."""
 
     def __init__(
         self, *, per_tenant_s: float, speakers: Collection[str], read_command: Callable[[Message], Command | None]

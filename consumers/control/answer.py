@@ -1,8 +1,9 @@
-"""Answers control messages. An answer has the header `x-lane-control`, unless it is a result: the final reply, again.
+"""Answers control messages (cancel, result). The answer to `result` is the request's final reply, sent again. Any other
+answer has the header `x-lane-control`.
 
 Answers are sent only to direct reply-to, to queues that the broker named, and to `lane.reply.<user_id>` of the
-message's user (threat T1). A message with any other address, or without one, cannot be answered: that is logged and
-counted.
+message's user (threat T1 in docs/security.md). A message with any other address, or without one, cannot be answered:
+that is logged and counted.
 """
 
 import json

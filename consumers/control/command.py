@@ -1,4 +1,5 @@
-"""Reads a control message as a `Command`, or raises RequestProblem with what is wrong with the message. Pure.
+"""Reads a control message as a `Command`, or raises RequestProblem, which says what is wrong with the message. Without
+I/O.
 
 The routing key and the property `type` name the command. `tenant` may be left out:
 
@@ -17,12 +18,12 @@ from consumers.state.base import Identity
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.contract.problems import invalid_request
 
 MESSAGE_BYTES = 4096
 KNOWN = (*n.CONTROL_KEYS, n.STATUS_KEY)
 SHOWN = 80
-"""How many characters of an invalid value an error quotes."""
+"""How many characters of an invalid value an error's text quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +44,22 @@ def read(message: Message, *, speakers: Collection[str], needs_user_id: bool = F
     if kind == n.STATUS_KEY:
         return None
     if needs_user_id and not message.user_id:
-        raise _invalid(
+        raise invalid_request(
             "user_id: missing; publish with the property user_id, the name of the user that is connected: "
             "without it nobody can tell whose request this is about"
         )
     if kind == n.CHANGE_KEY:
-        raise _invalid(f"type {kind}: changing a request is not available in this version")
+        raise invalid_request(f"type {kind}: changing a request is not available in this version")
     if len(message.body) > MESSAGE_BYTES:
-        raise _invalid(f"body: {len(message.body)} bytes, allowed are {MESSAGE_BYTES}")
+        raise invalid_request(f"body: {len(message.body)} bytes, allowed are {MESSAGE_BYTES}")
     body = _json_object(message)
     if body is None:
-        raise _invalid("body: not a JSON object")
+        raise invalid_request("body: not a JSON object")
     id = body.get(kind)
     if not isinstance(id, str):
-        raise _invalid(f'body: allowed is {{"{kind}": "<message_id>"}}, with "tenant" where it has one')
+        raise invalid_request(f'body: allowed is {{"{kind}": "<message_id>"}}, with "tenant" where it has one')
     if not is_request_id(id):
-        raise _invalid(f"{kind}: {id[:SHOWN]!r} can be no request's id: {REQUEST_ID}")
+        raise invalid_request(f"{kind}: {id[:SHOWN]!r} can be no request's id: {REQUEST_ID}")
     return Command(kind, Identity(_tenant(message, body.get("tenant"), speakers), id))
 
 
@@ -75,11 +76,11 @@ def _kind(message: Message) -> str:
     RequestProblem."""
     found, key = message.type, message.routing_key
     if not found:
-        raise _invalid(f"type: it is missing; known are {', '.join(KNOWN)}, and the routing key says the same")
+        raise invalid_request(f"type: it is missing; known are {', '.join(KNOWN)}, and the routing key says the same")
     if found not in KNOWN:
-        raise _invalid(f"type {found[:SHOWN]!r}: known are {', '.join(KNOWN)}")
+        raise invalid_request(f"type {found[:SHOWN]!r}: known are {', '.join(KNOWN)}")
     if found != key:
-        raise _invalid(f"routing key {key[:SHOWN]!r} and type {found!r} differ: they say the same")
+        raise invalid_request(f"routing key {key[:SHOWN]!r} and type {found!r} differ: they say the same")
     return found
 
 
@@ -99,16 +100,12 @@ def _tenant(message: Message, stated: object, speakers: Collection[str]) -> str:
     """The tenant of the request that a control message is about: the stated one if the message's user may speak for it,
     else the user. Raises RequestProblem if the stated tenant is not allowed."""
     if stated is not None and not isinstance(stated, str):
-        raise _invalid("tenant: allowed is a string")
+        raise invalid_request("tenant: allowed is a string")
     tenant = tenant_of(message.user_id, stated, speakers)
     if stated is not None and tenant != stated:
         who = f"user {message.user_id!r}" if message.user_id else "a message without user_id"
-        raise _invalid(
+        raise invalid_request(
             f"{who} may not speak for tenant {stated[:SHOWN]!r}: publish with user_id, "
             "as that tenant or as one of the setting `speakers`"
         )
     return tenant
-
-
-def _invalid(detail: str) -> RequestProblem:
-    return RequestProblem("invalid_request", detail)

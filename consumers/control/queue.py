@@ -28,17 +28,18 @@ from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
 
 FAULTS_AT_MOST = 5
-"""A message that causes an internal error is refused at this delivery, because requests wait until the control queue
-is empty."""
+"""A control message that causes an internal error is refused at its delivery with this number. It is not tried for
+longer, because requests wait until the control queue is empty."""
 LOOK_EVERY_S = 0.05
 CATCH_UP_WITHIN_S = 5.0
-"""How long requests wait for the cancellations that were in the queue when the worker connected. Thousands are stored
-in that time. If there are more, they are stored while requests run, and a request may run although it was cancelled."""
+"""How many seconds requests wait until the worker has stored the cancellations that were in the queue when it
+connected. Thousands are stored in that time. If there are more, they are stored while requests run, and a request may
+run although it was cancelled."""
 QUIET_S = 0.5
 """If the worker's user may not read the queue's length, the queue counts as empty after this time without a
 delivery."""
 GATHER_S = 0.01
-"""How long the first finished message waits for others, so that one write acknowledges all of them."""
+"""How many seconds the first finished control message waits for others, so that one write acknowledges all of them."""
 REFUSED_AT_A_TIME = 32
 """After refusing this many messages without an answer, the reader lets other tasks run."""
 Ready = Callable[[], Awaitable[Mapping[str, int]]]
@@ -93,7 +94,8 @@ class Control:
 
     @property
     def behind(self) -> str | None:
-        """Why no request should be worked on yet (it may have been cancelled); None: requests may be worked on."""
+        """Why no request should be worked on yet: its cancellation may still be in the queue. None: requests may be
+        worked on."""
         return "cancellations are waiting to be recorded" if self._is_behind else None
 
     async def run(self) -> None:
@@ -177,7 +179,7 @@ class Control:
             return session.waiting + len(self._in_hand) or 1
 
     async def stop(self) -> None:
-        """Read no more; `run` returns when the messages that were taken are finished."""
+        """Read no more control messages; `run` returns when those that were taken are finished."""
         await self._deliveries.stop()
 
     async def _take(self, delivery: Delivery, verdict: Verdict, session: Session, reading: asyncio.TaskGroup) -> None:

@@ -1,4 +1,4 @@
-"""Whose request is next where tenants share a lane.
+"""Decides which tenant's request gets the next free slot of a lane that several tenants use.
 
 Start at `lane_slots.py`. Imported by `pool` and `service/worker`.
 """

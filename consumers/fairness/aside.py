@@ -1,4 +1,5 @@
-"""Sets requests aside: moves those over their tenant's share into a side queue of their lane, where they delay nobody.
+"""Sets requests aside: moves requests that exceed their tenant's share of a lane into a side queue of the lane, where
+they do not delay other tenants.
 
 A request is published to the side queue, and acknowledged after the confirm (`consumers/pool.py`). If the worker dies
 between the two, there are two messages of one request; the claim then lets only one of them run. Setting aside takes no
@@ -14,21 +15,21 @@ from typing import Final
 
 from consumers.copies import set_aside
 from consumers.job import Job, NowMs
-from consumers.outcomes import Deferred, Outcome, Refused
+from consumers.outcomes import Deferred, Outcome, ended
 from consumers.rank import HIGHEST
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import UNREADABLE
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import PublishRefused, RequestProblem
+from lanekeeper.contract.problems import PublishRefused
 from topology.broker.heads import Heads
 from topology.lanes import LaneSpec
 
 PLACE_KEPT_S: Final = 1.0
-"""How long a side queue stays assigned to a tenant after its last request was published there. By then this process
-usually holds the queue's head."""
+"""For how many seconds a side queue stays assigned to a tenant after the tenant's last request was published there. By
+then this process usually holds the queue's first message, which names the tenant."""
 FULL_FOR_S: Final = 1.0
-"""How long nothing is published to a side queue that was full."""
+"""For how many seconds nothing is published to a side queue that refused a message because it was full."""
 LATER_MS: Final = 1000
 
 
@@ -75,15 +76,16 @@ class SideQueues:
         self._tenants[number] = job.identity.tenant
 
     def head_left(self, job: Job) -> None:
-        """Note that the head of a side queue got a slot, was moved, or is lost: the queue's next message may be
-        fetched."""
+        """Note that the head of a side queue (its first message) got a slot, was moved, or is lost: the queue's next
+        message may be fetched."""
         number = self._numbers[job.delivery.queue]
         if self._tenants.pop(number, None) is not None:
             self._keep(job.identity.tenant, number)
         self._heads.pass_on(job.delivery.queue)
 
     def head_unread(self, queue: str) -> None:
-        """Note that the head of a side queue could not be read: the queue's next message may be fetched."""
+        """Note that the head of a side queue (its first message) could not be read: the queue's next message may be
+        fetched."""
         self._heads.pass_on(queue)
 
     async def put(self, job: Job) -> Outcome | None:
@@ -96,10 +98,7 @@ class SideQueues:
         message = set_aside(job, now_ms=self._now_ms(), names=self._names)
         try:
             await self._publisher.publish_surely(
-                message,
-                exchange=self._names.side_exchange(number),
-                routing_key=job.routing_key,
-                refused_within_s=0,
+                message, exchange=self._names.side_exchange(number), routing_key=job.routing_key, refused_within_s=0
             )
         except PublishRefused:
             self._full_until_s[number] = asyncio.get_running_loop().time() + FULL_FOR_S
@@ -111,12 +110,10 @@ class SideQueues:
         """The outcome of a request whose side queue is full: it is refused if it comes directly from its publisher, and
         deferred if it comes from a delay or a side queue."""
         if job.is_fresh and not job.trusted:
-            return Refused(
-                RequestProblem(
-                    "too_many_waiting",
-                    f"lane {self._lane.name} holds {self._lane.max_length} waiting requests of this tenant (and of "
-                    "those that share its side queue), and takes no more; send them later",
-                )
+            return ended(
+                "too_many_waiting",
+                f"lane {self._lane.name} holds {self._lane.max_length} waiting requests of this tenant (and of "
+                "those that share its side queue), and takes no more; send them later",
             )
         return Deferred(delay_ms=LATER_MS, reason="too many waiting", due_ms=job.hop.due_ms)
 

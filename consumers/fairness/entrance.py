@@ -17,7 +17,7 @@ class Entrance(Protocol):
         """Wait until the request holds a slot (BEGIN), or must be set aside, that is, moved to a side queue (ASIDE)."""
 
     def leave(self, job: Job) -> None:
-        """Give a delivery's slot back."""
+        """Give back the slot of a delivery that entered."""
 
     def unread(self, queue: str) -> None:
         """Note that the last delivery of this queue could not be read, so that `enter` is not called for it."""
@@ -57,7 +57,8 @@ class QueueEntrance:
 
 
 class SideQueueEntrance:
-    """Lets the first message (the head) of each side queue of a lane wait for a slot of the lane's intake."""
+    """Lets the first message (the head) of each side queue of a lane wait for a slot: side queues use the slots of the
+    lane's intake queue."""
 
     def __init__(self, slots: QueueSlots, side_queues: SideQueues) -> None:
         self._slots = slots

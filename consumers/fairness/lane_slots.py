@@ -23,10 +23,10 @@ from typing import Final, Protocol
 from consumers.spending import EVERY_TENANT
 
 HELD_S: Final = 60.0
-"""A request that has waited here for this time is set aside: a delivery may not be held without end
-(`consumers/job.py`), and another process may have a slot for it."""
+"""A request that has waited in this process for a slot for this many seconds is set aside (moved to a side queue): a
+delivery may not be held without end (`consumers/job.py`), and another process may have a slot for it."""
 LATELY_S: Final = 600.0
-"""A lane counts as shared if two tenants had requests within this time."""
+"""A lane counts as shared if two tenants had requests within this many seconds."""
 TENANTS_COUNTED: Final = 256
 """Counts are kept for this many tenants of a lane: those that were active last."""
 
@@ -38,11 +38,12 @@ class TenantShare:
 
     weight: float = 1.0
     in_flight: int | None = None
-    """How many of its requests a process works on at a time in one lane; None: no limit."""
+    """How many of the tenant's requests a process works on at a time in one lane; None: no limit."""
 
 
 class Shares:
-    """The settings of all tenants, by name. Those of `*` apply to every tenant that has no entry."""
+    """How a lane's slots are shared among tenants: the settings of each tenant by name. The entry `*` applies to every
+    tenant that has none."""
 
     def __init__(self, tenants: Mapping[str, TenantShare] | None = None) -> None:
         self._tenants = tenants or {}
@@ -61,7 +62,7 @@ class Admission(Enum):
 
 
 class SetAside(Protocol):
-    """Knows which tenants have requests in the side queues of a lane."""
+    """The interface that says which tenants have requests in the side queues of a lane."""
 
     def has(self, tenant: str) -> bool: ...
 
@@ -72,9 +73,9 @@ class _Waiting:
 
     tenant: str
     rank: int
-    """Of one tenant's requests, the one with the highest rank goes first."""
+    """The order among the waiting requests of one tenant: the request with the highest rank goes first."""
     movable: bool
-    """Whether it may be set aside."""
+    """Whether the waiting request may be set aside (moved to a side queue)."""
     admission: "asyncio.Future[Admission]"
 
 
@@ -83,10 +84,10 @@ class Figures:
     """Counts of one tenant's requests in one lane, since the process started."""
 
     begun: int = 0
-    """How many got a slot."""
+    """How many of the tenant's requests got a slot."""
     set_aside: int = 0
     seen_s: float = 0.0
-    """When one of its requests last began or was set aside, by the event loop's clock."""
+    """When a request of the tenant last got a slot or was set aside, by the event loop's clock."""
 
 
 @dataclass(slots=True)
@@ -237,7 +238,7 @@ class QueueSlots:
                 self._forget(tenant)
 
     def end(self, tenant: str) -> None:
-        """Give a slot back, and grant free slots to waiting requests."""
+        """Give a slot back when the request that held it is done, and grant free slots to waiting requests."""
         self.running -= 1
         self._running[tenant] -= 1
         if not self._running[tenant]:
@@ -247,7 +248,7 @@ class QueueSlots:
             queue.serve()
 
     def serve(self) -> None:
-        """Grant free slots of the queue to waiting requests, in order."""
+        """Give the queue's free slots to waiting requests, in the order that `QueueSlots` decides."""
         while self._waiting and self.running < self.size:
             eligible = [waiting for waiting in self._waiting if not self._lane.is_at_its_cap(waiting.tenant)]
             if not eligible:

@@ -1,4 +1,5 @@
-"""Takes more requests from slow queues, so that requests of one tenant do not hold up those of another behind them.
+"""Takes more requests from a queue whose slots are all in use, so that requests of one tenant do not block those of
+other tenants behind them.
 
 A queue delivers in order of priority and age, whatever the tenant. If all slots of a queue were in use for a second, a
 scout consumes the queue in addition. A scout is a pool without slots of its own. A request that it takes gets the next
@@ -13,54 +14,49 @@ for longer than a quarter of a second on average.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 from consumers.background import every
-from consumers.capacity.scaling import Depths
+from consumers.capacity.scaling import Depths, SlotPool
 from consumers.fairness.lane_slots import QueueSlots
 from lanekeeper.contract.problems import BrokerError
 
 LOOK_EVERY_S: Final = 0.25
-"""The time between two looks at a queue."""
+"""The seconds between two checks whether a queue's slots are all in use."""
 SENT_AFTER_LOOKS: Final = 4
-"""How many looks in a row must find all slots in use before a scout is sent. In shorter bursts the queue's own order is
-kept."""
+"""After this many checks in a row that found all slots of a queue in use, a scout (a further consumer of the queue) is
+started. Shorter bursts keep the queue's own order."""
 CALLED_BACK_AFTER_LOOKS: Final = 8
-"""How many looks in a row must find free slots before the scout is called back."""
+"""After this many checks in a row that found free slots, the queue's scout (its further consumer) is stopped."""
 SCOUT_PREFETCH: Final = 32
-"""A scout's prefetch, and so how many requests it sets aside at a time: 390 a second on a busy machine. With 64, a chat
-in another lane of the process waited twice as long during that."""
-
-
-class Scout(Protocol):
-    """A further consumer of a queue (`consumers/pool.py`). It has no slots: its requests get a slot of the queue's own
-    pool, or are moved to a side queue."""
-
-    async def run(self) -> None: ...
-    async def stop(self) -> None: ...
-    def give_back_waiting(self) -> None: ...
+"""The prefetch of a scout (a further consumer of a queue), and so how many requests it moves to side queues at a time:
+390 a second on a busy machine. With a prefetch of 64, a chat in another lane of the process waited twice as long
+meanwhile."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Scouted:
-    """A queue that may get a scout (a further consumer without slots), and what the regular looks at it have found."""
+    """A queue that may get a scout (a further consumer without slots), and the results of the regular checks of its
+    slots."""
 
     queue: str
     slots: QueueSlots
-    scout: Callable[[], Scout]
-    """Creates a scout for the queue."""
+    scout: Callable[[], SlotPool]
+    """A function that creates a scout for the queue: a pool without slots. Its requests get a slot of the queue's own
+    pool, or are moved to a side queue."""
     begun: int = 0
-    """How many requests had got a slot until the last look."""
+    """How many requests of the queue had got a slot until the last check."""
     full_looks: int = 0
-    """How many looks in a row found all slots in use."""
+    """How many checks in a row found all slots of the queue in use."""
     slow_looks: int = 0
-    """How many looks in a row found that, and fewer new requests than slots since the look before."""
+    """How many checks in a row found all slots in use, and fewer newly started requests than slots since the check
+    before."""
     idle_looks: int = 0
-    """How many looks in a row found free slots."""
-    active: "Scout | None" = None
-    """The scout that was sent; None: none."""
-    ending: list[Scout] = field(default_factory=list)
-    """Scouts that were called back and still have running requests."""
+    """How many checks in a row found free slots."""
+    active: SlotPool | None = None
+    """The running scout (a further consumer) of the queue; None: it has none."""
+    ending: list[SlotPool] = field(default_factory=list)
+    """Scouts that were stopped and still have running requests."""
 
 
 class Scouting:
@@ -71,7 +67,7 @@ class Scouting:
     def __init__(self, queues: Sequence[Scouted], *, depths: Depths) -> None:
         self._queues = queues
         self._depths = depths
-        self._paused = False
+        self.is_paused = False
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
 
@@ -95,22 +91,18 @@ class Scouting:
             for scout in scouted.ending:
                 scout.give_back_waiting()
 
-    @property
-    def is_paused(self) -> bool:
-        return self._paused
-
     async def pause(self, reason: str) -> None:
         """Stop all scouts (consumers without slots), and start none until `resume`."""
-        self._paused = True
+        self.is_paused = True
         await self._call_all_back()
 
     async def resume(self) -> None:
         """After `pause`: start scouts (consumers without slots) again when they are needed."""
-        self._paused = False
+        self.is_paused = False
 
     async def _look(self, scouted: Scouted) -> None:
         begun, scouted.begun = scouted.slots.begun - scouted.begun, scouted.slots.begun
-        if self._paused or not scouted.slots.is_full:
+        if self.is_paused or not scouted.slots.is_full:
             scouted.idle_looks += 1
             scouted.full_looks = scouted.slow_looks = 0
             if scouted.active is not None and scouted.idle_looks >= CALLED_BACK_AFTER_LOOKS:
@@ -129,12 +121,12 @@ class Scouting:
             return
         # at the rate since the last look, the waiting requests need longer than a quarter second, or than a second
         is_long = waiting > (begun if is_slow else SENT_AFTER_LOOKS * begun)
-        if is_long and not self._paused and not self._stopping.is_set():
+        if is_long and not self.is_paused and not self._stopping.is_set():
             scouted.active = scouted.scout()
             scouted.slots.set_surplus_aside(True)
             self._group.create_task(self._work(scouted, scouted.active), name=f"scout {scouted.queue}")
 
-    async def _work(self, scouted: Scouted, scout: Scout) -> None:
+    async def _work(self, scouted: Scouted, scout: SlotPool) -> None:
         try:
             await scout.run()
         finally:

@@ -12,8 +12,8 @@ class Gate(Protocol):
     job pass, whatever its outcome, the last gate first."""
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
-        """Return None to let the job pass, or the outcome of its delivery."""
+        """Check the job. Return None to let it pass to the next gate, or the outcome of its delivery."""
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Give back what `enter` took. `outcome`: None if the job was cancelled, because its delivery was lost or the
-        worker stops."""
+        """Give back what `enter` took. `outcome`: that of the delivery; None if the job was cancelled, because its
+        delivery was lost or the worker stops."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from consumers.bodies.fetching import Fetching
 from consumers.decoding import Decoding
 from consumers.job import Decoded, Job, NowMs
-from consumers.outcomes import Deferred, Outcome, ended_by, stopped_by
+from consumers.outcomes import Deferred, Outcome, ended, ended_by, stopped_by
 from consumers.providers.routes import Routes
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
 from lanekeeper.contract.messages import BodyAddress
@@ -16,8 +16,8 @@ from lanekeeper.telemetry import logs, signals
 
 FETCH_WITHIN_S = 60.0
 AGAIN_MS = 2000
-"""If the body's store is unavailable, the request is deferred by this time, and then fetches its body again, until its
-deadline."""
+"""If the store that has the body is unavailable, the request is deferred by this many ms. Then the body is fetched
+again, and so on until the request's deadline."""
 log = logs.logger()
 
 
@@ -36,7 +36,7 @@ class BodyGate:
         return None if kept is None else await self._fetch(job, decoded, kept)
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Does nothing: nothing was taken."""
+        """Does nothing, because `enter` takes nothing that must be given back."""
 
     async def _fetch(self, job: Job, decoded: Decoded, kept: BodyAddress) -> Outcome | None:
         raw: bytes | None = None
@@ -50,9 +50,9 @@ class BodyGate:
                 job.decoded = replace(decoded, request=request, chain=chain)
                 return None
         except BodyTooLarge as error:
-            return ended_by(RequestProblem("too_large", f"header {BODY}: {error}"))
+            return ended("too_large", f"header {BODY}: {error}")
         except BodyError as error:
-            return ended_by(RequestProblem("invalid_request", f"header {BODY}: {error}"))
+            return ended("invalid_request", f"header {BODY}: {error}")
         except RequestProblem as problem:
             return ended_by(problem)
         except BodiesUnavailable as error:

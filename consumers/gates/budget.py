@@ -1,13 +1,14 @@
 """The budget gate: a request waits until it is first in the line for a provider's account and the account has enough
 budget for it.
 
-A waiting request keeps its slot if the requests behind it would wait too (`waiting_room.py` decides that). A request
-that cannot be answered before its deadline is refused at once, with the expected times.
+A waiting request keeps its slot (the right to be worked on) if the requests behind it would wait too (`waiting_room.py`
+decides that). A request that cannot be answered before its deadline is refused at once, with the expected times.
 """
 
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from consumers.chain import Route
 from consumers.gates.waiting_room import WaitingRoom
@@ -18,57 +19,50 @@ from consumers.limits.amounts import PAUSED, Amounts
 from consumers.limits.base import Wait, WaitTooLong
 from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.limits.spec import BudgetSpec
-from consumers.outcomes import Answered, Deferred, Outcome, Refused, stopped_by
+from consumers.outcomes import Answered, Deferred, Outcome, Refused, ended, stopped_by
 from consumers.providers.breakers import Breakers
-from lanekeeper.contract.problems import RequestProblem
 from topology.codec.request import Request
 from topology.lanes import LaneSpec
 
 REPORTED_FROM_S = 1.0
-"""`on_wait` is not called for a shorter wait."""
+"""A wait for budget of fewer seconds is not reported."""
 LATER_MS = 1000
 BACK_WITHIN_MS = 15_000
-"""The longest time for which a request is deferred so that others can pass it: the predicted wait may be too long."""
+"""The longest time, in ms, for which a request is deferred so that others can pass it. It is limited, because the
+predicted wait may be too long."""
 AT_ONCE_S = 0.25
-"""A call that could begin within this time is always tried, even if it may not end before the deadline."""
+"""A call that could begin within this many seconds is always tried, even if it may not end before the request's
+deadline."""
 SPREAD_S = 60.0
-"""Requests that wait for a paused account come back spread over this time. The first one finds out whether the account
-works again. Each refused call ends its request, so the others should not come at the same time."""
+"""The deferred requests of an account that is paused (its spend limit was reached) come back spread over this many
+seconds. The first call shows whether the account works again. Each refused call ends its request, so the others should
+not come at the same time."""
 OnWait = Callable[[Job, Wait], None]
 
 
+@dataclass(slots=True)
 class BudgetGate:
     """Reserves a provider's budget (requests and tokens per minute) for the call of a job: of the first provider in its
     chain that has enough soon, else of the one with the shortest wait. `on_wait` is called when a wait begins that is
     predicted to last at least `REPORTED_FROM_S`."""
 
-    def __init__(
-        self,
-        budgets: Budgets,
-        breakers: Breakers,
-        estimates: Estimates,
-        *,
-        spec: BudgetSpec,
-        now_ms: NowMs,
-        rng: random.Random,
-        on_wait: OnWait | None = None,
-    ) -> None:
-        self._rng = rng
-        self._budgets = budgets
-        self._breakers = breakers
-        self._estimates = estimates
-        self._spec = spec
-        self._now_ms = now_ms
-        self._on_wait = on_wait
-        self._waiting_room = WaitingRoom()
+    budgets: Budgets
+    breakers: Breakers
+    estimates: Estimates
+    _: KW_ONLY
+    spec: BudgetSpec
+    now_ms: NowMs
+    rng: random.Random
+    on_wait: OnWait | None = None
+    _waiting_room: WaitingRoom = field(default_factory=WaitingRoom, init=False)
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
-        routes = self._breakers.usable(decoded.chain.routes)
+        routes = self.breakers.usable(decoded.chain.routes)
         route = routes[0]
         until = self._start_by(job, decoded.request, route)
         began_s = asyncio.get_running_loop().time()
         try:
-            async with job.interruptible(self._spec.hold_s) as limit:
+            async with job.interruptible(self.spec.hold_s) as limit:
                 if len(routes) > 1 and (found := await self._overflowing(job, decoded, routes, limit)) is not None:
                     job.reserved = found
                     return None
@@ -83,8 +77,8 @@ class BudgetGate:
     def _start_by(self, job: Job, request: Request, route: Route) -> float:
         """The latest time at which the call may begin, by the event loop's clock: its usual run time before the
         deadline, but not before `AT_ONCE_S` from now, if the deadline allows that."""
-        left_s = (request.deadline_ms - self._now_ms()) / 1000
-        spare_s = max(left_s - self._estimates.run_s(self._usage_class(job, route)), min(left_s, AT_ONCE_S))
+        left_s = (request.deadline_ms - self.now_ms()) / 1000
+        spare_s = max(left_s - self.estimates.run_s(self._usage_class(job, route)), min(left_s, AT_ONCE_S))
         return asyncio.get_running_loop().time() + spare_s
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
@@ -95,14 +89,14 @@ class BudgetGate:
             return
         attempted = job.attempted
         if attempted is None:
-            self._budgets.settle(reserved.reservation, None)
+            self.budgets.settle(reserved.reservation, None)
             return
         usage, kind = attempted.usage, self._usage_class(job, reserved.route)
-        self._budgets.settle(reserved.reservation, reserved.reservation.amounts if usage is None else usage)
+        self.budgets.settle(reserved.reservation, reserved.reservation.amounts if usage is None else usage)
         if isinstance(outcome, (Answered, Refused)):
-            self._estimates.learn_run(kind, attempted.run_ms / 1000, was_cut=isinstance(outcome, Refused))
+            self.estimates.learn_run(kind, attempted.run_ms / 1000, was_cut=isinstance(outcome, Refused))
         if isinstance(outcome, Answered) and usage is not None:
-            self._estimates.learn(
+            self.estimates.learn(
                 kind,
                 body_bytes=decoded.request.text_bytes,
                 input_tokens=usage.input_tokens,
@@ -111,23 +105,23 @@ class BudgetGate:
 
     async def move(self, job: Job, decoded: Decoded, route: Route, used: Amounts | None) -> bool:
         """Move a job's reservation to another provider: reserve budget for `route` without waiting, and settle the
-        earlier reservation. Return False, and change nothing, if the other account has too little budget. `used`: what
-        the call on the earlier route used; None: no call was made."""
+        earlier reservation. Return False, and change nothing, if the other account has too little budget. `used`: the
+        requests and tokens that the call on the earlier route used; None: no call was made."""
         amounts = self.amounts(job, decoded.request, route)
-        found = await self._budgets.try_reserve(route.account, lane=job.lane_name, amounts=amounts)
+        found = await self.budgets.try_reserve(route.account, lane=job.lane_name, amounts=amounts)
         if found is None:
             return False
         before, job.reserved = job.reserved, Reserved(route, found)
         if before is not None:
-            self._budgets.settle(before.reservation, used)
+            self.budgets.settle(before.reservation, used)
         return True
 
     def amounts(self, job: Job, request: Request, route: Route) -> Amounts:
-        """The amounts (one request, and tokens) that the request is expected to use of the route's account."""
+        """The amounts (one request, and tokens) that the request is expected to use of the provider's limits."""
         return Amounts(
             1.0,
-            self._estimates.input_tokens(route.model, request.text_bytes),
-            self._estimates.output_tokens(self._usage_class(job, route), max_tokens=request.max_tokens),
+            self.estimates.input_tokens(route.model, request.text_bytes),
+            self.estimates.output_tokens(self._usage_class(job, route), max_tokens=request.max_tokens),
         )
 
     async def _overflowing(
@@ -135,7 +129,7 @@ class BudgetGate:
     ) -> Reserved | None:
         """Reserve budget on the first route whose predicted wait is at most `overflow_s` (a setting; by default the
         lane's target wait). None if there is no such route."""
-        patience_s = decoded.lane.target_wait_s if self._spec.overflow_s is None else self._spec.overflow_s
+        patience_s = decoded.lane.target_wait_s if self.spec.overflow_s is None else self.spec.overflow_s
         for route in routes:
             until = self._start_by(job, decoded.request, route)
             soon = min(until, asyncio.get_running_loop().time() + patience_s)
@@ -167,7 +161,7 @@ class BudgetGate:
         amounts, arrived = self.amounts(job, decoded.request, route), self._arrived(job, decoded.request)
         ends_s = limit.until_s
         try:
-            reservation = await self._budgets.reserve(
+            reservation = await self.budgets.reserve(
                 route.account, lane=job.lane_name, amounts=amounts, until=until, arrived=arrived, on_wait=on_wait
             )
         except WaitTooLong:
@@ -185,9 +179,9 @@ class BudgetGate:
         it will be long. `wait`: the forecast."""
         patience_s = self._waiting_room.enter(lane.name, route.account, slots=lane.slots)
         if patience_s is not None:
-            limit.reschedule(asyncio.get_running_loop().time() + min(patience_s, self._spec.hold_s))
-        if self._on_wait is not None and wait.seconds >= REPORTED_FROM_S:
-            self._on_wait(job, wait)
+            limit.reschedule(asyncio.get_running_loop().time() + min(patience_s, self.spec.hold_s))
+        if self.on_wait is not None and wait.seconds >= REPORTED_FROM_S:
+            self.on_wait(job, wait)
 
     def _arrived(self, job: Job, request: Request) -> float | None:
         """The time by which a request gets its place in the line, by the event loop's clock. A request that was
@@ -195,28 +189,26 @@ class BudgetGate:
         its headers give."""
         if not job.came_before:
             return None
-        return asyncio.get_running_loop().time() - max(0, self._now_ms() - request.start_ms) / 1000
+        return asyncio.get_running_loop().time() - max(0, self.now_ms() - request.start_ms) / 1000
 
     async def _wait(self, job: Job, request: Request, route: Route) -> Wait:
         amounts = self.amounts(job, request, route)
-        return await self._budgets.predicted_wait(route.account, lane=job.lane_name, amounts=amounts)
+        return await self.budgets.predicted_wait(route.account, lane=job.lane_name, amounts=amounts)
 
     def _too_long(self, job: Job, request: Request, route: Route, wait: Wait) -> Outcome:
         """The outcome if the call could not begin in time: the request is refused, or deferred if the account is paused
         and works again before the deadline."""
-        left_s = (request.deadline_ms - self._now_ms()) / 1000
-        run_s = self._estimates.run_s(self._usage_class(job, route))
+        left_s = (request.deadline_ms - self.now_ms()) / 1000
+        run_s = self.estimates.run_s(self._usage_class(job, route))
         if wait.reason == PAUSED and wait.seconds < left_s:
-            back_s = min(left_s, wait.seconds + self._rng.uniform(0, SPREAD_S))
+            back_s = min(left_s, wait.seconds + self.rng.uniform(0, SPREAD_S))
             return Deferred(delay_ms=round(1000 * back_s), reason=PAUSED, due_ms=job.hop.due_ms)
         bound_ms = request.deadline_ms - request.start_ms
-        return Refused(
-            RequestProblem(
-                "deadline_exceeded",
-                f"not answered within {bound_ms} ms: it could start in {round(1000 * wait.least_s)} ms at the earliest "
-                f"(waiting for {wait.reason} of {route.account}), its call may take {round(1000 * run_s)} ms, and "
-                f"{max(0, round(1000 * left_s))} ms are left",
-            )
+        return ended(
+            "deadline_exceeded",
+            f"not answered within {bound_ms} ms: it could start in {round(1000 * wait.least_s)} ms at the earliest "
+            f"(waiting for {wait.reason} of {route.account}), its call may take {round(1000 * run_s)} ms, and "
+            f"{max(0, round(1000 * left_s))} ms are left",
         )
 
     async def _interrupted(self, job: Job, request: Request, route: Route, waited_s: float) -> Outcome:
@@ -225,7 +217,7 @@ class BudgetGate:
         if job.stopped is not None:
             return stopped_by(job.stopped, doing="waited for the budget", due_ms=job.hop.due_ms)
         wait = await self._wait(job, request, route)
-        lets_others_pass = waited_s < self._spec.hold_s
+        lets_others_pass = waited_s < self.spec.hold_s
         delay_ms = max(LATER_MS, min(BACK_WITHIN_MS, round(1000 * wait.seconds))) if lets_others_pass else LATER_MS
         return Deferred(delay_ms=delay_ms, reason=wait.reason, due_ms=job.hop.due_ms)
 

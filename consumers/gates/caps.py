@@ -3,69 +3,58 @@ after it (`consumers/spending.py`)."""
 
 import random
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 from consumers.chain import Route
 from consumers.job import Attempted, Decoded, Job, NowMs
 from consumers.limits.amounts import Amounts
-from consumers.outcomes import Answered, Deferred, Outcome, Refused, ended_by
+from consumers.outcomes import Answered, Deferred, Outcome, ended
 from consumers.prices import MILLION, Price, Prices
 from consumers.providers.breakers import Breakers
 from consumers.spending import Hold, Over, Spending, Spent
 from consumers.state.base import StoreUnavailable
-from lanekeeper.contract.problems import RequestProblem
 from topology.codec.request import Request
 
 SPREAD_MS = 60_000
-"""Requests that wait for the next day come back spread over this time."""
+"""Requests that wait for the next day, because a daily cap is used up, come back spread over this many ms."""
 STORE_AWAY_MS = 1000
-"""How long a request is deferred if the store is unavailable."""
+"""For how many ms a request is deferred if the store that counts the caps is unavailable."""
 Estimate = Callable[[Job, Request, Route], Amounts]
 
 
+@dataclass(slots=True)
 class CapsGate:
     """Lets a request pass if its lane and its tenant have enough left of their daily caps (limits of requests, tokens
     and dollars, set by the operator). `estimate`: the amounts that a request is expected to use on a route
     (`BudgetGate.amounts`). `publish`: `Lifecycle.publish`."""
 
-    def __init__(
-        self,
-        spending: Spending,
-        breakers: Breakers,
-        *,
-        prices: Prices,
-        estimate: Estimate,
-        now_ms: NowMs,
-        rng: random.Random,
-        publish: Callable[..., None],
-    ) -> None:
-        self._spending = spending
-        self._publish = publish
-        self._breakers = breakers
-        self._prices = prices
-        self._estimate = estimate
-        self._now_ms = now_ms
-        self._rng = rng
-        self._held: dict[Job, Hold] = {}
+    spending: Spending
+    breakers: Breakers
+    _: KW_ONLY
+    prices: Prices
+    estimate: Estimate
+    now_ms: NowMs
+    rng: random.Random
+    publish: Callable[..., None]
+    _held: dict[Job, Hold] = field(default_factory=dict, init=False)
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
         tenant = job.identity.tenant
-        bounds = self._spending.bounds(job.lane_name, tenant)
+        bounds = self.spending.bounds(job.lane_name, tenant)
         if not bounds or job.stopped is not None:
             return None
-        route = self._breakers.usable(decoded.chain.routes)[0]
-        price = self._prices.of(route.model)
+        route = self.breakers.usable(decoded.chain.routes)[0]
+        price = self.prices.of(route.model)
         if price is None and any(bound.what == "usd" for bound in bounds):
-            return ended_by(
-                RequestProblem(
-                    "forbidden_model",
-                    f"model {route.model[:80]!r} has no price, and what is spent here is capped in dollars; "
-                    f"allowed: {', '.join(sorted(self._prices.models))}",
-                )
+            return ended(
+                "forbidden_model",
+                f"model {route.model[:80]!r} has no price, and what is spent here is capped in dollars; "
+                f"allowed: {', '.join(sorted(self.prices.models))}",
             )
         try:
-            wanted = _spent(self._estimate(job, decoded.request, route), price)
-            found = await self._spending.take(bounds, wanted, publish=partial(self._publish, job))
+            wanted = _spent(self.estimate(job, decoded.request, route), price)
+            found = await self.spending.take(bounds, wanted, publish=partial(self.publish, job))
         except StoreUnavailable:  # while a cap cannot be checked, no provider is called
             return Deferred(delay_ms=STORE_AWAY_MS, reason="store", due_ms=job.hop.due_ms)
         if isinstance(found, Over):
@@ -74,35 +63,32 @@ class CapsGate:
         return None
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Correct what was counted in `enter`: to the used amounts after an answer; after a failure to nothing, or to
-        the estimate if the failed call may have to be paid. Add the calls of `Attempted.lost`."""
+        """Correct what `enter` counted against the caps: to the used amounts after an answer; after a failure to
+        nothing, or to the estimate if the failed call may have to be paid. Add earlier failed calls that may have to be
+        paid."""
         hold, attempted = self._held.pop(job, None), job.attempted
         used = Spent()
         if isinstance(outcome, Answered):
             usage = None if attempted is None else attempted.usage
             tokens = 0.0 if usage is None else usage.input_tokens + usage.output_tokens
             used = Spent(1, tokens, (attempted and attempted.cost_usd) or 0.0)
-            self._spending.count(job.lane_name, job.identity.tenant, used)
+            self.spending.count(job.lane_name, job.identity.tenant, used)
         elif hold is not None and attempted is not None and _may_be_paid(attempted):
             used = hold.spent
         for model, amounts in () if attempted is None else attempted.lost:
-            _, tokens, usd = _spent(amounts, self._prices.of(model))
+            _, tokens, usd = _spent(amounts, self.prices.of(model))
             used = Spent(used.requests, used.tokens + tokens, used.usd + usd)
         if hold is not None:
-            self._spending.correct(hold, used)
+            self.spending.correct(hold, used)
 
     def _over(self, job: Job, request: Request, over: Over) -> Outcome:
         """The outcome if too little is left of a cap: the request is deferred to the next day, or refused if its
         deadline is before that or its estimate exceeds the whole cap."""
-        left_ms = request.deadline_ms - self._now_ms()
+        left_ms = request.deadline_ms - self.now_ms()
         wait_ms = round(1000 * over.resets_in_s)
         if wait_ms >= left_ms or over.wanted > over.bound.limit:
-            return Refused(
-                RequestProblem(
-                    "deadline_exceeded", f"{over}; the next day begins in {wait_ms} ms, and {left_ms} ms are left"
-                )
-            )
-        delay_ms = min(wait_ms + round(self._rng.uniform(0, SPREAD_MS)), left_ms)
+            return ended("deadline_exceeded", f"{over}; the next day begins in {wait_ms} ms, and {left_ms} ms are left")
+        delay_ms = min(wait_ms + round(self.rng.uniform(0, SPREAD_MS)), left_ms)
         return Deferred(delay_ms=delay_ms, reason=over.bound.reason, due_ms=job.hop.due_ms)
 
 

@@ -1,21 +1,20 @@
-"""The claim gate: lets only one delivery of a request pass at a time. A request that has ended is answered from the
-store."""
+"""The claim gate: lets only one delivery of a request pass at a time, by a record in the store (the claim). A request
+that has ended is answered from the store."""
 
 from typing import assert_never
 
 from consumers.claiming import Claiming
 from consumers.job import Decoded, Job, NowMs
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried, ended
 from consumers.state.base import Conflict, Ended, Granted, Running
-from lanekeeper.contract.problems import RequestProblem
 
 DEATHS_AT_MOST = 4
-"""After this many workers have died while they held a request's claim, the request goes to `lane.dead`: at its fifth
-delivery. The broker's delivery count is not used, because it also counts lost connections, after which the worker still
-lives and releases the claim."""
+"""After this many workers have died while they worked on a request (held its claim), the request goes to `lane.dead`:
+at its fifth delivery. The broker's delivery count is not used, because it also counts lost connections, after which the
+worker still lives and releases the claim."""
 SUSPECT_FROM = 2
-"""After this many such deaths a request is a suspect, and a worker runs only one suspect at a time. So the
-request that kills workers is found, and a request that only ran at the same time is answered."""
+"""A request during which this many workers have died is a suspect, and a worker runs only one suspect at a time. So the
+request that kills workers is identified, and a request that only ran at the same time is answered."""
 SUSPECT_WAIT_MS = 1000
 LEAST_WAIT_MS = 200
 LONGEST_WAIT_MS = 5_000
@@ -36,10 +35,8 @@ class ClaimGate:
         store does not answer: no provider is called without a claim."""
         match await self._claiming.claim(job):
             case Granted(deaths=deaths) if deaths >= DEATHS_AT_MOST:
-                return Buried(
-                    RequestProblem(
-                        "poison", f"delivered {deaths + 1} times and never settled: its worker died or hung under it"
-                    )
+                return ended(
+                    "poison", f"delivered {deaths + 1} times and never settled: its worker died or hung under it"
                 )
             case Granted(deaths=deaths) if deaths >= SUSPECT_FROM:
                 if self._suspect is not None:
@@ -56,16 +53,14 @@ class ClaimGate:
             case Ended(completion=completion, is_same_message=is_same_message):
                 return Replayed(completion=completion, buries=is_same_message and job.came_before)
             case Conflict():
-                return Refused(
-                    RequestProblem(
-                        "idempotency_conflict",
-                        "message_id: it was used with another body; give every request an id of its own",
-                    )
+                return ended(
+                    "idempotency_conflict",
+                    "message_id: it was used with another body; give every request an id of its own",
                 )
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Release the claim of a request that has not ended. One that has ended keeps it until its outcome is
-        stored."""
+        """Release the claim of a request that has not ended. A request that has ended keeps its claim until its outcome
+        is stored."""
         if self._suspect is job:
             self._suspect = None
         if job.trail is not None and isinstance(outcome, Retried):

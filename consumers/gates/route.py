@@ -1,31 +1,31 @@
 """The route gate: lets a request pass if its lane and tenant may use its model, and a provider may be called for it.
 
-While the breakers of all its providers are open, a request waits here for at most `HOLD_S`. If that is not enough, it
-is deferred, so that others can pass it.
+While the circuit breakers of all its providers are open, a request waits at this gate for at most `HOLD_S` seconds.
+After that it is deferred, so that others can pass it.
 """
 
 import asyncio
 import random
 
 from consumers.job import Decoded, Job, NowMs
-from consumers.outcomes import Deferred, Outcome, Refused, ended_by, stopped_by
+from consumers.outcomes import Deferred, Outcome, ended, stopped_by
 from consumers.providers.breakers import Breakers
-from lanekeeper.contract.problems import RequestProblem
 
 REASON = "breaker"
 HOLD_S = 3.0
 LEAST_WAIT_MS = 200
 STAGGER_S = 0.2
-"""Each waiting request waits up to this much longer, at random. So one of them makes the probe (the first call after an
-outage), and the others come after its result."""
+"""Each request that waits for a provider to recover waits up to this many seconds longer, at random. So one of them
+makes the probe (the first call after an outage), and the others come after its result."""
 SHARE_OF_OUTAGE = 0.25
 """A deferred request is delayed by this part of the time that the provider has been down: in a long outage it does not
 come back every few seconds, and after an outage of a minute it is back soon."""
 MOST_TARGETS = 5
-"""The delay is at most the target wait of the request's lane times this, which is five seconds in `critical`."""
+"""A request that waits for a provider to recover is delayed by at most this many times its lane's target wait, which
+makes five seconds in `critical`."""
 SPREAD = 0.5
-"""The delay is lengthened at random by up to this part of it, so that one request makes the probe before the others
-come back."""
+"""The delay of a request that waits for a provider to recover is lengthened at random by up to this part of it, so that
+one request makes the first call before the others come back."""
 
 
 class RouteGate:
@@ -39,7 +39,7 @@ class RouteGate:
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
         if decoded.chain.forbidden:
-            return ended_by(RequestProblem("forbidden_model", decoded.chain.forbidden))
+            return ended("forbidden_model", decoded.chain.forbidden)
         clock = asyncio.get_running_loop().time
         left_s = (decoded.request.deadline_ms - self._now_ms()) / 1000
         until_s = clock() + min(HOLD_S, left_s)
@@ -53,7 +53,7 @@ class RouteGate:
         return None
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Does nothing: nothing was taken."""
+        """Does nothing, because `enter` takes nothing that must be given back."""
 
     def later(self, job: Job, decoded: Decoded, wait_s: float) -> Outcome:
         """The outcome of a job for which no provider may be called for `wait_s`: it is deferred, or refused if its
@@ -61,12 +61,10 @@ class RouteGate:
         left_ms = decoded.request.deadline_ms - self._now_ms()
         wait_ms = max(LEAST_WAIT_MS, round(1000 * wait_s))
         if wait_ms >= left_ms:
-            return Refused(
-                RequestProblem(
-                    "deadline_exceeded",
-                    f"no provider may be called for {wait_ms} ms (their last calls failed), "
-                    f"and {max(0, left_ms)} ms are left",
-                )
+            return ended(
+                "deadline_exceeded",
+                f"no provider may be called for {wait_ms} ms (their last calls failed), "
+                f"and {max(0, left_ms)} ms are left",
             )
         stay_s = min(SHARE_OF_OUTAGE * self._down_s(decoded), MOST_TARGETS * decoded.lane.target_wait_s)
         delay_ms = round(max(wait_ms, 1000 * stay_s) * (1 + self._rng.uniform(0, SPREAD)))

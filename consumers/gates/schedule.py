@@ -1,16 +1,16 @@
-"""The schedule gate: a request that is not due yet is sent into the delay cascade, so that no worker holds it."""
+"""The schedule gate: a request that is not due yet is published to wait queues on the broker (the delay cascade), so
+that no worker holds it."""
 
 from consumers.claiming import Claiming
 from consumers.job import Decoded, Job, NowMs
-from consumers.outcomes import Deferred, Outcome, Refused
+from consumers.outcomes import Deferred, Outcome, ended
 from consumers.state.base import WaitingLimit
-from lanekeeper.contract.problems import RequestProblem
 
 UNCOUNTED_MS = 60_000
-"""A wait of at most this time is not counted against the limits of waiting requests: no tenant can publish very many
+"""A wait of at most this many ms is not counted against the limits of waiting requests: no tenant can publish very many
 requests in that time."""
 UNIT_BYTES = 16 * 1024
-"""A waiting request counts as one, and as one more for each full 16 KiB of its body."""
+"""Against the limits of waiting requests, a request counts as one, and as one more for each full 16 KiB of its body."""
 WHICH_LIMIT = {
     WaitingLimit.TENANT: "its tenant has as many requests waiting as one may (each 16 KiB of a body count as one)",
     WaitingLimit.TOTAL: "as many requests wait as may in all",
@@ -53,13 +53,11 @@ class ScheduleGate:
         limit = await self._claiming.reserve(job, weight=1 + len(job.message.body) // UNIT_BYTES, until_ms=due_ms)
         if limit is WaitingLimit.WITHIN:
             return None
-        return Refused(
-            RequestProblem(
-                "too_many_waiting",
-                f"x-lane-delay-ms or x-lane-at is {UNCOUNTED_MS // 1000} s ahead or more, and {WHICH_LIMIT[limit]}: "
-                "wait until some are due, or ask for a shorter delay",
-            )
+        return ended(
+            "too_many_waiting",
+            f"x-lane-delay-ms or x-lane-at is {UNCOUNTED_MS // 1000} s ahead or more, and {WHICH_LIMIT[limit]}: "
+            "wait until some are due, or ask for a shorter delay",
         )
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Does nothing: nothing was taken."""
+        """Does nothing, because `enter` takes nothing that must be given back."""

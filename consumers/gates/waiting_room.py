@@ -1,4 +1,4 @@
-"""Decides how long a request may hold a slot of its lane while it waits for budget. Pure.
+"""Decides how long a request may hold a slot of its lane while it waits for a provider's budget. Without I/O.
 
 A request that waits for the budget of an account keeps its slot, because requests behind it for the same account would
 wait too. But requests for another account must not be held up. So if all slots of a lane but one are waiting for the
@@ -10,11 +10,11 @@ that account follow, the patience doubles each time, because deferring then help
 from collections import Counter, OrderedDict
 
 SHORTEST_S = 0.25
-"""The shortest patience."""
+"""The shortest patience in seconds: for so long a request may wait for budget while others need its slot."""
 LONGEST_S = 15.0
-"""The longest patience."""
+"""The longest patience in seconds: for so long a request may wait for budget while others need its slot."""
 LANES_KNOWN = 64
-"""The patience is kept for this many lanes."""
+"""For how many lanes the current patience (how long a request may wait for budget) is kept."""
 
 
 class WaitingRoom:

@@ -1,11 +1,13 @@
-"""START HERE for the budget: one account's buckets, lines and calls, and whose turn it is. Pure; time is passed in.
+"""START HERE for the budget: one account's token buckets, waiting requests and running calls, and which request is
+next. Without I/O; times are passed in.
 
-An account has a limit of requests, input tokens and output tokens per minute, and a token bucket for each limit. After
-every change the account decides which request is granted next: it looks at the lanes in order of rank, and grants the
-first request of the first lane whose request may take from all three buckets (`bucket.py` has the rule). Each lane
-saves its share of what flows into a bucket, and may always spend these savings. Beyond them, it may spend only what
-leaves the reserves of the lanes above untouched. How long a request has waited does not matter between lanes. When
-concurrency is the bottleneck (`concurrency.py`), each lane has a share of the calls as well.
+An account is the limits that a provider enforces together: requests, input tokens and output tokens per minute. It has
+a token bucket for each limit. After every change the account decides which request is granted next: it looks at the
+lanes in order of rank, and grants the first request of the first lane whose request may take from all three buckets
+(`bucket.py` has the rule). Each lane saves its share of what flows into a bucket, and may always spend these savings.
+Beyond them, it may spend only what leaves the reserves of more urgent lanes untouched. How long a request has waited
+does not matter between lanes. When concurrency is the bottleneck (`concurrency.py`), each lane has a share of the calls
+as well.
 """
 
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ from consumers.limits.spec import BudgetSpec
 from consumers.limits.waiter import Waiter
 
 HOLD_AT_MOST_S = 60.0
-"""A longer `retry-after` is cut to this: a bucket refills within a minute."""
+"""A `retry-after` of more seconds than this is cut to it, because a bucket refills within a minute."""
 
 
 class Account:
@@ -37,8 +39,8 @@ class Account:
     def __init__(self, name: str, spec: BudgetSpec, *, now_s: float) -> None:
         self.name = name
         self.spec = spec
-        self.lanes = tuple(spec.lanes)
-        self.shares = tuple(lane.share for lane in spec.lanes.values())
+        self.lanes = tuple(spec.shares)
+        self.shares = tuple(spec.shares.values())
         caps = spec.caps(name)
         self._adaptive = Adaptive(spec.start, caps, now_s=now_s)
         self._bursts = Bursts(spec.burst_s)
@@ -60,24 +62,26 @@ class Account:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits and no call runs."""
+        """True if no request waits for this account, and no call runs."""
         return self.lines.is_empty and not self.concurrency.running
 
     def refill(self, now_s: float) -> None:
         self.buckets.refill(now_s)
 
     def paused_s(self, now_s: float) -> float:
-        """For how many seconds no request is granted because of a spend limit."""
+        """For how many seconds from now no request is granted because the account's spend limit is reached."""
         return _left_s(self.paused_until_s, now_s, self.spec.spend_pause_s)
 
     def stopped_s(self, now_s: float) -> float:
-        """For how many seconds no request is granted because of a spend limit or a `retry-after`."""
+        """For how many seconds from now no request is granted because of a spend limit or a provider's
+        `retry-after`."""
         return max(self.paused_s(now_s), _left_s(self.held_until_s, now_s, HOLD_AT_MOST_S))
 
     # ---- the line ----------------------------------------------------------------------------------------------------
 
     def join(self, waiter: Waiter) -> bool:
-        """Put a waiting request into its lane's line; True if it is now the first there: `turn` may grant it."""
+        """Put a waiting request into its lane's line. Returns True if it is now the first of the line, so that `turn`
+        may grant it."""
         if self._bursts.margin:
             waiter.amounts = waiter.amounts._replace(
                 input_tokens=waiter.amounts.input_tokens * (1 + self._bursts.margin)
@@ -88,7 +92,8 @@ class Account:
         return True
 
     def leave(self, waiter: Waiter) -> bool:
-        """Take a waiting request out of its line without a grant; True if another one is now the first of its lane."""
+        """Take a waiting request out of its lane's line without granting it. Returns True if another request is now the
+        first of the line."""
         if not self.lines.leave(waiter):
             return False
         self._head_changed(waiter.lane)
@@ -96,7 +101,8 @@ class Account:
 
     def turn(self, now_s: float) -> tuple[Waiter | None, float]:
         """Grant the next waiting request, if the budget allows it: take it out of its line and give it a reservation.
-        Returns it or None, and the seconds after which to call again; infinite if time alone changes nothing."""
+        Returns the granted request or None, and the seconds after which to call `turn` again (infinite if time alone
+        changes nothing)."""
         self.refill(now_s)
         if self.lines.is_empty:
             return None, inf
@@ -122,7 +128,8 @@ class Account:
     # ---- after a call ------------------------------------------------------------------------------------------------
 
     def settle(self, reservation: Reservation, used: Amounts | None, now_s: float) -> None:
-        """After a call: give back what was reserved for it and not used, and take what it used beyond that."""
+        """After a call: return to the buckets what was reserved and not used, and take out what the call used beyond
+        its reservation."""
         if reservation.is_settled:
             return
         reservation.is_settled = True
@@ -136,8 +143,8 @@ class Account:
         self.demand.add(lane, Amounts(used[0] - reserved[0], used[1] - reserved[1], used[2] - reserved[2]), now_s)
 
     def learn(self, feedback: Feedback, now_s: float) -> bool:
-        """Learn the account's limits from one response of the provider. True if the limits fell, so that earlier
-        forecasts no longer hold."""
+        """Learn the account's limits from one response of the provider. Returns True if the limits fell, so that
+        earlier forecasts no longer hold."""
         self.refill(now_s)
         before = self._adaptive.per_minute()
         has_limits, stopped, missing = False, False, 0.0
@@ -190,7 +197,7 @@ class Account:
         return self._adaptive.per_minute()
 
     def reason(self, waiter: Waiter, now_s: float) -> str:
-        """The name of the limit for which the first waiter of a lane waits, or `paused`."""
+        """The name of the limit for which the first waiting request of a lane waits, or `paused`."""
         if self.paused_s(now_s) > 0:
             return PAUSED
         if self.stopped_s(now_s) == 0 and self.concurrency.is_full:
@@ -210,7 +217,8 @@ class Account:
         self._resize()
 
     def shift(self, jump_s: float) -> None:
-        """The clock has jumped by `jump_s`: move all times, so that what was learned gets neither older nor younger."""
+        """Move all recorded times by `jump_s`, because the clock has jumped, so that what was learned gets neither
+        older nor younger."""
         self.lines.shift(jump_s)
         self.load(self.learned().shifted(jump_s))
         self._running_calls.shift(jump_s)
@@ -218,12 +226,12 @@ class Account:
         self.demand.shift(jump_s)
 
     def forget_elsewhere(self) -> None:
-        """Stop counting the waiting requests of other processes: the latest news of them is too old."""
+        """Stop counting the waiting requests of other processes, because the last report about them is too old."""
         self.waiting_elsewhere = [NOTHING for _ in self.lanes]
 
     def due_for_a_call(self) -> list[bool]:
-        """For each lane: True if the number of calls is limited, and the lane has a waiting request and has saved a
-        whole call from its share of the calls (`call_credit.py`). These lanes go first."""
+        """For each lane: True if the number of calls is limited, the lane has a waiting request, and its share of the
+        calls adds up to a whole call (`call_credit.py`). These lanes go first."""
         is_limited = self.concurrency.is_limited
         return [
             is_limited and head is not None and self._credit.is_due(lane) for lane, head in enumerate(self.lines.heads)
@@ -235,8 +243,8 @@ class Account:
         return self._credit.calls_before(lane, count)
 
     def begin(self, waiter: Waiter, *, from_savings: Amounts, now_s: float) -> bool:
-        """Give a waiter the reservation that Redis has granted. `from_savings`: how much of it came from the lane's
-        savings. Returns False if the waiter has left its line."""
+        """Give a waiting request the reservation that the script in Redis has granted. `from_savings`: how much of it
+        came from the lane's savings. Returns False if the request waits no longer."""
         if waiter not in self.lines:
             return False
         self._begin(waiter, from_savings, now_s)
@@ -289,8 +297,6 @@ class Account:
         fills = [was and not now for was, now in zip(was_guessed, self.guessed, strict=True)]
         sizes = self._bursts.sizes(guessed=self.guessed)
         self.buckets.resize(self._adaptive.per_minute(), sizes=sizes, fills=fills)
-        for lane in range(len(self.lanes)):
-            self._head_changed(lane)
 
 
 def _left_s(until_s: float, now_s: float, most_s: float) -> float:

@@ -1,4 +1,5 @@
-"""The budgets of all accounts: reserve before a call, settle after it, learn from responses.
+"""The budgets of all accounts at providers: budget is reserved before a call and settled after it, and limits are
+learned from responses.
 
 Requests wait in the lines of an account until its `Turns` grants them. Processes may share accounts.
 """
@@ -15,17 +16,18 @@ from consumers.limits.turns import Turns
 from consumers.limits.waiter import Waiter
 
 MOST: Final = 256
-"""The most accounts: if a new one would exceed this number, idle accounts are removed."""
+"""For how many accounts (a provider with a class of models) budgets are kept: if a new account would exceed this
+number, idle accounts are removed."""
 AnyTurns = TypeVar("AnyTurns", bound=Turns)
 
 
 class Accounts(Generic[AnyTurns]):
     """The budgets of the providers' accounts that this process calls, by name. `open_turns` creates the `Turns` of an
-    account (its budget, and the decision whose turn it is). Times are the event loop's."""
+    account (its budget, and the decision whose turn it is). Times are those of the event loop's clock."""
 
     def __init__(self, spec: BudgetSpec, open_turns: Callable[[str], AnyTurns]) -> None:
         self._open_turns = open_turns
-        self._ranks = {name: rank for rank, name in enumerate(spec.lanes)}
+        self._ranks = {name: rank for rank, name in enumerate(spec.shares)}
         self._known: dict[str, AnyTurns] = {}
 
     def __len__(self) -> int:
@@ -35,8 +37,8 @@ class Accounts(Generic[AnyTurns]):
         return name in self._known
 
     def turns(self, name: str) -> AnyTurns:
-        """The budget of the account with that name, and the decision whose turn it is; created if the account is
-        new."""
+        """The `Turns` of the account with that name, which has its budget and decides which request is next; created if
+        the account is new."""
         if (turns := self._known.get(name)) is None:
             if len(self._known) >= MOST:
                 self._forget_idle()
@@ -55,7 +57,8 @@ class Accounts(Generic[AnyTurns]):
     ) -> Reservation:
         """Wait until budget of an account is reserved for a call. `amounts`: what the call is expected to use. `until`:
         the latest time at which it may begin. `arrived`: when the request first waited, if it was deferred and comes
-        back: it gets its old place in the line. `on_wait` is called with the forecast if it has to wait.
+        back; it then gets its old place in the line. If the request has to wait, `on_wait` is called with the forecast
+        of its wait.
 
         Raises WaitTooLong if the account is paused, or as soon as known limits show that the request cannot be granted
         before `until`. A request that is cancelled leaves the line.
@@ -105,8 +108,8 @@ class Accounts(Generic[AnyTurns]):
         return waiter.reservation
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
-        """After a call: give back what was reserved and not used, and take what was used beyond that. `used`: None if
-        the provider has counted nothing."""
+        """After a call: return what was reserved and not used to the account's budget, and take what was used beyond
+        the reservation. `used`: None if the provider has counted nothing."""
         if not reservation.is_settled:
             self.turns(reservation.account).settle(reservation, used)
 
@@ -162,7 +165,7 @@ class Accounts(Generic[AnyTurns]):
 
 
 Budgets = Accounts[Any]
-"""Accounts with any implementation of `Turns`."""
+"""The budgets of all accounts, with either implementation of `Turns`: for one process, or shared through Redis."""
 
 
 async def _turn_of(waiter: Waiter, turns: Turns, until: float | None) -> Reservation:

@@ -1,10 +1,12 @@
-"""The assumed limits of an account: announced by the provider, capped by settings, or learned by trial. Pure.
+"""The limits that Lanekeeper assumes for an account: announced by the provider, capped by settings, or learned by
+trial. Without I/O.
 
 A limit that the provider does not announce begins low, and rises by a step every few seconds while requests wait for it
-and none is refused. If a provider's answers have no headers about limits (a self-hosted model behind a compatible API,
-for example), it is assumed to have none until it refuses a call. A refusal is a 429. A refusal without figures halves
-the limits. A refusal that says how much is left lowers them only if smaller bursts (`burst.py`) did not help: then
-somebody else uses the account, or the provider counts differently. Lowered limits rise again step by step."""
+and the provider refuses none. If a provider's answers have no headers about limits (a self-hosted model behind a
+compatible API, for example), it is assumed to have none until it refuses a call. A refusal is a 429. A refusal without
+figures halves the limits. A refusal that says how much is left lowers them only if smaller bursts (`burst.py`) did not
+help: then somebody else uses the account, or the provider counts differently. Lowered limits rise again step by step.
+"""
 
 from collections.abc import Sequence
 from math import inf
@@ -15,21 +17,27 @@ from consumers.limits.learned import LearnedLimits
 from consumers.limits.spec import AccountCaps
 
 STEP = 0.1
-"""By how much a limit rises at once: this part of the first guess, or of the whole limit if refusals lowered it."""
+"""The step by which an assumed limit rises: this part of the first guess, or of the whole limit if refusals lowered
+it."""
 STEP_EVERY_S = 10.0
 PATIENCE_S = 5.0
-"""Calls that began before a halving may still be refused: within this time refusals count once."""
+"""Refusals (429) within this many seconds count as one, because calls that began before the limits were halved may
+still be refused."""
 LEAST_FACTOR = 1 / 64
-"""Refusals never lower a limit below this part of it."""
+"""Refusals never lower an assumed limit below this part of its full value."""
 LESS = 0.8
-"""The factor for a limit of which a refusal's figures show that nothing is left, if smaller bursts have not helped."""
+"""The factor by which a limit is lowered if a refusal says that nothing of it is left, and smaller bursts have not
+helped."""
 NEAR = 0.7
 NEAR_STEP = STEP / 4
-"""A smaller step for limits above the part `NEAR` of the whole, where the next refusal is near."""
+"""The step by which a lowered limit rises when it is above the part `NEAR` of its full value. It is smaller than
+`STEP`, because the next refusal is probably near."""
 FORGOTTEN_AFTER_S = 180.0
-"""An announced limit below the first guess is discarded if it is not announced again within this time."""
+"""A limit that the provider announced and that is below the first guess is discarded if the provider does not announce
+it again within this many seconds."""
 NEWS_S = 60.0
-"""The repeated announcement of a limit is recorded, and sent to other processes, at most this often."""
+"""If a provider announces the same limit again, this is recorded, and sent to other processes, at most once in this
+many seconds."""
 NONE_SPENT = (False, False, False)
 NO_LIMIT = 1e9
 """Stands for no limit. It is finite, so that buckets can be computed with it."""
@@ -38,18 +46,6 @@ NO_LIMIT = 1e9
 class Adaptive:
     """The limits of one account (requests, input tokens, output tokens per minute) as this process assumes them, and
     what they were learned from."""
-
-    __slots__ = (
-        "_announced",
-        "_announced_s",
-        "_caps",
-        "_factors",
-        "_grown",
-        "_halved_s",
-        "_is_silent",
-        "_moved_s",
-        "_start",
-    )
 
     def __init__(self, start: Amounts, caps: AccountCaps, *, now_s: float) -> None:
         self._start = start
@@ -111,7 +107,8 @@ class Adaptive:
         return now_s - self._moved_s >= FORGOTTEN_AFTER_S and min(self._factors) < 1
 
     def forget(self, now_s: float) -> None:
-        """Discard limits that no response has confirmed for long (`is_stale`): they are guessed again."""
+        """Discard limits that no response has confirmed for a long time (`is_stale`), and begin again with the first
+        guesses."""
         for index, limit in enumerate(self._announced):
             is_old = not 0 <= now_s - self._announced_s[index] < FORGOTTEN_AFTER_S
             if limit is not None and limit < self._start[index] and is_old:

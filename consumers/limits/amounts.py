@@ -1,4 +1,4 @@
-"""What a call uses of an account: requests, input tokens, output tokens; always in this order."""
+"""What a call uses of an account's limits: requests, input tokens and output tokens, always in this order."""
 
 from typing import Final, NamedTuple
 

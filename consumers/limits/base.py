@@ -1,4 +1,5 @@
-"""Values of the budget: reservations, forecasts of waits, and feedback from responses."""
+"""The values with which other code uses a provider's budget: reservations, forecasts of waits, and what a response says
+about limits."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,7 +21,7 @@ class Reservation:
     from_savings: Amounts = NOTHING
     """The part of `amounts` that came from the lane's savings (`bucket.py`)."""
     at_s: float = 0.0
-    """When it was granted."""
+    """When the reservation was granted."""
     is_settled: bool = False
 
 
@@ -29,17 +30,18 @@ class Wait(NamedTuple):
     concurrency or paused)."""
 
     seconds: float
-    """The expected wait."""
+    """The expected wait in seconds."""
     reason: str
     least_s: float = 0.0
-    """The shortest possible wait. It follows from known limits only, so that no request is refused because of a
-    guess."""
+    """The shortest possible wait in seconds. It is computed from known limits only, so that no request is refused
+    because of a guess."""
     is_known: bool = True
-    """False if `seconds` follows from a guessed limit, neither announced by the provider nor set."""
+    """False if `seconds` is computed from a guessed limit, which was neither announced by the provider nor set by the
+    operator."""
 
 
 class WaitTooLong(LanekeeperError):
-    """The request would have to wait for budget until it is too late."""
+    """The request would have to wait for a provider's budget until it is too late for its deadline."""
 
     def __init__(self, wait: Wait) -> None:
         self.wait = wait
@@ -53,21 +55,21 @@ class Waiting:
 
     count: int
     reason: str
-    """The limit for which the first of them waits, and so all of them."""
+    """The limit for which the lane's first waiting request waits, and so all requests behind it."""
     oldest_s: float
     is_known: bool = True
-    """False if that limit is a guess: neither announced by the provider nor set."""
+    """False if the limit in `reason` is a guess: neither announced by the provider nor set by the operator."""
 
 
 class Kind(StrEnum):
-    """The kind of a provider's response, as far as the budget learns from it."""
+    """The kind of a provider's response, as far as it says something about the account's limits."""
 
     ANSWERED = "answered"
     RATE_LIMITED = "rate_limited"
     OVERLOADED = "overloaded"
     SPEND_LIMIT = "spend_limit"
     FAILED = "failed"
-    """Any other error: only its headers say something about the account."""
+    """The response is another error: only its headers say something about the account."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ class Feedback:
     """The amounts that the provider had counted for this call when it sent `rate`, which says what is left after
     them."""
     took_s: float = 0.0
-    """The time since the call began, in seconds: `rate` may be this old."""
+    """The seconds since the call began, and so the greatest possible age of `rate`."""
 
 
 NO_FEEDBACK: Final = Feedback(kind=Kind.FAILED)

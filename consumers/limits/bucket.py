@@ -1,4 +1,5 @@
-"""One token bucket of an account, and the rule when a request of a lane may take from it. Pure.
+"""One token bucket of a provider's account, and the rule that says when a request of a lane may take from it. Without
+I/O. Lanes "above" are more urgent, lanes "below" less urgent.
 
 The level is the amount that the provider will accept now. It rises at the rate of the limit, up to the bucket's size. A
 lane's savings (its entry of `savings`) are the part of the level that belongs to this lane. They grow by the lane's
@@ -25,26 +26,13 @@ from math import inf
 from typing import Final
 
 ROUNDING: Final = 1e-6
-"""Added to what a request needs, so that rounding errors never make our level higher than the provider's."""
+"""A request's need is increased by this part of it, so that rounding errors never make our bucket fuller than the
+provider's."""
 
 
 class Bucket:
     """The token bucket of one limit (requests, input tokens or output tokens per minute) of a provider's account, and
     what each lane has saved of it. Lanes are numbered by urgency; 0 is the most urgent."""
-
-    __slots__ = (
-        "_at_s",
-        "_caps",
-        "_holds",
-        "_wants",
-        "burst",
-        "level",
-        "most",
-        "per_s",
-        "reserves",
-        "savings",
-        "shares",
-    )
 
     def __init__(
         self, per_minute: float, *, burst_s: float, shares: Sequence[float], now_s: float, lost_part: float = 0.0
@@ -65,9 +53,9 @@ class Bucket:
         """Each lane's savings; below 0: a debt, which the lane must pay before it saves again."""
 
     def resize(self, per_minute: float, *, burst_s: float, lost_part: float, fills: bool) -> None:
-        """Change the limit and the size; call `refill` before. What no longer fits is lost. `fills`: raise the level by
-        the growth of the size, because the bucket was larger from the beginning than assumed. `lost_part`: see
-        `Size`."""
+        """Change the limit and the size; call `refill` before. If the bucket becomes smaller, the amount that no longer
+        fits is lost. `fills`: if it becomes larger, raise the level by the difference, because the bucket was that
+        large from the beginning. `lost_part`: see `Size`."""
         self.per_s = per_minute / 60
         before, self.burst = self.burst, _burst(per_minute, burst_s)
         self.most = (1 - lost_part) * self.burst

@@ -1,8 +1,9 @@
-"""The sizes of an account's buckets (bursts): how much of a limit may be used at once, as seconds' worth of the limit.
-Pure.
+"""Learns the sizes of an account's token buckets: how much of a limit may be used at once, in seconds' worth of the
+limit. Without I/O.
 
-A size is what the provider's bucket is proven to hold, up to the setting. After a call, `remaining` plus what the call
-took is what the provider's bucket held before it: that much is proven. Without proof, a size is small.
+A size is what the provider's own bucket is proven to hold, at most the value of the setting. After a call, the
+provider's `remaining` plus what the call took is what its bucket held before the call, so this much is proven. Without
+proof, a size is small.
 
 A refusal that says how much is left shows that too much was used at once, whatever was proven: somebody else uses the
 account, or the provider enforces its limits per second. Then the size is halved, and rises again slowly. It never falls
@@ -19,52 +20,55 @@ from consumers.limits.headers import ROUNDED_UP_BY, RateHeaders
 from consumers.limits.learned import LearnedBursts
 
 UNKNOWN_S = 5.0
-"""The size for a guessed limit without proof: about four calls at once. If it were smaller, few requests could fail
-over to a provider that was never called before."""
+"""The size of a bucket, in seconds' worth of its limit, while the limit is guessed and no size is proven: about four
+calls at once. If it were smaller, few requests could fail over to a provider that was never called before."""
 UNPROVEN_S = 10.0
-"""The size for a limit that was announced or set, without proof because the provider does not say how much is left."""
+"""The size of a bucket, in seconds' worth of its limit, if the limit was announced or set, but no size is proven,
+because the provider does not say how much is left."""
 NEWS = 1.01
 """A proven size that grows by less than this factor is not sent to other processes."""
 RECOVERY = 1.1
-"""A reduced size grows by this factor at each step."""
+"""The size of a token bucket that was reduced after a refusal (429) grows by this factor every `RECOVERY_EVERY_S`
+seconds."""
 RECOVERY_EVERY_S = 10.0
 PATIENCE_S = 5.0
-"""Refusals within this time count as one, because calls that already run are refused for the same reason."""
+"""Refusals (429) within this many seconds count as one, because calls that already run are refused for the same
+reason."""
 LEAST_S = 1.0
-"""A refusal never reduces a size below this."""
+"""A refusal never reduces the size of a bucket below this many seconds' worth of its limit."""
 SMALL_S = 5.0
-"""In a bucket smaller than this, one request may need all that the bucket holds."""
+"""A bucket of fewer seconds' worth of its limit counts as small: one request may need all that it holds."""
 MARGIN_STEP = 0.2
 MARGIN_MOST = 0.5
 OFTEN = 0.5
-"""If refusals are this part of the latest responses (smoothed), smaller bursts have not helped."""
+"""If at least this part of the latest responses (a smoothed value) are refusals, smaller buckets have not helped."""
 MARGIN_DECAY = 0.99
-"""The margin is multiplied by this at each step of the recovery."""
+"""The margin (how much more input tokens a provider estimates than we) is multiplied by this at each step of the
+recovery."""
 SPENT = 0.01
 SPENT_REQUESTS = 2.0
-"""A bucket counts as spent, and so explains a refusal, if less is left than this part of its limit (`SPENT`), or than
-this many usual requests take."""
+"""A bucket counts as spent, and so explains a refusal, if less is left than the part `SPENT` of its limit, or than
+`SPENT_REQUESTS` usual requests take."""
 WEIGHT = 0.1
-"""The weight of the latest response in smoothed values."""
+"""The weight of the latest response in smoothed values, such as the share of refusals."""
 LOST_PART = 0.05
-"""`Size.lost_part` of a bucket that is smaller than the setting."""
+"""The value of `Size.lost_part` for a bucket that is smaller than the setting allows."""
 
 
 class Size(NamedTuple):
-    """The size of one token bucket of an account."""
+    """The size of one token bucket of a provider's account."""
 
     burst_s: float
-    """How many seconds' worth of the limit the bucket holds."""
+    """The bucket's size, in seconds' worth of the limit: 60 means the amount of a minute."""
     lost_part: float
-    """The part of a full bucket that is lost at a call, besides what the call takes. The provider's bucket, if it is
-    not larger than ours, begins to refill only when the call arrives, and calls take different times to arrive."""
+    """The part of a full bucket that counts as lost at a call, in addition to what the call takes. The provider's
+    bucket, if it is not larger than ours, begins to refill only when the call arrives, and calls take different times
+    to arrive."""
 
 
 class Bursts:
     """Learns how large the three token buckets of a provider's account are: how much may be used at once. Values for
     the three are in the order of `Amounts`: requests, input tokens, output tokens."""
-
-    __slots__ = ("_cut", "_cut_s", "_most_s", "_moved_s", "_proven_s", "_refusals", "_usual_input", "margin")
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
@@ -97,7 +101,7 @@ class Bursts:
         )
 
     def forget(self, guessed: Sequence[bool]) -> None:
-        """Discard what was proven about buckets whose limits are guessed again."""
+        """Discard the proven sizes of buckets whose limits are guessed again."""
         self._proven_s = [
             None if is_guess else proven_s for proven_s, is_guess in zip(self._proven_s, guessed, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""When concurrency is the bottleneck: each lane's credit of calls, by its share. Pure.
+"""Gives each lane its share of an account's calls while the number of calls at a time is the bottleneck. Without I/O.
 
 Whenever a call begins, the credit of every lane with a waiter grows by the lane's share, up to one call. A lane with a
 credit of one call is due: it is granted before the lanes above it.
@@ -11,14 +11,12 @@ from typing import Final
 from consumers.limits.waiter import Waiter
 
 WHOLE: Final = 1 - 1e-9
-"""A credit of one call, less rounding errors."""
+"""A credit from this value on counts as one whole call; it is a little below 1 because of rounding errors."""
 
 
 class CallCredit:
     """Counts how many calls of one account each lane may claim as its share, while the number of calls at a time is
     limited. A lane's credit grows with every call that begins, and a lane with a credit of one call goes first."""
-
-    __slots__ = ("_credit", "_shares")
 
     def __init__(self, shares: Sequence[float]) -> None:
         self._shares = shares
@@ -28,8 +26,8 @@ class CallCredit:
         return self._credit[lane] >= WHOLE
 
     def begin(self, lane: int, heads: Sequence[Waiter | None]) -> None:
-        """Count a call of this lane that begins. `heads`: the first waiting request of each lane, including the one
-        whose call begins."""
+        """Count a call of this lane that begins, and add each waiting lane's share to its credit. `heads`: the first
+        waiting request of each lane, including the one whose call begins."""
         if self.is_due(lane):
             self._credit[lane] -= 1
         for other, waiter in enumerate(heads):

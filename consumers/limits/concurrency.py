@@ -1,29 +1,29 @@
-"""How many calls an account may have at once. Pure.
+"""How many calls an account at a provider may have at once. Without I/O.
 
-There is no limit, or that of the settings, until the provider answers often with 529 (overloaded). Then the limit is
-half of the calls that ran. As in TCP, it rises by one each time that as many calls as the limit were answered. It also
-rises by one after some time without a 529, because calls can stream for minutes. A single 529 does not lower the limit,
-because it may have nothing to do with this account's calls."""
+At first there is no limit, or that of the settings. It changes if the provider often answers with 529 (overloaded).
+Then the limit is half of the calls that ran. As in TCP, it rises by one each time that as many calls as the limit were
+answered. It also rises by one after some time without a 529, because calls can stream for minutes. A single 529 does
+not lower the limit, because it may have nothing to do with this account's calls."""
 
 from math import inf
 
 PATIENCE_S = 1.0
-"""Overloads within this time lower the limit once, because calls that began before report the same overload."""
+"""Overloads (529) within this many seconds lower the limit of calls only once, because calls that began earlier report
+the same overload."""
 SMOOTHING = 0.1
-"""The weight of the latest call in smoothed values."""
+"""The weight of the latest call in the smoothed share of overloads (529)."""
 REGAIN_S = 5.0
-"""A lowered limit rises by one call after each such time without a 529. If the provider is still overloaded, it refuses
-only that call. Without this rule, two long streams would block all lanes for as long as they run."""
+"""A lowered limit of calls rises by one after this many seconds without a 529. If the provider is still overloaded, it
+refuses only that one additional call. Without this rule, two long streams would block all lanes for as long as they
+run."""
 OFTEN = 0.25
-"""The limit falls if 529s are at least this part of the latest responses (smoothed). Without earlier ones, that is
-reached by the third 529 in a row."""
+"""The limit of calls is lowered if at least this part of the latest responses (a smoothed value) are 529s. The third
+529 in a row reaches it."""
 
 
 class Concurrency:
     """How many calls of one account may run at a time, and how many run. `ceiling`: the limit of the settings; None: no
     limit."""
-
-    __slots__ = ("_backed_off_s", "_ceiling", "_overloads", "_peak", "_regained_s", "call_s", "limit", "running")
 
     def __init__(self, ceiling: int | None = None) -> None:
         self._ceiling: float = inf if ceiling is None else ceiling

@@ -1,5 +1,5 @@
-"""How fast each lane has spent lately. Forecasts assume that the lanes above go on like this. Pure; time is passed
-in."""
+"""How fast each lane has used a provider's budget lately. Forecasts assume that more urgent lanes go on at this rate.
+Without I/O; times are passed in."""
 
 from collections.abc import Sequence
 from math import exp
@@ -7,20 +7,18 @@ from math import exp
 from consumers.limits.amounts import Amounts
 
 WITHIN_S = 60.0
-"""The weight of an amount falls to about a third (1/e) within this time."""
+"""The weight of a used amount falls to about a third (1/e) within this many seconds."""
 
 
 class Demand:
-    """How much each lane has taken from each token bucket of an account lately, weighted by age."""
-
-    __slots__ = ("_at_s", "_spent")
+    """How much each lane has taken from each token bucket of a provider's account lately, weighted by age."""
 
     def __init__(self, lanes: int, *, now_s: float) -> None:
         self._spent = [[0.0, 0.0, 0.0] for _ in range(lanes)]
         self._at_s = [now_s for _ in range(lanes)]
 
     def add(self, lane: int, amounts: Amounts, now_s: float) -> None:
-        """Add the amounts that a lane was granted, or used beyond that; below 0: amounts that it gave back."""
+        """Add the amounts that a lane was granted, or used beyond its reservation. Negative amounts were returned."""
         requests, input_tokens, output_tokens = self._spent[lane]
         passed_s = now_s - self._at_s[lane]
         self._at_s[lane] = now_s

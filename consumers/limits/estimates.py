@@ -1,16 +1,17 @@
 """Estimates what a request will use: input tokens by the size of its body, output tokens by earlier requests of its
-kind (lane, task and model). Pure.
+kind (lane, task and model). Without I/O.
 
-The estimated amount is reserved and later corrected, so estimates must be right on average, not each time.
+The estimated amount is reserved before the call and corrected after it, so estimates must be right on average, not each
+time.
 """
 
 from collections import OrderedDict
 from typing import NamedTuple
 
 KINDS = 4096
-"""The most kinds that are kept: those that were used last."""
+"""For how many kinds of requests (lane, task and model) estimates are kept: those that were used last."""
 WEIGHT = 0.1
-"""The weight of the latest value in a mean."""
+"""The weight of the latest value in a smoothed mean."""
 SPREAD = 1.0
 """An estimate is the mean plus this many mean deviations, so that few answers use more."""
 
@@ -31,8 +32,6 @@ def task_of(routing_key: str) -> str:
 
 class _Average:
     """Mean and mean deviation of observed values; the latest values weigh most."""
-
-    __slots__ = ("deviation", "mean")
 
     def __init__(self, first: float) -> None:
         self.mean = first

@@ -1,8 +1,9 @@
-"""Forecasts how long a request will wait, by the rule that grants it (`bucket.py`). Pure.
+"""Forecasts how long a request will wait for a provider's budget, by the rule that grants it (`bucket.py`). Without
+I/O.
 
-A forecast has two values. The shortest wait assumes that no further requests come in the lanes above; a request is
-refused only because of this value, and only if the limits are known. The expected wait assumes that the lanes above go
-on spending as in the last minute. Calls that give back unused amounts make both waits shorter.
+A forecast has two values. The shortest wait assumes that no further requests arrive in more urgent lanes; a request is
+refused only because of this value, and only if the limits are known. The expected wait assumes that more urgent lanes
+go on using budget as in the last minute. Calls that give back unused amounts make both waits shorter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,22 +41,19 @@ def first(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
 
 
 def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
-    """The waiting requests that will certainly be granted too late, each with its forecast. Expensive: it looks at
-    every waiting request."""
+    """The waiting requests that will certainly be granted later than their deadline allows, each with its forecast. It
+    takes much CPU, because it looks at every waiting request."""
     account.refill(now_s)
-    lane, count, ahead = -1, 0, [0.0, 0.0, 0.0]
-    lines: list[_Line] = []
-    for waiter in list(account.lines):
-        if waiter.lane != lane:
-            lane, count, ahead = waiter.lane, 0, [0.0, 0.0, 0.0]
-            lines = _lines(account, lane, now_s)
-        found = _wait(account, lane, waiter.amounts, now_s, ahead=ahead, count=count, lines=lines)
-        if found.reason == PAUSED or (waiter.until_s is not None and now_s + found.least_s > waiter.until_s):
-            yield waiter, found
-        else:
-            count += 1
-            for index, amount in enumerate(waiter.amounts):
-                ahead[index] += amount
+    for lane in range(len(account.lanes)):
+        count, ahead, lines = 0, [0.0, 0.0, 0.0], _lines(account, lane, now_s)
+        for waiter in account.lines.firsts(lane, account.lines.count(lane)):
+            found = _wait(account, lane, waiter.amounts, now_s, ahead=ahead, count=count, lines=lines)
+            if found.reason == PAUSED or (waiter.until_s is not None and now_s + found.least_s > waiter.until_s):
+                yield waiter, found
+            else:
+                count += 1
+                for index, amount in enumerate(waiter.amounts):
+                    ahead[index] += amount
 
 
 def _wait(

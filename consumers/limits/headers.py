@@ -11,17 +11,18 @@ from datetime import datetime
 from typing import NamedTuple
 
 MOST = 1e12
-"""Larger numbers are ignored."""
+"""Larger numbers in a provider's headers about limits are ignored as impossible."""
 FARTHEST_RESET_S = 86_400.0
-"""If `reset` is further away than this, the bucket's headers are ignored, because a bucket refills within a minute."""
+"""If a header `reset` names a time more than this many seconds ahead, the bucket's headers are ignored, because a
+bucket refills within a minute."""
 ROUNDED_BY: tuple[float, float, float] = (1.0, 500.0, 500.0)
-"""By how much `remaining` may be below the true value, in the order of `Amounts`. Requests are rounded to whole
-numbers."""
+"""By how much the header `remaining` may be below the true value, because it is rounded, in the order of `Amounts`.
+Requests are rounded to whole numbers."""
 ROUNDED_UP_BY: tuple[float, float, float] = (0.0, 500.0, 500.0)
-"""By how much `remaining` may be above the true value."""
+"""By how much the header `remaining` may be above the true value, because it is rounded."""
 LEAST: tuple[float, float, float] = (1.0, 1000.0, 1000.0)
-"""Lower limits per minute are ignored (in the order of `Amounts`), because no account has them, and because they would
-block all calls."""
+"""Lower limits per minute in a provider's headers are ignored (in the order of `Amounts`), because no account has them,
+and because they would block all calls."""
 _NAMES = ("requests", "input-tokens", "output-tokens")
 
 

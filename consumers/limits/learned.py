@@ -1,4 +1,5 @@
-"""Writes what was learned about an account as text with a version, and reads it back, checking every value. Pure.
+"""Writes what was learned about an account's limits as text with a version, and reads it back, checking every value.
+Without I/O.
 
 Processes of two versions of Lanekeeper share one Redis while a deployment is updated. Text that this version does not
 understand raises `UnreadableError`; the reading process then keeps what it knows itself.
@@ -10,7 +11,7 @@ from math import inf
 from typing import Any, Final, NamedTuple
 
 VERSION: Final = 1
-"""Raise it whenever a field is added, is removed, or gets another meaning."""
+"""The version of the text. Increase it whenever a field is added, is removed, or gets another meaning."""
 MOST: Final = 1e12
 
 
@@ -25,15 +26,15 @@ class LearnedLimits(NamedTuple):
     told: tuple[float | None, ...]
     """The limits that the provider announced; None: it announced none."""
     told_s: tuple[float, ...]
-    """When it last announced them."""
+    """When the provider last announced its limits."""
     grown: tuple[float, ...]
     """By how much the guessed limits were raised above the first guess."""
     is_silent: bool
-    """True if the provider's answers announce no limits: none are assumed."""
+    """True if the provider's answers announce no limits, so that none are assumed."""
     factors: tuple[float, ...]
-    """The limits are multiplied by these, because calls were refused: 1 or less."""
+    """The factors by which the limits are multiplied, because calls were refused: 1 or less."""
     halved_s: float
-    """When a refusal last lowered the limits."""
+    """When a refusal (429) last lowered the limits."""
     moved_s: float
     """When the limits were last lowered, or raised by a step."""
 
@@ -45,11 +46,11 @@ class LearnedBursts(NamedTuple):
     proven_s: tuple[float | None, ...]
     """What each bucket is proven to hold, in seconds' worth of its limit; None: nothing is proven."""
     cut: tuple[float, ...]
-    """The sizes are multiplied by these, because calls were refused: 1 or less."""
+    """The factors by which the sizes are multiplied, because calls were refused: 1 or less."""
     cut_s: float
-    """When a refusal last reduced the sizes."""
+    """When a refusal (429) last reduced the bucket sizes."""
     moved_s: float
-    """When the sizes were last reduced, or raised by a step."""
+    """When the bucket sizes were last reduced, or raised by a step."""
 
 
 class Learned(NamedTuple):
@@ -76,7 +77,7 @@ class Learned(NamedTuple):
 
 
 def to_json(learned: Learned) -> str:
-    """What was learned about an account as JSON text, which `read` reads."""
+    """Convert what was learned about an account's limits to JSON text, which `read` reads."""
     return json.dumps(
         {
             "version": VERSION,
@@ -88,8 +89,8 @@ def to_json(learned: Learned) -> str:
 
 
 def read(text: str | bytes) -> Learned:
-    """Read the JSON text that `to_json` has made of what was learned about an account. Raises UnreadableError, and no
-    other error, for any other text."""
+    """Read the JSON text that `to_json` has made of what was learned about an account's limits. Raises UnreadableError,
+    and no other error, for any other text."""
     try:
         found = json.loads(text)
         if (version := found["version"]) != VERSION:

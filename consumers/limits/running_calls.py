@@ -1,4 +1,5 @@
-"""The running calls of an account, and whether they explain a refusal. Pure; time is passed in.
+"""The running calls of an account, and whether they explain why the provider refuses a further call (429). Without I/O;
+times are passed in.
 
 A provider estimates a request's input tokens when its call begins, and corrects the estimate when the call ends. Until
 then it may hold more than we have reserved. So an unexpected refusal may be caused by one large request, or by what the
@@ -11,13 +12,12 @@ from consumers.limits.base import Reservation
 from consumers.limits.burst import MARGIN_MOST, PATIENCE_S
 
 HELD_EVERY_S = 60.0
-"""Refusals are explained like this at most once in this time. If refusals go on, there is another cause."""
+"""Running calls are accepted as the explanation of a refusal at most once in this many seconds. If refusals go on,
+there is another cause."""
 
 
 class RunningCalls:
     """The reservations of an account's running calls, which may explain why the provider refuses a further call."""
-
-    __slots__ = ("_calls", "_held_s")
 
     def __init__(self) -> None:
         self._calls: dict[int, Reservation] = {}
@@ -35,7 +35,7 @@ class RunningCalls:
             reservation.at_s += jump_s
 
     def needs(self, left: float) -> bool:
-        """True if one of the running calls may need more input tokens than the `left` ones."""
+        """True if one of the running calls may need more input tokens than the provider says are left (`left`)."""
         largest = max((reservation.amounts.input_tokens for reservation in self._calls.values()), default=0.0)
         return left < (1 + MARGIN_MOST) * largest
 

@@ -1,4 +1,4 @@
-"""The interface below `Accounts`: it decides which waiter of one account is granted next.
+"""The interface `Turns`: it decides which of the requests that wait for one account's budget is granted next.
 
 A process that has the account for itself decides by itself (`own_turns.py`). Processes that share an account let a
 script in Redis decide (`consumers/state/redis/shared_turns.py`).
@@ -29,11 +29,11 @@ class Turns(Protocol):
         account may be removed."""
 
     def now_s(self) -> float:
-        """The time by the clock that the account uses."""
+        """The time in seconds, by the clock that the account's times use."""
 
     def step(self) -> None:
         """Grant all waiting requests that may be granted now, and set a timer for the next one. It may return before
-        the decision: `decided` waits for that."""
+        that is decided; `decided` waits for the decision."""
 
     async def decided(self, waiter: Waiter) -> None:
         """Wait until it is decided whether this request, which has just begun to wait, is granted at once."""
@@ -46,7 +46,7 @@ class Turns(Protocol):
         """Learn the account's limits from one response of the provider."""
 
     async def aclose(self) -> None:
-        """Stop the timer, and send what is left to Redis. Call it when no request waits any more."""
+        """Stop the timer, and send the remaining changes to Redis. Call it when no request waits any more."""
 
 
 def refuse(account: Account, waiter: Waiter, wait: Wait) -> None:
@@ -56,7 +56,7 @@ def refuse(account: Account, waiter: Waiter, wait: Wait) -> None:
 
 
 def refuse_hopeless(account: Account, now_s: float) -> None:
-    """Refuse the waiting requests whose turn will certainly come too late."""
+    """Refuse the waiting requests that will certainly get their budget too late for their deadline."""
     for waiter, wait in list(forecast.hopeless(account, now_s)):
         refuse(account, waiter, wait)
 

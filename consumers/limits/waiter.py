@@ -1,4 +1,4 @@
-"""One request that waits for its turn, and the wake-up of its task."""
+"""One request that waits for the budget of an account, and how its task is resumed."""
 
 import asyncio
 
@@ -36,6 +36,6 @@ class Waiter:
         return True
 
     def refuse(self, wait: Wait) -> None:
-        """End the wait of this request's task with WaitTooLong."""
+        """End the request's wait for budget: its task gets the exception WaitTooLong."""
         if self.turn is not None and not self.turn.done():
             self.turn.set_exception(WaitTooLong(wait))

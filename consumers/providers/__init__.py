@@ -1,4 +1,4 @@
-"""Calls to model providers, and the only code that imports their clients.
+"""Calls model providers. No other code imports their client libraries.
 
 Start at `registry.py`. Imported by `handler`.
 """

@@ -9,10 +9,11 @@ import jiter
 
 from consumers.failures import TransientError
 from consumers.limits.headers import RateHeaders
-from consumers.providers.base import Answer, Usage
+from consumers.prices import Usage
+from consumers.providers.base import Answer
 
 MOST_TOKENS: Final = 10_000_000
-"""No call uses more tokens. A larger count is ignored, because the budget could never pay such a debt."""
+"""A provider's token count above this is ignored as impossible: charging it would block the budget for ever."""
 _NAME_CHARACTERS: Final = 256
 
 

@@ -1,8 +1,8 @@
 """Calls Anthropic's Messages API through the vendor's own clients. Requests and answers are bytes.
 
-The client makes the HTTP call (authentication, version, pool, TLS) and chooses the exception class. We do not use its
-retries (`consumers/retry.py` decides), its spans (`lanekeeper/telemetry/tracing.py` makes them), and its models of
-requests and answers, which take several times as much CPU as the call.
+The vendor's client makes the HTTP call (authentication, version, pool, TLS) and chooses the exception class. Lanekeeper
+does not use its retries (`consumers/retry.py` decides), its spans (`lanekeeper/telemetry/tracing.py` makes them), and
+its models of requests and answers, which take several times as much CPU as the call.
 """
 
 import asyncio
@@ -36,13 +36,14 @@ MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
 """A request with more `max_tokens` is always streamed, because its answer may take longer than ten minutes at the rate
 that the vendor's client assumes."""
 _LEAST_EVENTS: Final = 4
-"""The largest event that is accepted has the bytes of the largest answer divided by this number."""
+"""The largest accepted event of a stream is the largest accepted answer, in bytes, divided by this number."""
 _OVERHEAD: Final = 4
-"""A stream may be this many times as large as the largest answer, because each token is an event of some 130 bytes."""
+"""A stream may have this many times the bytes of the largest accepted answer, because each token is an event of some
+130 bytes."""
 _SLICE_BYTES: Final = 16 * 1024
-"""How much of a stream is parsed at once: up to two thousand of the smallest events, which takes 10 ms."""
+"""How many bytes of a stream are parsed at once: up to two thousand of the smallest events, which takes 10 ms."""
 DRAIN_S: Final = 0.1
-"""How long to wait for the end of a body after its last event."""
+"""How many seconds to wait for the end of a streamed HTTP body after its last event."""
 
 
 class Client(Protocol):
@@ -55,7 +56,7 @@ class Client(Protocol):
 
 
 class Splitter(Protocol):
-    """Splits the bytes of a stream into events, as `EventSplitter` does."""
+    """The interface of an object that splits the bytes of a provider's stream into events, such as `EventSplitter`."""
 
     def feed(self, chunk: bytes) -> list[bytes]: ...
 
@@ -66,7 +67,8 @@ class Dialect:
     client for that cloud makes them (`cloud.py`)."""
 
     needs_dict: bool = False
-    """True if the client changes fields of the body, so that it needs a dict instead of bytes."""
+    """True if the vendor's client for this cloud changes fields of the body, so that it needs a dict instead of
+    bytes."""
     splitter: Callable[[int], Splitter] = EventSplitter
     """Creates the splitter of a stream. Its argument is the largest size of one event, in bytes."""
     signing_errors: tuple[type[Exception], ...] = ()
@@ -77,7 +79,7 @@ ANTHROPIC: Final = Dialect()
 
 
 class AnthropicProvider:
-    """Adapter for Anthropic, and for every cloud for which the vendor has a client.
+    """Calls Claude at Anthropic, and at every cloud for which Anthropic's SDK has a client.
 
     `secret`: the API key, which is removed from error texts. `traceparent` returns the header of that name for the
     current span. `max_values`: the most keys and values of an answer's JSON.
@@ -110,7 +112,7 @@ class AnthropicProvider:
 
     @classmethod
     def at(cls, base_url: str, *, api_key: str, name: str = "anthropic", **more: Any) -> Self:
-        """The adapter for Anthropic, or for a compatible API, at `base_url`."""
+        """Create the adapter for Anthropic, or for a compatible API, at `base_url`."""
         # Key and address are arguments, so that the client does not take them from the environment or a profile.
         options = client_options(base_url)
         client = AsyncAnthropic(api_key=api_key, base_url=base_url, **options)
@@ -202,10 +204,8 @@ class AnthropicProvider:
         """Forward the events of a stream, and put them together to a Message. The time of `parts` and of our own
         parsing does not count towards `limit`. `pause_s`: the time limit for the next event."""
         splitter = self._dialect.splitter(self._max_answer_bytes // _LEAST_EVENTS)
-        collected, clock = (
-            StreamedMessage(max_bytes=self._max_answer_bytes, max_values=self._max_values),
-            asyncio.get_running_loop().time,
-        )
+        collected = StreamedMessage(max_bytes=self._max_answer_bytes, max_values=self._max_values)
+        clock = asyncio.get_running_loop().time
         async with aclosing(self._slices(response)) as slices:
             is_complete = False
             while not is_complete:

@@ -5,22 +5,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from consumers.limits.headers import RateHeaders
+from consumers.prices import Usage
 from topology.codec.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """How many tokens one call used, as the provider counted them."""
-
-    input_tokens: int = 0
-    output_tokens: int = 0
-    cache_creation_input_tokens: int = 0
-    cache_read_input_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A provider's answer to one call: a whole Message."""
+    """A provider's answer to one call: a whole Message of Anthropic's API, and what came with it."""
 
     body: bytes
     """The Message as JSON: the provider's own bytes or, for a stream, put together from its events."""
@@ -30,13 +21,14 @@ class Answer:
     request_id: str | None = None
     stop_reason: str | None = None
     rate: RateHeaders | None = None
-    """The account's limits in the response's headers."""
+    """What the response's headers say about the account's rate limits."""
     cost_usd: float | None = None
-    """The cost by the table of prices; None if the model has no price."""
+    """The cost of the call in US dollars, by the table of prices; None if the model has no price."""
 
 
 OnEvent = Callable[[bytes], Awaitable[None]]
-"""Takes the JSON of one event of the stream. Events come in order; the next one is read after the call has returned."""
+"""A function that is called with the JSON of each event of a stream, in order; the next event is read after it has
+returned."""
 
 
 class Provider(Protocol):

@@ -1,5 +1,5 @@
 """A circuit breaker: if the calls of a provider fail, it is not called for a while, and then tried with one call (the
-probe). Pure.
+probe). Without I/O.
 
     closed ──failures in a row──> open ──its time is over──> probing ──answered──> closed
                                    ^                            │
@@ -20,23 +20,26 @@ FAILURES = 10
 """The number of failures in a row that opens a breaker. If 30 % of all calls fail by chance, that happens once in
 240,000 calls."""
 REQUESTS = 3
-"""The failures must come from at least this many requests, because one request that the provider cannot handle must not
-block others."""
+"""The failures that open a breaker must come from at least this many requests, because one request that the provider
+cannot handle must not block others."""
 UNREACHED = 3
 """The number of failures to connect in a row that opens a breaker, whatever requests they come from."""
 DOUBTED_FROM = 3
 """From this many failures in a row on, the process checks at each failure whether another process has opened its
-breaker."""
+breaker for the same provider and model."""
 WINDOW_S = 120.0
-"""Older failures do not count. The time is not shorter than a call may take (60 s in critical, 120 s in normal)."""
+"""Failures that are more seconds ago than this do not count. The time is not shorter than a call may take (60 s in the
+lane critical, 120 s in normal)."""
 OPEN_S = 1.0
-"""How long a breaker stays open at first; this doubles each time that the probe fails."""
+"""How many seconds a breaker stays open at first; the time doubles each time that the probe (the trial call) fails."""
 OPEN_MOST_S = 5.0
-"""The longest time that a breaker stays open."""
+"""The longest time, in seconds, that a circuit breaker stays open before a trial call."""
 PROBE_WITHIN_S = 30.0
-"""After this time another call may probe, even if the first probe has not ended."""
+"""After this many seconds another call may be the probe (the trial call after an outage), even if the first probe has
+not ended."""
 LOOK_S = 1.0
-"""While a probe runs: after how many seconds another request asks again for a permit."""
+"""While a probe (the trial call after an outage) runs: the seconds after which a waiting request asks again whether it
+may call."""
 
 
 class State(StrEnum):
@@ -58,8 +61,6 @@ class Failure(NamedTuple):
 class Breaker:
     """The circuit breaker of one provider and model: after failures in a row no call is made for a while. It is created
     at the first failure, and removed at the next answer. Times are the event loop's."""
-
-    __slots__ = ("_failed", "_openings", "_rng", "_until_s", "down_since_s", "state")
 
     def __init__(self, rng: random.Random) -> None:
         self.state = State.CLOSED

@@ -3,9 +3,9 @@
 A refused request (a 4xx, a 429) is no failure, because the provider works. A timeout counts only if the call had enough
 time, so that requesters with short deadlines do not block a provider for others.
 
-A process holds a lease in the store while its breaker is open. Another process that counts a few failures finds the
-lease, and opens its own breaker early. Only the owner of the lease probes. While the store is away, the breakers of the
-processes are independent.
+A process holds a lease in the store while its breaker is open. Another process that counts a few failures sees the
+lease, and opens its own breaker early. Only the owner of the lease makes the trial call (the probe). While the store is
+unavailable, the breakers of the processes are independent.
 """
 
 import asyncio
@@ -24,11 +24,12 @@ from consumers.state.base import Leases, StoreUnavailable
 from lanekeeper.telemetry import logs, signals
 
 FAIR_S = 5.0
-"""A timeout does not count if the call had less time than this."""
+"""A timeout does not count as a failure of the provider if the call had fewer seconds than this."""
 STORE_WITHIN_S = 1.0
-"""How long a call waits for the store at most; after that the store counts as away."""
+"""How many seconds a call waits for the store at most; after that the store counts as unavailable."""
 REMEMBERED = 1000
-"""The most breakers that are kept, because requesters can name any number of models."""
+"""The most circuit breakers that a process keeps; there is a limit, because requesters can name any number of
+models."""
 log = logs.logger()
 
 
@@ -43,7 +44,7 @@ class Change:
     retry_in_s: float | None = None
 
     def figures(self) -> dict[str, Any]:
-        """The fields of the life-cycle event `breaker`."""
+        """The fields of the life-cycle event `breaker`, which reports this change."""
         found = {"provider": self.provider, "model": self.model, "state": self.state.value}
         return found if self.error is None else {**found, "error": self.error, "retry_in_s": self.retry_in_s}
 
@@ -72,19 +73,22 @@ class Breakers:
         """The breakers of those providers and models that have not answered since their last failure."""
 
     def wait_s(self, route: Route, now_s: float) -> float:
-        """Seconds until a call of this route may be made, as far as that is known; 0: now."""
+        """Seconds until a call of this route (a provider and model) may be made, as far as its circuit breaker knows;
+        0: now."""
         found = self._all.get(_key(route))
         return 0.0 if found is None else found.wait_s(now_s)
 
     def least_wait_s(self, routes: Iterable[Route]) -> float:
-        """Seconds until a call of one of these routes may be made, as far as that is known; 0: now."""
+        """Seconds until a call of one of these routes (providers and models) may be made, as far as their circuit
+        breakers know; 0: now."""
         if not self._all:
             return 0.0
         now_s = asyncio.get_running_loop().time()
         return min(self.wait_s(route, now_s) for route in routes)
 
     def usable(self, routes: Sequence[Route]) -> Sequence[Route]:
-        """The routes whose circuit breaker lets a call pass now; all routes if none does."""
+        """Those of the given routes (providers and models) whose circuit breaker allows a call now; all of them if none
+        does."""
         if not self._all:
             return routes
         now_s = asyncio.get_running_loop().time()
@@ -183,7 +187,7 @@ class Breakers:
 
     async def _lease(self, route: Route, *, for_s: float) -> bool:
         """Take or renew the lease in the store by which one process at a time holds the open breaker of this route.
-        Returns False if another process has the lease; True if the store is away."""
+        Returns False if another process has the lease; True if the store is unavailable."""
         if self._leases is None:
             return True
         try:

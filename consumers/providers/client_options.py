@@ -1,4 +1,5 @@
-"""The options of all clients of the vendor: no retries, no spans, and the fastest transport (aiohttp)."""
+"""The options of all clients of Anthropic's SDK that a worker uses: no retries, no spans, and the fastest transport
+(aiohttp)."""
 
 from functools import cache
 from ipaddress import ip_address

@@ -10,7 +10,7 @@ These clients change the request (see anthropic 2.12, `lib/{bedrock,vertex,found
               `anthropic_version`; a Google access token as bearer
     Foundry   Anthropic's own API at the resource's URL; the key as `x-api-key` and `api-key`
 
-Credentials of Amazon and Google are found as their own libraries find them: environment, files, the machine's role.
+Credentials of Amazon and Google are read by their own libraries: from the environment, files, or the machine's role.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""What a call means for the budget: the amounts that the provider has counted for it, and the feedback about the
-account's limits."""
+"""Computes what a call to a provider means for the budget: the amounts that the provider has counted for it, and what
+the response says about the account's limits."""
 
 from typing import assert_never
 
@@ -7,7 +7,8 @@ from consumers.failures import Paid, ProviderError
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Feedback, Kind
 from consumers.limits.headers import RateHeaders
-from consumers.providers.base import Answer, Usage
+from consumers.prices import Usage
+from consumers.providers.base import Answer
 
 ONE_REQUEST = Amounts(requests=1)
 
@@ -33,12 +34,12 @@ def spent(error: ProviderError, reserved: Amounts) -> Amounts:
 
 
 def answered(answer: Answer, *, took_s: float) -> Feedback:
-    """What an answer says about its account, for the budget. Its output tokens are left out, because the provider
-    counts them after it has sent the headers."""
+    """What an answer says about the limits of its account. Its output tokens are left out of the counted amounts,
+    because the provider counts them after it has sent the headers."""
     counts = counted(answer.usage)._replace(output_tokens=0)
     return Feedback(kind=Kind.ANSWERED, rate=answer.rate, counted=counts, took_s=took_s)
 
 
 def failed(error: ProviderError, rate: RateHeaders | None, *, took_s: float) -> Feedback:
-    """What a failed call says about its account, for the budget."""
+    """What a failed call says about the limits of its account."""
     return Feedback(kind=error.means.says, rate=rate, retry_after_s=error.retry_after_s, took_s=took_s)

@@ -19,8 +19,8 @@ from topology.codec import bounds
 _PRELUDE: Final = struct.Struct(">III")
 _CRC: Final = struct.Struct(">I")
 _SIZES: Final = {0: 0, 1: 0, 2: 1, 3: 2, 4: 4, 5: 8, 8: 8, 9: 16}
-"""The length in bytes of a header's value, by its type. Values of the types 6 (bytes) and 7 (text) begin with their
-length."""
+"""For a frame header's value: its length in bytes, by the value's type. Values of the types 6 (bytes) and 7 (text)
+begin with their length."""
 _FIELDS: Final = 100
 """The most keys and values of a frame's payload, which has two or three."""
 _TYPES: Final[Mapping[str, str]] = {
@@ -29,7 +29,8 @@ _TYPES: Final[Mapping[str, str]] = {
     "serviceUnavailableException": "overloaded_error",
     "modelTimeoutException": "timeout_error",
 }
-"""Anthropic's error types for Bedrock's exceptions in the middle of a stream. All others become `api_error`."""
+"""Translates the exceptions that Bedrock sends in the middle of a stream into Anthropic's error types. All others
+become `api_error`."""
 
 
 class FrameSplitter:

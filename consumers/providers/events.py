@@ -8,7 +8,7 @@ from consumers.failures import AnswerTooLargeError
 
 _BOM = b"\xef\xbb\xbf"
 _LINES = 1000
-"""The most lines of one event. An event has one or two lines, or more if its JSON is indented."""
+"""The most lines of one Server-Sent Event. An event has one or two lines, or more if its JSON is indented."""
 
 
 class EventSplitter:

@@ -16,7 +16,8 @@ from consumers.providers.translation import border, plain
 
 WITHIN_S: Final = 30.0
 ANSWER_BYTES: Final = 4 * 1024 * 1024
-"""The largest answer that is read. A page has at most a thousand models, which take less."""
+"""The largest answer, in bytes, that is read from such a call. A page has at most a thousand models, which take
+less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ class Found:
 
     status: int
     headers: Mapping[str, str]
-    """The headers, by their names in lower case."""
+    """The response's HTTP headers, by their names in lower case."""
     body: bytes
 
 
@@ -40,7 +41,7 @@ class Lookups:
 
     @classmethod
     def at(cls, base_url: str, *, api_key: str) -> Self:
-        """The calls to Anthropic, or to a compatible API, at `base_url`."""
+        """Create the object that makes these calls to Anthropic, or to a compatible API, at `base_url`."""
         client = anthropic.AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))
         return cls(client, secret=api_key)
 

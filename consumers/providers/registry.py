@@ -1,4 +1,5 @@
-"""The providers of this process. Each call gets a CLIENT span and a price, and the budget learns from it."""
+"""Calls the providers that this process knows. Each call gets an OpenTelemetry span and a price, and the budget learns
+the account's limits from the response."""
 
 import asyncio
 import json
@@ -16,8 +17,8 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.request import Request
 
 SPEND_REFUSALS = 10
-"""After this many refusals in a row because of its spend limit, an account is paused: only a person can raise that
-limit."""
+"""After this many refusals in a row because of its spend limit, an account is not called for a while: only a person can
+raise that limit."""
 log = logs.logger()
 
 
@@ -39,7 +40,7 @@ class Registry:
         self._spend_refusals: dict[str, int] = {}
 
     async def call(self, route: Route, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
-        """Make one call to the provider of this route, like `Provider.stream`, and add its cost to the answer."""
+        """Make one call to the route's provider, like `Provider.stream`, and add the cost of the call to the answer."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
         with self._tracing.chat(

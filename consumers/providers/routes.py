@@ -1,4 +1,4 @@
-"""Makes the chain of a request: the providers and models that may be called for it, in order. Pure.
+"""Makes the chain of a request: the providers and models that may be called for it, in order. Without I/O.
 
 The chain has first the providers of the lane that have the requested model; then those that have the model's fallback;
 then those that have the fallback of that fallback, and so on. Models that the lane or the tenant may not use are left
@@ -16,10 +16,10 @@ from consumers.chain import Chain, Route
 MODEL_CLASSES = ("fable", "mythos", "opus", "sonnet", "haiku")
 """Anthropic's limits are for a class of models: all Sonnet models share one limit (docs/facts.md, section 10)."""
 CACHED = 10_000
-"""The most chains that are kept."""
+"""For how many combinations of lane, tenant and model the computed chain of providers is kept."""
 UNCONFIGURED = 256
-"""The most models outside the settings that get an account of their own. All others share one account for each
-provider, so that requests with invented model names do not fill the memory."""
+"""How many models that no setting names get a budget of their own. All further ones share one budget for each provider,
+so that requests with invented model names do not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,8 @@ class ProviderModels:
 
     name: str
     models: Mapping[str, str] | None = None
-    """For each of its models: the provider's own name. None: it has all models, under Anthropic's names."""
+    """The provider's own name for each of its models, by Anthropic's name. None: it has all models, under Anthropic's
+    names."""
 
 
 class Problem(NamedTuple):

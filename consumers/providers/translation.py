@@ -47,7 +47,7 @@ _TEMPORARY: Final = frozenset({408, 409, 424, 425})
 """Statuses below 500 after which another try may succeed: 408 (timeout), 409 (conflict with a call that still runs),
 424 (a fault of the model, Bedrock), 425 (too early in the handshake)."""
 _SPEND_LIMIT_TEXTS: Final = ("You have reached your specified API usage limits", "Your credit balance is too low")
-"""Texts in the errors of spend limits that come as a 400 without a code."""
+"""Texts by which an error is recognised as a spend limit, if it comes as a 400 without an error code."""
 _LONGEST_WAIT_S: Final = 86_400.0
 _MESSAGE_CHARACTERS: Final = 300
 _TYPE_CHARACTERS: Final = 60

@@ -1,11 +1,11 @@
-"""Decides to which addresses replies may be sent, by the request's `reply_to` and its user. Pure.
+"""Decides to which addresses replies may be sent, by the request's `reply_to` and its user. Without I/O.
 
 A worker may publish to every queue. Without this rule a requester could name, in `reply_to`, a queue to which it has no
-right to publish, and the worker would publish there for it (threat T1). The rule has two modes:
+right to publish, and the worker would publish there for it (threat T1 in docs/security.md). The rule has two modes:
 
 open    the default. Allowed are names that no client can choose (`amq.gen-…`, direct reply-to), `lane.reply.…`, and any
-        queue outside `lane.` and `amq.`. A requester who knows the name of another client's queue can have answers
-        sent there
+        queue outside `lane.` and `amq.`. A requester who knows the name of another client's queue can make a worker
+        send answers there
 bound   Allowed are direct reply-to, and the queues `lane.reply.<user_id>` and `lane.reply.<user_id>.…` of the
         request's user. The owner of any other queue is unknown
 """
@@ -19,11 +19,12 @@ from lanekeeper.contract.problems import RequestProblem
 
 LONGEST = 255
 _BROKER_NAMED = re.compile(r"amq\.gen-[A-Za-z0-9_-]{22}")
-"""The name of a queue that the broker named. Clients cannot create one with such a name (docs/facts.md, section 6)."""
+"""The pattern of the names that the broker itself gives to queues. Clients cannot create one with such a name
+(docs/facts.md, section 6)."""
 _DIRECT = re.compile(r"amq\.rabbitmq\.reply-to\.[A-Za-z0-9._+/=-]{1,200}")
 _USER = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""User names as `topology export` allows them. Dots are excluded: `lane.reply.a.b` could belong to user `a` or
-`a.b`."""
+"""The pattern of the user names that `topology export` allows. Dots are excluded: `lane.reply.a.b` could belong to user
+`a` or `a.b`."""
 _SHOWN = 100
 
 
@@ -34,8 +35,8 @@ def is_direct(address: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyRule:
-    """The rule with its settings. `bound`: whether the mode is `bound`, else `open`. `allow`: patterns, one of which an
-    address must match in addition; None: no such condition."""
+    """The rule that says where replies may be sent, with its settings. `bound`: whether the mode is `bound`, else
+    `open`. `allow`: patterns, one of which an address must match in addition; None: no such condition."""
 
     names: Names
     allow: Sequence[re.Pattern[str]] | None = None

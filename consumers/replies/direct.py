@@ -1,4 +1,4 @@
-"""Direct reply-to: replies without a queue, to the channel that published the request.
+"""Sends replies by RabbitMQ's direct reply-to: without a queue, to the channel on which the request was published.
 
 A broker before RabbitMQ 4.3.5 closes the connection that publishes to a forged address (docs/facts.md, section 6). With
 such a broker the first reply to each address is sent over a separate connection, one at a time, so that we know which

@@ -1,8 +1,9 @@
 """Sends the parts of a stream, one for each event of the provider.
 
-A part is published without waiting for the confirms of those before it: that would delay the first piece of the answer
-by three round trips to the broker. Parts keep their order, because they are published on one channel. A lost part does
-not fail the attempt: the final reply has the whole answer. It is sent after each part is confirmed or known to be lost.
+A part is published without waiting for the confirms of earlier parts, because that would delay the first piece of the
+answer by three round trips to the broker. Parts keep their order, because they are published on one channel. A lost
+part does not fail the attempt: the final reply has the whole answer. The final reply is sent after each part is
+confirmed or known to be lost.
 """
 
 import asyncio
@@ -16,8 +17,8 @@ from lanekeeper.telemetry import logs, signals
 
 UNCONFIRMED = 64
 UNCONFIRMED_BYTES = 256 * 1024
-"""How many parts of a stream may be unconfirmed, and how many bytes they may have together. A single part may be
-larger."""
+"""`UNCONFIRMED` parts of a stream with `UNCONFIRMED_BYTES` together may be published and not confirmed yet. A single
+part may be larger."""
 FIRST_UNCONFIRMED = 4
 """How many parts may be unconfirmed at first. The limit doubles each time it is reached. A stream begins with three
 events and then the first piece of the answer. With this limit that piece reaches the client early, even if the provider
@@ -29,8 +30,9 @@ class Parts:
     """Sends the parts of one attempt's stream to the requester, numbered from 0. Call it with each event of the
     provider.
 
-    If the requester may have events of an earlier call, a part `restart` goes first: it tells the requester to forget
-    them. That is so in a second or later attempt, in a second call within an attempt, and after a redelivery.
+    If the requester may already have events of an earlier call, a part `restart` is sent first: it tells the requester
+    to discard them. An earlier call is possible in a second or later attempt, in a second call within an attempt, and
+    after a redelivery.
     """
 
     def __init__(self, replies: Replies, job: Job) -> None:

@@ -3,6 +3,7 @@ persistent."""
 
 import asyncio
 import uuid
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from consumers.job import Job
@@ -30,27 +31,26 @@ PART_TIMEOUT_S = 5.0
 log = logs.logger()
 
 
+@dataclass(slots=True)
 class Replies:
     """Publishes replies to the default exchange. `loses_large_parts`: what happens to a part of a stream that is larger
     than a message may be. True: it is left out, because a large final answer can be stored beside the broker. False: it
     ends the request, because the final reply would be too large too."""
 
-    def __init__(
-        self, publisher: Publisher, *, direct: DirectSender, rule: ReplyRule, loses_large_parts: bool = False
-    ) -> None:
-        self._loses_large_parts = loses_large_parts
-        self._publisher = publisher
-        self._direct = direct
-        self._rule = rule
+    publisher: Publisher
+    _: KW_ONLY
+    direct: DirectSender
+    rule: ReplyRule
+    loses_large_parts: bool = False
 
     def refusal(self, job: Job) -> RequestProblem | None:
         """Why no reply may go to the request's address; None if it may, or if the request wants no reply."""
         address = job.message.reply_to
         if not address:
             return None
-        if self._rule.allows(address, user=job.user_id):
-            return self._direct.refusal(address)
-        return self._rule.refusal(address, user=job.user_id)
+        if self.rule.allows(address, user=job.user_id):
+            return self.direct.refusal(address)
+        return self.rule.refusal(address, user=job.user_id)
 
     async def final(self, job: Job, completion: Completion, *, replayed: bool = False) -> bool:
         """Send the final reply. Return False if the reply queue is full and refused it.
@@ -77,9 +77,9 @@ class Replies:
 
     async def _final(self, job: Job, *, body: bytes, content_type: str, headers: dict[str, Any]) -> bool:
         address = job.message.reply_to
-        if not address or not self._rule.allows(address, user=job.user_id):
+        if not address or not self.rule.allows(address, user=job.user_id):
             return True
-        if (forged := self._direct.refusal(address)) is not None:
+        if (forged := self.direct.refusal(address)) is not None:
             raise forged
         message = Message(
             body=body,
@@ -90,9 +90,9 @@ class Replies:
         )
         try:
             if is_direct(address):
-                await self._direct.send_surely(message, address)
+                await self.direct.send_surely(message, address)
             else:
-                await self._publisher.publish_surely(message, exchange="", routing_key=address, refused_within_s=0)
+                await self.publisher.publish_surely(message, exchange="", routing_key=address, refused_within_s=0)
         except Unroutable:
             log.info(signals.REPLY_UNROUTABLE)
         except AccessRefused as error:
@@ -111,17 +111,13 @@ class Replies:
         if job.lane is not None:
             headers[n.LANE_NAME] = job.lane.name
         message = Message(
-            body=body,
-            headers=headers,
-            content_type=JSON,
-            correlation_id=job.message.correlation_id,
-            persistent=False,
+            body=body, headers=headers, content_type=JSON, correlation_id=job.message.correlation_id, persistent=False
         )
         try:
             if is_direct(address):
-                return await self._direct.write(message, address, timeout_s=PART_TIMEOUT_S)
-            return await self._publisher.write(message, exchange="", routing_key=address, timeout_s=PART_TIMEOUT_S)
+                return await self.direct.write(message, address, timeout_s=PART_TIMEOUT_S)
+            return await self.publisher.write(message, exchange="", routing_key=address, timeout_s=PART_TIMEOUT_S)
         except MessageTooLarge as error:
-            if self._loses_large_parts:
+            if self.loses_large_parts:
                 raise
             raise answer_too_large(error.size, error.limit, setting="LANEKEEPER_BODIES__URL") from error

@@ -1,9 +1,9 @@
 """Sends a reply again if the reply queue was full. The request holds no slot while it waits for that.
 
-The request goes through a delay, with a header which says that only its reply is left to send. When it comes back, its
-completion is read from the store. A completion that is not stored under the id (of an invalid request, or of one whose
-id belongs to another request) is carried in a header. A minute after the first try the reply is given up; a stored
-result can still be fetched.
+The request is published to the delay queues, with a header which says that only its reply is left to send. When it
+comes back, its completion is read from the store. A completion that is not stored under the id (of an invalid request,
+or of one whose id belongs to another request) is carried in a header. A minute after the first try the reply is given
+up; a stored result can still be fetched.
 """
 
 import heapq
@@ -19,13 +19,13 @@ from lanekeeper.contract import names as n
 from lanekeeper.telemetry import logs, signals
 
 PAUSES_S = (1, 2, 4, 8, 16, 30)
-"""The pauses before each further try: a minute in total. By then a requester that was slow or was restarted has usually
-emptied its queue."""
+"""The pauses, in seconds, before each further try to send a reply to a full queue: a minute in total. By then a
+requester that was slow or was restarted has usually emptied its queue."""
 MAX_WAITING = 1000
-"""How many replies may wait at a time in this process."""
+"""How many replies of one process may wait at a time until a full reply queue has room."""
 MOST_OF_ONE = 10
-"""The replies of one tenant, to however many queues, may take one tenth of the limit. For requests without a tenant (no
-`user_id`), those to one queue may."""
+"""How many of these waiting replies may belong to one tenant, or, for requests without a tenant (no `user_id`), to one
+reply queue: a tenth of the limit."""
 WARN_EVERY_MS = 1000
 Handle = Callable[[Job], Awaitable[Outcome]]
 log = logs.logger()

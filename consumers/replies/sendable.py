@@ -1,5 +1,6 @@
-"""Makes an outcome sendable, before it is stored. An answer that is too large for an AMQP message is stored beside the
-broker, and the outcome gets its address instead. If that is not possible, the outcome becomes an error."""
+"""Brings a request's outcome into a form that can be sent, before the outcome is stored. An answer that is too large
+for an AMQP message is stored outside the broker, and the outcome contains its address instead. If the answer cannot be
+stored, the outcome becomes an error."""
 
 import json
 from dataclasses import replace
@@ -13,10 +14,11 @@ from lanekeeper.contract.problems import answer_too_large
 from topology.codec.bounds import ANSWER_BYTES
 
 SOON_S: Final = 5.0
-"""How long storing an answer is tried. If that fails, the answer is sent in a message, if the broker accepts its
-size."""
+"""For how many seconds a worker tries to store a large answer outside the broker. If that fails, the answer is sent in
+a message, if the broker accepts its size."""
 KEEP_WITHIN_S: Final = 60.0
-"""How much longer storing is tried for an answer that the broker does not accept, because the call was paid for."""
+"""For how many more seconds a worker tries to store an answer that the broker does not accept, because the call was
+paid for."""
 
 
 class Sendable:

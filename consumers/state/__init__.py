@@ -1,4 +1,4 @@
-"""Claims, results, counters and budgets, behind the seam `base.py`.
+"""Stores claims, results, counters and budgets. The interface `Store` is in `base.py`.
 
-Opened by `opening.py`; imported by everything in `consumers` that keeps something.
+`opening.py` opens a store. Imported by all of `consumers` that stores something.
 """

@@ -1,11 +1,12 @@
-"""The store: what workers remember about requests outside the broker. One protocol, implemented in SQLite and in Redis.
+"""The store: what workers record about requests outside the broker. One interface, implemented with SQLite and with
+Redis.
 
 The store keeps which worker has claimed a request and how the request ended (at most one completion for each identity),
 how many requests wait in the broker for a delay, how much of an allowance was used in a period, and leases for jobs
 that only one process may do at a time.
 
-The store is not the system of record: losing it can cause a repeated call to a provider, but loses no request.
-Every method raises `StoreUnavailable` if the store cannot answer, or cannot make a change durable.
+The store is not the system of record: losing it can cause a repeated call to a provider, but loses no request. Every
+method raises `StoreUnavailable` if the store cannot answer, or cannot make a change durable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +18,13 @@ from lanekeeper.contract.names import ATTEMPT
 from lanekeeper.contract.problems import LanekeeperError
 
 LEASE_S = 10.0
-"""How long a claim is valid without renewal. Another message with the same identity waits until the lease ends. The
+"""How long a claim is valid without renewal. Another message of the same request waits until the lease ends. The
 message that was granted the claim takes it over at once when it is redelivered."""
 
 
 class StoreUnavailable(LanekeeperError):
-    """The store is away, locked, full, read-only, corrupt or of a newer version; the error's text says which of these,
-    and what to do."""
+    """The store cannot be reached, or is locked, full, read-only, corrupt or of a newer version; the error's text says
+    which of these, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,9 @@ class Identity:
     """Identifies a request: messages with the same identity are the same request."""
 
     tenant: str
-    """Empty if the request has no tenant."""
+    """The request's tenant; empty if it has none."""
     id: str
-    """The `message_id`."""
+    """The request's id: the AMQP property `message_id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +56,20 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """How a request ended. Every reply to its requester is made from it, so that repeated replies are equal."""
+    """How a request ended. Every reply to the requester is made from this value, so that repeated replies are equal."""
 
     status: Literal["ok", "error"]
     code: str = ""
-    """For an error: its code, one of `PROBLEMS`."""
+    """If the request ended with an error: the error's code in docs/contract.md, such as `deadline_exceeded`."""
     body: bytes
-    """The JSON of the Message or, for an error, of the problem document."""
+    """The reply's body: the JSON of Anthropic's Message or, for an error, of the problem document."""
     headers: Mapping[str, str | int] = field(default_factory=dict)
     """The reply's headers except its status: lane, model, provider, attempt, wait, run time."""
     ended_ms: int
     """When the request ended, by the clock of the worker that ended it; ms since 1970."""
     mark: bytes | None = field(default=None, compare=False, repr=False)
-    """Set by the store: the `Fingerprint.mark` of the message that ended the request. If the request was cancelled
-    before a message of it came: the mark of the first message that came. None: no message has come yet."""
+    """The `Fingerprint.mark` of the message that ended the request; the store sets it. If the request was cancelled
+    before any message of it arrived, it is the mark of the first one that arrived. None: none has arrived yet."""
 
     @property
     def is_untried(self) -> bool:
@@ -78,39 +79,39 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """The answer to a claim: the caller holds it now, and may work on the request."""
+    """The answer of `Store.claim`: the caller holds the claim now, and may work on the request."""
 
     token: int
-    """Higher than the token of every earlier claim of the request, so that earlier holders can no longer complete
-    it."""
+    """The claim's fencing token: higher than that of every earlier claim of the request, so that workers with an
+    earlier claim can no longer complete it."""
     deaths: int = 0
-    """How many earlier holders did not release their claim, because they died or hung."""
+    """How many workers that held the claim earlier did not release it, because they died or hung."""
     followed: bool = field(default=False, repr=False)
-    """True if the store keeps the request's entries, so that clients can follow it (`following.py`)."""
+    """True if clients can follow the request: the store keeps entries of its progress (`following.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """The answer to a claim: it is not granted, because a worker holds it for another delivery of the same request, and
-    its lease is valid."""
+    """The answer of `Store.claim`: not granted, because a worker holds the claim for another delivery of the same
+    request, and its lease is valid."""
 
     for_ms: int
-    """How long ago that claim was granted."""
+    """How many ms ago the other worker's claim was granted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The answer to a claim: the request has ended before."""
+    """The answer of `Store.claim`: the request has ended before."""
 
     completion: Completion
     is_same_message: bool
-    """True if this message is the one that ended, by its mark: its reply may not have been sent. Also true if the store
-    has no mark."""
+    """True if this message (by its mark) is the one that ended the request: its reply may not have been sent. Also true
+    if the store has no mark."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """The answer to a claim: the id was used with another body."""
+    """The answer of `Store.claim`: the request's id was used before with another body."""
 
 
 class Stop(StrEnum):
@@ -118,23 +119,23 @@ class Stop(StrEnum):
 
     CANCELLED = "cancelled"
     FENCED = "fenced"
-    """Another delivery has taken the claim over."""
+    """Another delivery of the request has taken over the claim, so another worker works on it."""
 
 
 class Cancelling(StrEnum):
-    """The result of `Store.cancel`: what the cancellation found."""
+    """The result of `Store.cancel`: the state of the request when the cancellation came."""
 
     RECORDED = "recorded"
-    """The request waited, and has ended as cancelled."""
+    """The request was waiting, and has now ended as cancelled."""
     UNSEEN = "unseen"
     """No worker has seen the request: it is queued, or not published yet. It ends as cancelled when a worker gets
     it."""
     DISPLACED = "displaced"
     """Like UNSEEN, but the tenant had reached its limit of unseen cancellations, so its oldest one was removed."""
     TOLD = "told"
-    """The request runs. The worker that holds its claim learns of the cancellation at its next renewal."""
+    """The request runs. The worker that holds its claim learns of the cancellation when it next renews the claim."""
     ENDED = "ended"
-    """The request had ended before."""
+    """The request had ended before the cancellation came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class Found:
     """What the store knows about a request: how it ended, or whether it runs or waits."""
 
     completion: Completion | None
-    """None: the request runs, or waits for its next attempt."""
+    """How the request ended. None: it runs, or waits for its next attempt."""
     running: bool
     attempts: int = 0
     due_ms: int | None = None
@@ -162,11 +163,11 @@ class WaitingLimit(StrEnum):
     """The result of `Store.reserve`: whether one more request may wait in the broker for a delay."""
 
     WITHIN = "kept"
-    """It may: it is within the limits, and is counted."""
+    """The request may wait: it is within the limits, and is counted."""
     TENANT = "tenant"
-    """Its tenant has reached its limit of waiting requests."""
+    """The request may not wait: its tenant has reached its limit of waiting requests."""
     TOTAL = "all"
-    """All tenants together have reached the limit of waiting requests."""
+    """The request may not wait: all tenants together have reached the limit of waiting requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +182,8 @@ class Taken:
 
 
 class Allowances(Protocol):
-    """Counts how much of something was used in a period, and refuses more than a limit. Periods are counted from 1970,
-    so that days are UTC days."""
+    """Counts how much of something (such as a tenant's dollars) was used in a period (such as a day), and refuses more
+    than a limit. Periods are counted from 1970, so that days are UTC days."""
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
         """Count `amount` as used of the allowance `name` if its sum in this period stays within `limit`; otherwise
@@ -205,7 +206,7 @@ class Leases(Protocol):
 
 
 class Store(Allowances, Leases, Protocol):
-    """All that one store can do. It is open from `__aenter__` to `__aexit__`.
+    """The methods of a store for claims and results. It is open from `__aenter__` to `__aexit__`.
 
     Entering never raises an error. If the file or the server cannot be used, every call tries it again.
     """
@@ -230,12 +231,14 @@ class Store(Allowances, Leases, Protocol):
         """Renew several claims, so that they do not expire. Returns the claims whose holder must stop, with the reason;
         the others are valid for another lease.
 
-        A claim that the store has lost is not returned: no other worker holds it, so its completion will be stored.
+        A claim that the store has lost is not returned: no other worker holds it, so the outcome of its request can
+        still be stored.
         """
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
-        """Give up a claim without a completion: the request waits for its next attempt, which may begin at `due_ms`.
-        If another delivery has taken the claim over, this holder no longer counts in `Granted.deaths`."""
+        """Give up a claim although the request has not ended: it waits for its next attempt, which may begin at
+        `due_ms`. If another delivery has taken the claim over, the caller no longer counts as dead in `Granted.deaths`.
+        """
 
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
         """Store that an unclaimed request waits until `due_ms`, so that status questions can be answered.
@@ -271,8 +274,8 @@ class Store(Allowances, Leases, Protocol):
         """What the store knows about a request; None if no worker has seen it, or if its keeping time is over."""
 
     async def sweep(self) -> int:
-        """Remove results whose keeping time is over; if the store is too large, the oldest results as well. Returns the
-        number of removed rows. Each call does a limited amount of work: call it again until it returns 0."""
+        """Remove results whose retention time is over; if the store is too large, the oldest results as well. Returns
+        the number of removed rows. Each call does a limited amount of work: call it again until it returns 0."""
 
     async def reserve(
         self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int

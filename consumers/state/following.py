@@ -1,4 +1,5 @@
-"""What the store keeps of a request that clients can follow: its submission, and entries numbered from 1.
+"""What the store keeps of a request whose progress clients can follow: how it was submitted, and entries (steps and
+events) numbered from 1.
 
 Clients can follow requests that the gateway submitted (`follow`), and streamed requests without `reply_to`. The worker
 that holds the claim appends entries; any process that uses the store can read them. Entries are kept as long as the
@@ -10,17 +11,20 @@ Every method raises `StoreUnavailable` if the store cannot answer.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from consumers.state.base import Held, Identity, Store
+from topology.codec.request import Request
 
 QUEUED = "queued"
 EVENT = "event"
-"""An event of the provider's stream. Entries of all other kinds are steps of the request, such as `queued`."""
+"""The kind of an entry that is an event of the provider's stream. Entries of all other kinds are steps of the request,
+such as `queued`."""
 RESTART = "restart"
-"""Another call begins: the events before this entry are removed, and readers must discard them."""
+"""The kind of an entry that says: another call begins. The events before it are removed, and readers must discard
+them."""
 ENTRIES_AT_ONCE = 200
-"""The most entries of one request that one call of `look` returns."""
+"""The most entries of one request that one call of `Following.look` returns."""
 
 
 class NewEntry(NamedTuple):
@@ -28,7 +32,7 @@ class NewEntry(NamedTuple):
 
     kind: str
     body: bytes
-    """JSON."""
+    """The entry's content as JSON text."""
 
 
 class Entry(NamedTuple):
@@ -45,12 +49,24 @@ class Submission:
     streamed, and when it was submitted, is due, and must be answered (ms since 1970)."""
 
     body_hash: bytes
-    """As in `Fingerprint`."""
+    """The hash of the request's body, as in `Fingerprint.body_hash`."""
     lane: str
     streams: bool
     submitted_ms: int
     due_ms: int | None
     deadline_ms: int
+
+    @classmethod
+    def of(cls, request: Request, body_hash: bytes) -> Self:
+        """Make the submission to store for this request."""
+        return cls(
+            body_hash=body_hash,
+            lane=request.lane,
+            streams=request.stream,
+            submitted_ms=request.sent_ms,
+            due_ms=request.due_ms,
+            deadline_ms=request.deadline_ms,
+        )
 
 
 class Submitted(StrEnum):
@@ -58,9 +74,9 @@ class Submitted(StrEnum):
 
     NEW = "new"
     KNOWN = "known"
-    """The same request was submitted before."""
+    """The same request (its id, with the same body) was submitted before."""
     CONFLICT = "conflict"
-    """The id was used with another body."""
+    """The id was used before with another body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +85,18 @@ class Part:
 
     held: Held
     submission: Submission
-    """Stored with the first entry if the request was published without the gateway, so that `follow` was not
-    called."""
+    """How the request was submitted. It is stored with the first entry, if the request was published without the
+    gateway and so `follow` was not called."""
     entries: Sequence[NewEntry]
 
 
 class Refused(StrEnum):
-    """Why the store did not append entries to the progress of a request."""
+    """The reason why the store did not append entries to the stored progress of a request."""
 
     FENCED = "fenced"
     """The claim was taken over or forgotten, or the request has ended."""
     FULL = "full"
-    """The events would exceed the limit of their number or bytes."""
+    """The request's events would exceed the limit of their number or bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +105,10 @@ class Look:
 
     entries: Sequence[Entry] = ()
     last: int = 0
-    """The number of the request's last entry. `entries` may end before it; the next look returns the rest."""
+    """The number of the request's last entry. `entries` may end before it; the next call of `look` returns the rest."""
     ended: bool = False
     is_known: bool = True
-    """False if the store does not know the request, or no longer."""
+    """False if the store does not know the request, or has already removed it."""
 
 
 class Following(Protocol):
@@ -113,13 +129,14 @@ class Following(Protocol):
         """A followed request as it was submitted; None if the store does not have it."""
 
     async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
-        """Append the entries of each part; a part's entries are appended together or not at all. Returns for each part
-        why it was refused, or None. A power cut may lose entries that were appended last."""
+        """Append entries to several requests, each request's in one `Part`; they are appended together or not at all.
+        Returns for each part why it was refused, or None. A power cut may lose entries that were appended last."""
 
     async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[Look | None]:
-        """For each request, given with the number of the last entry that was read: the entries after it. None: there is
-        no news."""
+        """For each request, given with the number of the last entry that was read: the entries after it. None: there
+        are no new ones."""
 
 
 class FollowedStore(Store, Following, Protocol):
-    """A store for claims and results, and for requests that clients follow."""
+    """The interface of a store for claims and results that also keeps the progress of requests for clients that follow
+    them."""

@@ -1,4 +1,4 @@
-"""How long and how much the store keeps, and how long a claim is valid."""
+"""Settings of the store: for how long and how much it keeps, and how long a claim is valid."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class StoreSpec:
     """The settings of the store: how much it keeps and for how long, in SQLite or in Redis."""
 
     keep_s: float = DAY_S
-    """How long a result is kept after its request has ended."""
+    """For how many seconds a result is kept after its request has ended."""
     max_bytes: int = GIB
     """The largest size of the SQLite file, not counting free pages. Above it, the results of the requests that ended
     first are removed first."""
@@ -32,13 +32,14 @@ class StoreSpec:
     waiting_per_tenant: int = 10_000
     """How many requests one tenant may have waiting in the broker for a delay of over a minute."""
     waiting_in_all: int = 100_000
-    """How many requests of all tenants may wait like this."""
+    """How many requests of all tenants together may wait in the broker for a delay of over a minute."""
     events_per_request: int = 50_000
-    """How many events of a followed stream are kept since its last restart (`following.py`); later ones are not."""
+    """How many events of a stream that clients follow are stored since its last restart (`following.py`); later ones
+    are not stored."""
     event_bytes_per_request: int = 8 * MIB
-    """How many bytes these events may have together."""
+    """How many bytes the stored events of one followed stream may have together."""
     lease_s: float = LEASE_S
-    """How long a claim is valid without renewal."""
+    """For how many seconds a claim (a worker's right to work on a request) is valid without renewal."""
 
 
 DEFAULT = StoreSpec()

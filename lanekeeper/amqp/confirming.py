@@ -17,7 +17,7 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, PublishRefused, Unroutable
 
 Answer = type[BrokerError] | None
-"""The broker's answer to a publish: None if it accepted the message, else the class of the error."""
+"""What the broker answers to a publish: None if it accepted the message, else the class of the error to raise."""
 
 
 class Confirming:

@@ -27,7 +27,8 @@ from lanekeeper.telemetry import logs, signals
 
 CONNECT_TIMEOUT_S = 10
 NODE_TIMEOUT_S = 4
-"""The timeout for opening a connection to one of several nodes. A frozen node accepts connections and never answers."""
+"""How many seconds opening a connection to one node of a cluster may take before the next node is tried. A frozen node
+accepts connections and never answers."""
 CLOSE_TIMEOUT_S = 3
 BACKOFF_CAP_S = 2.5
 """The longest pause between two tries to connect, and so the longest delay after the broker has started. With this cap,
@@ -44,12 +45,7 @@ class Connection:
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        name: str,
-        heartbeat_s: int = 10,
-        ssl_context: ssl.SSLContext | None = None,
+        self, url: str, *, name: str, heartbeat_s: int = 10, ssl_context: ssl.SSLContext | None = None
     ) -> None:
         self._url = url
         self._heartbeat_s = heartbeat_s
@@ -74,8 +70,8 @@ class Connection:
         """How often the connection was opened. When it changes, facts found out about the broker may be out of date."""
 
     def another(self, purpose: str) -> "Connection":
-        """Create a second connection to the same broker, without opening it. `purpose` becomes part of the name that
-        the broker shows for it."""
+        """Create a second `Connection` to the same broker, without opening it. `purpose` becomes part of the
+        connection's name in RabbitMQ's management pages."""
         name = f"{self._name}: {purpose}"
         return Connection(self._url, name=name, heartbeat_s=self._heartbeat_s, ssl_context=self._ssl_context)
 
@@ -103,7 +99,7 @@ class Connection:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def __aenter__(self) -> Self:
-        """Connect; a failure is not repeated. Raises AccessRefused for wrong credentials, else BrokerUnreachable."""
+        """Connect, with one try. Raises AccessRefused if the broker refuses the credentials, else BrokerUnreachable."""
         patch_pamqp()
         drop_log_lines()
         await self._open_any()
@@ -136,7 +132,7 @@ class Connection:
     async def channel(self, *, confirms: bool, timeout_s: float = 30) -> AbstractChannel:
         """Open an aio-pika channel, for occasional operations such as declaring a topology.
 
-        Raises BrokerUnreachable if there is no connection, or it is lost meanwhile.
+        Raises BrokerUnreachable if there is no connection to the broker, or if it is lost while the channel is opened.
         """
         connection = await self.underlying(timeout_s=timeout_s)
         with border(f"no channel on {self.address}"):
@@ -146,7 +142,7 @@ class Connection:
     async def raw_channel(self, *, confirms: bool, timeout_s: float = 30) -> Channel:
         """Open a channel of aiormq, the library below aio-pika, for publishing and consuming (docs/decisions/0001).
 
-        Raises the errors of `channel`.
+        Raises BrokerUnreachable, like `channel`.
         """
         connection = await self.underlying(timeout_s=timeout_s)
         with border(f"no channel on {self.address}"):

@@ -1,6 +1,7 @@
 """How many messages wait in a queue, and how many consumers it has.
 
-A passive declare returns both exactly and at once (docs/facts.md, section 9).
+A passive queue declaration (AMQP's `queue.declare` with `passive`) returns both numbers exactly and at once
+(docs/facts.md, section 9).
 """
 
 import asyncio

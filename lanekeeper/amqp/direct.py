@@ -1,6 +1,6 @@
 """Direct reply-to: the broker delivers replies straight to the channel that published, without a queue.
 
-Replies are not acknowledged, and each is delivered at most once.
+Consumers do not acknowledge such replies, and each reply is delivered at most once.
 
 replies = DirectReplies(on_reply=…, on_lost=…)
 publisher = Publisher(connection, tracing=tracing, on_channel=replies.consume)
@@ -28,7 +28,8 @@ class DirectReplies:
     When that channel is lost, the publisher opens another, and calls `consume` with it."""
 
     def __init__(self, *, on_reply: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
-        """`on_lost` is called when the channel has closed: messages published on it get no more replies."""
+        """`on_reply` is called with each reply. `on_lost` is called when the channel has closed: messages that were
+        published on it get no more replies."""
         self._on_reply = on_reply
         self._on_lost = on_lost
         self._channel: Channel | None = None

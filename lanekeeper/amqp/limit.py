@@ -1,10 +1,11 @@
 """Finds out the broker's size limit for messages, before a large message is published on a shared connection.
 
-The limit is `max_message_size`: 16 MiB on RabbitMQ 4.x and 128 MiB on 3.x, if the operator set no other. RabbitMQ
-checks it when the whole message has arrived, and closes the channel if the message is too large. Publishes that are on
-their way to this channel then make it close the connection. Only the error of the closed channel names the limit. So a
-message of the size in question is published once, on a separate connection, to a queue that does not exist. This needs
-no rights, because the size is checked before permissions. Small messages need no check.
+The limit is `max_message_size`: 16 MiB on RabbitMQ 4.x and 128 MiB on 3.x, unless the operator set another value.
+RabbitMQ checks the size when the whole message has arrived, and closes the channel if the message is too large. If
+further publishes on that channel are already on their way, RabbitMQ closes the whole connection. The limit is named
+only in the error with which the channel is closed. So Lanekeeper first publishes a test message of the same size, on a
+separate connection, to a queue that does not exist. This needs no permissions, because RabbitMQ checks the size first.
+Small messages need no such test.
 """
 
 import asyncio
@@ -17,17 +18,19 @@ from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import BrokerUnreachable, MessageTooLarge
 
 SMALL_BYTES = 1024 * 1024
-"""Messages up to this size are not checked: requests may be this large, so every broker must accept them."""
+"""Messages up to this many bytes are not checked against the broker's limit: requests may be this large, so every
+broker must accept them."""
 PROBE_BYTES = 16 * 1024 * 1024
-"""The smallest size that is tried: the default limit of RabbitMQ 4, so that one try is enough in most cases."""
+"""The smallest test message, in bytes: the default limit of RabbitMQ 4, so that one test message is enough in most
+cases."""
 PROBE_WITHIN_S = 20.0
 NO_QUEUE = "lanekeeper.nobody"
-"""A queue that does not exist: the broker drops messages that are published to it."""
+"""The name of a queue that does not exist: the broker drops the test messages that are published to it."""
 _LIMIT_IN_ERROR = re.compile(r"larger than configured max size (\d+)")
 
 
 class MessageLimit:
-    """Knows the largest message that the broker accepts (`max_message_size`). It finds the limit out with a test
+    """Knows the largest message that the broker accepts (`max_message_size`). It determines the limit with a test
     message on a separate connection, and again when `connection` has been reopened."""
 
     def __init__(self, connection: Connection) -> None:

@@ -1,4 +1,5 @@
-"""Publishing: a message counts as published only when the broker has confirmed it; a returned message is an error.
+"""Publishes messages. A message counts as published only when the broker has confirmed it; a message that the broker
+returns as unroutable raises an error.
 
 `publish` makes one attempt; `publish_surely` repeats it until the broker has confirmed the message or time is up.
 """
@@ -11,12 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from aiormq.channel import Channel
-from aiormq.exceptions import (
-    AMQPError,
-    ChannelAccessRefused,
-    ChannelInvalidStateError,
-    ChannelNotFoundEntity,
-)
+from aiormq.exceptions import AMQPError, ChannelAccessRefused, ChannelInvalidStateError, ChannelNotFoundEntity
 
 from lanekeeper.amqp.confirming import Answer, Confirming
 from lanekeeper.amqp.connection import Connection
@@ -37,20 +33,22 @@ from lanekeeper.telemetry.tracing import Tracing
 
 CONFIRM_TIMEOUT_S = 10.0
 CONFIRM_LEAST_S = 1.0
-"""The shortest time to wait for a confirm, even if waiting for a connection used up most of the time."""
+"""The shortest time in seconds to wait for a confirm, even if waiting for a connection has used up most of the
+publish's time limit."""
 SURELY_WITHIN_S = 100.0
-"""How long a worker tries to publish a reply: long enough for a restart of the broker. After that, the worker returns
-the request to its queue; when the request is delivered again, its stored result is published."""
+"""For how many seconds a worker tries to publish a reply: long enough for a restart of the broker. After that, the
+worker returns the request to its queue; when the request is delivered again, its stored result is published."""
 DEFAULT_EXCHANGE = "amq.default"
-"""The name of the default exchange in the broker's errors. An error closes the whole channel, for all publishes on it;
-its text names the exchange of the publish that caused it."""
+"""How RabbitMQ's error texts call the default exchange. A channel error fails all publishes on the channel; its text
+names the exchange of the one publish that caused it."""
 _LOST = (AMQPError, ChannelInvalidStateError, RuntimeError, OSError)
-"""The exceptions of a publish whose channel is lost or whose time is over (TimeoutError is an OSError)."""
+"""The exceptions that a publish raises if its channel is lost or its time limit is over (TimeoutError is an OSError).
+"""
 
 
 class Publisher:
-    """Publishes messages and waits for the broker's confirms. It uses one channel of `connection`, and opens another
-    when that is lost."""
+    """Publishes messages and waits for the broker's confirms. It uses one channel of `connection`, and opens a new
+    channel when that one is lost."""
 
     def __init__(
         self,
@@ -128,9 +126,9 @@ class Publisher:
     async def write(
         self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = CONFIRM_TIMEOUT_S
     ) -> "asyncio.Future[Answer]":
-        """Publish once, and return a future of the broker's answer. It is for the parts of a stream, of which several
-        are in flight at a time: not mandatory, and without a span. The broker receives them in the order of these
-        calls.
+        """Publish once, and return a future of the broker's answer. Used for the parts of a streamed answer, of which
+        several are in flight at a time. They are published without AMQP's `mandatory` flag and without a tracing span.
+        The broker receives them in the order of these calls.
 
         `timeout_s`: how long to wait for the connection, and for room in the write queue. Raises the errors of
         `publish`; the future raises AMQPError if the channel is lost.
@@ -166,8 +164,9 @@ class Publisher:
         connection and nothing was published yet; None: no shorter limit.
 
         Some errors are raised at once: AccessRefused, MessageTooLarge, those in `gives_up_on`, and Unroutable from the
-        default exchange (the requester's queue is gone). Unroutable from one of our exchanges is tried again, because
-        its queue should be declared again. The error's `maybe_published` covers all tries.
+        default exchange (the requester's reply queue does not exist any more). Unroutable from one of our own exchanges
+        is tried again, because a missing queue of ours is declared again. The raised error's `maybe_published` covers
+        all tries.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()

@@ -1,4 +1,4 @@
 """The wire format as typed values: messages, names of headers, exchanges and queues, errors and problem documents.
 
-Imported by everything; imports nothing of ours.
+Every other package of Lanekeeper may import it; it imports none of them.
 """

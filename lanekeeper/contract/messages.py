@@ -1,4 +1,4 @@
-"""An AMQP message as a value."""
+"""An AMQP message, its headers and the address of its body, as Python values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

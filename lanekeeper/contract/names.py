@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The exchanges, queues and routing keys of one installation; all begin with its namespace."""
+    """Builds the names of the exchanges, queues and routing keys of one installation of Lanekeeper. All begin with the
+    installation's namespace, `lane` by default."""
 
     namespace: str = "lane"
 
@@ -134,9 +135,10 @@ RUN_MS = "x-lane-run-ms"
 WAIT_FROM = "x-lane-wait-from"
 REPLAYED = "x-lane-replayed"
 CONTROL = "x-lane-control"
-"""The header of answers to control messages: `accepted`, `pending` or `error`. Never together with STATUS."""
+"""The header of answers to control messages: `accepted`, `pending` or `error`. A message never has both this header and
+`x-lane-status` (STATUS)."""
 CODE = "x-lane-code"
-"""The HTTP header of an error answer that has the code of the problem document."""
+"""The HTTP header of a gateway's error answer that contains the `code` of the problem document."""
 
 # On dead letters.
 DEAD_CODE = "x-lane-dead-code"
@@ -167,7 +169,7 @@ OURS = frozenset(
         REPLY_TRY, REPLY_ERROR,
     }
 )  # fmt: skip
-"""The headers that only workers set; a requester's headers of these names are stripped."""
+"""The headers that only workers set. If a requester sends a header with one of these names, it is removed."""
 
 # Set by the broker; docs/facts.md, sections 3 and 7.
 BROKER_TIMESTAMP_MS = "timestamp_in_ms"
@@ -184,10 +186,11 @@ CANCEL_KEY = "cancel"
 RESULT_KEY = "result"
 CHANGE_KEY = "change"
 CONTROL_KEYS = (CANCEL_KEY, RESULT_KEY, CHANGE_KEY)
-"""The keys of applications' control messages; each message is answered by one worker. A cancellation stays in the queue
-until a worker has recorded it; a question for a result expires."""
+"""The routing keys of the control messages that applications send: `cancel` and `result`. One worker answers each
+message. A cancellation stays in the queue until a worker has recorded it; a question for a result expires."""
 STATUS_KEY = "status"
-"""The key of the status question. Every worker answers it, and binds a queue of its own for it."""
+"""The routing key of the control message that asks all workers for their status. Each worker binds a queue of its own
+for this key, and answers."""
 CONTROL_BINDING_KEYS = (CANCEL_KEY, RESULT_KEY, "#")
 """Binding keys of the queue `lane.control`. `#` alone would do: it also matches unknown keys, so that these are
 answered with an error. The first two keys stay declared because earlier versions declared them: on their brokers, the

@@ -27,7 +27,8 @@ class BrokerError(LanekeeperError):
     """The broker, or the connection to it, failed or refused an operation."""
 
     maybe_published = False
-    """Whether the message may have been published despite the error: by the last try, or by an earlier one."""
+    """Whether the message may have been published although the publish raised this error: by the last try, or by an
+    earlier one."""
 
 
 class BrokerUnreachable(BrokerError):
@@ -35,7 +36,8 @@ class BrokerUnreachable(BrokerError):
 
 
 class BrokerBlocked(BrokerError):
-    """The broker accepts no publishes from this connection because of an alarm. This try published nothing."""
+    """The broker accepts no publishes from this connection because of a memory or disk alarm. The message was not
+    published."""
 
 
 class MessageTooLarge(BrokerError):
@@ -53,11 +55,11 @@ class PublishRefused(BrokerError):
     """The broker refused a publish (nack): a queue that the message is routed to is full."""
 
     retry_after_s = 2.0
-    """How long to wait before the next try. A lane seldom has room sooner."""
+    """How many seconds to wait before the next try. A full queue seldom has room sooner."""
 
 
 class Unroutable(BrokerError):
-    """A mandatory message was returned: no queue is bound for its key."""
+    """The broker returned a message that was published as `mandatory`: no queue is bound for its routing key."""
 
 
 class ConfirmUnknown(BrokerError):
@@ -67,7 +69,7 @@ class ConfirmUnknown(BrokerError):
 
 
 class AccessRefused(BrokerError):
-    """This user's permissions on the broker do not allow the operation."""
+    """The client's user on the broker has no permission for the operation."""
 
 
 class TopologyMismatch(BrokerError):
@@ -75,7 +77,7 @@ class TopologyMismatch(BrokerError):
 
 
 class SettingsError(LanekeeperError):
-    """One or more settings are wrong; the text names all of them."""
+    """One or more settings are wrong; the error's text names all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,8 @@ class ProblemType:
     answered: bool = True
     """Whether the requester gets the problem document as a reply."""
     kept: bool = True
-    """Whether the outcome is stored under the request's id, so that a message with the same id gets it again."""
+    """Whether this outcome is stored under the request's id, so that a later message with the same id gets the same
+    reply."""
 
     @property
     def advice(self) -> str:
@@ -134,13 +137,13 @@ PROBLEMS = {
 
 
 DETAIL_CHARACTERS = 1000
-"""The longest detail. It becomes a header of a dead letter, and the broker closes a connection that publishes too large
-headers (501 FRAME_ERROR)."""
+"""The largest number of characters of a problem's detail. The detail becomes a header of a dead letter, and RabbitMQ
+closes a connection that publishes headers larger than a frame (501 FRAME_ERROR)."""
 
 
 _QUOTES = re.compile(r"[:;,'\"(`]")
-"""The characters that end the first part of a detail, which only names the wrong field. The rest may quote the value
-that was found, and so the request's content."""
+"""The characters that end the first part of a problem's detail. The first part only names the wrong field, so logs may
+contain it; the rest may quote the request's content."""
 
 
 class RequestProblem(LanekeeperError):
@@ -180,6 +183,11 @@ class RequestProblem(LanekeeperError):
             },
             ensure_ascii=False,
         ).encode()
+
+
+def invalid_request(detail: str) -> RequestProblem:
+    """Make the error `invalid_request`, for a request that does not follow docs/contract.md."""
+    return RequestProblem("invalid_request", detail)
 
 
 def answer_too_large(size: int, limit: int, *, setting: str = "", is_away: bool = False) -> RequestProblem:

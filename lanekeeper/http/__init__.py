@@ -1,4 +1,4 @@
 """Calls to a gateway: repeats them if that may help, and turns answers into the same values and errors as over AMQP.
 
-Imported by `lanekeeper.over_http`.
+Used by `lanekeeper.over_http`.
 """

@@ -1,5 +1,5 @@
-"""Calls to a gateway. A call is repeated while the gateway, or a proxy in front of it, cannot be reached. Repeating is
-safe because every request has an id: if it is posted twice, it is still one request.
+"""HTTP calls to Lanekeeper's gateway. A call is repeated while the gateway, or a proxy in front of it, cannot be
+reached. Repeating is safe because every request has an id: if it is posted twice, it is still one request.
 """
 
 import asyncio
@@ -17,22 +17,23 @@ from lanekeeper.contract.problems import BrokerError, BrokerUnreachable, Confirm
 from lanekeeper.http.documents import document_of
 
 ANSWERED_WITHIN_S = 10.0
-"""How long a gateway may take to answer, in addition to the time that the call asks it to wait."""
+"""How many seconds a gateway may take to answer, in addition to the time that the call asks it to wait."""
 SLOWEST_BYTES_S = 256 * 1024
-"""The slowest rate at which a body may be sent; a large body gets more time accordingly."""
+"""The slowest accepted rate of sending a request body, in bytes a second. It sets the time limit of a call with a large
+body."""
 SILENT_S = 60.0
-"""An event stream that sends nothing for this long, not even a comment, counts as lost."""
+"""After how many seconds an event stream that sends nothing, not even a comment, counts as lost."""
 LARGEST_BYTES = 64 * 1024 * 1024
-"""The largest answer that is read: twice the largest answer of a provider."""
+"""The largest HTTP answer, in bytes, that a client reads: twice the largest answer of a provider."""
 FIRST_PAUSE_S = 0.2
 PAUSE_CAP_S = 5.0
-"""`FIRST_PAUSE_S` and `PAUSE_CAP_S` are the first and the longest pause between two tries."""
+"""`FIRST_PAUSE_S` and `PAUSE_CAP_S` are the first and the longest pause, in seconds, between two tries of a call."""
 RETRY_AFTER_CAP_S = 3600.0
-"""A longer `retry-after` is cut to this."""
+"""The longest `retry-after`, in seconds, that a client obeys; a longer one is cut to this."""
 LANE_FULL = 529
-"""The status of a gateway's answer if the lane's queue is full."""
+"""The HTTP status of a gateway's answer if the lane's queue is full."""
 _TEMPORARY = frozenset({408, 429, 503})
-"""Statuses that say that the call was not carried out, and that the same call may succeed a little later."""
+"""The HTTP statuses that mean: the call was not carried out, and the same call may succeed a little later."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from lanekeeper.replies import Final, Problem, final_of
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STATUS = {"queued": "waiting", "delayed": "waiting", "retrying": "waiting", "running": "running"}
-"""For each status over HTTP of a request that has not ended: the status over AMQP."""
+"""Translates the status of a request that has not ended from the gateway's word to the word that is used over AMQP."""
 _FIELDS = {
     "lane": n.LANE_NAME, "model": n.MODEL, "provider": n.PROVIDER, "attempts": n.ATTEMPT, "wait_ms": n.WAIT_MS,
     "run_ms": n.RUN_MS, "replayed": n.REPLAYED,
@@ -31,8 +31,9 @@ def document_of(body: bytes) -> Mapping[str, Any]:
 
 
 def check_accepted(status: int, body: bytes) -> None:
-    """Check that a gateway has accepted a posted request, by its answer's status and body. Raises Problem (the request
-    is refused), AccessRefused (the API key), TopologyMismatch (this address takes no requests)."""
+    """Check that a gateway has accepted a posted request, by its answer's status and body. Raises Problem if the
+    gateway refuses the request, AccessRefused if it refuses the API key, and TopologyMismatch if there is no gateway at
+    this address."""
     if status < 300:
         return
     document = document_of(body)
@@ -47,8 +48,8 @@ def check_accepted(status: int, body: bytes) -> None:
 
 
 def check_access(status: int, document: Mapping[str, Any]) -> None:
-    """Raise AccessRefused if the answer says that the API key does not allow the call. An error with a code of
-    `PROBLEMS` concerns a single request, and is ignored here."""
+    """Raise AccessRefused if the answer says that the API key does not allow the call. An error whose code is in
+    `PROBLEMS` concerns a single request, so it is ignored here."""
     if status == 401 or (status == 403 and document.get("code") not in PROBLEMS):
         raise AccessRefused(f"the gateway answered {status}: {document.get('detail', 'no detail')}")
 

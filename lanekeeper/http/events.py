@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LARGEST_BYTES = 64 * 1024 * 1024
-"""The largest event that is read. The last event of a request may contain a whole answer."""
+"""The largest Server-Sent Event, in bytes, that is read. The last event of a request may contain a whole answer."""
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")  # a \r at the end of a chunk may be half of \r\n
 
 
@@ -20,7 +20,7 @@ class Event:
 
 
 class EventTooLarge(ValueError):
-    """A Server-Sent Event has more than `LARGEST_BYTES`."""
+    """A Server-Sent Event has more bytes than `LARGEST_BYTES`, so it is not read."""
 
 
 class Events:

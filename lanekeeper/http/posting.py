@@ -1,4 +1,4 @@
-"""The headers and the body with which a request is posted."""
+"""Builds the headers and the body of a client's `POST` to a gateway."""
 
 import json
 from typing import Any
@@ -37,8 +37,8 @@ def headers_of(outgoing: OutgoingRequest) -> dict[str, str]:
 
 
 def body_of(message: Message) -> bytes:
-    """The HTTP body of a posted request; `"stream": true` is added if the caller wants the parts of the answer. Raises
-    Problem if the body says `"stream": false` then."""
+    """The HTTP body of a posted request; `"stream": true` is added if the caller wants the parts of the answer. If he
+    does and the body says `"stream": false`, it raises Problem."""
     if not message.headers.get(n.STREAM):
         return message.body
     try:

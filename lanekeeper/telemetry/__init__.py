@@ -1,4 +1,4 @@
 """The names of log lines, spans and metrics, and how spans are written and carried over the wire.
 
-Imported by everything above `lanekeeper/contract`.
+May be imported by all packages except `lanekeeper/contract`.
 """

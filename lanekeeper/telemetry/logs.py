@@ -1,8 +1,9 @@
 """Loggers for every module. Lines that concern a request get this request's fields.
 
-In Lanekeeper's service, log events go to the service's log. In an application that has configured `structlog`, they go
-to structlog. Otherwise they go to the standard library's logger `lanekeeper`, which writes nothing until the
-application configures logging: structlog's own default would print them into the application's output.
+In Lanekeeper's own processes, log events go to their log. In an application that uses Lanekeeper's client and has
+configured `structlog`, they go to structlog. Otherwise they go to the standard library's logger `lanekeeper`, which
+writes nothing until the application configures logging: structlog's own default would print them into the application's
+output.
 """
 
 import logging
@@ -59,7 +60,8 @@ class _Logger:
     after our modules were imported: to the service's logger, else to structlog or logging."""
 
     service: structlog.stdlib.BoundLogger | None = None
-    """The service's logger. It is bound once, because binding it for each line takes four times as long."""
+    """The logger of Lanekeeper's own processes. structlog's `bind` is called once for it, because calling it for each
+    line takes four times as long."""
 
     def __getattr__(self, name: str) -> Any:
         if self.service is not None:
@@ -68,7 +70,8 @@ class _Logger:
 
 
 def use(service: structlog.stdlib.BoundLogger | None) -> structlog.stdlib.BoundLogger | None:
-    """Send the events of all loggers to `service`; None: choose the target for each event. Returns the previous one."""
+    """Send the log events of this process to the logger `service`. If it is None, choose the logger for each event:
+    structlog if it is configured, else the standard library's. Returns the logger that was used before, or None."""
     before, _Logger.service = _Logger.service, service
     return before
 

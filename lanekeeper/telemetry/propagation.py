@@ -62,8 +62,8 @@ def trace_id(span: Span, headers: Mapping[str, Any]) -> str | None:
 
 
 def received(headers: Mapping[str, Any], publisher: SpanContext | None) -> Context:
-    """The OpenTelemetry context in which a message is to be processed: its publisher's span, and the baggage in its
-    headers. Nothing of the current context is included."""
+    """The OpenTelemetry context for processing a message. It contains the publisher's span and the baggage of the
+    message's headers, and nothing of the current context."""
     values: dict[str, object] = {}
     if BAGGAGE in headers and (carried := _baggage(headers[BAGGAGE])) is not None:
         values[_CARRIED_BAGGAGE] = carried
@@ -75,7 +75,7 @@ def received(headers: Mapping[str, Any], publisher: SpanContext | None) -> Conte
 def written(headers: Mapping[str, Any], span: SpanContext) -> dict[str, Any]:
     """A copy of `headers` with the trace context of `span` and the baggage of the current context.
 
-    Values in `headers` that are not valid are left out. Valid baggage stays if the context has none.
+    Invalid values in `headers` are left out. Valid baggage in `headers` is kept if the current context has no baggage.
     """
     out = dict(headers)
     for name in (TRACEPARENT, TRACESTATE, BAGGAGE):
@@ -93,7 +93,7 @@ def written(headers: Mapping[str, Any], span: SpanContext) -> dict[str, Any]:
 
 
 def traceparent(span: SpanContext) -> str:
-    """The value of the header `traceparent` for `span`."""
+    """The value of the W3C header `traceparent` that names `span` as the parent."""
     return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
 
 

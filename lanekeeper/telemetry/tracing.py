@@ -70,9 +70,9 @@ class Scope:
 
 
 class Tracing:
-    """Creates the OpenTelemetry spans for publishing, processing and settling messages and for calls to models.
-    `provider` None: the global tracer provider, once it is set. `broker` returns the host and port of the broker that
-    is connected at present."""
+    """Creates the OpenTelemetry spans for publishing, processing and settling (acknowledging or rejecting) messages and
+    for calls to models. If `provider` is None, it uses the global tracer provider, as soon as one is set. `broker`
+    returns the host and port of the broker that is connected at present."""
 
     def __init__(
         self, provider: TracerProvider | None = None, *, broker: Callable[[], tuple[str, int]] | None = None
@@ -127,12 +127,7 @@ class Tracing:
         return Scope(span, trace.set_span_in_context(span))
 
     def process(
-        self,
-        message: Message,
-        *,
-        queue: str,
-        delivery_tag: int | None = None,
-        start_ns: int | None = None,
+        self, message: Message, *, queue: str, delivery_tag: int | None = None, start_ns: int | None = None
     ) -> Scope:
         """A span for the processing of a delivered message: process it inside the `with` block. The span is linked to
         its publisher's span; the span that is current outside the block has no effect on it."""
@@ -155,8 +150,9 @@ class Tracing:
         return Scope(span, trace.set_span_in_context(span, received))
 
     def passed(self, name: str, *, start_ns: int, end_ns: int, came_by: Message | None = None) -> None:
-        """Write a span for a period that is over. Its parent is the span in the headers of `came_by`, so that it stands
-        beside the span `process` of that message; without `came_by`, its parent is the current span."""
+        """Write a span for a period that has ended, such as a wait in a queue. Its parent is the span in the headers of
+        the message `came_by`, so that it is shown beside the span `process` of that message; without `came_by`, its
+        parent is the current span."""
         if self._tracer is None:
             return
         publisher = None if came_by is None else propagation.read(came_by.headers)

@@ -1,4 +1,5 @@
-"""Whether the store of large bodies can be used: a small body is written, read and removed there."""
+"""Checks, for `lanekeeper check`, whether the store of large bodies can be used: it writes, reads and removes a small
+body."""
 
 import asyncio
 from typing import Final

@@ -10,7 +10,6 @@ import stat
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -21,13 +20,14 @@ from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
 from service.config.budget_sections import FIRST
 from service.config.settings import Settings
+from service.gateway.access import is_loopback
 from service.worker.broker import connection_for
 from topology.broker.admin.rights import check_write_rights
 from topology.declaration import RECOMMENDED, is_before
 
 log = logger()
 PLAIN = frozenset({"amqp", "http", "redis"})
-"""URL schemes without encryption: anybody on the network can read passwords, prompts and answers."""
+"""The URL schemes of connections without encryption: anybody on the network can read passwords, prompts and answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,7 @@ def of_settings(settings: Settings) -> Iterator[Risk]:
         )
     if not settings.binds_replies:
         yield Risk(
-            "replies",
-            "a request may have its reply sent into any queue: set LANEKEEPER_REPLY_TO__BOUND_TO_USER=true",
+            "replies", "a request may have its reply sent into any queue: set LANEKEEPER_REPLY_TO__BOUND_TO_USER=true"
         )
     if settings.log_content:
         yield Risk("log content", "the log may hold prompts and answers: leave LANEKEEPER_LOG_CONTENT out")
@@ -146,8 +145,4 @@ def _plain_to(url: str) -> str | None:
     """The host that a URL reaches without TLS; None if the URL uses TLS, or the host is this machine."""
     parts = urlsplit(url)
     host = parts.hostname or "localhost"
-    if parts.scheme not in PLAIN or host == "localhost":
-        return None
-    with suppress(ValueError):
-        return None if ip_address(host).is_loopback else host
-    return host
+    return host if parts.scheme in PLAIN and not is_loopback(host) else None

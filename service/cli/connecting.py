@@ -13,8 +13,8 @@ from service.worker.broker import connection_for
 
 @asynccontextmanager
 async def connected(settings: Settings, purpose: str) -> AsyncIterator[Connection]:
-    """Open a connection to the broker for a command. `purpose` becomes part of the name that the broker shows for it.
-    Raises BrokerUnreachable, AccessRefused."""
+    """Open a connection to the broker for a command. `purpose` becomes part of the connection's name in RabbitMQ's
+    management pages. Raises BrokerUnreachable, AccessRefused."""
     with logs.configured(service="lanekeeper", level="error"):
         async with connection_for(purpose, settings) as connection:
             yield connection

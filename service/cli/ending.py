@@ -1,4 +1,5 @@
-"""Exit codes of commands: 0 done, 1 failed, 2 bad use. Errors are printed in one line, without a traceback."""
+"""Runs a command and returns its exit code: 0 done, 1 failed, 2 wrong use. Errors are printed in one line, without a
+traceback."""
 
 import asyncio
 import logging

@@ -81,7 +81,8 @@ def new(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Make a key, print it once, and print what to add to the settings: only its hash.
+    """Make an API key for a caller of the gateway, print it once, and print what to add to the settings: only the key's
+    hash.
 
     Example:  lanekeeper key new crm --lane normal --lane batch
     """

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 DEFAULT_KEY = "{lane}.cli.send"
 QUIET_S = 2.0
-"""After this time without an answer, check whether the lane has a worker. Most answers come sooner."""
+"""After this many seconds without an answer, `lanekeeper send` checks whether the lane has a worker. Most answers come
+sooner."""
 
 
 def send(
@@ -46,8 +47,7 @@ def send(
     system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
     id: Annotated[str | None, typer.Option("--id", help="The request's id; default: one is made.")] = None,
     deadline: Annotated[
-        float | None,
-        typer.Option("--deadline", parser=options.seconds, metavar="DURATION", help="Answer within: 30s."),
+        float | None, typer.Option("--deadline", parser=options.seconds, metavar="DURATION", help="Answer within: 30s.")
     ] = None,
     tenant: options.Tenant = None,
     key: Annotated[

@@ -21,7 +21,7 @@ CONTROL = {
     "unanswered": "control messages that nobody was told of",
     "displaced": "cancellations of unseen ids forgotten",
 }
-"""The words for each count. A count of 0 is not printed."""
+"""The words that `lanekeeper status` prints for each count of control messages. A count of 0 is not printed."""
 
 
 def status(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
@@ -75,7 +75,7 @@ def _show(found: "Status") -> None:
         if lane.waits_since_delivery:
             say(
                 f"{lane.lane}: the waits of {lane.waits_since_delivery} of the latest requests count from their first "
-                "delivery: they were published without x-lane-sent-ms",
+                "delivery: they were published without x-lane-sent-ms"
             )
     for lane in found.lanes:
         if lane.deferred_for:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from service.cli.ending import STOPPED
 
 AT_ONCE_S = 5.0
-"""When the process has to end at once: after this time it exits, even if a task has not ended."""
+"""After a second signal, the process exits after this many seconds at most, even if a task has not ended."""
 
 
 class Stop:

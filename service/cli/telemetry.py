@@ -1,4 +1,4 @@
-"""Logs and traces of a process that runs until somebody stops it."""
+"""Writes the logs and sends the traces of a process that runs until somebody stops it, such as a worker."""
 
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING

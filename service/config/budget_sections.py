@@ -6,17 +6,16 @@ from typing import Literal
 from pydantic import Field
 
 from consumers.limits.headers import LEAST
-from consumers.limits.spec import DEFAULT_LANES as LANE_BUDGETS
-from consumers.limits.spec import AccountCaps, BudgetSpec, LaneBudget
+from consumers.limits.spec import DEFAULT_SHARES, AccountCaps, BudgetSpec
 from consumers.prices import AS_OF, Prices
 from consumers.spending import Cap, CapsSpec
 from service.config.sections import Disagreement, Section
 from service.config.table_types import CapTable, Day, ModelLists, ModelNames, PriceTable, ShareTable
 from service.config.value_types import HttpUrl, Key, Number, PlaceName
-from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
+from topology.lanes import BATCH, CRITICAL, NORMAL
 
 LEAST_TOKENS_PER_MIN = LEAST[1]
-"""The lowest token limit that may be set. A single request could exceed a lower one."""
+"""The lowest limit of tokens a minute that may be set. A single request could exceed a lower one."""
 FIRST = "anthropic"
 """The provider of ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL."""
 _NEEDS = {
@@ -25,7 +24,7 @@ _NEEDS = {
     "vertex": ("region", "project"),
     "foundry": ("api_key", "base_url"),
 }
-"""The settings that each kind of provider requires."""
+"""For each kind of provider (anthropic, bedrock, …): the settings that it requires."""
 
 
 class LimitsSettings(Section):
@@ -128,27 +127,20 @@ class LaneBudgetSettings(Section):
     """The part of each budget that only this lane may use. What no lane's part covers goes to the most urgent
     request."""
 
-    @classmethod
-    def of(cls, lane: str) -> "LaneBudgetSettings":
-        return cls(share=LANE_BUDGETS[lane].share)
-
-    def spec(self) -> LaneBudget:
-        return LaneBudget(share=self.share)
-
 
 class LaneBudgetsSettings(Section):
     """For each lane, the part of the providers' budgets that only this lane may use."""
 
-    critical: LaneBudgetSettings = LaneBudgetSettings.of(CRITICAL.name)
-    normal: LaneBudgetSettings = LaneBudgetSettings.of(NORMAL.name)
-    batch: LaneBudgetSettings = LaneBudgetSettings.of(BATCH.name)
+    critical: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[CRITICAL.name])
+    normal: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[NORMAL.name])
+    batch: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[BATCH.name])
 
-    def specs(self) -> dict[str, LaneBudget]:
-        """The lanes' budgets by name, the most urgent lane first."""
-        return {lane.name: getattr(self, lane.name).spec() for lane in DEFAULT_LANES}
+    def shares(self) -> dict[str, float]:
+        """The lanes' shares by name, the most urgent lane first."""
+        return {lane: budget["share"] for lane, budget in self.model_dump().items()}
 
     def disagreements(self) -> Iterator[Disagreement]:
-        shares = {lane.name: getattr(self, lane.name).share for lane in DEFAULT_LANES}
+        shares = self.shares()
         if (total := sum(shares.values())) > 1 + 1e-9:
             listed = ", ".join(f"{lane} {share * 100:g} %" for lane, share in shares.items())
             yield Disagreement(
@@ -169,9 +161,10 @@ class BudgetSettings(LimitsSettings):
     shorter. None: the lane's `target_wait_s`. Example: 5"""
 
     def spec(self, others: Mapping[str, ProviderSettings]) -> BudgetSpec:
-        """The limits of all accounts: those of the first provider and of the others."""
+        """The settings of the budget as the value that workers use: the lanes' shares, and the limits of all providers'
+        accounts."""
         return BudgetSpec(
-            lanes=self.lanes.specs(),
+            shares=self.lanes.shares(),
             burst_s=self.burst_s,
             overflow_s=self.overflow_s,
             accounts={FIRST: self.limits(), **{name: other.limits() for name, other in others.items()}},
@@ -204,7 +197,4 @@ class CapsSettings(Section):
     {"requests": 10000}}"""
 
     def spec(self) -> CapsSpec:
-        return CapsSpec(
-            lanes={name: Cap(**cap) for name, cap in self.lanes.model_dump().items()},
-            tenants=self.tenants,
-        )
+        return CapsSpec(lanes={name: Cap(**cap) for name, cap in self.lanes.model_dump().items()}, tenants=self.tenants)

@@ -1,4 +1,4 @@
-"""Checks of several settings together: each is valid by itself, but they may contradict each other. Pure."""
+"""Checks of several settings together: each is valid by itself, but they may contradict each other. Without I/O."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -15,7 +15,7 @@ from service.config.value_types import is_provider_name
 from topology.lanes import LaneSpec
 
 _NAMING_MODELS = (("prices", "models"), ("providers", ANY, "models"), ("lanes", ANY, "model"), ("lanes", ANY, "models"))
-"""Settings that name models. Whether a model is known depends on all of them."""
+"""The settings that name models. Whether a model is known depends on all of them together."""
 
 
 def every(settings: Settings) -> Iterator[Disagreement]:
@@ -37,8 +37,7 @@ def missing_for_calls(settings: Settings) -> Iterator[Disagreement]:
     """Find missing settings that only processes which call providers need: providers' keys."""
     if any(provider.name == FIRST for provider in settings.routes_spec().providers) and settings.api_key is None:
         yield Disagreement(
-            "not set; set it, or answer without a provider: lanekeeper serve --simulate",
-            at=(("anthropic_api_key",),),
+            "not set; set it, or answer without a provider: lanekeeper serve --simulate", at=(("anthropic_api_key",),)
         )
     for name, provider in settings.providers.items():
         yield from (disagreement.under(("providers", name)) for disagreement in provider.missing_for_calls())

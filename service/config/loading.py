@@ -45,8 +45,8 @@ def load_settings(
 
 
 def load_with_sources(config: Path | None = None, **options: Any) -> tuple[Settings, Mapping[Place, str]]:
-    """Load the settings, and report for each place that was set which source set it: `environment`, `option`, or the
-    file's name. Raises SettingsError."""
+    """Load the settings, and report for each setting (by its path in the nested settings) which source set it:
+    `environment`, `option`, or the file's name. Raises SettingsError."""
     given = _read(config, os.environ, DOTENV_FILE, options)
     return given.settings(for_calls=False), {place: found.source for place, found in given.found.items()}
 
@@ -59,7 +59,7 @@ class _Given:
     """The values of each source, nested as the settings are. Later sources override earlier ones."""
     found: dict[Place, error_messages.Found] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    """One line for each name that is no setting."""
+    """Error messages: one line for each name that is not a setting."""
 
     def add(self, values: Mapping[str, Any], *, source: str, where: str) -> None:
         """Add the values of a file or of options. `where`: appended to names in error messages, such as " in .env"."""
@@ -87,8 +87,8 @@ class _Given:
             if value is None:
                 continue
             if names.is_setting(here):
-                # Such a table is a single setting. pydantic-settings would merge it with the same table of other
-                # sources if it were a dict.
+                # A table with names that the user chooses is a single setting. pydantic-settings would merge a dict
+                # with the same table of other sources.
                 known[key] = MappingProxyType(value) if isinstance(value, dict) else value
                 self.found[here] = error_messages.Found(value, name, source)
             elif names.is_group(here) and isinstance(value, Mapping):
@@ -116,7 +116,7 @@ class _Given:
         return settings
 
     def create(self, omitted: Collection[Place]) -> Settings:
-        """Create the settings from all sources, ignoring the values at the places in `omitted`. Raises
+        """Create the settings from all sources, without the values of the settings in `omitted` (their paths). Raises
         ValidationError."""
         layers = [{"lanes": self._fixed_slots(omitted)}, *(_without(values, omitted) for values in self.values)]
         sources = (

@@ -12,13 +12,11 @@ from service.config.masking import mask
 from service.config.settings import PREFIX, Settings
 
 Place = tuple[str, ...]
-"""A setting's place: ("lanes", "critical", "slots")."""
+"""The path of a setting in the nested settings, such as ("lanes", "critical", "slots")."""
 ANY: Final = "*"
-"""Stands for a name that the user chooses: ("providers", "*", "kind")."""
-_LATER: Final[Mapping[Place, str]] = {
-    ("webhooks",): "the sending of webhooks",
-}
-"""Names reserved for later versions, and what they will configure. Giving one is an error."""
+"""Stands, in a setting's path, for a name that the user chooses: ("providers", "*", "kind")."""
+_LATER: Final[Mapping[Place, str]] = {("webhooks",): "the sending of webhooks"}
+"""Names of settings that are reserved for later versions, and what they will configure. Using one is an error."""
 
 
 def is_section(kind: object) -> bool:
@@ -38,10 +36,11 @@ def _declared(kind: type[BaseModel], place: Place = ()) -> Iterator[tuple[Place,
 
 
 SETTINGS: Final[Mapping[Place, FieldInfo]] = dict(_declared(Settings))
-"""All settings by their place, in the order of their declaration."""
+"""All settings by their path, such as ("lanes", "batch", "slots"), in the order of their declaration."""
 _GROUPS: Final = frozenset(place[:depth] for place in SETTINGS for depth in range(1, len(place)))
 _ALIASES: Final = {info.alias: name for name, info in Settings.model_fields.items() if info.alias}
-"""Environment variables without our prefix, such as ANTHROPIC_API_KEY, and their fields."""
+"""Environment variables without the prefix `LANEKEEPER_`, such as ANTHROPIC_API_KEY, and the fields of `Settings` that
+they set."""
 
 
 def field_name(name: str) -> str:
@@ -50,28 +49,29 @@ def field_name(name: str) -> str:
 
 
 def pattern(place: Place) -> Place:
-    """A place with `*` in place of a name that the user chooses, as in the keys of `SETTINGS`: ("providers", "*",
+    """A setting's path with `*` for a name that the user chooses, as in the keys of `SETTINGS`: ("providers", "*",
     "kind") for ("providers", "eu", "kind")."""
     return (place[0], ANY, *place[2:]) if len(place) > 1 and (place[0], ANY) in _GROUPS else place
 
 
 def is_setting(place: Place) -> bool:
-    """Whether a setting has this place, such as ("lanes", "batch", "slots")."""
+    """Whether there is a setting with this path, such as ("lanes", "batch", "slots")."""
     return pattern(place) in SETTINGS
 
 
 def is_group(place: Place) -> bool:
-    """Whether a group of settings has this place, such as ("lanes", "batch")."""
+    """Whether there is a group of settings with this path, such as ("lanes", "batch")."""
     return pattern(place) in _GROUPS
 
 
 def variable(place: Place) -> str:
-    """The environment variable of the setting at a place: `LANEKEEPER_LANES__BATCH__SLOTS`."""
+    """The environment variable of the setting with this path: `LANEKEEPER_LANES__BATCH__SLOTS` for ("lanes", "batch",
+    "slots")."""
     return SETTINGS[pattern(place)].alias or PREFIX + "__".join(place).upper()
 
 
 def place_of(name: str) -> Place | None:
-    """The place of the setting that an environment variable sets; None if no setting has exactly this variable."""
+    """The path of the setting that an environment variable sets; None if no setting has exactly this variable."""
     place = (_ALIASES[name],) if name in _ALIASES else _as_place(name)
     return place if is_setting(place) and variable(place) == name else None
 

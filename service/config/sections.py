@@ -26,14 +26,14 @@ class Disagreement:
 
     text: str
     at: tuple[tuple[str, ...], ...]
-    """The places of the settings that disagree. The message names those of them that the user has set."""
+    """The paths of the settings that contradict each other. The error message names those that the user has set."""
     by: tuple[tuple[str, ...], ...] = ()
-    """The places of further settings that contribute to the disagreement; the message does not name them. If any
+    """The paths of further settings that contribute to the contradiction; the error message does not name them. If any
     setting of `at` or `by` is wrong by itself, the disagreement is not reported."""
 
     def under(self, place: tuple[str, ...]) -> "Disagreement":
-        """A copy in which `place`, that of a section, precedes each place: ("slots",) becomes ("lanes", "batch",
-        "slots")."""
+        """A copy in which `place`, the path of a group of settings, precedes each path: ("slots",) becomes ("lanes",
+        "batch", "slots")."""
         return Disagreement(
             self.text,
             tuple((*place, *setting) for setting in self.at),
@@ -242,9 +242,9 @@ class DeadSettings(Section):
     """The folder to which removed dead letters are written: one file of JSON lines a day, readable only by this user.
     None: they are dropped. Example: /var/lib/lanekeeper/dead"""
     invalid_per_hour: Number[float] = Field(default=INVALID_PER_HOUR, ge=1, le=1_000_000_000)
-    """How many invalid messages of one tenant a process parks as dead letters in an hour. Each begun 64 KiB counts as
-    one, so the default is at most 64 MiB. Further invalid messages are answered, but neither parked nor stored under
-    their ids. Valid requests that failed are always parked."""
+    """How many invalid messages of one tenant a process keeps as dead letters in an hour. Each begun 64 KiB counts as
+    one, so the default is at most 64 MiB. Further invalid messages are answered, but neither kept as dead letters nor
+    stored under their ids. Valid requests that failed are always kept."""
 
     def spec(self) -> DeadSpec:
         return DeadSpec(max_count=self.max_count, max_bytes=self.max_bytes, keep_s=self.keep_s, folder=self.folder)

@@ -1,4 +1,4 @@
-"""Types of settings that are tables with keys chosen by the user: models, prices, caps, shares. Also the day of
+"""Types of settings that are tables with keys chosen by the user (models, prices, caps, shares), and of the date of
 prices."""
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from service.config.masking import mask
 from service.config.value_types import listed, model, not_bool, not_empty, words, wrong
 
 _EARLIEST = timezone(timedelta(hours=14))
-"""The time zone in which each date begins first."""
+"""The time zone in which each date begins first: a date that has not begun there is in the future everywhere."""
 
 
 class _UnreadableTableError(ValueError):

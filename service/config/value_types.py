@@ -16,7 +16,8 @@ from lanekeeper.amqp.driver.urls import urls_of
 from service.config.masking import mask
 
 ALLOWED = "allowed"
-"""The type of our validation errors. Their context holds the text of what is allowed."""
+"""The pydantic error type of our own validation errors. Their context contains a text that says which values are
+allowed."""
 _NAMESPACE = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _PROVIDER = re.compile(r"[a-z][a-z0-9_-]{0,39}")

@@ -1,4 +1,4 @@
-"""The acts of `lanekeeper demo`; `story.py` runs them in order.
+"""The parts ("acts") of `lanekeeper demo`, each of which shows one promise; `story.py` runs them in order.
 
 Only `cli` imports this folder.
 """

@@ -28,7 +28,7 @@ from topology.lanes import BATCH, CRITICAL
 WINDOW_S = 12.0
 JOBS = 300
 CHATS_FROM_S = 1.0
-"""When the chats begin: all batch jobs are waiting by then."""
+"""How many seconds after the start of the demo's budget act the chats begin: by then all batch jobs are waiting."""
 CHATS = (
     (0.7, 38), (1.8, 10), (2.9, 10), (3.6, 10), (4.2, 10), (4.5, 34), (5.0, 102), (5.7, 27), (6.1, 81), (6.4, 102),
     (6.5, 10), (6.9, 4), (7.3, 28), (8.1, 11), (9.0, 10), (10.1, 25), (10.7, 10),
@@ -36,11 +36,11 @@ CHATS = (
 """Eleven seconds of a recorded chat service: when each request came, and its input tokens, divided by forty because the
 account is small. It is a part of the recordings that `benchmarks/traces` describes (Azure LLM inference trace 2023)."""
 CHARACTERS_PER_TOKEN = 4
-"""The simulated API counts tokens like this."""
+"""How many characters the simulated API counts as one token."""
 LATENCY_MS = (200, 600)
 BURST_S = 2.0
-"""The size of the buckets, in seconds of the limit. They are full at the start, and the run is short: the content of
-larger buckets would be a large part of the usable budget."""
+"""The size of the simulated provider's token buckets, in seconds' worth of the limit. They are full at the start, and
+the run is short, so the content of larger buckets would be a large part of the whole budget."""
 ACCOUNT = SimulatedOptions(
     output_tokens=80,
     requests_per_minute=300,
@@ -50,13 +50,15 @@ ACCOUNT = SimulatedOptions(
 )
 TEXT = "the quick brown fox jumps over the lazy dog and thinks of lanes again, " * 4
 SOON_S = 1.0
-"""The act succeeds only if the p95 of the critical requests' waits is below this."""
+"""The demo's budget act succeeds only if the 95th percentile of the critical requests' waits is below this many
+seconds."""
 PAUSE_S = 0.5
-"""The pause after a 429 without a `retry-after`."""
+"""The pause, in seconds, after an answer 429 without the header `retry-after`."""
 USED_LEAST = 0.85
-"""The act succeeds only if at least this part of the limit is used."""
+"""The demo's budget act succeeds only if at least this part of the limit is used."""
 Asking = Callable[[str, str], Awaitable[object]]
-"""Takes the lane and the prompt; returns when the request is answered, raises if it is given up."""
+"""A function that sends a request with the given lane and prompt. It returns when the request is answered, and raises
+if it is given up."""
 
 
 @dataclass(slots=True)
@@ -69,7 +71,7 @@ class Spending:
     far."""
     answered: int = 0
     refused: int = 0
-    """Calls that the provider refused with 429."""
+    """How many calls the simulated provider refused with 429."""
     calls: int = 0
     used: float = 0.0
     """The used part of the limit that was used most, 0 to 1."""

@@ -21,7 +21,7 @@ from topology.lanes import BATCH, CRITICAL
 JOBS = 120
 """The number of batch jobs, which are published before the SDK's first call."""
 CALLS = 10
-"""Streamed calls of the SDK on each of the two lanes."""
+"""How many streamed calls the SDK makes in each of the two lanes."""
 CALL_EVERY_S = 0.05
 ANSWER_WITHIN_S = 90.0
 PROMPT = "call {number} of the SDK, and some words to stream"
@@ -32,7 +32,7 @@ class BySdk:
     """The results of the demo's act with Anthropic's SDK: it calls the gateway while batch jobs wait."""
 
     jobs: int
-    """Batch jobs that were answered."""
+    """How many batch jobs were answered."""
     first_ms: dict[str, Sequence[int]]
     """By lane: how long each call waited for the first piece of its answer."""
 

@@ -10,10 +10,10 @@ from topology.lanes import BATCH, CRITICAL, NORMAL
 
 BATCH_JOBS = 500
 CHATS = 40
-"""The number of chats in each of the two lanes above batch."""
+"""The number of chats in each of the lanes critical and normal."""
 CHAT_EVERY_S = 0.025
 FLOOD_FIRST_S = 0.2
-"""The time between the first batch job and the first chat: by then all batch jobs are in the queue."""
+"""The seconds between the first batch job and the first chat: by then all batch jobs are in the queue."""
 FAULT_EVERY = 25
 """In each lane, one of this many requests fails at its first call, because the provider is overloaded."""
 

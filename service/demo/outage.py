@@ -22,17 +22,18 @@ from topology.lanes import CRITICAL
 UP = SimulatedOptions(latency_ms=300)
 DOWN = SimulatedOptions(faults={"unavailable": 1.0})
 EVERY_S = 0.025
-"""The time between two requests."""
+"""The seconds between two requests of the demo's outage act."""
 UP_S = 0.5
-"""How long the first provider works before it fails."""
+"""How many seconds the first provider works before it fails."""
 DOWN_S = 2.0
-"""How long the first provider fails."""
+"""For how many seconds the first provider fails."""
 UP_AGAIN_CALLS = 20
-"""The act ends when the first provider has answered this many requests again."""
+"""The demo's outage act ends when the first provider has answered this many requests after its failure."""
 UP_AGAIN_WITHIN_S = 10.0
 ANSWER_WITHIN_S = 60.0
 CALLS_MOST = 1.5
-"""The most calls for each answer: calls cost money, and repeated ones are the cost of an outage."""
+"""The demo's outage act succeeds only if the providers were called at most this often for each answer, on average:
+repeated calls are the cost of an outage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,11 @@ class Outage:
     asked: int
     answered: int
     elsewhere: int
-    """Answered by the second provider."""
+    """How many requests the second provider answered."""
     calls: int
-    """Calls of both providers, as they counted them."""
+    """How many calls both simulated providers together have counted."""
     breaker: tuple[str, ...]
-    """The states of the first provider's breaker, as they were logged."""
+    """The states of the first provider's circuit breaker, in the order in which they were logged."""
 
     @property
     def calls_per_answer(self) -> float:

@@ -17,7 +17,7 @@ from service.side_tasks import beside
 
 REDRAW_S = 0.25
 LINE_EVERY_S = 2.0
-"""If the output is not a terminal: how often a line is printed in place of the live table."""
+"""If the output is not a terminal: the seconds between two lines that are printed in place of the live table."""
 
 
 @asynccontextmanager
@@ -103,16 +103,20 @@ def show_verdict(console: Console, lanes: Board, first_come: Board) -> None:
     )
 
 
+def _tell(console: Console, text: str, *, is_well: bool) -> None:
+    console.print(text, style="green" if is_well else "bold red", highlight=False)
+
+
 def show_unbroken(console: Console, act: unbroken.Unbroken) -> None:
     """Print the results of the demo's second act: the requests of a killed worker, those sent twice, the cancelled
     one."""
     lost = unbroken.JOBS - act.answered
-    console.print(
+    _tell(
+        console,
         f"killed at work: {act.cut} calls broken off, {lost} of {unbroken.JOBS} requests lost, {act.calls} calls made; "
         f"sent again: {act.replayed} of {unbroken.TWICE} answered from the store, {act.calls_again} calls made; "
         f"cancelled in a delay: {act.cancelled}",
-        style="green" if act.is_well else "bold red",
-        highlight=False,
+        is_well=act.is_well,
     )
 
 
@@ -123,10 +127,10 @@ def show_by_sdk(console: Console, act: by_sdk.BySdk) -> None:
         f"{len(values)} of {by_sdk.CALLS} answered)"
         for lane, values in act.first_ms.items()
     )
-    console.print(
+    _tell(
+        console,
         f"Anthropic's SDK among {by_sdk.JOBS} batch jobs, time to the first token: {', '.join(lines)}",
-        style="green" if act.is_well else "bold red",
-        highlight=False,
+        is_well=act.is_well,
     )
 
 
@@ -152,21 +156,18 @@ def show_budget(console: Console, gated: Spending, ungated: Spending) -> None:
     for request in gated.wrong[:5]:
         console.print(f"  not answered: {request}", style="red", highlight=False)
     if not gated.is_well:
-        console.print(
-            f"FAILED: promised is no 429, a critical p95 below {SOON_S:g} s, and {USED_LEAST:.0%} of the budget used",
-            style="bold red",
-            highlight=False,
-        )
+        promised = f"no 429, a critical p95 below {SOON_S:g} s, and {USED_LEAST:.0%} of the budget used"
+        _tell(console, f"FAILED: promised is {promised}", is_well=False)
 
 
 def show_outage(console: Console, act: Outage) -> None:
     """Print the results of the demo's outage act: what requesters noticed while a provider failed."""
-    console.print(
+    _tell(
+        console,
         f"a provider down: {act.asked - act.answered} of {act.asked} requests lost, {act.elsewhere} answered by the "
         f"next, {act.calls_per_answer:.2f} calls an answer (at most {CALLS_MOST:g}), its breaker "
         f"{', '.join(act.breaker) or 'closed all the time'}",
-        style="green" if act.is_well else "bold red",
-        highlight=False,
+        is_well=act.is_well,
     )
 
 

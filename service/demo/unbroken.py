@@ -17,13 +17,13 @@ from service.simulated.app import SimulatedAPI
 from topology.lanes import BATCH
 
 JOBS = 60
-"""The number of requests while the second worker is killed."""
+"""The number of requests that are published in the demo's act in which a worker is killed."""
 TWICE = 20
-"""How many of them are sent again."""
+"""How many of the requests are published a second time."""
 ANSWER_WITHIN_S = 60.0
 READY_WITHIN_S = 30.0
 WORKS_FIRST_S = 0.45
-"""How long the second worker works before it is killed: by then it has answered some requests and is working on
+"""How many seconds the second worker works before it is killed: by then it has answered some requests and is working on
 others."""
 
 
@@ -33,13 +33,13 @@ class Unbroken:
 
     answered: int
     cut: int
-    """Calls that ended without an answer, because the worker that made them was killed."""
+    """How many calls ended without an answer, because the worker that made them was killed."""
     calls: int
-    """The provider's calls for `JOBS` requests."""
+    """How many calls the provider got for the `JOBS` requests."""
     replayed: int
     """How many of the `TWICE` requests that were sent again got the same answer from the store."""
     calls_again: int
-    """The provider's calls for the requests that were sent again: 0 if all were answered from the store."""
+    """How many calls the provider got for the requests that were sent again: 0 if all were answered from the store."""
     cancelled: str
     """The outcome of cancelling a delayed request, and how the request ended: "recorded, cancelled"."""
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from multidict import MultiMapping
 
-from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem, invalid_request
 from service.config.gateway_section import LANES, GatewayKey
 from service.gateway.problems import ApiError, of_problem
 
@@ -103,7 +103,7 @@ def only_value(headers: MultiMapping[str], name: str) -> str | None:
     values, because a proxy could have read another one."""
     values = set(headers.getall(name, ()))
     if len(values) > 1:
-        raise RequestProblem("invalid_request", f"header {name}: there are {len(values)} different values; send one")
+        raise invalid_request(f"header {name}: there are {len(values)} different values; send one")
     return values.pop() if values else None
 
 
@@ -118,7 +118,7 @@ def lane_of(caller: GatewayKey, named: str | None) -> str:
     if named in LANES:
         raise ApiError(403, f"header x-lane-name: found {named!r}, this key allows {', '.join(caller.lanes)}")
     allowed = ", ".join(caller.lanes)
-    raise RequestProblem("invalid_request", f"header x-lane-name: found {named[:40]!r}, allowed is one of {allowed}")
+    raise invalid_request(f"header x-lane-name: found {named[:40]!r}, allowed is one of {allowed}")
 
 
 def require_allowed_model(caller: GatewayKey, model: str) -> None:

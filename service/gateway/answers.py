@@ -1,5 +1,5 @@
-"""Sends answers from the store of large bodies to clients. Each answer is first copied into a temporary file, so that
-many can be sent at the same time with only a piece of each in memory."""
+"""Sends large answers, which workers put into the store of large bodies, to HTTP clients. Each answer is first copied
+into a temporary file, so that many can be sent at the same time with only a piece of each in memory."""
 
 import asyncio
 import tempfile
@@ -13,11 +13,12 @@ from lanekeeper.telemetry import logs, signals
 from service.gateway.problems import ApiError, refused
 
 AT_ONCE: Final = 64
-"""The most answers in files at the same time: 2 GiB, if each has 32 MiB."""
+"""The most large answers in temporary files at the same time: 2 GiB, if each has 32 MiB."""
 IN_MEMORY_AT_ONCE: Final = 2
-"""The most answers that are whole in memory at the same time."""
+"""The most large answers that are in memory as a whole at the same time."""
 WITHIN_S: Final = 60.0
-"""How long a call may wait for its turn, and how long the answer may then take to be fetched."""
+"""How many seconds a call may wait until fewer answers are in files, and how many seconds fetching its answer may then
+take."""
 PIECE_BYTES: Final = 128 * 1024
 T = TypeVar("T")
 log = logs.logger()

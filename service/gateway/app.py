@@ -26,6 +26,7 @@ from service.gateway.following import Following
 from service.gateway.looking import Looking
 from service.gateway.lookups import Answering, LookupPaths
 from service.gateway.messages import Messages
+from service.gateway.positions import Positions
 from service.gateway.problems import ApiError
 from service.gateway.requests import Requests
 from service.gateway.same_store import SameStore
@@ -36,13 +37,15 @@ from topology.codec.decoding import PACKED_BYTES
 
 _ROUTING_KEY_WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ABSENT_WITHIN_S = 5.0
-"""How long a call waits for a connection to the broker. A lost connection is usually open again within this time."""
+"""How many seconds an HTTP call waits for a connection to the broker. A lost connection is usually open again within
+this time."""
 ANYBODY = "gateway"
-"""The second word of routing keys if the AMQP user's name contains characters that are not allowed there."""
+"""The second word (the application) of the routing keys of a gateway's requests, if the name of the gateway's AMQP user
+contains characters that are not allowed there."""
 
 
 def client_for(settings: Settings, tracing: Tracing | None = None) -> Client:
-    """The client with which a gateway publishes."""
+    """Make the client with which a gateway publishes requests."""
     return Client(
         settings.broker_url,
         names=settings.names(),
@@ -56,7 +59,8 @@ def client_for(settings: Settings, tracing: Tracing | None = None) -> Client:
 
 
 def bodies_of(settings: Settings) -> Bodies:
-    """The reader of bodies. Bodies that are too large for a message are accepted only if there is a store for them."""
+    """Make the reader of HTTP calls' bodies. Bodies that are too large for a message are accepted only if there is a
+    store for them."""
     spec = settings.bodies
     return Bodies(
         over_bytes=spec.over_bytes, most_bytes=PACKED_BYTES if settings.bodies_url is None else spec.most_bytes
@@ -64,7 +68,8 @@ def bodies_of(settings: Settings) -> Bodies:
 
 
 class Gateway:
-    """The gateway's routes. `client` and `store` must stay open as long as the gateway serves calls."""
+    """The gateway's HTTP paths and their handlers. `client` and `store` must stay open as long as the gateway serves
+    calls."""
 
     def __init__(self, settings: Settings, client: Client, store: FollowedStore) -> None:
         spec = settings.gateway
@@ -101,16 +106,13 @@ class Gateway:
             bodies=self._bodies,
             answers=answers,
             looking=self._looking,
+            positions=Positions(client, store),
         )
         self._same_store = SameStore(client, store)
         following = Following(self._requests, self._looking)
         self._events = Events(following, answers=answers, ping_every_s=spec.ping_every_s)
         self._sockets = Sockets(
-            self._requests,
-            following,
-            answers=answers,
-            max_values=settings.json_values,
-            ping_every_s=spec.ping_every_s,
+            following, answers=answers, max_values=settings.json_values, ping_every_s=spec.ping_every_s
         )
         self._lookups = LookupPaths(settings, calls=self._limit, bodies=self._bodies)
         lanes = [lane.name for lane in settings.lane_specs()]
@@ -121,10 +123,7 @@ class Gateway:
 
     def reasons(self) -> Mapping[str, str | None]:
         """The parts that must work before the gateway accepts calls, each with its problem or None."""
-        return {
-            "gateway connection": self._client.trouble,
-            "gateway": "it stops" if self._limit.is_closed else None,
-        }
+        return {"gateway connection": self._client.trouble, "gateway": "it stops" if self._limit.is_closed else None}
 
     @property
     def calls(self) -> int:

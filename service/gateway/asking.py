@@ -15,7 +15,7 @@ from consumers.job import content_hash
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.contract.problems import invalid_request
 from lanekeeper.options import ANSWER_LATE_S, Options
 from service.config.gateway_section import GatewayKey
 from service.gateway.access import lane_of, only_value, require_allowed_model
@@ -34,9 +34,9 @@ NOT_HERE = {
     n.BODY: "the body comes with the call",
     n.BODY_SHA256: "the body comes with the call",
 }
-"""Headers that a call may not have, each with the reason."""
+"""HTTP headers that a call to the gateway may not have, each with the reason."""
 _TAKEN = (n.PUBLIC | {n.LANE_NAME}) - NOT_HERE.keys()
-"""The `x-lane-` headers that a call may have."""
+"""The `x-lane-` headers that an HTTP call to the gateway may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +44,17 @@ class CheckedCall:
     """One HTTP call whose headers and body were checked, and what is needed to publish it as a request."""
 
     body: bytes | BinaryIO
-    """An open file if the body is large."""
+    """The body of the call; an open file if it is large."""
     key: str
-    """The routing key."""
+    """The routing key with which the request is published."""
     stream: bool
     timeout_s: float
-    """How long to wait for an answer. Workers answer before, because the request's deadline is shorter."""
+    """How many seconds to wait for an answer. Workers answer earlier, because the request's deadline is shorter."""
     options: Options
     request: Request
     """The request as a worker will decode it. It does not contain a large body, which is in `body` alone."""
     sha256: str | None = None
-    """The digest of a large body."""
+    """The SHA-256 of a large body."""
 
     @property
     def body_hash(self) -> bytes:
@@ -72,7 +72,7 @@ def request_id_of(headers: MultiMapping[str]) -> tuple[str, bool]:
     if chosen is None:
         return uuid.uuid4().hex, False
     if not is_request_id(chosen):
-        raise RequestProblem("invalid_request", f"header {IDEMPOTENCY_KEY}: {REQUEST_ID}")
+        raise invalid_request(f"header {IDEMPOTENCY_KEY}: {REQUEST_ID}")
     return chosen, True
 
 
@@ -81,7 +81,7 @@ def submitted_id_of(headers: MultiMapping[str]) -> tuple[str, bool]:
     HTTP clients change a path that ends in them. Raises RequestProblem."""
     id, chose_id = request_id_of(headers)
     if id in (".", ".."):
-        raise RequestProblem("invalid_request", f"header {IDEMPOTENCY_KEY}: dots alone are no path: {REQUEST_ID}")
+        raise invalid_request(f"header {IDEMPOTENCY_KEY}: dots alone are no path: {REQUEST_ID}")
     return id, chose_id
 
 
@@ -141,7 +141,7 @@ def _headers(call_headers: MultiMapping[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in dict.fromkeys(map(str.lower, call_headers)):
         if name in NOT_HERE:
-            raise RequestProblem("invalid_request", f"header {name}: not allowed here, {NOT_HERE[name]}")
+            raise invalid_request(f"header {name}: not allowed here, {NOT_HERE[name]}")
         if name.startswith(PREFIX) and name not in n.OURS:
             if name not in _TAKEN and name not in UNSUPPORTED:
                 raise unknown_header(name, known=_TAKEN)

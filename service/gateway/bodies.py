@@ -1,5 +1,5 @@
-"""Reads the bodies of calls. A large body is written to a temporary file while it arrives, and from there to the store
-of large bodies, so that many can arrive at the same time with only a piece of each in memory."""
+"""Reads the bodies of HTTP calls to the gateway. A large body is written to a temporary file while it arrives, and from
+there to the store of large bodies, so that many can arrive at the same time with only a piece of each in memory."""
 
 import asyncio
 import hashlib
@@ -18,12 +18,13 @@ from topology.codec.decoding import UNPACKED_TIMES
 
 BODY_WITHIN_S: Final = 30.0
 HELD_BYTES: Final = 128 * 1024
-"""The piece of a large body that is in memory while the body arrives."""
+"""How many bytes of a large body are in memory while the body arrives."""
 FILED_BYTES: Final = 2 * 1024 * 1024 * 1024
-"""The most bytes in all these files together."""
+"""The most bytes in all temporary files with arriving bodies together."""
 ENCODINGS: Final = ("identity", "gzip", "deflate")
 LEAST_BYTES_PER_S: Final = 256 * 1024
-"""The slowest rate at which the part of a body above `over_bytes` may arrive, after `BODY_WITHIN_S`."""
+"""The slowest accepted rate, in bytes a second, of the part of a body above `over_bytes`, after the first
+`BODY_WITHIN_S` seconds."""
 
 
 class Bodies:
@@ -39,7 +40,7 @@ class Bodies:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="large body")
 
     def memory_of(self, request: web.BaseRequest) -> int:
-        """The most bytes of a call's body that are in memory during the call. Raises ApiError if the header
+        """How many bytes of a call's body can be in memory during the call. Raises ApiError if the header
         `content-length` says that the body is too large, so that it is refused before it is read."""
         return min(self.over_bytes, self.size_of(request))
 

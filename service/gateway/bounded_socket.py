@@ -1,9 +1,9 @@
 """A WebSocket with time limits for writing, so that a client that does not read cannot keep it open.
 
-aiohttp waits without a limit until the client has read: in `close`, also when aiohttp itself closes the connection
-because of an invalid message, and when it answers a ping. Its heartbeat, too, closes a connection only after the client
-has read what was sent before. And if several tasks wait to write and one is cancelled, aiohttp cancels them all: here
-one separate task waits, and the others wait for it.
+aiohttp, the HTTP library, waits without a limit until the client has read what was sent: in `close`, when it answers a
+ping, and when it closes a connection because of an invalid message or a missed heartbeat. And if several tasks wait to
+write and one is cancelled, aiohttp cancels them all. So here one separate task waits for aiohttp, and the others wait
+for that task.
 """
 
 import asyncio
@@ -15,11 +15,12 @@ from aiohttp import WSMsgType, web
 from aiohttp.abc import AbstractStreamWriter
 
 WRITE_WITHIN_S: Final = 30.0
-"""If a client reads nothing for this long, the connection is aborted."""
+"""If a client reads nothing for this many seconds, its WebSocket connection is aborted."""
 LEAST_BYTES_PER_S: Final = 256 * 1024
-"""The slowest rate at which a client may read a large text, after `WRITE_WITHIN_S`."""
+"""The slowest accepted rate, in bytes a second, at which a client reads a large text, after the first `WRITE_WITHIN_S`
+seconds."""
 CLOSE_WITHIN_S: Final = 5.0
-"""How long sending the last messages and closing the connection may take together."""
+"""How many seconds sending the last messages and closing the WebSocket may take together."""
 
 
 class BoundedSocket(web.WebSocketResponse):

@@ -1,4 +1,4 @@
-"""Limits how many calls are answered at the same time, and the sum of the bytes of their bodies."""
+"""Limits how many HTTP calls the gateway answers at the same time, and the sum of the bytes of their bodies."""
 
 import asyncio
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from service.gateway.problems import refused, stopping
 
 BODIES_BYTES = 256 * 1024 * 1024
-"""The most bytes of bodies in memory, of all calls together."""
+"""The most bytes in memory for the bodies of all HTTP calls together."""
 
 
 class CallLimit:
@@ -39,7 +39,7 @@ class CallLimit:
             self._call_ended.set()
 
     async def close(self) -> None:
-        """Refuse new calls, and return when the last one has been answered."""
+        """Refuse new HTTP calls, and return when the last running one has been answered."""
         self.is_closed = True
         while self.calls:
             self._call_ended.clear()

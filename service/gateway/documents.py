@@ -33,12 +33,12 @@ class Status:
     """The answer to `GET /v1/requests/{id}`: the JSON of a request's status."""
 
     text: bytes
-    """The complete JSON. If `result` is set: only the part before the result."""
+    """The complete JSON of the status. If `result` is set: only the part before the result."""
     result: BodyAddress | None = None
     """The address of a large result, which lies in the store for large bodies and is inserted between `text` and
     `end`."""
     end: bytes = b""
-    """The part of the JSON after that result."""
+    """The part of the JSON after a large result that is inserted."""
 
 
 def status_of(
@@ -112,15 +112,13 @@ def refusal(error: ApiError | LanekeeperError, id: str | None = None) -> web.Res
     """The HTTP answer for a call that failed: a problem document (RFC 9457). `id`: the request that the call was
     about."""
     status, document, headers = problem_of(error, id)
-    return web.Response(
-        body=json.dumps(document, ensure_ascii=False).encode(),
-        status=status,
-        headers={**headers, "content-type": PROBLEM, "cache-control": "no-store"},
-    )
+    body = json.dumps(document, ensure_ascii=False).encode()
+    return answer(body, status=status, **{**headers, "content-type": PROBLEM})
 
 
 def answer(body: bytes, *, status: int = 200, **headers: str) -> web.Response:
-    """Make an HTTP response with a JSON body that must not be cached. `headers`: further headers."""
+    """Make an HTTP response with a JSON body, and a header that forbids caches to store it. `headers`: further
+    headers."""
     return web.Response(
         body=body, status=status, headers={"content-type": JSON, "cache-control": "no-store", **headers}
     )

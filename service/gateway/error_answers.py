@@ -14,7 +14,7 @@ from service.gateway import documents
 from service.gateway.problems import ApiError
 
 LATER = ("/v1/", "/metrics")
-"""Paths that begin so are reserved for later versions, and the 404 says that."""
+"""URL paths that begin with one of these are reserved for later versions; the answer 404 says so."""
 _ANTHROPICS = ("/v1/messages", "/v1/models")
 _HAS_BEGUN = web.RequestKey("has_begun", bool)
 log = logger()

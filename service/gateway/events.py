@@ -1,12 +1,14 @@
-"""`GET /v1/requests/{id}/events`: a request's entries as Server-Sent Events, resumable on any gateway."""
+"""Answers `GET /v1/requests/{id}/events`: streams a request's progress as Server-Sent Events, resumable on any
+gateway."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import KW_ONLY, dataclass
 
 from aiohttp import web
 
 from consumers.state.following import Entry
-from lanekeeper.contract.problems import LanekeeperError, RequestProblem
+from lanekeeper.contract.problems import LanekeeperError, invalid_request
 from service.config.gateway_section import GatewayKey
 from service.gateway.answers import Answer, Answers
 from service.gateway.documents import refusal
@@ -17,19 +19,20 @@ from service.side_tasks import beside
 
 LAST_EVENT_ID = "Last-Event-ID"
 BEGIN = b"retry: 1000\n\n"
-"""The begin of each stream: a browser waits 1000 ms before it connects again."""
+"""The first bytes of each event stream. They tell browsers to wait 1000 ms before they connect again."""
 HEARTBEAT = b": waiting\n\n"
 LARGEST_NUMBER = 1 << 53
 
 
+@dataclass(slots=True)
 class Events:
     """Answers `GET /v1/requests/{id}/events`: streams a request's entries (its stored events, such as a change of
     status or a part of the answer) to a client as Server-Sent Events."""
 
-    def __init__(self, following: Following, *, answers: Answers, ping_every_s: float) -> None:
-        self._answers = answers
-        self._following = following
-        self._ping_every_s = ping_every_s
+    following: Following
+    _: KW_ONLY
+    answers: Answers
+    ping_every_s: float
 
     async def get(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         """Stream the entries after the one that the header `Last-Event-ID` names. Answers 204 if that was the last
@@ -38,20 +41,20 @@ class Events:
         writing = event_stream(request, id)
         try:
             after = number_of(request.headers.get(LAST_EVENT_ID))
-            await self._following.known(id, caller)
-            if self._following.closing.is_set():
+            await self.following.requests.known(id, caller)
+            if self.following.looking.closing.is_set():
                 return _no_events_yet(id)
             async with (
-                self._following.place(),
-                beside(writing.pings(every_s=self._ping_every_s, ping=HEARTBEAT), name=f"heartbeats {id}"),
-                aclosing(self._following.entries(id, caller, after=after)) as entries,
+                self.following.looking.following(),
+                beside(writing.pings(every_s=self.ping_every_s, ping=HEARTBEAT), name=f"heartbeats {id}"),
+                aclosing(self.following.entries(id, caller, after=after)) as entries,
             ):
                 async for entry in entries:
                     begin = b"" if writing.has_begun else BEGIN
                     if isinstance(entry, Entry):
                         await writing.write(begin + event_of(entry))
                     else:
-                        async with self._answers.fetched(entry.result) as result:
+                        async with self.answers.fetched(entry.result) as result:
                             await writing.write_all(large_event(entry, result, begin=begin))
         except ConnectionError:
             return writing.response
@@ -61,7 +64,7 @@ class Events:
             # The stream ends without its last entry. The reader connects again, and gets the error then.
         if not writing.has_begun:
             no_more = web.Response(status=204, headers={"cache-control": "no-store"})
-            return _no_events_yet(id) if self._following.closing.is_set() else no_more
+            return _no_events_yet(id) if self.following.looking.closing.is_set() else no_more
         return await writing.end()
 
 
@@ -79,11 +82,11 @@ def number_of(text: str | None) -> int:
         return 0
     if text.isascii() and text.isdecimal() and len(text) <= 16 and int(text) <= LARGEST_NUMBER:
         return int(text)
-    raise RequestProblem("invalid_request", f"header {LAST_EVENT_ID}: found {text[:20]!r}, allowed is an event's id")
+    raise invalid_request(f"header {LAST_EVENT_ID}: found {text[:20]!r}, allowed is an event's id")
 
 
 def event_of(entry: Entry) -> bytes:
-    """The Server-Sent Event for an entry of a request's event stream."""
+    """Convert an entry of a request's progress (a step or a part of its answer) to a Server-Sent Event."""
     return b"%b%b\n\n" % (_head(entry), _in_one_line(entry.body))
 
 

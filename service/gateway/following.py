@@ -1,8 +1,8 @@
-"""Reads the entries of a request from any number on, as its worker writes them. The last entry says how it ended."""
+"""Reads the entries of a request (its stored steps and events) from any number on, as its worker writes them. The last
+entry says how the request ended."""
 
-import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from consumers.job import now_ms
@@ -11,7 +11,7 @@ from lanekeeper.contract.messages import BodyAddress
 from service.config.gateway_section import GatewayKey
 from service.gateway.documents import end_of, status_of
 from service.gateway.looking import Looking
-from service.gateway.requests import Known, Requests, identity_of
+from service.gateway.requests import Requests, identity_of
 
 
 class LargeEnd(NamedTuple):
@@ -20,33 +20,19 @@ class LargeEnd(NamedTuple):
     number: int
     kind: str
     text: bytes
-    """The entry's JSON before the result; `end` is the JSON after it."""
+    """The part of the entry's JSON before the result; `end` is the part after it."""
     result: BodyAddress
-    """The address of the result."""
+    """The address of the result in the store of large bodies."""
     end: bytes
 
 
+@dataclass(slots=True)
 class Following:
     """Follows requests for clients: yields a request's entries (its stored events) as workers write them. A caller can
     follow only requests of its own tenant."""
 
-    def __init__(self, requests: Requests, looking: Looking) -> None:
-        self._requests = requests
-        self._looking = looking
-
-    def place(self) -> AbstractAsyncContextManager[None]:
-        """Count as a follower inside the block. Raises ApiError if there are too many, or if the process stops."""
-        return self._looking.following()
-
-    @property
-    def closing(self) -> asyncio.Event:
-        """Set when the process stops: all following ends, and clients continue at another gateway."""
-        return self._looking.closing
-
-    async def known(self, id: str, caller: GatewayKey) -> Known:
-        """What the store knows about a request of the caller's tenant. Raises ApiError: 404 if it is unknown, 503 if
-        the store cannot be reached."""
-        return await self._requests.known(id, caller)
+    requests: Requests
+    looking: Looking
 
     async def entries(self, id: str, caller: GatewayKey, *, after: int) -> AsyncGenerator[Entry | LargeEnd, None]:
         """The entries with a number above `after`, as they are written. The last one is made from the result, and its
@@ -56,13 +42,13 @@ class Following:
         the store cannot be reached.
         """
         identity = identity_of(id, caller)
-        while (look := await self._looking.news(identity, after)) is not None:
+        while (look := await self.looking.news(identity, after)) is not None:
             for entry in look.entries:
                 yield entry
                 after = entry.number
             if look.is_known and not (look.ended and after >= look.last):
                 continue
-            known = await self.known(id, caller)
+            known = await self.requests.known(id, caller)
             completion = known.found.completion
             if completion is None:  # a dead letter was replayed, and the request runs again
                 continue

@@ -1,8 +1,8 @@
 """Polls the store for new entries of all requests that this gateway's clients follow: one query for all of them, every
 `EVERY_S`.
 
-A follower asks for the entries after a number, and asks again only after it has sent these. So a slow client causes at
-most one result to be kept in memory.
+A follower (the HTTP call of one client) asks for the entries after a number, and asks again only after it has sent
+them. So for a slow client at most one result is kept in memory.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from service.gateway.problems import ApiError, refused, stopping
 
 EVERY_S = 0.05
 AGAIN_S = 0.5
-"""The pause after a query that failed."""
+"""The pause, in seconds, after a query of the store that failed."""
 FAULTS_AT_MOST = 3
-"""After so many unexpected errors in a row all waiting followers get an error."""
+"""After this many unexpected errors in a row, all clients that follow requests get an error."""
 log = logger()
 
 
@@ -48,7 +48,8 @@ class Looking:
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Count as a follower inside this block. Raises ApiError if there are too many, or if the process stops."""
+        """Count the caller as a follower of a request while the `with` block runs. Raises ApiError if there are too
+        many followers, or if the process stops."""
         if self.closing.is_set():
             raise stopping()
         if self.followers >= self._most:

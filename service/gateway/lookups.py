@@ -35,12 +35,13 @@ COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 MODELS: Final = "/v1/models"
 MODEL: Final = "/v1/models/{id}"
 AT_A_TIME: Final = 32
-"""The most such calls in progress, so that one tenant's burst does not take all connections. The provider answers each
-in less than a second."""
+"""The most calls of `count_tokens` and `models` in progress, so that one tenant's burst does not take all connections.
+The provider answers each in less than a second."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _PASSED = frozenset({"content-type", "request-id", "retry-after", "x-should-retry"})
 _ALL = ""
-"""The key in the rate limits that stands for all tenants, and for callers without a tenant."""
+"""The name under which the calls of all tenants together, and of callers without a tenant, are counted against the rate
+limit."""
 Answering = Callable[[web.Request, GatewayKey], Awaitable[web.Response]]
 
 
@@ -63,11 +64,7 @@ class LookupPaths:
         self._running = 0
 
     def answers(self) -> Mapping[tuple[str, str], Answering]:
-        return {
-            ("POST", COUNT_TOKENS): self._count_tokens,
-            ("GET", MODELS): self._models,
-            ("GET", MODEL): self._model,
-        }
+        return {("POST", COUNT_TOKENS): self._count_tokens, ("GET", MODELS): self._models, ("GET", MODEL): self._model}
 
     async def aclose(self) -> None:
         if self._provider is not None:
@@ -128,10 +125,7 @@ class LookupPaths:
         self._running += 1
         try:
             return await provider.call(
-                path or request.path,
-                body=body,
-                query=request.query if query is None else query,
-                beta=_beta(request),
+                path or request.path, body=body, query=request.query if query is None else query, beta=_beta(request)
             )
         except ProviderError as error:
             raise _failed(error) from error

@@ -1,9 +1,10 @@
-"""`POST /v1/messages`: one call, from its body to the last byte of its answer."""
+"""Answers `POST /v1/messages`: handles one call, from its body to the last byte of its answer."""
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 from aiohttp import web
@@ -23,31 +24,23 @@ from service.side_tasks import beside
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 WRITE_WITHIN_S = 30.0
-"""If a client reads nothing for this long, the connection is aborted."""
+"""If an HTTP client reads nothing for this many seconds, its connection is aborted."""
 TOLD = (n.LANE_NAME, n.MODEL, n.PROVIDER, n.ATTEMPT, n.WAIT_MS, n.RUN_MS, n.WAIT_FROM, n.REPLAYED)
-"""The headers of the reply that are passed on to the client."""
+"""The headers of a worker's reply that the gateway's HTTP answer contains too."""
 
 
+@dataclass(slots=True)
 class Messages:
     """Answers `POST /v1/messages`: publishes each call as a request to its lane, waits for the answer, and sends it to
     the HTTP client, whole or as a stream."""
 
-    def __init__(
-        self,
-        client: Client,
-        *,
-        call_reader: CallReader,
-        limit: CallLimit,
-        bodies: Bodies,
-        answers: Answers,
-        ping_every_s: float,
-    ) -> None:
-        self._client = client
-        self._answers = answers
-        self._call_reader = call_reader
-        self._limit = limit
-        self._bodies = bodies
-        self._ping_every_s = ping_every_s
+    client: Client
+    _: KW_ONLY
+    call_reader: CallReader
+    limit: CallLimit
+    bodies: Bodies
+    answers: Answers
+    ping_every_s: float
 
     async def answer(self, request: web.BaseRequest, caller: GatewayKey) -> web.StreamResponse:
         """Answer one call. If the HTTP client disconnects, aiohttp cancels this coroutine, and `Client` then cancels
@@ -58,13 +51,13 @@ class Messages:
             raise of_problem(problem, chose_id=True) from None
         try:
             read = partial(
-                self._call_reader.read, request.headers, caller=caller, request_id=request_id, chose_id=chose_id
+                self.call_reader.read, request.headers, caller=caller, request_id=request_id, chose_id=chose_id
             )
-            with self._limit.counted(self._bodies.memory_of(request)):
-                async with self._bodies.checked_call(request, read) as asked:
+            with self.limit.counted(self.bodies.memory_of(request)):
+                async with self.bodies.checked_call(request, read) as asked:
                     if not asked.stream:
                         return await self._whole(request, await self._final(asked), request_id)
-                    replies = self._client.stream(asked.body, key=asked.key, timeout_s=asked.timeout_s, **asked.options)
+                    replies = self.client.stream(asked.body, key=asked.key, timeout_s=asked.timeout_s, **asked.options)
                     async with aclosing(replies):
                         return await self._streamed(request, replies, request_id, chose_id=chose_id)
         except ApiError as error:
@@ -73,27 +66,22 @@ class Messages:
             return of_error(error, chose_id=chose_id).response(request_id)
 
     async def _final(self, asked: CheckedCall) -> Final:
-        return await self._client.request(asked.body, key=asked.key, timeout_s=asked.timeout_s, **asked.options)
+        return await self.client.request(asked.body, key=asked.key, timeout_s=asked.timeout_s, **asked.options)
 
     async def _whole(self, request: web.BaseRequest, final: Final, request_id: str) -> web.StreamResponse:
         headers = {name: _text(final.headers[name]) for name in TOLD if name in final.headers}
         headers |= {"content-type": "application/json", "cache-control": "no-store", "request-id": request_id}
         if (kept := final.kept) is None:
             return web.Response(body=final.body, headers=headers)
-        async with self._answers.fetched(kept) as answer:
+        async with self.answers.fetched(kept) as answer:
             return await send_pieces(request, answer.pieces(), size=answer.size, headers=headers)
 
     async def _streamed(
-        self,
-        request: web.BaseRequest,
-        replies: AsyncGenerator[Part | Final, None],
-        request_id: str,
-        *,
-        chose_id: bool,
+        self, request: web.BaseRequest, replies: AsyncGenerator[Part | Final, None], request_id: str, *, chose_id: bool
     ) -> web.StreamResponse:
         writing = event_stream(request, request_id)
         forwarding = Forwarding()
-        async with beside(writing.pings(every_s=self._ping_every_s), name=f"pings {request_id}"):
+        async with beside(writing.pings(every_s=self.ping_every_s), name=f"pings {request_id}"):
             try:
                 async for reply in replies:
                     if isinstance(reply, Part):
@@ -103,7 +91,7 @@ class Messages:
                     elif (kept := reply.kept) is None:
                         await writing.write(b"".join(events_of(reply.message)))
                     else:
-                        async with self._answers.converted(kept, lambda body: events_of(json.loads(body))) as answer:
+                        async with self.answers.converted(kept, lambda body: events_of(json.loads(body))) as answer:
                             await writing.write_all(answer.pieces())
             except ConnectionError:
                 return writing.response  # the caller then closes `replies`, which cancels the request

@@ -1,4 +1,5 @@
-"""The list of models for a caller that may not use all: the provider's list without the forbidden models, in pages."""
+"""Makes the list of models for a caller that may not use all of them: the provider's list without the forbidden models,
+in pages."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -10,7 +11,7 @@ from service.gateway.problems import ApiError
 PAGE: Final = 20
 PAGE_AT_MOST: Final = 1000
 EVERY: Final = {"limit": str(PAGE_AT_MOST)}
-"""The query for all models on one page."""
+"""The query parameters with which the provider returns all models on one page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

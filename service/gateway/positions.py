@@ -10,22 +10,24 @@ from consumers.state.base import Allowances, StoreUnavailable
 from lanekeeper import Client
 
 AGE_S = 1.0
-"""How long an estimate is used again."""
+"""For how many seconds an estimate of a request's position is used again."""
 WITHIN_S = 0.5
-"""How long broker and store may take to answer."""
+"""How many seconds the broker and the store may take to answer."""
 PACE_AGE_S = 60.0
-"""How long the last known pace of a lane is used if the store has no newer one."""
+"""For how many seconds the last known pace of a lane (how many of its requests end in a second) is used if the store
+has no newer one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a waiting request in its lane, as an estimate."""
+    """The estimated position of a waiting request in its lane, and when it may start."""
 
     position: int
-    """How many requests are ahead of it. This is an upper bound: some of the counted requests may be behind it."""
+    """How many requests are ahead of the request. This is an upper bound: some of the counted requests may be behind
+    it."""
     starts_in_s: float | None
-    """How long the lane takes for the requests ahead at its pace of the last minute; None: the pace is unknown, or no
-    worker consumes the lane."""
+    """After how many seconds the request may start, if the lane goes on at its pace of the last minute. None: the pace
+    is unknown, or no worker consumes the lane."""
 
 
 class Positions:

@@ -1,4 +1,4 @@
-"""Errors as Anthropic's API answers them: a status, and `{"type": "error", "error": {…}, "request_id"}`.
+"""The gateway's error answers in Anthropic's format: a status, and `{"type": "error", "error": {…}, "request_id"}`.
 
 Anthropic's SDKs repeat a call after 408, 409, 429 and 5xx. That helps if the request was not accepted. If a worker has
 ended the request with an error, repeating the call brings nothing new, and `x-should-retry: false` tells the SDK so.
@@ -12,13 +12,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from lanekeeper.contract.names import CODE
-from lanekeeper.contract.problems import (
-    AccessRefused,
-    LanekeeperError,
-    MessageTooLarge,
-    PublishRefused,
-    RequestProblem,
-)
+from lanekeeper.contract.problems import AccessRefused, LanekeeperError, MessageTooLarge, PublishRefused, RequestProblem
 from lanekeeper.errors import NoReply
 
 TYPES: Mapping[int, str] = {
@@ -37,9 +31,10 @@ TYPES: Mapping[int, str] = {
     529: "overloaded_error",
 }
 AGAIN_AFTER_S = 2
-"""The seconds in `retry-after`. A full lane or a restarting broker seldom accepts requests sooner."""
+"""The value of the header `retry-after`, in seconds. A full lane or a restarting broker seldom accepts requests
+sooner."""
 _TRIED_ALREADY = frozenset({"attempts_exhausted", "deadline_exceeded"})
-"""Errors after which a client should not repeat the call, because workers have repeated it already."""
+"""The codes of errors after which a client should not repeat the call, because workers have retried it already."""
 _BY_PROVIDER = re.compile(r"\d{3} (?P<type>[a-z_]{1,60}): (?P<message>.*)", re.DOTALL)
 
 
@@ -73,8 +68,8 @@ class ApiError(Exception):
 
 
 def refused(message: str, *, status: int = 503) -> ApiError:
-    """The error for a call that cannot be accepted at present. Its header `retry-after` tells the client to repeat
-    it."""
+    """The error for an HTTP call that cannot be accepted at present. Its header `retry-after` tells the client when to
+    repeat the call."""
     return ApiError(status, message, headers={"retry-after": str(AGAIN_AFTER_S)})
 
 

@@ -1,4 +1,4 @@
-"""`/v1/requests`: submit a request, get its status, wait for its end, cancel it.
+"""Answers `/v1/requests`: clients submit a request, get its status, wait for its end, or cancel it.
 
 The gateway publishes without `reply_to` and follows the request in the store, so that any gateway can answer for any
 request, and nothing is lost if a gateway dies (docs/decisions/0019).
@@ -8,7 +8,7 @@ import asyncio
 import json
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 from aiohttp import web
@@ -21,7 +21,7 @@ from consumers.state.following import QUEUED, FollowedStore, NewEntry, Submissio
 from lanekeeper import Client
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import is_request_id
-from lanekeeper.contract.problems import BrokerError, LanekeeperError, RequestProblem
+from lanekeeper.contract.problems import BrokerError, LanekeeperError, RequestProblem, invalid_request
 from lanekeeper.errors import ControlRefused, NoReply
 from service.config.gateway_section import GatewayKey
 from service.gateway.answers import Answers
@@ -35,13 +35,13 @@ from service.gateway.positions import Positions
 from service.gateway.problems import ApiError, refused
 
 WAIT_AT_MOST_S = 60.0
-"""The longest `?wait=`: proxies and clients seldom keep a call open for longer."""
+"""The highest value of `?wait=`, in seconds: proxies and clients seldom keep a call open for longer."""
 KEPT_AFTER_MS = 86_400_000
-"""How long after its deadline a submitted request is still known, if no worker runs."""
+"""For how many ms after its deadline the gateway still knows a submitted request, if no worker runs."""
 _WAIT = re.compile(r"(?P<number>\d{1,6}(\.\d{1,3})?)(?P<unit>ms|s|m)?")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
 WITHOUT_LIMIT = 1 << 53
-"""A number above all entries: waits only for the end of the request."""
+"""A number above those of all entries: a caller that asks for later entries waits only for the end of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,42 +50,33 @@ class Known:
 
     found: Found
     submission: Submission | None
-    """None: the request was not submitted through a gateway."""
+    """How the request was submitted. None: it was not submitted through a gateway."""
 
 
+@dataclass(slots=True)
 class Requests:
     """Answers `/v1/requests`: submits requests without waiting for their answers, reports their status from the store,
     and cancels them. A caller can see only requests of its own tenant."""
 
-    def __init__(
-        self,
-        client: Client,
-        store: FollowedStore,
-        *,
-        call_reader: CallReader,
-        limit: CallLimit,
-        bodies: Bodies,
-        answers: Answers,
-        looking: Looking,
-    ) -> None:
-        self._client = client
-        self._store = store
-        self._call_reader = call_reader
-        self._limit = limit
-        self._bodies = bodies
-        self._answers = answers
-        self._looking = looking
-        self._background = Background()
-        self._positions = Positions(client, store)
+    client: Client
+    store: FollowedStore
+    _: KW_ONLY
+    call_reader: CallReader
+    limit: CallLimit
+    bodies: Bodies
+    answers: Answers
+    looking: Looking
+    positions: Positions
+    _background: Background = field(default_factory=Background, init=False)
 
     async def post(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         """Answer `POST /v1/requests`: submit a request."""
         id: str | None = None
         try:
             id, chose_id = submitted_id_of(request.headers)
-            with self._limit.counted(self._bodies.memory_of(request)):
+            with self.limit.counted(self.bodies.memory_of(request)):
                 read = partial(self._read, request.headers, caller=caller, id=id, chose_id=chose_id)
-                async with self._bodies.checked_call(request, read) as asked:
+                async with self.bodies.checked_call(request, read) as asked:
                     await self._submitted(asked, caller)
         except (ApiError, LanekeeperError) as error:
             return refusal(error, id)
@@ -107,7 +98,7 @@ class Requests:
     async def _send_large(self, request: web.Request, status: Status) -> web.StreamResponse:
         """Send a status whose result is in the store of large bodies. Raises ApiError."""
         assert status.result is not None
-        async with self._answers.fetched(status.result) as result:
+        async with self.answers.fetched(status.result) as result:
             return await send_pieces(
                 request,
                 result.pieces(begin=status.text, end=status.end),
@@ -130,13 +121,13 @@ class Requests:
     ) -> None:
         """Publish a request, unless a worker has already seen a request with its id. Raises ApiError,
         LanekeeperError."""
-        with self._limit.counted(len(body)):
+        with self.limit.counted(len(body)):
             await self._submitted(self._read(headers, body, caller, id=id, chose_id=chose_id), caller)
 
     def _read(
         self, headers: MultiMapping[str], body: bytes, caller: GatewayKey, *, id: str, chose_id: bool
     ) -> CheckedCall:
-        return self._call_reader.read(headers, body, caller, request_id=id, chose_id=chose_id, task="requests")
+        return self.call_reader.read(headers, body, caller, request_id=id, chose_id=chose_id, task="requests")
 
     async def _submitted(self, asked: CheckedCall, caller: GatewayKey) -> None:
         """Submit a request, and finish that even if the HTTP client disconnects meanwhile."""
@@ -156,7 +147,7 @@ class Requests:
         if not is_request_id(id):
             raise _unknown(id)
         try:
-            found, submission = await asyncio.gather(self._store.find(identity), self._store.submission(identity))
+            found, submission = await asyncio.gather(self.store.find(identity), self.store.submission(identity))
         except StoreUnavailable as error:
             raise refused(f"the store: {error}") from error
         if found is None:
@@ -167,12 +158,12 @@ class Requests:
         """The status of a request. Waits for its end first, for up to `wait_s`. Raises ApiError."""
         known = await self.known(id, caller)
         if wait_s and known.found.completion is None:
-            async with self._looking.following():
+            async with self.looking.following():
                 await self._wait_for_end(identity_of(id, caller), within_s=wait_s)
             known = await self.known(id, caller)
         place = None
         if known.submission is not None and is_queued(known, now_ms()):
-            place = await self._positions.of(known.submission.lane)
+            place = await self.positions.of(known.submission.lane)
         return status_of(id, known.found, known.submission, now_ms=now_ms(), place=place)
 
     async def cancel(self, id: str, caller: GatewayKey) -> str:
@@ -181,7 +172,7 @@ class Requests:
         if known.found.completion is not None:
             return "ended"
         try:
-            return await self._client.cancel(id, tenant=caller.tenant)
+            return await self.client.cancel(id, tenant=caller.tenant)
         except NoReply:  # no worker runs: the broker keeps the cancellation
             return "unseen"
         except ControlRefused as error:
@@ -190,21 +181,13 @@ class Requests:
     async def _submit(self, asked: CheckedCall, caller: GatewayKey) -> None:
         request = asked.request
         identity = identity_of(request.id, caller)
-        submission = Submission(
-            body_hash=asked.body_hash,
-            lane=request.lane,
-            streams=asked.stream,
-            submitted_ms=request.sent_ms,
-            due_ms=request.due_ms,
-            deadline_ms=request.deadline_ms,
-        )
         first: dict[str, str] = {"lane": request.lane, "submitted_at": moment_text(request.sent_ms)}
         if request.due_ms is not None:
             first["due_at"] = moment_text(request.due_ms)
         try:
-            submitted = await self._store.follow(
+            submitted = await self.store.follow(
                 identity,
-                submission,
+                Submission.of(request, asked.body_hash),
                 first_entry=NewEntry(QUEUED, json.dumps(first).encode()),
                 keep_until_ms=max(request.deadline_ms, now_ms()) + KEPT_AFTER_MS,
             )
@@ -219,7 +202,7 @@ class Requests:
         except LanekeeperError as error:
             maybe_published = isinstance(error, BrokerError) and error.maybe_published
             if submitted is Submitted.NEW and not maybe_published:
-                await self._store.unfollow(identity)
+                await self.store.unfollow(identity)
             raise
 
     async def _publish(self, asked: CheckedCall) -> None:
@@ -227,12 +210,12 @@ class Requests:
         options["headers"] = {**options.get("headers", {}), n.SENT_MS: asked.request.sent_ms}
         if asked.stream:
             options["headers"] = {**options["headers"], n.STREAM: True}
-        await self._client.publish(asked.body, key=asked.key, **options)
+        await self.client.publish(asked.body, key=asked.key, **options)
 
     async def _is_seen(self, identity: Identity) -> bool:
         """Whether a worker has already received the request, according to the store. If not, the request waits, or a
         gateway has stored its submission and died before it published it."""
-        found = await self._store.find(identity)
+        found = await self.store.find(identity)
         return found is not None and (found.running or found.attempts > 0 or found.completion is not None)
 
     async def _wait_for_end(self, identity: Identity, *, within_s: float) -> None:
@@ -240,7 +223,7 @@ class Requests:
         begun to stop."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                await self._looking.news(identity, WITHOUT_LIMIT)
+                await self.looking.news(identity, WITHOUT_LIMIT)
 
 
 def identity_of(id: str, caller: GatewayKey) -> Identity:
@@ -266,7 +249,5 @@ def _wait_s(text: str | None) -> float:
     found = _WAIT.fullmatch(text)
     wait_s = float(found["number"]) * _UNITS[found["unit"] or "s"] if found else -1.0
     if not 0 <= wait_s <= WAIT_AT_MOST_S:
-        raise RequestProblem(
-            "invalid_request", f"parameter wait: found {text[:20]!r}, allowed are 0s to {WAIT_AT_MOST_S:g}s"
-        )
+        raise invalid_request(f"parameter wait: found {text[:20]!r}, allowed are 0s to {WAIT_AT_MOST_S:g}s")
     return wait_s

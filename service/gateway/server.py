@@ -18,15 +18,16 @@ from service.gateway.error_answers import answer_unforeseen, not_found, note_beg
 from topology.codec.decoding import PACKED_BYTES
 
 Readiness = Callable[[], Mapping[str, str | None]]
-"""The parts that must work, by name ("consume connection"), each with its problem or None. Called for every
-`/readyz`."""
+"""A function that returns the parts of the process that must work, by name ("consume connection"), each with its
+problem or None. It is called for every `GET /readyz`."""
 HOST = "LANEKEEPER_GATEWAY__HOST"
 PORT = "LANEKEEPER_GATEWAY__PORT"
 KEEP_ALIVE_S = 75.0
-"""How long a connection may be idle, and how long a client may take to send the headers of a request."""
+"""How many seconds an HTTP connection may be idle, and how many seconds a client may take to send the headers of a
+request."""
 LINGER_S = 2.0
-"""How long the server reads on after it has refused a body. If it closed the connection at once, the client would get a
-TCP reset in place of the error answer."""
+"""For how many seconds the server reads on after it has refused a body. If it closed the connection at once, the client
+would get a TCP reset in place of the error answer."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -36,7 +37,7 @@ class Routes(Protocol):
     it."""
 
     def handlers(self) -> Mapping[tuple[str, str], Handler]:
-        """The HTTP handlers, by method and path."""
+        """The functions that handle HTTP calls, by method and path."""
         ...
 
     @property
@@ -50,7 +51,7 @@ class Routes(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Close everything that the routes have opened."""
+        """Close all connections and files that were opened for these paths."""
         ...
 
 

@@ -22,7 +22,8 @@ LARGEST_NUMBER: Final = 1 << 53
 HEADERS_AT_MOST: Final = 20
 LONGEST_HEADER: Final = 1000
 VALUES_OUTSIDE_BODY: Final = 100
-"""How many keys and values a message may have in addition to those of its body. It needs fewer."""
+"""How many JSON keys and values a client's WebSocket message may have in addition to those of its request body. Valid
+messages have fewer."""
 FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "submit": frozenset({"type", "ref", "body", "id", "headers", "subscribe"}),
     "subscribe": frozenset({"type", "ref", "id", "after"}),
@@ -30,7 +31,7 @@ FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "cancel": frozenset({"type", "ref", "id"}),
 }
 NEEDED: Final[Mapping[str, str]] = {"submit": "body", "subscribe": "id", "unsubscribe": "id", "cancel": "id"}
-"""The required field of each type of message, besides `type`."""
+"""For each type of WebSocket message: the field that it must have, besides `type`."""
 
 
 class InvalidMessage(Exception):

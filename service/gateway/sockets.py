@@ -15,6 +15,7 @@ When a connection ends, nothing is cancelled: its requests go on, and can be fol
 import asyncio
 import json
 from contextlib import aclosing, suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Final
 
@@ -30,48 +31,39 @@ from service.gateway.bounded_socket import BoundedSocket
 from service.gateway.documents import path_of, problem_of, refusal
 from service.gateway.following import Following
 from service.gateway.problems import ApiError, refused
-from service.gateway.requests import Requests
 from service.gateway.socket_messages import ClientMessage, InvalidMessage, read
 from service.side_tasks import beside
 from topology.codec.decoding import PACKED_BYTES
 
 AT_ONCE: Final = 16
-"""The most messages of one connection that are processed at the same time. Until one is done, no further is read."""
+"""The most messages of one WebSocket connection that are processed at the same time. While so many are in progress, no
+further one is read."""
 FOLLOWED_AT_MOST: Final = 100
-"""The most requests that one connection follows at the same time."""
+"""The most requests that one WebSocket connection follows at the same time."""
 MESSAGE_BYTES: Final = PACKED_BYTES + 16 * 1024
 
 
+@dataclass(slots=True)
 class Sockets:
     """Answers `GET /v1/ws`: accepts WebSocket connections, over which clients submit, follow and cancel requests.
     `max_values`: the most JSON keys and values that a request's body may have."""
 
-    def __init__(
-        self, requests: Requests, following: Following, *, answers: Answers, max_values: int, ping_every_s: float
-    ) -> None:
-        self._answers = answers
-        self._max_values = max_values
-        self._requests = requests
-        self._following = following
-        self._ping_every_s = ping_every_s
+    following: Following
+    _: KW_ONLY
+    answers: Answers
+    max_values: int
+    ping_every_s: float
 
     async def get(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         """Serve one WebSocket connection until it ends. Access has already been checked: `caller` is what the API key
         allows."""
-        ws = BoundedSocket(request, heartbeat_s=self._ping_every_s, message_bytes=MESSAGE_BYTES)
+        ws = BoundedSocket(request, heartbeat_s=self.ping_every_s, message_bytes=MESSAGE_BYTES)
         if not ws.can_prepare(request).ok:
             return refusal(ApiError(426, "this path is a WebSocket's", headers={"upgrade": "websocket"}))
         try:
-            async with self._following.place():
+            async with self.following.looking.following():
                 await ws.prepare(request)
-                socket = _Socket(
-                    ws,
-                    caller,
-                    requests=self._requests,
-                    following=self._following,
-                    answers=self._answers,
-                    max_values=self._max_values,
-                )
+                socket = _Socket(ws, caller, self)
                 async with beside(self._close_with_the_process(ws), name="socket stopping"):
                     await socket.serve()
         except ApiError as error:
@@ -79,7 +71,7 @@ class Sockets:
         return ws
 
     async def _close_with_the_process(self, ws: BoundedSocket) -> None:
-        await self._following.closing.wait()
+        await self.following.looking.closing.wait()
         await ws.close(code=WSCloseCode.GOING_AWAY, message=b"this process stops; connect again")
 
 
@@ -87,22 +79,11 @@ class _Socket:
     """One WebSocket connection: carries out the client's messages, and sends the entries (stored events) of the
     requests that it follows."""
 
-    def __init__(
-        self,
-        ws: BoundedSocket,
-        caller: GatewayKey,
-        *,
-        requests: Requests,
-        following: Following,
-        answers: Answers,
-        max_values: int,
-    ) -> None:
+    def __init__(self, ws: BoundedSocket, caller: GatewayKey, of: Sockets) -> None:
         self._ws = ws
-        self._max_values = max_values
-        self._answers = answers
         self._caller = caller
-        self._requests = requests
-        self._following = following
+        self._of = of
+        self._requests = of.following.requests
         self._working = asyncio.Semaphore(AT_ONCE)
         self._followed: dict[str, asyncio.Task[None]] = {}
         self._latest: dict[str, asyncio.Task[None]] = {}
@@ -129,7 +110,7 @@ class _Socket:
                 raise InvalidMessage(WSCloseCode.UNSUPPORTED_DATA, "binary messages are not understood")
             if frame.type is not WSMsgType.TEXT:
                 return  # aiohttp has closed the connection: the message is not UTF-8, or too large
-            message = read(frame.data, max_values=self._max_values)
+            message = read(frame.data, max_values=self._of.max_values)
             await self._working.acquire()
             self._begin(message)
 
@@ -199,8 +180,8 @@ class _Socket:
     async def _entries(self, id: str, after: int) -> None:
         try:
             async with (
-                self._following.place(),
-                aclosing(self._following.entries(id, self._caller, after=after)) as entries,
+                self._of.following.looking.following(),
+                aclosing(self._of.following.entries(id, self._caller, after=after)) as entries,
             ):
                 begin = b'{"type": "entry", "id": %b, "number": ' % json.dumps(id).encode()
                 async for entry in entries:
@@ -208,7 +189,7 @@ class _Socket:
                     if isinstance(entry, Entry):
                         await self._ws.send_text(b"%b%b}" % (head, entry.body))
                         continue
-                    async with self._answers.in_memory(entry.result) as result:
+                    async with self._of.answers.in_memory(entry.result) as result:
                         await self._ws.send_large(b"%b%b%b%b}" % (head, entry.text, result, entry.end))
         except (ApiError, LanekeeperError) as error:
             await self._refuse(error, id, None)

@@ -1,4 +1,5 @@
-"""Writes a stream for the client: the provider's events, unchanged and in their order.
+"""Turns the parts of a worker's streamed reply into a stream for the HTTP client: the provider's events, unchanged and
+in their order.
 
 The first events (`message_start`, the start of a block) are held back until the first piece of the answer comes: if an
 attempt fails before that, the client does not notice. After that, a failed attempt ends the stream with an `error`

@@ -24,7 +24,8 @@ from service.private_broker.source import (
 
 OFFICIAL = "rabbitmq:4.3-management"
 LOCAL = "debian-rabbitmq:4.3-management"
-"""Built from Debian's packages if no registry can be reached: tests/support/rabbitmq-image."""
+"""The name of a Docker image that tests/support/rabbitmq-image builds from Debian's packages, if no registry can be
+reached."""
 LABEL = "org.lanekeeper.broker"
 """A label of every container that is created here or for the tests. Its value is the container's owner: host name and
 process id."""
@@ -60,7 +61,7 @@ def find_image(steps: Steps, *, official: str = OFFICIAL, local: str = LOCAL) ->
 
 
 def owner() -> str:
-    """This process as the owner of its containers, `host:process id`: the value of their Docker label `LABEL`."""
+    """This process as `host:process id`: the value of the Docker label `LABEL` on the containers that it starts."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from service.private_broker.source import FIXED_PATH, Steps, Unavailable
 
 POLICY = Path("/usr/sbin/policy-rc.d")
-"""Debian runs it before a package's scripts start a service; exit code 101 forbids the start."""
+"""The path of a script that Debian runs before a package starts a service; its exit code 101 forbids the start."""
 FORBID = "#!/bin/sh\n# made by Lanekeeper while it installs a package, removed afterwards\nexit 101\n"
 SERVICES = ("rabbitmq-server.service", "epmd.service", "epmd.socket")
 """The services that the package rabbitmq-server would start at the next boot."""

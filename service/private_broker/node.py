@@ -77,7 +77,8 @@ class Node:
         raise TooSlow(f"RabbitMQ was not ready within {START_S} s:\n{self._log_tail()}")
 
     def kill(self) -> None:
-        """Kill the node, like a power cut, and the processes that it started. Its data stays."""
+        """Kill the node and the processes that it started with SIGKILL, as a power cut would end them. The node's data
+        stays."""
         for process in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""What the sources of brokers share: their errors, ports and passwords, and `Steps`, which runs commands that can be
-interrupted at any moment.
+"""What the two sources of private brokers have in common: errors, ports, passwords, and `Steps`, which runs commands
+that can be interrupted at any moment.
 
 A source is Docker (`container.py`) or an installed RabbitMQ (`node.py`). Both run in the guard (`guard.py`).
 """
@@ -24,8 +24,8 @@ LOOPBACK = "127.0.0.1"
 USER = "lanekeeper"
 POLL_S = 0.05
 ERLANG_ARGUMENTS = "-rabbit dead_letter_worker_publisher_confirm_timeout 15000"
-"""If a queue was still starting and did not accept a delayed message, RabbitMQ sends the message again after 15 s, not
-180 s."""
+"""Arguments for the Erlang runtime of a private broker. If a queue was still starting and did not accept a
+dead-lettered message, RabbitMQ then sends the message again after 15 s, not 180 s."""
 FIXED_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -65,7 +65,7 @@ class Steps:
 
     leaving: threading.Event = field(default_factory=threading.Event)
     say: Callable[[str], None] = lambda text: None
-    """Called with a text about each step that takes long."""
+    """A function that is called with a text about each step that takes long."""
 
     def check(self) -> None:
         if self.leaving.is_set():

@@ -18,21 +18,21 @@ class Call:
     `ok` or a short name for its error."""
 
     started_s: float
-    """`time.monotonic()` of its arrival."""
+    """When the call arrived: the value of `time.monotonic()`."""
     headers: Mapping[str, str]
-    """The headers as received; lookup ignores the case of names."""
+    """The HTTP headers of the call. Looking up a name ignores upper and lower case."""
     body: bytes = b""
-    """Empty if it was larger than 16 KiB."""
+    """The body of the call; empty if it was larger than 16 KiB."""
     model: str = ""
     stream: bool = False
     prompt: str = ""
-    """The first 200 characters of the last user text."""
+    """The first 200 characters of the request's last user message."""
     request_id: str = ""
     outcome: str = "running"
     status: int = 0
     ended_s: float | None = None
     concurrency: int = 0
-    """How many calls were running when it started, including itself."""
+    """How many calls were running when this call started, including itself."""
 
 
 class Calls:
@@ -57,12 +57,7 @@ class Calls:
         self.total += 1
         self.running += 1
         self.peak = max(self.peak, self.running)
-        call = Call(
-            started_s=time.monotonic(),
-            headers=headers,
-            request_id=request_id,
-            concurrency=self.running,
-        )
+        call = Call(started_s=time.monotonic(), headers=headers, request_id=request_id, concurrency=self.running)
         self.latest.append(call)
         self._notify()
         return call

@@ -37,7 +37,8 @@ REFUSED: Final[Mapping[str, tuple[int, str]]] = {
     "unavailable": (503, "Service unavailable"),
     "overloaded": (529, "Overloaded"),
 }
-"""Faults that are error answers: status and message. `retry_after=` sets that header (`none`: no header)."""
+"""The simulated faults that are error answers: the status and the message of each. In a marker, `retry_after=` sets the
+header `retry-after` (`none`: no header)."""
 
 BROKEN: Final[Mapping[str, str]] = {
     "html": "502 with a page of HTML, as from a proxy",
@@ -53,7 +54,7 @@ BROKEN: Final[Mapping[str, str]] = {
     "not_a_message": "200 with JSON that is no Message",
     "unfinished": "a whole Message (or stream) without a stop_reason",
 }
-"""Faults of the transfer or of the answer itself."""
+"""The simulated faults that are no error answers: they spoil the transfer or the answer itself."""
 
 _RETRY_AFTER: Final[Mapping[str, str]] = {"rate_limited": "1", "acceleration": "1"}
 _ERROR_CODES: Final[Mapping[str, str]] = {

@@ -23,7 +23,7 @@ class Asked:
     prompt: str
     """The text of the last user message, including a tool's result."""
     tool: dict[str, Any] | None
-    """The tool to use; None if the request has none, or already holds its result."""
+    """The tool that the simulated model calls; None if the request has none, or already contains its result."""
     thinking: bool
     input_tokens: int
     estimated_tokens: int

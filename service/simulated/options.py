@@ -13,17 +13,18 @@ class SimulatedOptions:
     models: frozenset[str] = frozenset()
     """Model names that are accepted in addition to the known ones (`models.py`)."""
     latency_ms: float = 0.0
-    """The least time that an answer takes; in a stream it is spread evenly over the events."""
+    """The least time, in ms, that an answer takes; in a stream it is spread evenly over the events."""
     tokens_per_s: float | None = None
-    """Speed of the output; its time is added to the latency. None: output takes no time."""
+    """The speed of the output, in tokens a second; the time is added to the latency. None: output takes no time."""
     output_tokens: int | None = None
-    """Length of every answer (the echo, then filler words); None: only the echo."""
+    """The length of every answer in tokens (an echo of the prompt, then filler words). None: only the echo."""
     stream_deltas: int = 8
     """The number of pieces into which a block is cut in a stream, if it is long enough."""
     requests_per_minute: int = 1_000_000
     input_tokens_per_minute: int = 1_000_000_000
     output_tokens_per_minute: int = 1_000_000_000
-    """The three limits apply to each model class separately (`models.limit_class`)."""
+    """The limits of requests, input tokens and output tokens a minute. Each class of models has its own three
+    (`models.limit_class`)."""
     burst_s: float = 60.0
     """The size of a bucket, as seconds of its limit. With 1, a limit of 60 a minute is enforced as 1 a second, which
     Anthropic may do as well."""
@@ -34,4 +35,4 @@ class SimulatedOptions:
     keep_calls: int = 2_000
     """How many of the latest calls `SimulatedAPI.calls` keeps."""
     max_body_bytes: int = 32 * 1024 * 1024
-    """Larger bodies are answered with 413, as Anthropic does."""
+    """Bodies of more bytes are answered with 413, as Anthropic does."""

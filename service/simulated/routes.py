@@ -153,11 +153,7 @@ class Routes:
         return web.Response(
             status=refusal.status,
             body=refusal.body(request_id),
-            headers={
-                **self._headers(request_id, model),
-                **refusal.headers,
-                "content-type": "application/json",
-            },
+            headers={**self._headers(request_id, model), **refusal.headers, "content-type": "application/json"},
         )
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from service.simulated.messages import Answer, Asked, usage
+from service.simulated.messages import Answer, Asked, message, usage
 
 PIECES = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 
@@ -12,21 +12,8 @@ PIECES = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinki
 def events(asked: Asked, reply: Answer, *, id: str, deltas: int) -> list[bytes]:
     """The Server-Sent Events that stream an answer as Anthropic does, as bytes. Each content block is cut into up to
     `deltas` pieces."""
-    found = [
-        event(
-            "message_start",
-            message={
-                "id": id,
-                "type": "message",
-                "role": "assistant",
-                "model": asked.model,
-                "content": [],
-                "stop_reason": None,
-                "stop_sequence": None,
-                "usage": usage(asked.input_tokens, 1),
-            },
-        )
-    ]
+    begun = {**message(asked, reply, id=id), "content": [], "stop_reason": None, "usage": usage(asked.input_tokens, 1)}
+    found = [event("message_start", message=begun)]
     for index, block in enumerate(reply.blocks):
         found.extend(_block(index, block, deltas=deltas))
     found.append(

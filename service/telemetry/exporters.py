@@ -20,7 +20,7 @@ from lanekeeper.telemetry.logs import logger
 from service.telemetry import logs
 
 FLUSH_S: Final = 2.5
-"""How long sending the last spans may take when the process ends."""
+"""How many seconds sending the last spans may take when the process ends."""
 log = logger()
 
 

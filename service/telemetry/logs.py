@@ -24,7 +24,7 @@ Format = Literal["auto", "json", "console"]
 _FRAMES: Final = 12
 """How many stack frames of each exception are logged."""
 _SELDOM_S: Final = 60.0
-"""The least time between two events about spans that could not be sent."""
+"""The least time, in seconds, between two log events about spans that could not be sent."""
 
 
 @contextmanager
@@ -149,11 +149,7 @@ class _Libraries(logging.Handler):
                 self._log_lost_spans(text)
             else:
                 self._log.log(
-                    record.levelno,
-                    signals.LIBRARY_WARNED,
-                    library=record.name,
-                    message=text,
-                    exc_info=record.exc_info,
+                    record.levelno, signals.LIBRARY_WARNED, library=record.name, message=text, exc_info=record.exc_info
                 )
         except Exception:  # a logging call must not raise in the library that made it
             self.handleError(record)

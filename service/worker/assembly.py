@@ -1,5 +1,4 @@
-"""The composition root: creates every part of a worker, passes it what it uses, and closes the parts in reverse
-order."""
+"""Creates every part of a worker process, connects the parts to each other, and closes them in reverse order."""
 
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -51,10 +50,12 @@ from topology.broker.notices import Notices
 from topology.declaration import RECOMMENDED, declare, is_before
 
 CONTROL_PREFETCH = 512
-"""The prefetch of the control queue. The store records all delivered control messages together, with one fsync.
-Refused control messages count too, until the broker has processed their acknowledgements with an fsync each."""
+"""The prefetch of the control queue. The store records all delivered control messages together, with one fsync. Refused
+control messages count against the prefetch too, until the broker has processed their acknowledgements, with an fsync
+for each."""
 FINISH_WITHIN_S = 2.0
-"""While the worker stops: how long each kind of write in progress (results, spending, bodies) may take."""
+"""While the worker stops: how many seconds each kind of write in progress (results, daily caps, large bodies) may still
+take."""
 
 
 @asynccontextmanager
@@ -229,10 +230,7 @@ async def assemble(
             ),
             scouting=Scouting(pools.scouted, depths=partial(ready.in_queues, consuming)),
             lane_slots=pools.lane_slots,
-            budgets=budgeting.budgets,
-            breakers=budgeting.breakers,
-            spending=budgeting.spending,
-            prices_as_of=budgeting.prices_as_of,
+            budgeting=budgeting,
             simulated=simulated,
             activities=tuple(pools.activities),
         )

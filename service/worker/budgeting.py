@@ -1,4 +1,5 @@
-"""Creates the providers' registry, the budgets and caps, and the gates that use them."""
+"""Creates the parts of a worker that call providers and limit these calls: the providers, their budgets, the daily
+caps, and the gates (checks before a call) that use them."""
 
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
 
 HELD_FROM_S = 0.5
-"""A lane counts as waiting for a budget once its oldest request has waited this long."""
+"""A lane counts as waiting for a provider's budget once its oldest request has waited for it for this many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,7 @@ async def open_budgeting(
     spec, prices = settings.budget_spec(), settings.prices.table()
     async with _budgets(settings) as budgets:
         breakers, spending = Breakers(store), Spending(store, settings.caps.spec())
-        registry = Registry(
-            *providers,
-            tracing=tracing,
-            prices=prices,
-            learn=budgets.learn,
-        )
+        registry = Registry(*providers, tracing=tracing, prices=prices, learn=budgets.learn)
         route_gate = RouteGate(breakers, now_ms=now_ms, rng=rng)
         budget_gate = BudgetGate(
             budgets,

@@ -8,7 +8,7 @@ import gc
 from typing import Final
 
 THRESHOLD: Final = 10_000
-"""How many new objects start a collection. A few requests reach Python's default of 700."""
+"""After how many new objects Python's garbage collector runs. A few requests create as many as its default of 700."""
 
 
 def tune() -> None:

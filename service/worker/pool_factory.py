@@ -1,4 +1,4 @@
-"""Creates a worker's pools: several for each lane, and one for the queue `lane.fallen`."""
+"""Creates a worker's pools, each of which consumes a queue: several for each lane, and one for `lane.fallen`."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +27,8 @@ from topology.lanes import LaneSpec
 
 FALLEN_SLOTS = 8
 SIDE_PREFETCH = 10_000
-"""The prefetch of a side pool, which equals the largest number of slots: the pool takes the first messages of several
-side queues, and works on them with the slots of the intake."""
+"""The prefetch of the pool that consumes a lane's side queues. It equals the largest number of slots: the pool takes
+the first messages of several side queues, and works on them with the slots of the lane's intake queue."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class PoolFactory:
     `made`."""
 
     deliveries: Callable[..., Deliveries]
-    """Creates the consumer of a queue."""
+    """A function that creates the consumer of a queue."""
     counted: Collection[str]
-    """The quorum queues: for their messages the broker counts the deliveries."""
+    """The names of the quorum queues: for their messages the broker counts the deliveries."""
     names: Names
     speakers: Sequence[str]
     settler: Settler
@@ -50,15 +50,15 @@ class PoolFactory:
     made: list[Pool] = field(default_factory=list)
     scouted: list[Scouted] = field(default_factory=list)
     lane_slots: dict[str, LaneSlots] = field(default_factory=dict)
-    """The slots of each lane, by the lane's name."""
+    """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
     heads: dict[str, Heads] = field(default_factory=dict)
-    """What is known about the messages in each lane's side queues, by the name of the lane's intake."""
+    """The known lengths and first messages of each lane's side queues, by the name of the lane's intake queue."""
     scaled: list[ScaledQueue] = field(default_factory=list)
     activities: list[LaneActivity] = field(default_factory=list)
 
     def add_lane(self, lane: LaneSpec, handler: Handler) -> None:
-        """Create a lane's pools: one for its due queue (whose slots are never lent), one for its intake, and one for
-        all its side queues, which uses the intake's slots."""
+        """Create a lane's pools (consumers): one for its due queue (retried and delayed requests; its slots are never
+        lent), one for its intake (new requests), and one for all its side queues, which uses the intake's slots."""
         activity = LaneActivity(lane.name, slots=lane.slots, due_slots=lane.due_slots)
         self.activities.append(activity)
         heads = Heads(self.names.side(lane.name, number) for number in range(lane.side_queues))

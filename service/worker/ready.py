@@ -1,4 +1,4 @@
-"""How many messages wait in queues of the broker."""
+"""Asks the broker how many messages wait in its queues."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ async def in_queues(connection: Connection, queues: list[str]) -> Mapping[str, i
 
 
 async def with_set_aside(connection: Connection, heads: Mapping[str, Heads], queues: list[str]) -> Mapping[str, int]:
-    """Ask the broker how many messages wait in each queue, and add to an intake's number the messages in its lane's
-    side queues. `heads`: the side queues of each intake, by the intake's name. Raises BrokerError."""
+    """Ask the broker how many messages wait in each queue, and add the messages in a lane's side queues to the number
+    of its intake queue. `heads`: the side queues of each intake, by the intake's name. Raises BrokerError."""
     ready = await in_queues(connection, queues)
     return {queue: count + (heads[queue].ready if queue in heads else 0) for queue, count in ready.items()}

@@ -1,4 +1,5 @@
-"""Runs a worker: its pools, its answers to `status`, a log line a minute for each lane, and its orderly stop."""
+"""Runs a worker: consumes its lanes, answers `lanekeeper status`, logs one line a minute for each lane, and stops in
+order."""
 
 import asyncio
 import os
@@ -113,22 +114,23 @@ async def _bind_again(inbox: Inbox) -> None:
 
 async def _send_status(worker: Worker, question: Message, worker_name: str) -> None:
     """Answer a status question with the figures of this worker."""
+    budgeting = worker.budgeting
     figures = {
         "worker": worker_name,
         "lanes": {activity.lane: dict(activity.snapshot()) for activity in worker.activities},
         "waiting": {
             account: {lane: asdict(waiting) for lane, waiting in lanes.items()}
-            for account, lanes in worker.budgets.waiting().items()
+            for account, lanes in budgeting.budgets.waiting().items()
         },
         "paused_until_ms": {
-            account: now_ms() + round(1000 * remaining_s) for account, remaining_s in worker.budgets.paused().items()
+            account: now_ms() + round(1000 * remaining_s) for account, remaining_s in budgeting.budgets.paused().items()
         },
-        "breakers": dict(worker.breakers.states(asyncio.get_running_loop().time())),
+        "breakers": dict(budgeting.breakers.states(asyncio.get_running_loop().time())),
         "spent": {
             kind: {name: spent._asdict() for name, spent in by_name.items()}
-            for kind, by_name in worker.spending.totals().items()
+            for kind, by_name in budgeting.spending.totals().items()
         },
-        "prices_as_of": worker.prices_as_of,
+        "prices_as_of": budgeting.prices_as_of,
         "simulated": worker.simulated,
         "tenants": {lane: slots.snapshot() for lane, slots in worker.lane_slots.items()},
         "undelivered": worker.reply_retries.given_up,

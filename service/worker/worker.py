@@ -1,4 +1,4 @@
-"""The parts of a worker, in one value."""
+"""All parts of a worker process, as one value."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,16 +12,14 @@ from consumers.control.queue import Control
 from consumers.dead_letters import DeadLetters
 from consumers.fairness.lane_slots import LaneSlots
 from consumers.fairness.scouting import Scouting
-from consumers.limits.accounts import Budgets
 from consumers.parking import Parking
 from consumers.pool import Pool
-from consumers.providers.breakers import Breakers
 from consumers.replies.reply_retries import ReplyRetries
-from consumers.spending import Spending
 from consumers.state.following import FollowedStore
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.bodies import BodyStore
 from lanekeeper.contract.names import Names
+from service.worker.budgeting import Budgeting
 from topology.broker.admin.watch import TopologyWatch
 from topology.lanes import LaneSpec
 from topology.model import Topology
@@ -50,13 +48,10 @@ class Worker:
     scaling: Scaling
     scouting: Scouting
     lane_slots: Mapping[str, LaneSlots]
-    """The slots of each lane, by the lane's name."""
-    budgets: Budgets
-    breakers: Breakers
-    spending: Spending
-    prices_as_of: str
+    """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
+    budgeting: Budgeting
     simulated: bool
-    """Answers come from a simulated provider, so nothing is spent."""
+    """Whether answers come from a simulated provider, so that calls cost nothing."""
     activities: tuple[LaneActivity, ...]
 
     @property

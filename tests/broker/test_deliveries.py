@@ -307,7 +307,8 @@ async def test_deliveries_held_over_a_pause_and_later_ones_are_each_settled_once
         await lines.publish(*bodies[:6])
         await lines.until_ready(2)
         await deliveries.pause("store: away")
-        assert deliveries.trouble == "paused: store: away"
+        paused = deliveries.trouble
+        assert paused == "paused: store: away"
         go.set()
         await until(lambda: len(settled) == 4)
         await lines.publish(*bodies[6:])

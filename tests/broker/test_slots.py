@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -74,11 +75,11 @@ class Work:
             self.running[lane] -= 1
         return ANSWERED
 
-    async def publish(self, lane: str, count: int, **properties: object) -> float:
+    async def publish(self, lane: str, count: int, **properties: Any) -> float:
         await asyncio.gather(
             *(
                 self.publisher.publish(
-                    Message(body=b"%d" % at, message_id=f"{lane} {at} {time.monotonic_ns()}", **properties),  # type: ignore[arg-type]
+                    Message(body=b"%d" % at, message_id=f"{lane} {at} {time.monotonic_ns()}", **properties),
                     exchange="",
                     routing_key=lane,
                 )

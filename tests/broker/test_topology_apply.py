@@ -143,7 +143,7 @@ async def test_a_queue_with_another_argument_is_named_and_not_changed(
     ids=["exchange type", "internal", "alternate exchange", "queue type", "limit"],
 )
 async def test_a_property_that_the_broker_compares_is_refused_by_name(
-    vhost: Vhost, declared: Topology, connection: AbstractConnection, there, text
+    vhost: Vhost, declared: Topology, connection: AbstractConnection, there: Exchange | Queue, text: str
 ) -> None:
     channel = await connection.channel()
     await (declare_queue(channel, there) if isinstance(there, Queue) else declare_exchange(channel, there))

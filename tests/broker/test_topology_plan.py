@@ -116,7 +116,7 @@ CHANGES: dict[str, tuple[Change, list[str]]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 async def test_a_change_by_hand_is_named(
-    name, declared: Topology, connection: AbstractConnection, management: Management
+    name: str, declared: Topology, connection: AbstractConnection, management: Management
 ) -> None:
     await management.import_definitions(definitions(declared, management.vhost))
     change, expected = CHANGES[name]
@@ -154,7 +154,7 @@ def queue_changes(declared: Topology, name: str) -> list[tuple[Queue, str]]:
 @pytest.mark.oldest_version
 @pytest.mark.parametrize("name", ["lane.critical", "lane.critical.due", "lane.delay.05", "lane.dead"])
 async def test_each_changed_argument_is_named(
-    name, declared: Topology, connection: AbstractConnection, management: Management
+    name: str, declared: Topology, connection: AbstractConnection, management: Management
 ) -> None:
     channel = await connection.channel()
     for queue, expected in queue_changes(declared, name):
@@ -189,7 +189,7 @@ async def test_each_changed_argument_is_named(
     ],
 )
 async def test_an_exchange_of_another_type_is_named(
-    there, line, declared: Topology, connection: AbstractConnection, management: Management
+    there: Exchange, line: str, declared: Topology, connection: AbstractConnection, management: Management
 ) -> None:
     await declare_exchange(await connection.channel(), there)
 
@@ -207,7 +207,7 @@ async def test_a_policy_that_would_remove_messages_is_named(
     policy = {"pattern": r"^lane\.dead$", "definition": {"message-ttl": 60_000}, "apply-to": "queues"}
     vhost.api("PUT", f"policies/{vhost.quoted}/trim", policy)
 
-    for _ in range(40):
+    for _ in range(120):
         if found := await lines(declared, management):
             break
         await asyncio.sleep(0.5)  # the API shows a policy's effect only after its next update, every 5 s

@@ -134,7 +134,9 @@ def port_of_api(vhost: Vhost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(management_module, "PORT", URL(vhost.management_url).port)
 
 
-async def test_the_api_is_found_at_the_amqp_host(vhost: Vhost, connection: AbstractConnection, port_of_api) -> None:
+async def test_the_api_is_found_at_the_amqp_host(
+    vhost: Vhost, connection: AbstractConnection, port_of_api: None
+) -> None:
     found = await discover(vhost.amqp_url, connection=connection)
 
     assert found is not None
@@ -142,7 +144,7 @@ async def test_the_api_is_found_at_the_amqp_host(vhost: Vhost, connection: Abstr
 
 
 @pytest.mark.oldest_version
-async def test_an_api_that_refuses_the_amqp_user_counts_as_not_found(vhost: Vhost, port_of_api) -> None:
+async def test_an_api_that_refuses_the_amqp_user_counts_as_not_found(vhost: Vhost, port_of_api: None) -> None:
     assert await discover(str(URL(vhost.amqp_url).with_user("nobody").with_password("wrong"))) is None
 
 

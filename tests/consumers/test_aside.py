@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import gc
 import weakref
+from typing import Any
 
 from consumers.fairness.aside import SideQueues
 from consumers.job import Job
@@ -24,9 +25,9 @@ class Side:
     def __init__(self) -> None:
         self.bench = Bench()
         self.heads = Heads(NAMES.side(LANE.name, each) for each in range(LANE.side_queues))
-        self.aside = SideQueues(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
+        self.aside = SideQueues(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)
 
-    def job(self, tenant: str, **properties: object) -> Job:
+    def job(self, tenant: str, **properties: Any) -> Job:
         return self.bench.job(lane=LANE, user_id=tenant, headers={SENT_MS: NOW_MS - 50}, **properties)
 
     def head(self, tenant: str, queue: int) -> Job:
@@ -181,6 +182,6 @@ async def test_the_highest_priority_may_be_set_aside_and_a_request_with_only_its
     side = Side()
     assert side.aside.may_take(side.job("crm", priority=9))
     assert not side.aside.may_take(side.job("crm", priority=10))
-    back = {"exchange": NAMES.due_exchange}
+    back: dict[str, Any] = {"exchange": NAMES.due_exchange}
     assert side.aside.may_take(side.bench.job(lane=LANE, headers={}, **back))
     assert not side.aside.may_take(side.bench.job(lane=LANE, headers={REPLY_TRY: 1}, **back))

@@ -44,7 +44,7 @@ class SlowToTell(MemoryStore):
 
 async def test_a_cancellation_stops_a_request_whose_claim_is_granted_but_not_yet_returned() -> None:
     store, job = SlowToTell(), Bench().job()
-    claiming = Claiming(store)  # type: ignore[arg-type]
+    claiming = Claiming(store)
     ending = Completion(status="error", code="cancelled", body=b"{}", headers={}, ended_ms=NOW_MS)
 
     claimed = asyncio.create_task(claiming.claim(job))
@@ -73,7 +73,7 @@ class Renewed(MemoryStore):
 def test_claims_are_renewed_twice_a_second_while_they_are_held_and_otherwise_the_store_is_not_asked() -> None:
     async def story() -> list[int]:
         store = Renewed()
-        claiming = Claiming(store)  # type: ignore[arg-type]
+        claiming = Claiming(store)
         running = asyncio.create_task(claiming.run())
         found = []
         for _ in range(2):
@@ -113,7 +113,7 @@ class Followed(MemoryStore):
 
 async def lost_while_its_entries_are_written(store: Followed, outcome: Outcome, completion: Completion | None) -> None:
     """Let a request have this outcome, and lose its delivery before all of its entries are written."""
-    claiming = Claiming(store)  # type: ignore[arg-type]
+    claiming = Claiming(store)
     gate, job = ClaimGate(claiming, now_ms=lambda: NOW_MS), read(Bench().job())
 
     async def ended(job: Job) -> None:

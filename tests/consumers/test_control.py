@@ -36,12 +36,12 @@ def bench() -> Bench:
 
 def answers_of(bench: Bench, *, bound: bool = False) -> Answers:
     rule = ReplyRule(names=NAMES, bound=bound)
-    return Answers(bench.publisher, direct=bench.direct, rule=rule)  # type: ignore[arg-type]
+    return Answers(bench.publisher, direct=bench.direct, rule=rule)
 
 
 def control(bench: Bench, delivery: FakeDelivery, *, needs_user_id: bool = False) -> Control:
     return Control(
-        FakeDeliveries(FakeSession(bench.log, [delivery], ends=True)),  # type: ignore[arg-type]
+        FakeDeliveries(FakeSession(bench.log, [delivery], ends=True)),
         claiming=bench.claiming,
         settler=bench.settler,
         answers=answers_of(bench),
@@ -96,7 +96,7 @@ async def test_cancellations_that_displaced_earlier_ones_are_counted_and_logged_
         for each in range(3)
     ]
     reading = Control(
-        FakeDeliveries(FakeSession(bench.log, deliveries, ends=True)),  # type: ignore[arg-type]
+        FakeDeliveries(FakeSession(bench.log, deliveries, ends=True)),
         claiming=bench.claiming,
         settler=bench.settler,
         answers=answers_of(bench),

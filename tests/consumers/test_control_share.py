@@ -31,12 +31,12 @@ FLOOD = 200
 
 
 def answers_of(bench: Bench) -> Answers:
-    return Answers(bench.publisher, direct=bench.direct, rule=ReplyRule(names=NAMES))  # type: ignore[arg-type]
+    return Answers(bench.publisher, direct=bench.direct, rule=ReplyRule(names=NAMES))
 
 
 def control(bench: Bench, session: FakeSession, ready: Any, *, answers: Answers | None = None) -> Control:
     return Control(
-        FakeDeliveries(session),  # type: ignore[arg-type]
+        FakeDeliveries(session),
         claiming=bench.claiming,
         settler=bench.settler,
         answers=answers or answers_of(bench),

@@ -53,7 +53,7 @@ def moment(age_s: float) -> str:
 
 
 def looking_after(queue: Queue, store: Any = None, **spec: Any) -> DeadLetters:
-    lifecycle = Lifecycle(FakeNotices([]), names=NAMES, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
+    lifecycle = Lifecycle(FakeNotices([]), names=NAMES, now_ms=lambda: NOW_MS)
     oldest: Callable[[], Any] = lambda: queue  # noqa: E731
     return DeadLetters(oldest, store=store, spec=DeadSpec(**spec), lifecycle=lifecycle, now_ms=lambda: NOW_MS)
 

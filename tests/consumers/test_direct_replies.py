@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from consumers.replies.direct import DirectSender
 from lanekeeper.amqp.confirming import Answer
+from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
 
@@ -16,7 +18,7 @@ ANSWER = Message(body=b"{}", exchange="", routing_key=ADDRESS)
 
 
 @dataclass
-class Line:
+class Line(Publisher):
     """A publisher and its connection. While `dies_by` is set, a publish closes the connection with that reason."""
 
     sent: list[str] = field(default_factory=list)
@@ -24,21 +26,20 @@ class Line:
 
     def __post_init__(self) -> None:
         self.loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    @property
-    def connection(self) -> "Line":
-        return self
+        self.connection: Any = self
 
     async def underlying(self) -> None:
         if self.loss.done():
             self.loss = asyncio.get_running_loop().create_future()
 
-    async def publish(self, _: Message, *, routing_key: str, **__: Any) -> None:
+    @override
+    async def publish(self, message: Message, *, routing_key: str, **_: Any) -> None:
         if self.dies_by is not None:
             self.loss.set_result(self.dies_by)
             raise ConfirmUnknown("connection lost")
         self.sent.append(routing_key)
 
+    @override
     async def write(
         self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = 10
     ) -> asyncio.Future[Answer]:
@@ -53,7 +54,7 @@ class Line:
 
 def sender() -> tuple[DirectSender, Line, Line]:
     shared, own = Line(), Line()
-    return DirectSender(shared, own=own), shared, own  # type: ignore[arg-type]
+    return DirectSender(shared, own=own), shared, own
 
 
 async def test_an_address_that_accepted_a_message_is_answered_over_the_shared_connection() -> None:

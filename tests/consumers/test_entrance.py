@@ -21,7 +21,7 @@ class World:
     def __init__(self) -> None:
         self.bench = Bench()
         self.heads = Heads(NAMES.side(LANE.name, each) for each in range(2))
-        self.aside = SideQueues(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
+        self.aside = SideQueues(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)
         self.slots: QueueSlots = LaneSlots(side=self.aside).queue(1)
         self.slots.set_surplus_aside(True)
         self.slots.begin("crm")

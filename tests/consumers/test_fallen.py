@@ -60,7 +60,7 @@ async def test_the_outcome_of_a_fallen_request_follows_from_its_last_death(
     exchange: str, key: str, headers: dict[str, Any], kind: type[Buried | Refused], code: str, named: str
 ) -> None:
     delivery = Bench().delivery(exchange=exchange, routing_key=key, headers=headers, queue="lane.fallen")
-    outcome = await FALLEN.handle(FALLEN.job_of(delivery))  # type: ignore[arg-type]
+    outcome = await FALLEN.handle(FALLEN.job_of(delivery))
     assert isinstance(outcome, kind)
     assert outcome.problem.code == code
     assert named in outcome.problem.detail
@@ -83,7 +83,7 @@ def test_internal_headers_are_believed_if_the_request_fell_from_a_delay_or_a_due
 ) -> None:
     told = {n.ATTEMPT: 3, n.USER_ID: "shop", **headers}
     delivery = Bench().delivery(exchange=exchange, routing_key="normal.a.b", headers=told, queue="lane.fallen")
-    job = FALLEN.job_of(delivery)  # type: ignore[arg-type]
+    job = FALLEN.job_of(delivery)
     assert (job.lane.name if job.lane else None) == lane
     assert job.trusted is trusted
     assert job.attempts == (3 if trusted else 0)
@@ -92,4 +92,4 @@ def test_internal_headers_are_believed_if_the_request_fell_from_a_delay_or_a_due
 @pytest.mark.parametrize(("reason", "expected"), [("delivery_limit", True), ("expired", False)])
 def test_a_request_that_exceeded_the_delivery_limit_counts_as_redelivered(reason: str, expected: bool) -> None:
     delivery = Bench().delivery(exchange="lane.fallen", headers=death("lane.critical", reason), queue="lane.fallen")
-    assert FALLEN.job_of(delivery).redelivered is expected  # type: ignore[arg-type]
+    assert FALLEN.job_of(delivery).redelivered is expected

@@ -24,8 +24,8 @@ from consumers.limits.estimates import Estimates
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Refused, Retried
-from consumers.prices import Prices
-from consumers.providers.base import Answer, OnEvent, Usage
+from consumers.prices import Prices, Usage
+from consumers.providers.base import Answer, OnEvent
 from consumers.providers.breaker import FAILURES
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry

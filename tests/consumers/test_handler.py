@@ -376,7 +376,9 @@ async def test_all_gates_are_left_although_one_is_cancelled_while_it_gives_back(
     assert log[-1] == "a leave Answered"
 
 
-async def test_no_delivery_is_held_longer_than_the_brokers_consumer_timeout(bench: Bench, monkeypatch) -> None:
+async def test_no_delivery_is_held_longer_than_the_brokers_consumer_timeout(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("consumers.attempt.ATTEMPT_WITHIN_S", 0.02)
     outcome = await handle(bench, bench.job(), FakeProvider(takes_s=30))
     assert isinstance(outcome, Retried)
@@ -384,7 +386,9 @@ async def test_no_delivery_is_held_longer_than_the_brokers_consumer_timeout(benc
     assert held_s < 1800
 
 
-async def test_a_request_that_waits_during_a_pause_counts_no_attempt(bench: Bench, monkeypatch) -> None:
+async def test_a_request_that_waits_during_a_pause_counts_no_attempt(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("consumers.attempt.ATTEMPT_WITHIN_S", 0.02)
     paused = Pausing({"store": lambda: "locked"})
     job, provider = bench.job(), FakeProvider()

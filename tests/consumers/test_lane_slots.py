@@ -2,12 +2,16 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from consumers.fairness import lane_slots as lane_slots_module
 from consumers.fairness.lane_slots import TENANTS_COUNTED, Admission, LaneSlots, QueueSlots, Shares, TenantShare
 from tests.support.virtual_time import virtually
+
+Tasks = list[asyncio.Task[Any]]
 
 
 class Side:
@@ -56,9 +60,9 @@ class Worked:
 
 
 @pytest.fixture
-async def ended():
+async def ended() -> AsyncIterator[Tasks]:
     """Cancel the requests that still wait after a test."""
-    tasks: list[asyncio.Task[None]] = []
+    tasks: Tasks = []
     yield tasks
     for each in tasks:
         each.cancel()
@@ -68,7 +72,9 @@ async def ended():
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2, 3, 16])
 @pytest.mark.parametrize("tenants", [2, 3, 10])
-async def test_each_waiting_tenant_gets_its_share_however_many_requests_another_has(ended, slots, tenants) -> None:
+async def test_each_waiting_tenant_gets_its_share_however_many_requests_another_has(
+    ended: Tasks, slots: int, tenants: int
+) -> None:
     worked = Worked(slots)
     ended += await worked.fill({"flood": 220, **{f"small-{each}": 280 // tenants for each in range(tenants - 1)}})
     await worked.run(slots)  # the first ones, which the flood started with
@@ -77,7 +83,7 @@ async def test_each_waiting_tenant_gets_its_share_however_many_requests_another_
     assert min(shares.values()) >= 200 / tenants * 0.8
 
 
-async def test_the_first_slot_that_becomes_free_goes_to_a_new_tenant(ended) -> None:
+async def test_the_first_slot_that_becomes_free_goes_to_a_new_tenant(ended: Tasks) -> None:
     worked = Worked(16)
     ended += await worked.fill({"flood": 100})
     ended += await worked.fill({"small": 1})
@@ -86,7 +92,7 @@ async def test_the_first_slot_that_becomes_free_goes_to_a_new_tenant(ended) -> N
 
 
 @pytest.mark.parametrize("slots", [1, 8])
-async def test_a_tenants_share_is_proportional_to_its_weight(ended, slots) -> None:
+async def test_a_tenants_share_is_proportional_to_its_weight(ended: Tasks, slots: int) -> None:
     worked = Worked(slots, {"large": TenantShare(weight=3)})
     ended += await worked.fill({"small": 300, "large": 300})
     await worked.run(2 * slots)
@@ -94,16 +100,17 @@ async def test_a_tenants_share_is_proportional_to_its_weight(ended, slots) -> No
     assert 2.5 < shares["large"] / shares["small"] < 3.5
 
 
-async def test_a_tenant_at_its_in_flight_limit_waits_although_slots_are_free(ended) -> None:
+async def test_a_tenant_at_its_in_flight_limit_waits_although_slots_are_free(ended: Tasks) -> None:
     worked = Worked(8, {"*": TenantShare(in_flight=2)})
     ended += await worked.fill({"a": 5, "b": 1})
     assert worked.begun == ["a", "a", "b"]
     assert worked.slots.running == 3
     await worked.end("a")
     assert worked.begun == ["a", "a", "b", "a"]
+    assert [worked.lane_slots.snapshot()[each]["begun"] for each in "ab"] == [3, 1]
 
 
-async def test_the_in_flight_limit_counts_requests_of_both_queues_of_a_lane(ended) -> None:
+async def test_the_in_flight_limit_counts_requests_of_both_queues_of_a_lane(ended: Tasks) -> None:
     lane_slots = LaneSlots(Shares({"a": TenantShare(in_flight=1)}))
     intake, due = lane_slots.queue(4), lane_slots.queue(4)
     assert intake.begin("a")
@@ -220,14 +227,12 @@ async def test_figures_are_kept_only_for_the_latest_tenants() -> None:
 
 async def test_a_lane_is_shared_if_a_second_tenant_had_a_request_lately(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = LaneSlots().queue(4)
-    assert not slots.is_shared
-    slots.begin("a")
-    slots.begin("a")
-    assert not slots.is_shared
-    slots.begin("b")
-    assert slots.is_shared
+    found = [slots.is_shared]
+    for tenant in ("a", "a", "b"):
+        slots.begin(tenant)
+        found.append(slots.is_shared)
     monkeypatch.setattr(lane_slots_module, "LATELY_S", 0.0)
-    assert not slots.is_shared
+    assert [*found, slots.is_shared] == [False, False, False, True, False]
 
 
 def test_a_tenants_last_request_is_remembered_for_ten_minutes() -> None:
@@ -274,7 +279,7 @@ async def test_without_side_queues_nothing_is_set_aside() -> None:
     assert await waiting is Admission.BEGIN
 
 
-async def test_a_tenants_share_of_the_slots_is_by_its_weight_and_at_least_one(ended) -> None:
+async def test_a_tenants_share_of_the_slots_is_by_its_weight_and_at_least_one(ended: Tasks) -> None:
     shares = Shares({"heavy": TenantShare(weight=3.0)})
     slots = LaneSlots(shares, Side()).queue(4)
     for tenant in ("heavy", "light", "light", "other"):
@@ -289,7 +294,7 @@ async def test_a_tenants_share_of_the_slots_is_by_its_weight_and_at_least_one(en
     assert await slots.wait("heavy", movable=True) is Admission.ASIDE  # three of 4 * 3 / 5
 
 
-async def test_who_comes_late_does_not_make_up_for_turns_it_did_not_ask_for(ended) -> None:
+async def test_who_comes_late_does_not_make_up_for_turns_it_did_not_ask_for(ended: Tasks) -> None:
     worked = Worked(1)
     ended += await worked.fill({"early": 20})
     await worked.run(9)

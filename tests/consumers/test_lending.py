@@ -3,6 +3,7 @@ reserve."""
 
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,8 +23,8 @@ def shares(**seen: QueueLoad) -> dict[str, ExtraSlots]:
     return dict(zip(lanes, decide(list(lanes.values())), strict=True))
 
 
-def flooded(lane: QueueLoad, **given: object) -> QueueLoad:
-    return replace(lane, **{"busiest": lane.slots, "waiting": 500, **given})  # type: ignore[arg-type]
+def flooded(lane: QueueLoad, **given: Any) -> QueueLoad:
+    return replace(lane, **{"busiest": lane.slots, "waiting": 500, **given})
 
 
 def test_nothing_is_lent_to_a_queue_without_waiting_requests() -> None:
@@ -173,8 +174,8 @@ def test_under_constant_load_the_slots_stop_changing(
             room = lane.slots + share.total
             past.append(min(demand, room))
             waits = max(0, demand - room) if look % ask_every == 0 else 0
-            state = {"extra": share.total, "grown": share.grown, "busiest": max(past), "waiting": waits}
-            found.append(replace(lane, wait_s=wait_s, **state))  # type: ignore[arg-type]
+            state: dict[str, Any] = {"extra": share.total, "grown": share.grown, "busiest": max(past), "waiting": waits}
+            found.append(replace(lane, wait_s=wait_s, **state))
         before, given_now = given_now, decide(found)
         for (lane, _), was, share, past in zip(world, before, given_now, used, strict=True):
             if share.total > was.total:

@@ -3,13 +3,14 @@
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from typing_extensions import override
 
 from consumers import settle
 from consumers.capacity.activity import LaneActivity
@@ -25,12 +26,13 @@ from lanekeeper.telemetry.tracing import Tracing
 from service.telemetry import logs
 from tests.support.jobs import Bench, FakeDelivery
 from tests.support.waiting import until
+from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost
 
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
 
 
-class FakeDeliveries:
+class FakeDeliveries(Deliveries):
     """Sessions that the test fills; an exception in one ends it."""
 
     queue = "lane.critical"
@@ -41,27 +43,31 @@ class FakeDeliveries:
     def __init__(self) -> None:
         self.arriving: asyncio.Queue[FakeDelivery | Exception | None] = asyncio.Queue()
         self.sessions_opened = 0
-        self._stopping = False
+        self._ended = False
 
-    async def sessions(self) -> AsyncIterator[Any]:
-        while not self._stopping:
+    @override
+    async def sessions(self) -> AsyncGenerator[Any, None]:
+        while not self._ended:
             self.sessions_opened += 1
-            yield self._session()
+            yield self._arrived()
 
-    async def _session(self) -> AsyncIterator[FakeDelivery]:
+    async def _arrived(self) -> AsyncIterator[FakeDelivery]:
         while (found := await self.arriving.get()) is not None:
             if isinstance(found, Exception):
                 raise found
             yield found
 
+    @override
     async def pause(self, reason: str) -> None:
         self.is_paused = True
 
+    @override
     async def resume(self) -> None:
         self.is_paused = False
 
+    @override
     async def stop(self) -> None:
-        self._stopping = True
+        self._ended = True
         self.arriving.put_nowait(None)
 
 
@@ -80,8 +86,8 @@ class Working:
         self.deliveries = FakeDeliveries()
         self.activity = LaneActivity("critical", slots=4, due_slots=1)
         self.pool = Pool(
-            self.deliveries,  # type: ignore[arg-type]
-            job_of=lambda delivery: bench.job(delivery=delivery),  # type: ignore[arg-type]
+            self.deliveries,
+            job_of=lambda delivery: bench.job(delivery=delivery),
             handle=handle,
             settler=bench.settler,
             activity=self.activity,
@@ -311,7 +317,7 @@ async def test_on_a_stop_a_request_with_an_outcome_is_settled_although_others_ar
     async def publish(*_: Any, **__: Any) -> None:
         await confirmed.wait()
 
-    bench.publisher.publish_surely = publish  # type: ignore[attr-defined, method-assign]
+    bench.publisher.publish_surely = publish  # type: ignore[method-assign]
     working = Working(bench, refuse)
     working.deliver(bench.delivery())
     await until(lambda: working.pool._undecided == {} and working.activity.running)
@@ -375,7 +381,8 @@ async def test_deliveries_after_a_pause_wait_for_a_slot() -> None:
     assert working.activity.running == 4
     await working.pool.pause("store: away")
     await working.pool.resume()
-    assert working.pool.is_paused, "more is in hand than there are slots"
+    kept_paused = working.pool.is_paused
+    assert kept_paused, "more is in hand than there are slots"
     working.deliveries.prefetch = 6  # no more than the prefetch
     await working.pool.resume()
     assert not working.pool.is_paused

@@ -16,7 +16,7 @@ ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic"
 REJECTED = Buried(RequestProblem("provider_rejected", "402 …", status=402))
 UNREADABLE = Buried(RequestProblem("invalid_request", "body: empty"))
 CONFLICT = Refused(RequestProblem("idempotency_conflict", "another body"))
-FULL = {"": PublishRefused("full")}
+FULL: dict[str, Exception] = {"": PublishRefused("full")}
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ printed with what happened in it; give its bytes to `run` to see it again. `--sc
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import structlog
@@ -157,7 +158,7 @@ def test_lost_channels_alone_do_not_make_a_request_poison(step: str) -> None:
 
 def test_a_request_to_be_parked_is_parked_although_its_redelivery_is_past_the_deadline() -> None:
     world = World()
-    died = []
+    died: list[str] = []
 
     def kills(operation: Operation) -> bool:
         if operation.what == "call":
@@ -240,7 +241,7 @@ class LastOneStays(Requests):
         ({"rows": LastOneStays}, "was replaced by"),
     ],
 )
-def test_a_part_that_breaks_the_promise_is_found(broken: dict[str, type], told: str) -> None:
+def test_a_part_that_breaks_the_promise_is_found(broken: dict[str, Any], told: str) -> None:
     @settings(max_examples=2000, deadline=None, database=None, phases=(Phase.generate,), derandomize=True)
     @given(schedule=st.binary(min_size=2 * TURNS, max_size=2 * TURNS))
     def kept(schedule: bytes) -> None:

@@ -18,6 +18,10 @@ QUEUE = "lane.normal"
 class FakeScout:
     """Runs until it is told to stop."""
 
+    queue = QUEUE
+    slots = running = in_hand = 0
+    jobs = ()
+
     def __init__(self) -> None:
         self._stopped = asyncio.Event()
         self.is_out = False

@@ -13,6 +13,10 @@ QUEUE = "lane.normal"
 
 
 class FakeScout:
+    queue = QUEUE
+    slots = running = in_hand = 0
+    jobs = ()
+
     def __init__(self) -> None:
         self._stopped = asyncio.Event()
         self.began_s = self.ended_s = 0.0

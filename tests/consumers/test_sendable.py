@@ -45,7 +45,7 @@ def beside(store: BodyStore) -> AnswerBodies:
 
 
 def of(publisher: FakePublisher, at: AnswerBodies | None, *, answer_bytes: int = 1000) -> Sendable:
-    return Sendable(publisher, answer_bytes=answer_bytes, bodies=at)  # type: ignore[arg-type]
+    return Sendable(publisher, answer_bytes=answer_bytes, bodies=at)
 
 
 async def test_a_large_answer_is_kept_and_its_place_is_told(store: BodyStore) -> None:

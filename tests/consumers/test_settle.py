@@ -261,6 +261,22 @@ async def test_a_redelivered_request_that_had_ended_is_replayed_whatever_its_new
     assert {each.message.headers[n.STATUS] for each in bench.publisher.sent} == {"ok"}
 
 
+async def test_an_invalid_message_that_is_redelivered_is_parked_again_with_the_error_stored_first(bench: Bench) -> None:
+    await bench.settler.settle(bench.job(body=b"?"), Buried(RequestProblem("invalid_request", "the first reason")))
+    bench.publisher.sent.clear()
+    delivery = bench.delivery(body=b"?")
+    delivery.redelivered = True
+
+    outcome = await bench.settler.settle(
+        bench.job(delivery=delivery), Buried(RequestProblem("invalid_request", "another reason"))
+    )
+
+    assert isinstance(outcome, Replayed)
+    assert outcome.buries, "the worker before may have died before it parked the message"
+    assert json.loads(bench.to("").body)["detail"] == "the first reason"
+    assert bench.to("lane.dead").headers[n.DEAD_CODE] == "invalid_request"
+
+
 # a dead letter, published again
 
 
@@ -399,15 +415,15 @@ async def test_a_request_without_an_id_gets_one_that_stays(bench: Bench) -> None
 
 async def test_a_delivery_that_a_stopping_worker_returns_is_nacked_unless_its_channel_is_lost(bench: Bench) -> None:
     delivery = bench.delivery()
-    await bench.settler.nack(delivery)  # type: ignore[arg-type]
+    await bench.settler.nack(delivery)
     delivery.is_lost = True
-    await bench.settler.nack(delivery)  # type: ignore[arg-type]
+    await bench.settler.nack(delivery)
     assert bench.log == ["nack"]
 
 
 async def test_a_requeued_delivery_is_returned_after_a_moment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settle, "RETURN_AFTER_S", 60)
-    putting = asyncio.create_task(bench.settler.reject_later(bench.delivery()))  # type: ignore[arg-type]
+    putting = asyncio.create_task(bench.settler.reject_later(bench.delivery()))
     await asyncio.sleep(0.01)
     assert bench.log == []
     putting.cancel()

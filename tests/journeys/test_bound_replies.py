@@ -1,6 +1,7 @@
 """Replies bound to their user: a worker sends them only to queues that the requester may read."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -17,7 +18,7 @@ BOUND = {"bound_to_user": True}
 
 
 @pytest.fixture
-def other(vhost: Vhost):
+def other(vhost: Vhost) -> Iterator[tuple[str, str]]:
     """Another user of the broker, with all permissions."""
     name = f"{vhost.name}-other"
     vhost.api("PUT", f"users/{name}", {"password": "secret", "tags": ""})
@@ -26,7 +27,7 @@ def other(vhost: Vhost):
     vhost.api("DELETE", f"users/{name}")
 
 
-async def test_no_reply_goes_to_another_users_queue(vhost: Vhost, other) -> None:
+async def test_no_reply_goes_to_another_users_queue(vhost: Vhost, other: tuple[str, str]) -> None:
     """Neither to a durable queue nor to an exclusive one whose name is known."""
     name, url = other
     async with (
@@ -49,7 +50,9 @@ async def test_no_reply_goes_to_another_users_queue(vhost: Vhost, other) -> None
         assert not any([await victim.depth(each) for each in theirs[1:]])
 
 
-async def test_a_reply_goes_to_the_users_own_queue_also_after_a_delay_and_a_retry(vhost: Vhost, other) -> None:
+async def test_a_reply_goes_to_the_users_own_queue_also_after_a_delay_and_a_retry(
+    vhost: Vhost, other: tuple[str, str]
+) -> None:
     name, url = other
     async with serving(vhost.amqp_url, reply_to=BOUND) as worker, requester(url) as app:
         own = f"lane.reply.{name}.eu"
@@ -70,14 +73,14 @@ async def test_direct_reply_to_works_without_a_user_for_requests_and_control_mes
         assert (await app.control({"cancel": "m-1"}, key="cancel")).json["outcome"] == "ended"
 
 
-async def test_replies_to_a_speaker_are_bound_to_its_own_user(vhost: Vhost, other) -> None:
+async def test_replies_to_a_speaker_are_bound_to_its_own_user(vhost: Vhost, other: tuple[str, str]) -> None:
     name, url = other
     speaks: dict[str, Any] = {"speakers": (name,), "reply_to": BOUND}
     async with serving(vhost.amqp_url, **speaks) as worker, requester(url) as gateway, requester(vhost.amqp_url) as app:
         await app.read_dead()
         for queue in (f"lane.reply.{name}", "lane.reply.shop"):
             await gateway.channel.queue_declare(queue, durable=True)
-        said = {"user_id": name, "headers": {"x-lane-tenant": "shop"}}
+        said: dict[str, Any] = {"user_id": name, "headers": {"x-lane-tenant": "shop"}}
         await gateway.publish({"prompt": "x"}, reply_to=f"lane.reply.{name}", **said)
         await until(lambda: gateway.depth(f"lane.reply.{name}"))
         await gateway.publish({"prompt": "y"}, reply_to="lane.reply.shop", message_id="s-2", **said)

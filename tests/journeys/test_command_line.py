@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -89,7 +90,9 @@ async def serving(environment: dict[str, str], folder: Path, *line: str) -> Asyn
         await serving.stop(signal.SIGKILL)
 
 
-async def test_serve_answers_requests_of_send_and_stops_on_a_signal(environment, tmp_path: Path) -> None:
+async def test_serve_answers_requests_of_send_and_stops_on_a_signal(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0") as service:
         line = ("send", "--id", "mine-1", "three rivers")
         assert await run(environment, tmp_path, *line) == (0, "echo: three rivers\n", "lanekeeper: request mine-1\n")
@@ -107,9 +110,8 @@ async def test_serve_answers_requests_of_send_and_stops_on_a_signal(environment,
 
         assert await run(environment, tmp_path, "send", "--no-wait", "--id", "later", "x") == (0, "later\n", "")
 
-        code, out, _ = await run(environment, tmp_path, "status", "--json")
-        critical = json.loads(out)["lanes"][0]
-        assert (code, critical["workers"], critical["failed"]) == (0, 1, 1)
+        critical = await status_of_critical(environment, tmp_path)
+        assert (critical["workers"], critical["failed"]) == (1, 1)
         assert critical["answered"] >= 2
 
         url = str(service.told("service.ready")[0]["health"])
@@ -120,12 +122,25 @@ async def test_serve_answers_requests_of_send_and_stops_on_a_signal(environment,
         assert service.told("service.stopped")[0]["orphaned"] == 0
 
 
+async def status_of_critical(environment: dict[str, str], folder: Path) -> dict[str, Any]:
+    """As `status` shows it, once its worker has answered in time; a busy one may be too late."""
+
+    async def shown() -> dict[str, Any] | None:
+        code, out, _ = await run(environment, folder, "status", "--json")
+        assert code == 0
+        critical: dict[str, Any] = json.loads(out)["lanes"][0]
+        return critical if critical["workers"] else None
+
+    found: dict[str, Any] = await until(shown)
+    return found
+
+
 async def test_a_request_sent_without_waiting_can_be_fetched_and_a_running_one_cancelled(
-    environment, tmp_path: Path
+    environment: dict[str, str], tmp_path: Path
 ) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
         await run(environment, tmp_path, "send", "--no-wait", "--id", "later", "x")
-        assert await run(environment, tmp_path, "result", "--wait", "10s", "later") == (0, "echo: x\n", "")
+        assert await run(environment, tmp_path, "result", "--wait", "60s", "later") == (0, "echo: x\n", "")
         code, out, _ = await run(environment, tmp_path, "result", "--json", "later")
         assert (code, json.loads(out)["role"]) == (0, "assistant")
 
@@ -152,10 +167,12 @@ async def test_a_request_sent_without_waiting_can_be_fetched_and_a_running_one_c
         assert (code, "can be no request's id" in err, "--wait" in err) == (1, True, False)
 
 
-@pytest.mark.parametrize("stream", [[], ["--stream"]])
-async def test_an_interrupted_send_cancels_its_request_and_reports_it(environment, tmp_path: Path, stream) -> None:
+@pytest.mark.parametrize("how", [[], ["--stream"]])
+async def test_an_interrupted_send_cancels_its_request_and_reports_it(
+    environment: dict[str, str], tmp_path: Path, how: list[str]
+) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
-        sending = await begin(environment, tmp_path, "send", "--lane", "batch", *stream, "--id", "slow", SLOW)
+        sending = await begin(environment, tmp_path, "send", "--lane", "batch", *how, "--id", "slow", SLOW)
         assert await sending.stderr.readline() == b"lanekeeper: request slow\n"
         await until(lambda: _running(environment), within_s=60)
         sending.send_signal(signal.SIGINT)
@@ -166,11 +183,13 @@ async def test_an_interrupted_send_cancels_its_request_and_reports_it(environmen
             "lanekeeper: slow is running: its worker has been told to stop",
         ]
         assert sending.returncode == 130
-        code, _, err_of_result = await run(environment, tmp_path, "result", "--wait", "5s", "slow")
+        code, _, err_of_result = await run(environment, tmp_path, "result", "--wait", "60s", "slow")
         assert (code, err_of_result[:28]) == (1, "lanekeeper: cancelled (499):")
 
 
-async def test_without_a_worker_every_command_reports_that_and_ends(environment, tmp_path: Path) -> None:
+async def test_without_a_worker_every_command_reports_that_and_ends(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     code, _, err = await run(environment, tmp_path, "send", "x")
     assert (code, err.count("\n")) == (1, 2)
     assert "run: lanekeeper topology apply" in err
@@ -186,7 +205,7 @@ async def test_without_a_worker_every_command_reports_that_and_ends(environment,
     assert (code, "no worker answered" in err) == (1, True)
 
 
-async def test_send_reports_a_full_lane_soon(environment, tmp_path: Path) -> None:
+async def test_send_reports_a_full_lane_soon(environment: dict[str, str], tmp_path: Path) -> None:
     few = ["--set", "lanes.critical.max_length=1"]
     assert (await run(environment, tmp_path, "topology", "apply", *few))[0] == 0
 
@@ -198,7 +217,7 @@ async def test_send_reports_a_full_lane_soon(environment, tmp_path: Path) -> Non
     assert told.startswith("lanekeeper: the lane is full: lane.critical holds ")
 
 
-async def test_a_stopped_serve_lets_running_requests_end(environment, tmp_path: Path) -> None:
+async def test_a_stopped_serve_lets_running_requests_end(environment: dict[str, str], tmp_path: Path) -> None:
     async with SimulatedAPI() as api:
         its = {**environment, "ANTHROPIC_BASE_URL": api.base_url, "ANTHROPIC_API_KEY": "any"}
         async with serving(its, tmp_path, "serve", "--port", "0") as service:
@@ -215,7 +234,9 @@ async def _running(environment: dict[str, str]) -> int:
         return sum(each.running or 0 for each in (await look(connection, lanes=LANES, names=Names())).lanes)
 
 
-async def test_a_second_signal_ends_serve_at_once_and_the_request_is_kept(environment, tmp_path: Path) -> None:
+async def test_a_second_signal_ends_serve_at_once_and_the_request_is_kept(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0") as service:
         await run(environment, tmp_path, "send", "--no-wait", "--lane", "batch", SLOW)
         await until(lambda: _running(environment), within_s=60)
@@ -231,7 +252,9 @@ async def test_a_second_signal_ends_serve_at_once_and_the_request_is_kept(enviro
     await until(waits, within_s=60)
 
 
-async def test_consume_needs_the_topology_and_serves_only_its_lanes(environment, tmp_path: Path) -> None:
+async def test_consume_needs_the_topology_and_serves_only_its_lanes(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     code, _, err = await run(environment, tmp_path, "consume", "--simulate", "--lane", "batch")
     assert code == 1
     assert err.splitlines()[-1].endswith("run: lanekeeper topology apply")
@@ -245,7 +268,9 @@ async def test_consume_needs_the_topology_and_serves_only_its_lanes(environment,
 
 
 @pytest.mark.oldest_version
-async def test_plan_apply_and_verify_report_differences(environment, tmp_path: Path, vhost: Vhost) -> None:
+async def test_plan_apply_and_verify_report_differences(
+    environment: dict[str, str], tmp_path: Path, vhost: Vhost
+) -> None:
     code, out, _ = await run(environment, tmp_path, "topology", "plan")
     assert code == 1
     assert "queue lane.critical is missing  (apply makes it)" in out
@@ -266,7 +291,7 @@ async def test_plan_apply_and_verify_report_differences(environment, tmp_path: P
 
 @pytest.mark.every_version
 async def test_exported_definitions_can_be_imported_and_equal_the_declared_topology(
-    environment, tmp_path: Path, vhost: Vhost
+    environment: dict[str, str], tmp_path: Path, vhost: Vhost
 ) -> None:
     users = ["--user", f"w-{vhost.name}:worker"]
     code, out, _ = await run(environment, tmp_path, "topology", "export", *users)
@@ -279,7 +304,7 @@ async def test_exported_definitions_can_be_imported_and_equal_the_declared_topol
         vhost.api("DELETE", f"users/w-{vhost.name}")
 
 
-async def test_check_passes_if_everything_is_correct(environment, tmp_path: Path) -> None:
+async def test_check_passes_if_everything_is_correct(environment: dict[str, str], tmp_path: Path) -> None:
     simulated = await begin(environment, tmp_path, "simulate", "--port", "0")
     try:
         url = (await asyncio.wait_for(simulated.stdout.readline(), timeout=60)).decode().strip()
@@ -296,7 +321,7 @@ async def test_check_passes_if_everything_is_correct(environment, tmp_path: Path
         assert await asyncio.wait_for(simulated.wait(), timeout=60) == 0
 
 
-async def test_check_does_not_call_a_simulated_provider(environment, tmp_path: Path) -> None:
+async def test_check_does_not_call_a_simulated_provider(environment: dict[str, str], tmp_path: Path) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
         code, out, _ = await run(environment, tmp_path, "check", "--json")
         found = {each["what"]: each for each in json.loads(out)}
@@ -312,7 +337,9 @@ async def test_check_does_not_call_a_simulated_provider(environment, tmp_path: P
     assert (await run(environment, tmp_path, "check"))[0] == 1, "a key is missing, and nobody is simulated"
 
 
-async def test_check_shows_a_user_with_few_rights_what_it_may_do(environment, tmp_path: Path, vhost: Vhost) -> None:
+async def test_check_shows_a_user_with_few_rights_what_it_may_do(
+    environment: dict[str, str], tmp_path: Path, vhost: Vhost
+) -> None:
     user = f"crm-{vhost.name}"
     (tmp_path / "passwords").write_text(f"{user}:secret\n")
     line = ("topology", "export", "--user", f"{user}:application:normal", "--passwords", "passwords")
@@ -336,7 +363,9 @@ async def test_check_shows_a_user_with_few_rights_what_it_may_do(environment, tm
         vhost.api("DELETE", f"users/{user}")
 
 
-async def test_send_warns_that_a_tenant_option_may_be_ignored(environment, tmp_path: Path, vhost: Vhost) -> None:
+async def test_send_warns_that_a_tenant_option_may_be_ignored(
+    environment: dict[str, str], tmp_path: Path, vhost: Vhost
+) -> None:
     assert (await run(environment, tmp_path, "topology", "apply"))[0] == 0
     line = ("send", "--no-wait", "--tenant", "acme", "x")
     _, _, err = await run(environment, tmp_path, *line)
@@ -345,7 +374,7 @@ async def test_send_warns_that_a_tenant_option_may_be_ignored(environment, tmp_p
     assert err == ""
 
 
-async def test_a_broken_pipe_prints_no_traceback(environment, tmp_path: Path) -> None:
+async def test_a_broken_pipe_prints_no_traceback(environment: dict[str, str], tmp_path: Path) -> None:
     process = await begin(environment, tmp_path, "topology", "show", "--json")
     process.stdout._transport.close()  # type: ignore[attr-defined]
     err = (await process.stderr.read()).decode()

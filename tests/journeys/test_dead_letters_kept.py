@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 @pytest.mark.parametrize("bound", [{"max_count": 2}, {"keep_s": 3600}])
 async def test_the_oldest_dead_letters_beyond_the_limit_are_exported_and_the_others_stay(
-    vhost: Vhost, tmp_path: Path, bound
+    vhost: Vhost, tmp_path: Path, bound: dict[str, int]
 ) -> None:
     folder = tmp_path / "dead"
     async with serving(vhost.amqp_url, dead={"folder": folder, **bound}) as worker, requester(vhost.amqp_url) as app:
@@ -28,7 +28,7 @@ async def test_the_oldest_dead_letters_beyond_the_limit_are_exported_and_the_oth
         gone = await worker.parts.dead_letters.look()
 
         assert gone == (2 if "max_count" in bound else 0)
-        await until(lambda: _depth_is(app, 4 - gone))
+        await until(lambda: app.holds(4 - gone, "lane.dead"))
         if gone:
             (file,) = folder.iterdir()
             assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -52,7 +52,7 @@ async def test_dead_letters_that_are_too_old_are_dropped_with_a_warning_if_there
             await until(are_gone)
         assert sum(each["removed"] for each in logs if each["event"] == signals.DEAD_LETTERS_REMOVED) == 2
         await until(lambda: "removed" in app.events_of("m-0") and "removed" in app.events_of("m-1"))
-        await until(lambda: _depth_is(app, 0))
+        await until(lambda: app.holds(0, "lane.dead"))
 
 
 async def test_several_workers_remove_each_dead_letter_once(vhost: Vhost, tmp_path: Path) -> None:
@@ -75,7 +75,3 @@ async def test_several_workers_remove_each_dead_letter_once(vhost: Vhost, tmp_pa
         await until(ten_are_gone_and_two_are_back)
         ids = [json.loads(line)["message_id"] for file in folder.iterdir() for line in file.read_text().splitlines()]
         assert len(ids) == len(set(ids)) == sum(each.exported for each in both) == 10
-
-
-async def _depth_is(app, count: int) -> bool:
-    return await app.depth("lane.dead") == count

@@ -8,7 +8,7 @@ import pytest
 
 from service.simulated.options import SimulatedOptions
 from tests.support.brokers import Vhost
-from tests.support.requester import requester
+from tests.support.requester import Requester, requester
 from tests.support.serving import serving
 from tests.support.waiting import until
 
@@ -63,7 +63,7 @@ async def test_higher_lanes_do_not_wait_for_a_flood_in_the_batch_lane(vhost: Vho
         assert {len(app.finals(each)) for each in [*flood, *chats["critical"], *chats["normal"]]} == {1}
 
 
-async def wait_of(app, asked: str) -> int:
+async def wait_of(app: Requester, asked: str) -> int:
     """How long a request waited, according to its reply; checks that the reply is to this request."""
     reply = await app.final(asked)
     assert reply.status == "ok", reply
@@ -71,7 +71,7 @@ async def wait_of(app, asked: str) -> int:
 
 
 @pytest.mark.parametrize(("stuck", "free"), [("critical", "batch"), ("batch", "critical")])
-async def test_requests_of_a_stuck_lane_never_use_another_lanes_own_slots(vhost: Vhost, stuck, free) -> None:
+async def test_requests_of_a_stuck_lane_never_use_another_lanes_own_slots(vhost: Vhost, stuck: str, free: str) -> None:
     """However urgent the stuck lane is, the others continue with their own slots."""
     lanes = {"critical": {"slots": 2}, "normal": {"slots": 2}, "batch": {"slots": 2}}
     async with serving(vhost.amqp_url, lanes=lanes) as worker, requester(vhost.amqp_url) as app:
@@ -90,7 +90,7 @@ async def test_requests_of_a_stuck_lane_never_use_another_lanes_own_slots(vhost:
 
 @pytest.mark.every_version
 @pytest.mark.parametrize("shuffled", [False, True], ids=["low first", "mixed"])
-async def test_inside_a_lane_higher_priorities_go_first(vhost: Vhost, shuffled) -> None:
+async def test_inside_a_lane_higher_priorities_go_first(vhost: Vhost, shuffled: bool) -> None:
     """Strictly from 4.3 on and before 4.0. From 4.0 to 4.2 there are two classes, and the higher one gets the larger
     share."""
     priorities = [n % 10 for n in range(40)] if shuffled else sorted(n % 10 for n in range(40))

@@ -29,7 +29,9 @@ async def is_unready(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_is_refused_within_seconds_and_the_next_one_succeeds_when_it_is_back(vhost: Vhost, stream) -> None:
+async def test_a_call_is_refused_within_seconds_and_the_next_one_succeeds_when_it_is_back(
+    vhost: Vhost, stream: bool
+) -> None:
     at = urlsplit(vhost.amqp_url)
     loop = asyncio.get_running_loop()
     async with (

@@ -20,7 +20,9 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-async def test_property_flags_that_no_client_sends_close_at_most_the_senders_connection(vhost: Vhost, flags) -> None:
+async def test_property_flags_that_no_client_sends_close_at_most_the_senders_connection(
+    vhost: Vhost, flags: bytes
+) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         with suppress(AMQPError):
             async with requester(vhost.amqp_url) as hostile:

@@ -4,6 +4,7 @@ import io
 import json
 import struct
 from contextlib import suppress
+from typing import Any, Literal
 
 import pytest
 from aiormq.exceptions import AMQPError
@@ -54,11 +55,13 @@ async def test_the_provider_gets_our_own_traceparent_and_neither_tracestate_nor_
     "text", [CRLF, ESCAPE, "x" * 60_000, "\u2028\u202e\u0085"], ids=["CRLF", "ESC", "long", "lines"]
 )
 @pytest.mark.parametrize("format", ["json", "console"])
-async def test_hostile_text_in_any_property_becomes_one_log_line_and_no_header(vhost: Vhost, text, format) -> None:
+async def test_hostile_text_in_any_property_becomes_one_log_line_and_no_header(
+    vhost: Vhost, text: str, format: Literal["json", "console"]
+) -> None:
     """Each property is tested alone, so that not always the same one is refused."""
     out = io.StringIO()
     short = text[:100]
-    places = [
+    places: list[dict[str, Any]] = [
         *({"headers": {name: value + text}} for name, value in TRACE.items()),
         {"headers": {"anthropic-beta": "a" + text}},
         {"headers": {"x-lane-deadline-ms": text}},

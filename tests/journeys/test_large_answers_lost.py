@@ -32,7 +32,7 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "calls", "left"), [("after_keep", 2, 2), ("after_store", 1, 1)])
 async def test_a_worker_that_dies_before_its_reply_is_replaced(
-    vhost: Vhost, tmp_path: Path, place, calls, left
+    vhost: Vhost, tmp_path: Path, place: str, calls: int, left: int
 ) -> None:
     """Before the outcome is stored, the call is paid again; what was kept then is removed when its time is over."""
     async with SimulatedAPI() as api, requester(vhost.amqp_url) as app:

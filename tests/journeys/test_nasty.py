@@ -44,7 +44,7 @@ async def chat(app: Requester, until_done: "asyncio.Future[Any]") -> list[float]
     return took
 
 
-async def test_malicious_bodies_end_as_documented_and_delay_no_other_request(vhost: Vhost, malicious) -> None:
+async def test_malicious_bodies_end_as_documented_and_delay_no_other_request(vhost: Vhost, malicious: str) -> None:
     bodies = {name: (each.body, each.content_encoding) for name, each in REQUESTS.items()}
     async with serving(vhost.amqp_url, base_url=malicious) as worker, requester(vhost.amqp_url) as app:
         await app.ask({"prompt": "hello"})
@@ -66,7 +66,7 @@ async def test_malicious_bodies_end_as_documented_and_delay_no_other_request(vho
 
 
 async def test_a_series_of_small_messages_that_expand_to_large_ones_leaves_the_loop_to_others(
-    vhost: Vhost, malicious
+    vhost: Vhost, malicious: str
 ) -> None:
     nasty = REQUESTS["as many messages as may be"].body
     async with serving(vhost.amqp_url, base_url=malicious) as worker, requester(vhost.amqp_url) as app:
@@ -83,7 +83,7 @@ async def test_a_series_of_small_messages_that_expand_to_large_ones_leaves_the_l
 
 
 async def test_a_burst_of_messages_full_of_headers_is_refused_and_delays_no_other_request(
-    vhost: Vhost, malicious
+    vhost: Vhost, malicious: str
 ) -> None:
     full = b"A" + (60_000).to_bytes(4, "big") + b"V" * 60_000
     properties = {"headers": table((b"x-app", full))}
@@ -105,7 +105,7 @@ async def test_a_burst_of_messages_full_of_headers_is_refused_and_delays_no_othe
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)
-async def test_an_answer_that_would_take_long_to_parse_ends_at_once(vhost: Vhost, malicious, name: str) -> None:
+async def test_an_answer_that_would_take_long_to_parse_ends_at_once(vhost: Vhost, malicious: str, name: str) -> None:
     body = {"prompt": f"[[answer: {name}]]"}
     async with serving(vhost.amqp_url, base_url=malicious) as worker, requester(vhost.amqp_url) as app:
         await app.read_dead()

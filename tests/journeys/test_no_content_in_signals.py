@@ -31,7 +31,7 @@ def quoting(asked: Asked) -> Iterable[Piece]:
 
 
 def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return str(answer.read().decode())
 
 

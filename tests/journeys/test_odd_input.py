@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import pytest
 
 from tests.support.brokers import Vhost
-from tests.support.requester import raw_properties, requester, table
+from tests.support.requester import CRITICAL, raw_properties, requester, table
 from tests.support.serving import serving
 from tests.support.waiting import until
 
@@ -128,7 +128,7 @@ async def test_unusual_messages_are_answered_or_parked_and_the_worker_continues(
                 assert (await app.final(f"{number}-2")).code == "invalid_request", what
             assert (await app.ask({"prompt": "a good one"})).status == "ok", what
             assert worker.is_well, (what, worker.losses, worker.parts.reasons())
-        await until(lambda: _nothing_left(app))
+        await until(lambda: app.holds(0, *CRITICAL))
 
 
 async def test_a_malformed_trace_context_starts_a_new_trace_and_affects_nothing_else(vhost: Vhost) -> None:
@@ -152,7 +152,3 @@ async def test_a_body_of_a_megabyte_is_processed(vhost: Vhost) -> None:
         }
         assert (await app.ask(body)).text == "echo: big"
         assert len(worker.api.calls) == 1
-
-
-async def _nothing_left(app) -> bool:
-    return not any([await app.depth(f"lane.{name}") for name in ("critical", "critical.due", "fallen")])

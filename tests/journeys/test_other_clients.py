@@ -15,7 +15,7 @@ from tests.support.brokers import Vhost
 from tests.support.serving import serving
 from tests.support.waiting import until
 
-WITHIN_S = 15
+WITHIN_S = 60
 
 
 def install_amqp_tools() -> None:
@@ -69,11 +69,11 @@ def pika_asks(url: str, reply_to: str, requests: list[tuple[str, Any, dict[str, 
 
 @pytest.mark.oldest_version
 @pytest.mark.parametrize("reply_to", ["", "amq.rabbitmq.reply-to"], ids=["exclusive queue", "direct reply-to"])
-async def test_an_application_with_pika_is_answered(vhost: Vhost, reply_to) -> None:
+async def test_an_application_with_pika_is_answered(vhost: Vhost, reply_to: str) -> None:
     requests: list[tuple[str, Any, dict[str, Any]]] = [
         ("critical.shop.chat", {"prompt": "whole"}, {}),
         ("normal.shop.chat", {"prompt": "in parts"}, {"x-lane-stream": True}),
-        ("batch.shop.chat", {"prompt": "again [[fault: overloaded x2]]"}, {"x-lane-deadline-ms": 10_000}),
+        ("batch.shop.chat", {"prompt": "again [[fault: overloaded x2]]"}, {"x-lane-deadline-ms": 60_000}),
         ("critical.shop.chat", {"prompt": "later"}, {"x-lane-delay-ms": 300}),
         ("critical.shop.chat", {"prompt": "never [[fault: invalid]]"}, {}),
         ("critical.shop.chat", {"nonsense": 1}, {}),

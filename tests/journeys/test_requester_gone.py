@@ -20,8 +20,9 @@ async def test_the_request_of_a_requester_that_has_gone_runs_once_and_is_acknowl
             async with requester(vhost.amqp_url, direct=direct) as leaves:
                 for name in names:
                     headers = {"x-lane-stream": name.endswith("True")}
-                    await leaves.publish({"prompt": f"{name} [[latency: 400ms]]"}, message_id=name, headers=headers)
+                    await leaves.publish({"prompt": f"{name} [[held]]"}, message_id=name, headers=headers)
                 await until(lambda: worker.api.running == 2)
+            worker.api.release(f"gone-{direct}")
             for name in names:
                 await until(lambda name=name: stays.events_of(name) == ["started", "completed"])
                 assert len(worker.calls(name)) == 1

@@ -33,17 +33,18 @@ async def comes_to(url: str, id: str, word: str) -> None:
 
 async def test_a_request_is_submitted_polled_and_its_result_fetched(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
-        submitted = await submit(url, "[[latency: 500ms]] polled", x_lane_name="normal")
+        submitted = await submit(url, "[[held]] polled", x_lane_name="normal")
         assert submitted.status == 202
         assert submitted.headers["location"] == submitted["status_url"] == f"/v1/requests/{submitted['id']}"
 
         await comes_to(url, submitted["id"], "running")
+        worker.api.release("polled")
         await comes_to(url, submitted["id"], "completed")
         found = await call("GET", url + submitted["status_url"])
         assert found["lane"] == "normal"
         assert found["attempts"] == 1
         assert found["model"] == "claude-sonnet-5-5"
-        assert found["result"]["content"][0]["text"] == "echo: [[latency: 500ms]] polled"
+        assert found["result"]["content"][0]["text"] == "echo: [[held]] polled"
         assert "problem" not in found.body
 
 
@@ -211,11 +212,12 @@ async def test_a_revoked_key_is_refused_after_a_restart_and_what_it_submitted_en
     user = urlsplit(vhost.amqp_url).username
     async with serving(vhost.amqp_url, speakers=(user,)) as worker:
         async with gate(worker.settings, keys={hash_of(CRM): {"tenant": "crm"}, **shop}) as url:
-            submitted = await submit(url, "[[latency: 3s]] revoked", x_api_key=CRM)
+            submitted = await submit(url, "[[held]] revoked", x_api_key=CRM)
             await worker.api.until(lambda: worker.api.running == 1)
         async with gate(worker.settings, keys=shop) as url:
             assert (await submit(url, x_api_key=CRM)).status == 401
             assert (await call("GET", url + submitted["status_url"], x_api_key=CRM)).status == 401
             assert (await submit(url, x_api_key=SHOP)).status == 202
+            worker.api.release("revoked")
             await worker.api.until(lambda: worker.api.running == 0)
         assert [each.outcome for each in worker.calls("revoked")] == ["ok"]

@@ -3,7 +3,8 @@
 import asyncio
 import os
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from functools import partial
 
 import pytest
 
@@ -52,7 +53,7 @@ async def test_a_result_can_be_fetched_although_no_reply_was_requested(vhost: Vh
     async with serving(vhost.amqp_url), Client(vhost.amqp_url) as client:
         id = await client.publish({"prompt": "fire and forget"}, key="batch.tests.x")
 
-        assert (await client.result(id, wait_s=15)).text == "echo: fire and forget"
+        assert (await client.result(id, wait_s=60)).text == "echo: fire and forget"
 
 
 async def test_an_unknown_id_is_answered_as_unknown_at_once(vhost: Vhost) -> None:
@@ -67,7 +68,7 @@ async def test_an_unknown_id_is_answered_as_unknown_at_once(vhost: Vhost) -> Non
 
 async def test_fetching_a_running_request_waits_as_long_as_requested(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
-        await client.publish({"prompt": "slow [[latency: 15s]]"}, key="critical.tests.x", message_id="s-1")
+        await client.publish({"prompt": "slow [[held]]"}, key="critical.tests.x", message_id="s-1")
         await until(lambda: worker.calls("slow"))
         with pytest.raises(NotEnded) as caught:
             await client.result("s-1")
@@ -76,14 +77,17 @@ async def test_fetching_a_running_request_waits_as_long_as_requested(vhost: Vhos
             await client.result("s-1", wait_s=0.5)
 
         assert caught.value.status == "running"
-        assert 0.5 <= time.monotonic() - began < 10
-        assert (await client.result("s-1", wait_s=30)).text.startswith("echo: slow")
+        assert time.monotonic() - began >= 0.5
+        worker.api.release("slow")
+        assert (await client.result("s-1", wait_s=60)).text.startswith("echo: slow")
 
 
 async def test_a_request_between_two_attempts_is_reported_as_waiting(vhost: Vhost) -> None:
+    pause_s = 60
     async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
-        prompt = "again [[fault: rate_limited retry_after=3 x1]]"
-        await client.publish({"prompt": prompt}, key="critical.tests.x", message_id="w-1")
+        prompt = f"again [[fault: rate_limited retry_after={pause_s} x1]]"
+        began = datetime.now(UTC)
+        await client.publish({"prompt": prompt}, key="normal.tests.x", message_id="w-1")
         await until(lambda: worker.calls("again") and worker.api.running == 0)
 
         async def waits() -> NotEnded | None:
@@ -91,26 +95,33 @@ async def test_a_request_between_two_attempts_is_reported_as_waiting(vhost: Vhos
                 await client.result("w-1")
             return caught.value if (caught.value.status, caught.value.attempts) == ("waiting", 1) else None
 
-        waiting = await until(waits, within_s=2)
+        waiting = await until(waits)
         assert waiting.due_at is not None
-        assert 1 < (waiting.due_at - datetime.now(UTC)).total_seconds() < 4
-        assert (await client.result("w-1", wait_s=15)).attempt == 2
+        assert pause_s <= (waiting.due_at - began).total_seconds()
+        assert (waiting.due_at - datetime.now(UTC)).total_seconds() < 1.1 * pause_s, "at most a tenth is added"
+        assert await client.cancel("w-1") == "recorded"
+
+        retried = await client.request({"prompt": "again [[fault: overloaded x1]]"}, key="normal.tests.x")
+        assert (await client.result(retried.request_id)).attempt == 2
 
 
 @pytest.mark.parametrize("lane", ["critical", "batch"])
 async def test_a_delayed_request_is_reported_as_waiting_until_its_due_time(vhost: Vhost, lane: str) -> None:
     async with serving(vhost.amqp_url), Client(vhost.amqp_url) as client:
+        began = datetime.now(UTC)
         await client.publish({"prompt": "later"}, key=f"{lane}.tests.x", message_id="d-1", delay_s=60)
+        published = datetime.now(UTC)
 
         async def waits() -> NotEnded | None:
             with pytest.raises(NotEnded) as caught:
                 await client.result("d-1")
             return caught.value if caught.value.status == "waiting" else None
 
-        waiting = await until(waits, within_s=2)
+        waiting = await until(waits)
         assert (waiting.attempts, waiting.due_at is not None) == (0, True)
         assert waiting.due_at is not None
-        assert 55 < (waiting.due_at - datetime.now(UTC)).total_seconds() <= 60
+        millisecond = timedelta(milliseconds=1)
+        assert began - millisecond <= waiting.due_at - timedelta(seconds=60) <= published
         assert await client.cancel("d-1") == "recorded"
         with pytest.raises(Problem, match="cancelled"):
             await client.result("d-1")
@@ -118,15 +129,14 @@ async def test_a_delayed_request_is_reported_as_waiting_until_its_due_time(vhost
 
 async def test_a_delayed_request_runs_although_the_store_has_forgotten_it(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
-        await client.publish({"prompt": "later"}, key="normal.tests.x", message_id="d-1", delay_s=2)
+        for delay_s in (1, 4, 16):  # on a busy machine it may begin before the store has forgotten it
+            id = await client.publish({"prompt": f"after {delay_s} s"}, key="normal.tests.x", delay_s=delay_s)
+            await until(partial(worker.parts.store.find, Identity("", id)))
+            os.unlink(store_url(vhost.amqp_url).removeprefix("sqlite:///"))
+            if not worker.calls(f"after {delay_s} s"):
+                break
 
-        async def waits() -> bool:
-            return await worker.parts.store.find(Identity("", "d-1")) is not None
-
-        await until(waits)
-        os.unlink(store_url(vhost.amqp_url).removeprefix("sqlite:///"))
-
-        assert (await client.result("d-1", wait_s=15)).text == "echo: later"
+        assert (await client.result(id, wait_s=60)).text == f"echo: after {delay_s} s"
 
 
 async def test_another_worker_can_answer_after_the_first_has_stopped(vhost: Vhost) -> None:

@@ -91,13 +91,14 @@ async def test_a_worker_started_without_a_usable_store_waits_and_then_recovers(
 
 async def test_a_worker_whose_store_is_locked_waits_and_then_recovers(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
-        first = await app.publish({"prompt": "long [[latency: 1500ms]]"})
+        first = await app.publish({"prompt": "long [[held]]"})
         await until(lambda: worker.api.running == 1)
         path = Path(unquote(store_url(vhost.amqp_url).removeprefix("sqlite:///")))
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN EXCLUSIVE")
             await until(lambda: worker.parts.store.trouble)
             second = await app.publish({"prompt": "later"})
+            worker.api.release("long")
             await until(lambda: worker.api.running == 0)
             await asyncio.sleep(0.5)  # nothing must happen meanwhile, so there is no condition to wait for
             assert not app.finals(first), "an answer that is not recorded is not told"

@@ -33,7 +33,7 @@ async def test_another_tenants_id_reveals_neither_answer_nor_state_nor_a_conflic
         async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as mine, requester(url) as theirs:
             first = await mine.ask({"prompt": "secret one"}, message_id="t-1", user_id=vhost.user)
             same = await theirs.ask({"prompt": "secret one"}, message_id="t-1", user_id=name)
-            running = await mine.publish({"prompt": "slow [[latency: 30s]]"}, message_id="t-2", user_id=vhost.user)
+            running = await mine.publish({"prompt": "slow [[held]]"}, message_id="t-2", user_id=vhost.user)
             await until(lambda: worker.calls("slow"))
 
             assert first.text == same.text == "echo: secret one"

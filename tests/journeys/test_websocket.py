@@ -10,14 +10,14 @@ import aiohttp
 import pytest
 
 from service.gateway.access import hash_of
-from service.simulated.options import SimulatedOptions
 from tests.support.brokers import Vhost
 from tests.support.gate import gate
+from tests.support.held_provider import HeldProvider
 from tests.support.http_calls import call, submit
 from tests.support.serving import serving
 
 SLOW = "[[latency: 60s]] slow"
-LONG = f"[[latency: 6s]] {'a word ' * 30}"
+LONG = "a word " * 30
 
 
 class Socket:
@@ -38,7 +38,7 @@ class Socket:
         """Read until a message for which this holds."""
         async with asyncio.timeout(60):
             while True:
-                found = json.loads(await self.ws.receive_str())
+                found: dict[str, Any] = json.loads(await self.ws.receive_str())
                 self.found.append(found)
                 if holds(found):
                     return found
@@ -82,13 +82,18 @@ async def test_many_requests_on_one_connection_each_get_their_own_entries_in_ord
 
 
 async def test_a_request_is_followed_on_another_connection_of_another_gateway_from_where_it_was(vhost: Vhost) -> None:
-    many = SimulatedOptions(stream_deltas=40)
-    async with serving(vhost.amqp_url, simulated=many) as worker, gate(worker.settings) as second:
+    async with (
+        HeldProvider(parts=2) as provider,
+        serving(vhost.amqp_url, base_url=provider.base_url) as worker,
+        gate(worker.settings) as second,
+    ):
         async with gate(worker.settings) as first, socket(first) as own:
             await own.submit(LONG, id="long")
             await own.until(lambda each: each.get("number") == 6)
         async with socket(second) as other:
             await other.say("subscribe", id="long", after=6)
+            await other.until(lambda each: each.get("number") == 7)
+            provider.go_on()
             await other.ends("long")
 
         entries = own.entries("long") + other.entries("long")
@@ -99,12 +104,13 @@ async def test_a_request_is_followed_on_another_connection_of_another_gateway_fr
 async def test_a_request_is_cancelled_and_one_that_is_left_is_followed_no_more(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url, socket(url) as own:
         await own.submit(SLOW, id="slow", subscribe=False)
-        submitted = await submit(url, "[[latency: 1s]] left")
+        submitted = await submit(url, "[[held]] left")
         await own.say("subscribe", id=submitted["id"])
         await own.until(lambda each: each["type"] == "entry")
         await own.say("unsubscribe", id=submitted["id"])
         await own.until(lambda each: each["type"] == "unsubscribed")
-        await worker.api.until(lambda: worker.api.running >= 1)
+        await worker.api.until(lambda: worker.api.running == 2)
+        worker.api.release("left")
         await call("GET", f"{url}{submitted['status_url']}?wait=30s")
         await own.say("cancel", id="slow", ref="c")
         cancelling = await own.until(lambda each: each["type"] == "cancelling")

@@ -1,6 +1,7 @@
 """Messages on the control exchange, and how their answers are read."""
 
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import pytest
@@ -32,7 +33,7 @@ def test_a_cancellation_is_persistent_and_a_question_is_not() -> None:
 
 
 @pytest.mark.parametrize("make", [cancellation, question])
-def test_a_tenant_is_sent_together_with_the_user_that_the_broker_checks(make) -> None:
+def test_a_tenant_is_sent_together_with_the_user_that_the_broker_checks(make: Callable[..., Message]) -> None:
     told, untold = make("id-1", tenant="acme", user="crm"), make("id-1", tenant=None, user="crm")
 
     assert (json.loads(told.body)["tenant"], told.user_id) == ("acme", "crm")
@@ -80,7 +81,7 @@ def test_a_pending_result_of_a_delayed_request_has_its_due_time(attempts: int, h
 
 
 @pytest.mark.parametrize("read", [outcome_of, result_of])
-def test_a_refused_control_message_raises_its_own_error(read) -> None:
+def test_a_refused_control_message_raises_its_own_error(read: Callable[[Message], object]) -> None:
     document = json.loads(RequestProblem("invalid_request", "tenant: another's").document(request="", attempts=0))
 
     with pytest.raises(ControlRefused, match="tenant: another's") as caught:

@@ -50,7 +50,9 @@ def word(number: int, text: str) -> str:
     return event(number, "event", {"type": "content_block_delta", "delta": {"text": text}})
 
 
-async def test_a_request_goes_to_its_lane_and_its_answer_comes_byte_for_byte(gateway, client) -> None:
+async def test_a_request_goes_to_its_lane_and_its_answer_comes_byte_for_byte(
+    gateway: FakeGateway, client: Client
+) -> None:
     gateway.status |= {"model": "m-1", "provider": "p-1", "wait_ms": 5, "run_ms": 7}
 
     final = await client.request(BODY, key="batch.tests.http", message_id="id-1", deadline_s=30, beta="b-1")
@@ -64,7 +66,9 @@ async def test_a_request_goes_to_its_lane_and_its_answer_comes_byte_for_byte(gat
 
 
 @pytest.mark.slow
-async def test_while_gateway_or_proxy_are_away_the_same_request_is_posted_again(gateway, client) -> None:
+async def test_while_gateway_or_proxy_are_away_the_same_request_is_posted_again(
+    gateway: FakeGateway, client: Client
+) -> None:
     gateway.faults += [503, CUT, 502, 504, Refusal(429)]
 
     id = await client.publish(BODY, key=LANE)
@@ -73,7 +77,9 @@ async def test_while_gateway_or_proxy_are_away_the_same_request_is_posted_again(
     assert list(gateway.posted) == [id]
 
 
-async def test_a_gateway_that_stays_away_is_told_and_whether_the_request_may_have_been_taken(gateway) -> None:
+async def test_a_gateway_that_stays_away_is_told_and_whether_the_request_may_have_been_taken(
+    gateway: FakeGateway,
+) -> None:
     async with Client(gateway.url, api_key=KEY, publish_within_s=0.01) as client:
         gateway.faults += [503]
         with pytest.raises(BrokerUnreachable, match="503") as away:
@@ -90,7 +96,7 @@ async def test_a_gateway_that_stays_away_is_told_and_whether_the_request_may_hav
 
 
 @pytest.mark.slow
-async def test_a_gateway_that_is_not_there_is_told_as_soon_as_the_client_wants(gateway) -> None:
+async def test_a_gateway_that_is_not_there_is_told_as_soon_as_the_client_wants(gateway: FakeGateway) -> None:
     async with Client(gateway.url, api_key=KEY, absent_within_s=0) as client:
         gateway.faults += [503]
         with pytest.raises(BrokerUnreachable):
@@ -101,7 +107,7 @@ async def test_a_gateway_that_is_not_there_is_told_as_soon_as_the_client_wants(g
 
 
 @pytest.mark.slow
-async def test_a_full_lane_is_told_with_how_long_to_wait_or_waited_for(gateway, client) -> None:
+async def test_a_full_lane_is_told_with_how_long_to_wait_or_waited_for(gateway: FakeGateway, client: Client) -> None:
     gateway.faults += [Refusal(529, {"detail": "the lane is full"}, {"retry-after": "7"})]
     with pytest.raises(PublishRefused, match="the lane is full") as refused:
         await client.publish(BODY, key=LANE)
@@ -126,7 +132,7 @@ async def test_a_full_lane_is_told_with_how_long_to_wait_or_waited_for(gateway, 
     ],
 )
 async def test_what_the_gateway_refuses_is_the_same_error_as_over_amqp(
-    gateway, client, status: int, document: dict[str, Any], error: type[Exception], says: str
+    gateway: FakeGateway, client: Client, status: int, document: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     gateway.faults += [Refusal(status, document, {"location": "/v1/requests"})]
 
@@ -135,7 +141,9 @@ async def test_what_the_gateway_refuses_is_the_same_error_as_over_amqp(
     assert len(gateway.calls) == 1
 
 
-async def test_a_request_whose_record_was_lost_is_posted_again_under_its_id(gateway, client) -> None:
+async def test_a_request_whose_record_was_lost_is_posted_again_under_its_id(
+    gateway: FakeGateway, client: Client
+) -> None:
     gateway.status["status"] = "running"
     asked = asyncio.create_task(client.request(BODY, key=LANE, message_id="id-1", timeout_s=30))
     await until(lambda: gateway.called("GET"))
@@ -147,7 +155,7 @@ async def test_a_request_whose_record_was_lost_is_posted_again_under_its_id(gate
     assert {call.headers["idempotency-key"] for call in gateway.called("POST")} == {"id-1"}
 
 
-async def test_a_request_that_failed_is_the_problem(gateway, client) -> None:
+async def test_a_request_that_failed_is_the_problem(gateway: FakeGateway, client: Client) -> None:
     problem = {"code": "deadline_exceeded", "status": 504, "detail": "too late", "attempts": 2}
     gateway.status = {"status": "failed", "problem": problem}
 
@@ -157,7 +165,7 @@ async def test_a_request_that_failed_is_the_problem(gateway, client) -> None:
 
 
 @pytest.mark.slow
-async def test_no_answer_in_time_is_no_reply(gateway, client) -> None:
+async def test_no_answer_in_time_is_no_reply(gateway: FakeGateway, client: Client) -> None:
     gateway.status["status"] = "running"
     with pytest.raises(NoReply, match=r"id-1 within 0\.3 s"):
         await client.request(BODY, key=LANE, message_id="id-1", timeout_s=0.3)
@@ -167,7 +175,9 @@ async def test_no_answer_in_time_is_no_reply(gateway, client) -> None:
     ("status", "waits"),
     [("queued", "waiting"), ("delayed", "waiting"), ("retrying", "waiting"), ("running", "running")],
 )
-async def test_a_result_that_is_not_there_yet_says_why(gateway, client, status: str, waits: str) -> None:
+async def test_a_result_that_is_not_there_yet_says_why(
+    gateway: FakeGateway, client: Client, status: str, waits: str
+) -> None:
     gateway.status = {"status": status, "attempts": 3, "due_at": "2026-11-22T10:00:00+00:00"}
     await client.publish(BODY, key=LANE, message_id="id-1")
 
@@ -177,7 +187,7 @@ async def test_a_result_that_is_not_there_yet_says_why(gateway, client, status: 
     assert waiting.value.due_at is not None
 
 
-async def test_a_result_is_waited_for_at_the_gateway(gateway, client) -> None:
+async def test_a_result_is_waited_for_at_the_gateway(gateway: FakeGateway, client: Client) -> None:
     gateway.status["status"] = "running"
     await client.publish(BODY, key=LANE, message_id="id-1")
     asked = asyncio.create_task(client.result("id-1", wait_s=60))
@@ -189,7 +199,7 @@ async def test_a_result_is_waited_for_at_the_gateway(gateway, client) -> None:
     assert {call.query["wait"] for call in gateway.called("GET")} == {"20.000s"}
 
 
-async def test_an_unknown_request_has_no_result_and_cannot_be_cancelled(client) -> None:
+async def test_an_unknown_request_has_no_result_and_cannot_be_cancelled(client: Client) -> None:
     with pytest.raises(NotEnded, match="unknown"):
         await client.result("id-1")
     with pytest.raises(ControlRefused, match="not known"):
@@ -200,7 +210,7 @@ async def test_an_unknown_request_has_no_result_and_cannot_be_cancelled(client) 
 
 
 @pytest.mark.slow
-async def test_a_stream_goes_on_after_a_lost_connection_where_it_was(gateway, client) -> None:
+async def test_a_stream_goes_on_after_a_lost_connection_where_it_was(gateway: FakeGateway, client: Client) -> None:
     gateway.streams += [
         [": hello\n\n", event(1, "queued"), event(2, "started"), word(3, "One "), "id: 4\nevent: event\nda"],
         [word(4, "two"), event(5, "restart"), word(6, "New ")],
@@ -220,7 +230,7 @@ async def test_a_stream_goes_on_after_a_lost_connection_where_it_was(gateway, cl
     assert [json.loads(call.body) for call in gateway.called("POST")] == [{"stream": True, **BODY}]
 
 
-async def test_a_stream_whose_events_are_gone_gives_the_answer_alone(gateway, client) -> None:
+async def test_a_stream_whose_events_are_gone_gives_the_answer_alone(gateway: FakeGateway, client: Client) -> None:
     gateway.posted["id-1"] = b"{}"
     gateway.faults += [Refusal(202), Refusal(404)]  # for POST and for the events
 
@@ -229,7 +239,7 @@ async def test_a_stream_whose_events_are_gone_gives_the_answer_alone(gateway, cl
     assert [type(each) for each in came] == [Final]
 
 
-async def test_a_stream_that_fails_raises_the_problem_after_its_parts(gateway, client) -> None:
+async def test_a_stream_that_fails_raises_the_problem_after_its_parts(gateway: FakeGateway, client: Client) -> None:
     gateway.status = {"status": "failed", "problem": {"code": "attempts_exhausted", "status": 502, "detail": "cut"}}
     gateway.streams += [[word(1, "One ")]]
     stream = client.stream(BODY, key=LANE)
@@ -239,7 +249,7 @@ async def test_a_stream_that_fails_raises_the_problem_after_its_parts(gateway, c
         await anext(stream)
 
 
-async def test_a_body_given_as_bytes_stays_as_it_is_but_for_stream(gateway, client) -> None:
+async def test_a_body_given_as_bytes_stays_as_it_is_but_for_stream(gateway: FakeGateway, client: Client) -> None:
     async for _ in client.stream(b' { "prompt" :"hello"}', key=LANE):
         pass
     await client.request(b' { "prompt" :"hello"}', key=LANE)
@@ -250,7 +260,7 @@ async def test_a_body_given_as_bytes_stays_as_it_is_but_for_stream(gateway, clie
 
 
 @pytest.mark.parametrize("how", ["request", "stream"])
-async def test_a_caller_that_leaves_cancels_its_request(gateway, client, how: str) -> None:
+async def test_a_caller_that_leaves_cancels_its_request(gateway: FakeGateway, client: Client, how: str) -> None:
     gateway.status["status"] = "running"
     gateway.streams += [[word(1, "One ")]]
     if how == "request":
@@ -268,7 +278,9 @@ async def test_a_caller_that_leaves_cancels_its_request(gateway, client, how: st
     assert [call.path for call in gateway.called("DELETE")] == ["/v1/requests/id-1"]
 
 
-async def test_a_caller_that_leaves_while_its_request_is_posted_cancels_it_once_it_is_known(gateway, client) -> None:
+async def test_a_caller_that_leaves_while_its_request_is_posted_cancels_it_once_it_is_known(
+    gateway: FakeGateway, client: Client
+) -> None:
     gateway.faults += [503]
     asked = asyncio.create_task(client.request(BODY, key=LANE, message_id="id-1"))
     await until(lambda: gateway.called("POST"))
@@ -283,14 +295,14 @@ async def test_a_caller_that_leaves_while_its_request_is_posted_cancels_it_once_
 
 
 @pytest.mark.slow
-async def test_a_wait_that_the_gateway_has_no_room_for_is_tried_again(gateway, client) -> None:
+async def test_a_wait_that_the_gateway_has_no_room_for_is_tried_again(gateway: FakeGateway, client: Client) -> None:
     await client.publish(BODY, key=LANE, message_id="id-1")
     gateway.faults += [529, 529]
 
     assert (await client.result("id-1", wait_s=30)).text == "Pô"
 
 
-async def test_a_cancellation_says_what_became_of_it(client) -> None:
+async def test_a_cancellation_says_what_became_of_it(client: Client) -> None:
     await client.publish(BODY, key=LANE, message_id="id-1")
     assert await client.cancel("id-1") == "told"
 
@@ -303,13 +315,15 @@ async def test_a_cancellation_says_what_became_of_it(client) -> None:
         ({"headers": {"x-mine": "1"}}, "header x-mine"),
     ],
 )
-async def test_what_http_cannot_carry_is_refused_before_it_is_sent(gateway, client, options: Any, says: str) -> None:
+async def test_what_http_cannot_carry_is_refused_before_it_is_sent(
+    gateway: FakeGateway, client: Client, options: Any, says: str
+) -> None:
     with pytest.raises(Problem, match=says):
         await client.publish(BODY, key=LANE, **options)
     assert gateway.calls == []
 
 
-async def test_opening_the_client_tells_a_wrong_key_and_a_gateway_that_is_away(gateway) -> None:
+async def test_opening_the_client_tells_a_wrong_key_and_a_gateway_that_is_away(gateway: FakeGateway) -> None:
     with pytest.raises(AccessRefused, match="401"):
         async with Client(gateway.url, api_key="wrong"):
             pass

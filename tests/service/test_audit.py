@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / ".ci" / "audit.py"
 
 
-def judged(*packages: dict[str, object], out: str | None = None, err: str = "") -> tuple[int, str]:
+def judged(*packages: Mapping[str, object], out: str | None = None, err: str = "") -> tuple[int, str]:
     spec = importlib.util.spec_from_file_location("audit", SCRIPT)
     assert spec is not None
     assert spec.loader is not None

@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import pytest
 from suite import gateway_table, load, report
 from suite.call_log import CallLog
 from suite.medians import Median, quantile, ratio
+from suite.processes import ROOT
 from suite.report import COMMAND, Aim, marks
 from suite.results import Results, Run
 from suite.results import load as load_results
@@ -19,34 +22,34 @@ def drained(contestant: str, number: int, cpu_ms: float) -> Run:
     )
 
 
-def test_a_quantile_is_a_value_that_was_measured():
+def test_a_quantile_is_a_value_that_was_measured() -> None:
     values = [float(each) for each in range(100, 0, -1)]
 
     assert (quantile(values, 0.5), quantile(values, 0.99), quantile([7.0], 0.99)) == (50.0, 99.0, 7.0)
 
 
-def test_a_quantile_of_nothing_is_an_error():
+def test_a_quantile_of_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="no values"):
         quantile([], 0.5)
 
 
-def test_the_ratio_is_the_median_of_each_rounds_ratio():
+def test_the_ratio_is_the_median_of_each_rounds_ratio() -> None:
     assert ratio({0: 2.0, 1: 30.0, 2: 4.0}, {0: 1.0, 1: 10.0, 2: 4.0}) == Median(2.0, 1.0, 3.0, 3)
 
 
-def test_a_round_that_only_one_contestant_completed_does_not_count():
+def test_a_round_that_only_one_contestant_completed_does_not_count() -> None:
     assert ratio({0: 2.0, 1: 9.0}, {0: 1.0, 2: 1.0}) == Median(2.0, 2.0, 2.0, 1)
     assert ratio({0: 2.0}, {1: 1.0}) is None
 
 
 @pytest.mark.parametrize(("at_most", "reached", "missed"), [(True, 1.4, 1.41), (False, 1.4, 1.39)])
-def test_an_aim_is_reached_at_its_limit(at_most: bool, reached: float, missed: float):
+def test_an_aim_is_reached_at_its_limit(at_most: bool, reached: float, missed: float) -> None:
     aim = Aim(text="an aim", limit=1.4, at_most=at_most, measured=lambda _: None)
 
     assert (aim.holds(reached), aim.holds(missed)) == (True, False)
 
 
-def test_an_aim_shows_the_ratio_to_the_floor_and_its_range():
+def test_an_aim_shows_the_ratio_to_the_floor_and_its_range() -> None:
     found = results(
         *(drained("floor", number, 1.0) for number in range(3)),
         *(drained("lanekeeper", number, cpu_ms) for number, cpu_ms in enumerate((1.2, 1.3, 1.6))),
@@ -55,11 +58,11 @@ def test_an_aim_shows_the_ratio_to_the_floor_and_its_range():
     assert "| ≤ 1.4 × | 1.3 × (1.2 to 1.6) | yes |" in report.aims(found)
 
 
-def test_an_aim_without_a_measurement_is_listed_in_the_table():
+def test_an_aim_without_a_measurement_is_listed_in_the_table() -> None:
     assert report.aims(results()).count("not measured") == len(report.AIMS)
 
 
-def test_a_run_that_lost_a_message_has_no_figure_and_is_reported():
+def test_a_run_that_lost_a_message_has_no_figure_and_is_reported() -> None:
     lost = Run(scenario="drain", contestant="celery", round=0, error="Spoiled: celery: 1 of 800 requests are lost")
 
     told = report.whole(results(drained("floor", 0, 1.0), lost))
@@ -68,13 +71,13 @@ def test_a_run_that_lost_a_message_has_no_figure_and_is_reported():
     assert "| celery |" not in told
 
 
-def test_saved_results_are_read_unchanged(tmp_path):
+def test_saved_results_are_read_unchanged(tmp_path: Path) -> None:
     found = results(drained("floor", 0, 1.0))
 
     assert load_results(found.save(tmp_path)) == found
 
 
-def test_a_report_is_written_only_between_the_markers(tmp_path):
+def test_a_report_is_written_only_between_the_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
 
@@ -84,11 +87,11 @@ def test_a_report_is_written_only_between_the_markers(tmp_path):
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
-def test_the_gateways_tables_have_a_place_in_the_page(page: str):
-    assert all(mark in (report.ROOT / page).read_text() for mark in marks(gateway_table.COMMAND))
+def test_the_gateways_tables_have_a_place_in_the_page(page: str) -> None:
+    assert all(mark in (ROOT / page).read_text() for mark in marks(gateway_table.COMMAND))
 
 
-def test_what_the_gateway_adds_is_the_difference_to_the_direct_call_of_the_same_round():
+def test_what_the_gateway_adds_is_the_difference_to_the_direct_call_of_the_same_round() -> None:
     def took(contestant: str, number: int, p50_ms: float) -> Run:
         return Run(scenario="first token", contestant=contestant, round=number, figures={"p50_ms": p50_ms})
 
@@ -97,7 +100,7 @@ def test_what_the_gateway_adds_is_the_difference_to_the_direct_call_of_the_same_
     assert "| first token: added p50 | < 5 ms | 5 (4 to 6) | **no** |" in gateway_table.text(found)
 
 
-def test_a_page_without_markers_is_not_changed(tmp_path):
+def test_a_page_without_markers_is_not_changed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("nothing here")
 
@@ -108,14 +111,14 @@ def test_a_page_without_markers_is_not_changed(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1024, 32_000, 1_000_000])
-def test_a_benchmark_body_has_its_size_and_carries_its_number_and_call_time(size: int):
+def test_a_benchmark_body_has_its_size_and_carries_its_number_and_call_time(size: int) -> None:
     body = load.body(1234, size=size, call_ms=50)
 
     assert len(body) == size
     assert load.read_mark(body) == (1234, 50)
 
 
-def test_the_books_count_requests_that_were_called_twice(tmp_path):
+def test_the_books_count_requests_that_were_called_twice(tmp_path: Path) -> None:
     writing, reading = CallLog(tmp_path / "call_log", most=10), CallLog(tmp_path / "call_log", most=10)
 
     for number in (1, 2, 1):

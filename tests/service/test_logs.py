@@ -70,7 +70,7 @@ def test_errors_of_the_trace_exporter_are_logged_once_a_minute_with_their_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out, clock_s = io.StringIO(), [1_000.0]
-    monkeypatch.setattr(logs.time, "monotonic", lambda: clock_s[-1])
+    monkeypatch.setattr("service.telemetry.logs.time.monotonic", lambda: clock_s[-1])
 
     with logs.configured(service="s", level="info", stream=out):
         for now_s in (1_000.0, 1_030.0, 1_059.0, 1_061.0):

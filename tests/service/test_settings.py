@@ -413,7 +413,7 @@ def test_a_dotenv_file_that_is_not_text_is_reported() -> None:
 
 def test_a_lanes_models_are_a_list_that_contains_its_default_model() -> None:
     env = {"LANEKEEPER_LANES__BATCH__MODELS": "claude-haiku-5-5, claude-opus-5-5"}
-    assert lane(load(env=env), "batch").models == {"claude-haiku-5-5", "claude-opus-5-5"}
+    assert lane(load(env=env), "batch").models == frozenset({"claude-haiku-5-5", "claude-opus-5-5"})
 
     env = {"LANEKEEPER_LANES__BATCH__MODELS": '["claude-opus-5-5"]'}
     assert "models leaves out the lane's own model, claude-haiku-5-5" in wrong(env=env)

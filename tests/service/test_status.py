@@ -114,7 +114,7 @@ def test_depths_that_the_user_may_not_see_are_left_out() -> None:
 
 
 def test_removed_and_refused_messages_are_counted_over_all_workers() -> None:
-    answers = [
+    answers: list[dict[str, Any]] = [
         {"worker": "a", "dead_letters": {"exported": 2, "dropped": 1}, "control": {"refused": 3}, "undelivered": 4},
         {"worker": "b", "dead_letters": {"exported": 1, "unparked": 5}, "control": {"displaced": 1}, "undelivered": 1},
         {"worker": "of an older version"},
@@ -135,7 +135,7 @@ def test_the_json_has_every_lane_and_worker() -> None:
 
 
 def test_workers_with_a_simulated_provider_spend_no_dollars() -> None:
-    spent = {"spent": {"lane": {"critical": {"requests": 1, "usd": 0.5}}}, "lanes": {}}
+    spent: dict[str, Any] = {"spent": {"lane": {"critical": {"requests": 1, "usd": 0.5}}}, "lanes": {}}
     answers = [{"worker": "a", "simulated": True, **spent}, {"worker": "b", **spent}]
 
     both = merge(answers, EMPTY, lanes=LANES, names=NAMES)

@@ -4,8 +4,9 @@ import asyncio
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from consumers.limits import headers
 from consumers.limits.accounts import Budgets
@@ -19,6 +20,9 @@ from service.simulated.errors import Refusal
 ACCOUNT = "simulated/model"
 PLENTY = 10_000_000
 
+Tokens = Callable[[random.Random], int]
+"""Chooses the input tokens of a request."""
+
 
 def spec(
     *,
@@ -26,12 +30,12 @@ def spec(
     input_tokens: float = 40_000,
     output_tokens: float = PLENTY,
     concurrency: int | None = None,
-    **more: object,
+    **more: Any,
 ) -> BudgetSpec:
     caps = AccountCaps(
         requests=requests, input_tokens=input_tokens, output_tokens=output_tokens, concurrency=concurrency
     )
-    return BudgetSpec(accounts={ACCOUNT: caps}, **more)  # type: ignore[arg-type]
+    return BudgetSpec(accounts={ACCOUNT: caps}, **more)
 
 
 @dataclass
@@ -113,7 +117,7 @@ class Traffic:
         heard = Feedback(kind=kind, rate=rate, retry_after_s=retry_after_s, counted=counted, took_s=took_s)
         self.budgets.learn(ACCOUNT, heard)
 
-    def slots(self, lane: str, count: int, tokens: Callable[[random.Random], int]) -> None:
+    def slots(self, lane: str, count: int, tokens: Tokens) -> None:
         """Keep `count` requests of a lane running at all times."""
         for _ in range(count):
             self._start(self._always(lane, tokens))
@@ -138,7 +142,7 @@ class Traffic:
         requests, tokens = (sum(self.used[lane][each] for lane in lanes or self.used) for each in (0, 1))
         return requests / (self.requests * passed_min), tokens / (self.input_tokens * passed_min)
 
-    async def _always(self, lane: str, tokens: Callable[[random.Random], int]) -> None:
+    async def _always(self, lane: str, tokens: Tokens) -> None:
         while True:
             await self.call(lane, tokens(self._rng))
 
@@ -147,12 +151,12 @@ class Traffic:
             self._start(self.call(lane, tokens))
             await asyncio.sleep(seconds)
 
-    def _start(self, story: object) -> None:
-        task = asyncio.ensure_future(story)  # type: ignore[call-overload]
+    def _start(self, story: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(story)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
-def traffic(**given: object) -> Traffic:
+def traffic(**given: Any) -> Traffic:
     """Traffic on an account whose limits are known from the start."""
-    return Traffic(own_accounts(spec()), **given)  # type: ignore[arg-type]
+    return Traffic(own_accounts(spec()), **given)

@@ -1,12 +1,16 @@
 """A fake control queue without a broker: it delivers given messages."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
+
+from typing_extensions import override
 
 from tests.support.jobs import FakeDelivery
+from topology.broker.deliveries import Deliveries
+from topology.broker.session import Delivery, Session
 
 
-class FakeSession:
+class FakeSession(Session):
     """Delivers the given messages, then waits until it is stopped. `ends`: it ends after the last one instead."""
 
     def __init__(self, log: list[str], deliveries: Sequence[FakeDelivery], *, ends: bool = False) -> None:
@@ -20,39 +24,45 @@ class FakeSession:
             self.stopped.set()
 
     @property
+    @override
     def waiting(self) -> int:
         return len(self._left)
 
+    @override
     def __aiter__(self) -> "FakeSession":
         return self
 
+    @override
     async def __anext__(self) -> FakeDelivery:
         if not self._left:
             await self.stopped.wait()
             raise StopAsyncIteration
         return self._left.pop(0)
 
-    async def ack(self, deliveries: Sequence[FakeDelivery], *, in_hand: Collection[int]) -> None:
+    @override
+    async def ack(self, deliveries: Sequence[Delivery], *, in_hand: Collection[int] = ()) -> None:
         assert not {each.tag for each in deliveries} & set(in_hand)
         self.writes += 1
         self.acknowledged += [each.tag for each in deliveries]
         self._log += ["ack"] * len(deliveries)
 
 
-class FakeDeliveries:
+class FakeDeliveries(Deliveries):
     """Deliveries that have a single session."""
 
     queue = "lane.control"
     trouble = None
 
     def __init__(self, session: FakeSession) -> None:
-        self._session = session
+        self._only = session
 
-    async def sessions(self) -> AsyncIterator[FakeSession]:
-        yield self._session
+    @override
+    async def sessions(self) -> AsyncGenerator[Session, None]:
+        yield self._only
 
+    @override
     async def stop(self) -> None:
-        self._session.stopped.set()
+        self._only.stopped.set()
 
 
 async def none_waits() -> dict[str, int]:

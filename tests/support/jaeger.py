@@ -17,8 +17,9 @@ import pytest
 from service.private_broker.source import LOOPBACK, free_ports
 from tests.support.jaeger_build import BuildFailed, NotToBeHad, jaeger
 from tests.support.otlp import ReceivedSpan, tree
+from tests.support.waiting import PATIENCE_S, STARTED_S
 
-START_S = 30
+START_S = STARTED_S
 GUARD = '"$@" & read _; kill -KILL $!; wait'
 """Ends it when standard input is closed: by us, or because our process has ended."""
 KINDS = ("UNSPECIFIED", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
@@ -31,7 +32,7 @@ class Jaeger:
         self.endpoint = f"http://{LOOPBACK}:{otlp_port}"
         self.query = f"http://{LOOPBACK}:{query_port}"
 
-    async def trace(self, trace_id: str, *, names: Iterable[str], within_s: float = 20) -> list[ReceivedSpan]:
+    async def trace(self, trace_id: str, *, names: Iterable[str], within_s: float = PATIENCE_S) -> list[ReceivedSpan]:
         """The spans of a trace by start, once there is one for each of `names` (a name given twice: two)."""
         wanted = sorted(names)
         end = time.monotonic() + within_s

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from typing_extensions import override
+
 from consumers.attempt import Attempts
 from consumers.capacity.pausing import Pausing
 from consumers.chain import Chain
@@ -38,12 +40,14 @@ from consumers.replies.sendable import Sendable
 from consumers.retry import RetryPolicy
 from consumers.settle import Settler
 from lanekeeper.amqp.confirming import Answer
+from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import MessageTooLarge
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.memory_store import MemoryStore
-from topology.broker.session import ChannelLost
+from topology.broker.notices import Notices
+from topology.broker.session import ChannelLost, Delivery
 from topology.codec import decoding
 from topology.lanes import CRITICAL, LaneSpec
 
@@ -54,7 +58,7 @@ REPLY_TO = "amq.gen-abcdefghijklmnopqrstuv"
 
 
 @dataclass
-class FakeDelivery:
+class FakeDelivery(Delivery):
     """A delivery; writes into `log` how it was settled."""
 
     message: Message
@@ -65,16 +69,19 @@ class FakeDelivery:
     times_delivered: int | None = 1
     is_lost: bool = False
 
+    @override
     async def ack(self) -> None:
-        await self._settle("ack")
+        await self._settled("ack")
 
+    @override
     async def reject(self) -> None:
-        await self._settle("reject")
+        await self._settled("reject")
 
+    @override
     async def nack(self) -> None:
-        await self._settle("nack")
+        await self._settled("nack")
 
-    async def _settle(self, how: str) -> None:
+    async def _settled(self, how: str) -> None:
         if self.is_lost:
             raise ChannelLost("channel lost")
         self.log.append(how)
@@ -88,7 +95,7 @@ class Sent:
 
 
 @dataclass
-class FakePublisher:
+class FakePublisher(Publisher):
     """Records what is published, or raises `failing[exchange]`."""
 
     log: list[str]
@@ -100,6 +107,7 @@ class FakePublisher:
     too_large: set[bytes] = field(default_factory=set)
     """Bodies for which it raises MessageTooLarge."""
 
+    @override
     async def publish(self, message: Message, *, exchange: str, routing_key: str, **_: Any) -> None:
         if (error := self.failing.get(exchange)) is not None:
             self.log.append(f"failed: {exchange or 'reply'}")
@@ -109,8 +117,11 @@ class FakePublisher:
         self.sent.append(Sent(message, exchange, routing_key))
         self.log.append(f"confirmed: {exchange or 'reply'}")
 
-    publish_surely = publish
+    @override
+    async def publish_surely(self, message: Message, *, exchange: str, routing_key: str, **_: Any) -> None:
+        await self.publish(message, exchange=exchange, routing_key=routing_key)
 
+    @override
     async def write(
         self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = 10
     ) -> asyncio.Future[Answer]:
@@ -122,15 +133,17 @@ class FakePublisher:
             self.unconfirmed.append(answer)
         return answer
 
+    @override
     async def exceeded_limit(self, size: int) -> int | None:
         return None if self.largest is None or size <= self.largest else self.largest
 
 
 @dataclass
-class FakeNotices:
+class FakeNotices(Notices):
     log: list[str]
     bodies: list[bytes] = field(default_factory=list)
 
+    @override
     def publish(self, body: bytes, *, exchange: str, routing_key: str) -> None:
         assert exchange == NAMES.events
         self.bodies.append(body)
@@ -144,18 +157,18 @@ class Bench:
         self.log: list[str] = []
         self.publisher = FakePublisher(self.log)
         self.notices = FakeNotices(self.log)
-        self.lifecycle = Lifecycle(self.notices, names=NAMES, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
-        self.direct = DirectSender(self.publisher, own=None)  # type: ignore[arg-type]
+        self.lifecycle = Lifecycle(self.notices, names=NAMES, now_ms=lambda: NOW_MS)
+        self.direct = DirectSender(self.publisher, own=None)
         self.replies = Replies(
-            self.publisher,  # type: ignore[arg-type]
+            self.publisher,
             direct=self.direct,
             rule=ReplyRule(names=NAMES),
         )
         self.store = MemoryStore(self.log)
-        self.claiming = Claiming(self.store)  # type: ignore[arg-type]
+        self.claiming = Claiming(self.store)
         self.reply_retries = ReplyRetries(self.claiming)
         self.settler = Settler(
-            self.publisher,  # type: ignore[arg-type]
+            self.publisher,
             replies=self.replies,
             reply_retries=self.reply_retries,
             claiming=self.claiming,
@@ -164,8 +177,8 @@ class Bench:
             tracing=Tracing(),
             now_ms=lambda: NOW_MS,
             failpoints=Failpoints(),
-            parking=parking,
-            sendable=Sendable(self.publisher),  # type: ignore[arg-type]
+            parking=parking or Parking(),
+            sendable=Sendable(self.publisher),
         )
 
     def delivery(self, *, body: bytes = BODY, queue: str = "lane.critical", **properties: Any) -> FakeDelivery:
@@ -179,9 +192,9 @@ class Bench:
         }
         return FakeDelivery(Message(body=body, **fields), self.log, queue=queue)
 
-    def job(self, *, lane: LaneSpec | None = CRITICAL, delivery: FakeDelivery | None = None, **properties: Any) -> Job:
+    def job(self, *, lane: LaneSpec | None = CRITICAL, delivery: Delivery | None = None, **properties: Any) -> Job:
         found = delivery or self.delivery(**properties)
-        return Job(found, lane=lane, trusted=is_trusted(found.message, NAMES), taken_ms=NOW_MS)  # type: ignore[arg-type]
+        return Job(found, lane=lane, trusted=is_trusted(found.message, NAMES), taken_ms=NOW_MS)
 
     def to(self, exchange: str) -> Message:
         """The only message published to `exchange`."""

@@ -7,6 +7,8 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from functools import cache
 
+from typing_extensions import override
+
 from consumers.state.base import (
     Cancelling,
     Completion,
@@ -27,6 +29,7 @@ from consumers.state.sqlite.file import SCHEMA
 from consumers.state.sqlite.requests import Requests
 from consumers.state.sqlite.rows import Times
 from consumers.state.sqlite.shares import Waiting
+from consumers.state.sqlite.store import SqliteStore
 
 
 @cache
@@ -37,8 +40,10 @@ def _empty() -> bytes:
     return connection.serialize()
 
 
-class MemoryStore:
+class MemoryStore(SqliteStore):
     """Claims and results. Its clock `now_ms` changes only when a test sets it."""
+
+    trouble: str | None = None
 
     def __init__(self, log: list[str] | None = None, *, spec: StoreSpec | None = None) -> None:
         connection = sqlite3.connect(":memory:", isolation_level=None)
@@ -48,40 +53,49 @@ class MemoryStore:
         self.log = [] if log is None else log
         self.now_ms = 1_000_000
         self.failing: StoreUnavailable | None = None
-        self.trouble: str | None = None
 
+    @override
     async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
         return self._requests.claim(self._at("claim"), identity, fingerprint)
 
+    @override
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
         return self._requests.renew(self._at(), held)
 
+    @override
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
         self._requests.release(self._at("release"), held, attempts, due_ms)
 
+    @override
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
         return self._requests.defer(self._at("defer"), identity, due_ms, keep_until_ms)
 
+    @override
     async def reserve(
         self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
     ) -> WaitingLimit:
         today = self._at("reserve").today
         return self._waiting.reserve(today, identity, fingerprint, weight=weight, until_ms=until_ms)
 
+    @override
     async def complete(
         self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion | None:
         return self._requests.complete(self._at("stored"), identity, fingerprint, completion, token)
 
+    @override
     async def note(self, identity: Identity, completion: Completion) -> None:
         self._requests.note(self._at("noted"), identity, completion)
 
+    @override
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
         return self._requests.cancel(self._at("cancel"), identity, completion)
 
+    @override
     async def probe(self) -> None:
         self._at()
 
+    @override
     async def find(self, identity: Identity) -> Found | None:
         return self._requests.find(self._at(), identity)
 

@@ -22,6 +22,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as WireSpan
 
+from tests.support.waiting import PATIENCE_S
+
 _UNPACK: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.decompress, "deflate": zlib.decompress}
 
 
@@ -98,7 +100,7 @@ class OtlpReceiver:
         self._server.socket.close()  # not server_close, which would wait for the threads of open connections
 
     async def wait_for(
-        self, condition: Callable[[list[ReceivedSpan]], object], *, timeout_s: float = 10
+        self, condition: Callable[[list[ReceivedSpan]], object], *, timeout_s: float = PATIENCE_S
     ) -> list[ReceivedSpan]:
         """All spans so far, once `condition` is true for them. After `timeout_s` it fails with the spans received."""
         try:
@@ -110,7 +112,7 @@ class OtlpReceiver:
             raise AssertionError(f"not in {timeout_s:g} s; received:\n{tree(self.spans)}") from None
         return list(self.spans)
 
-    async def trace(self, trace_id: str, *, names: Iterable[str], timeout_s: float = 10) -> list[ReceivedSpan]:
+    async def trace(self, trace_id: str, *, names: Iterable[str], timeout_s: float = PATIENCE_S) -> list[ReceivedSpan]:
         """The spans of one trace by start, once there is one for each of `names` (a name given twice: two)."""
         wanted = sorted(names)
 

@@ -20,7 +20,7 @@ from tests.support import forks, serving
 from tests.support.forks import HOUSE, Forked
 from tests.support.lanes import ENVIRONMENT
 from tests.support.stores import store_url
-from tests.support.waiting import PATIENCE_S, STARTED_S, until
+from tests.support.waiting import STARTED_S, until
 
 COMMAND = "service.cli.main"
 QUICK = {"LANEKEEPER_RETRY__BASE_S": "0.05", "LANEKEEPER_RETRY__CAP_S": "0.2"}
@@ -61,7 +61,7 @@ class Running:
         wanted = {"event": event, **fields}
         return [each for each in self.events if wanted.items() <= each.items()]
 
-    async def tells(self, event: str, *, within_s: float = PATIENCE_S, **fields: Any) -> dict[str, Any]:
+    async def tells(self, event: str, *, within_s: float = STARTED_S, **fields: Any) -> dict[str, Any]:
         """Wait for the first event with this name and these fields."""
         await until(lambda: self.told(event, **fields) or self.has_ended, within_s=within_s)
         assert self.told(event, **fields), f"ended with {self.process.returncode}: {self.events}"
@@ -75,7 +75,7 @@ class Running:
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
 
-    async def ended(self, *, within_s: float = PATIENCE_S) -> int:
+    async def ended(self, *, within_s: float = STARTED_S) -> int:
         """Wait for its end; returns the exit code (-n if signal n ended it) once all its output has been read."""
         code = await asyncio.wait_for(self.process.wait(), timeout=within_s)
         await asyncio.gather(*self._reading)

@@ -16,15 +16,15 @@ from pydantic import SecretStr
 
 from lanekeeper.amqp.connection import Connection
 from service.config.settings import Settings
-from service.simulated.app import SimulatedAPI
 from service.simulated.calls import Call
 from service.simulated.options import SimulatedOptions
 from service.worker import running as worker
 from service.worker.assembly import assemble
 from service.worker.worker import Worker
+from tests.support.held_calls import HeldCalls
 from tests.support.lanes import SETTINGS
 from tests.support.stores import store_url
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import PATIENCE_S, STARTED_S, until
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
 
@@ -38,7 +38,7 @@ class RunningWorker:
     """A running worker and its simulated provider."""
 
     settings: Settings
-    api: SimulatedAPI
+    api: HeldCalls
     parts: Worker
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
     _losses: list["asyncio.Future[str]"] = field(default_factory=list)
@@ -86,7 +86,7 @@ async def serving(
 
     `declares` false: the worker does not declare the topology; it is applied here before the worker starts.
     """
-    async with SimulatedAPI(simulated) as api:
+    async with HeldCalls(simulated) as api:
         given: dict[str, Any] = {
             "amqp_url": SecretStr(url),
             "anthropic_api_key": SecretStr("sk-ant-simulated"),
@@ -105,9 +105,10 @@ async def serving(
             working = asyncio.create_task(worker.run(parts, stop=own._stop, grace_s=5), name="worker")
             try:
                 if waits:
-                    await until(lambda: working.done() or own.is_well)
+                    await until(lambda: working.done() or own.is_well, within_s=STARTED_S)
                 yield own
             finally:
+                api.release()  # or the worker would wait for them
                 own._stop.set()
                 await asyncio.wait_for(working, timeout=PATIENCE_S)
 

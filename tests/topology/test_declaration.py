@@ -7,7 +7,7 @@ import pytest
 from lanekeeper.contract.names import Names
 from topology.declaration import Broker, declare
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
-from topology.model import Queue, Topology
+from topology.model import Exchange, Queue, Topology
 
 VERSIONS = ("4.3.6", "4.0.5", "3.10.8")
 
@@ -165,10 +165,11 @@ def test_every_name_is_unique_and_every_binding_has_its_source_and_target() -> N
 
 def test_all_names_follow_the_namespace() -> None:
     topology = declared("4.3.6", "acme")
-    names = {each.name for each in (*topology.exchanges, *topology.queues)}
+    declared_objects: list[Exchange | Queue] = [*topology.exchanges, *topology.queues]
+    names = {each.name for each in declared_objects}
     pointed_at = {
         value
-        for each in (*topology.exchanges, *topology.queues)
+        for each in declared_objects
         for key, value in each.arguments.items()
         if key in ("alternate-exchange", "x-dead-letter-exchange")
     }

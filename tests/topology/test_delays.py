@@ -107,7 +107,7 @@ def test_after_its_delay_a_message_without_a_lane_goes_to_lane_fallen() -> None:
     ],
 )
 def test_a_delay_enters_the_cascade_at_its_highest_bit_with_all_lower_bits_set(
-    delay_ms: int, exchange: str, bits: dict[str, int]
+    delay_ms: int, exchange: str, bits: dict[str, bool]
 ) -> None:
     assert delays.hop(delay_ms, NAMES) == delays.Hop(exchange, bits)
 

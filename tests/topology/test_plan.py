@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
@@ -16,17 +17,17 @@ DECLARED = declare(DEFAULT_LANES, names=Names(), broker_version="4.3.6")
 FOUND = replace(DECLARED, namespace="", lanes=(), note="")
 
 
-def with_exchange(name: str, **changes: object) -> Topology:
+def with_exchange(name: str, **changes: Any) -> Topology:
     return replace(
         FOUND,
-        exchanges=tuple(replace(each, **changes) if each.name == name else each for each in FOUND.exchanges),  # type: ignore[arg-type]
+        exchanges=tuple(replace(each, **changes) if each.name == name else each for each in FOUND.exchanges),
     )
 
 
-def with_queue(name: str, **changes: object) -> Topology:
+def with_queue(name: str, **changes: Any) -> Topology:
     return replace(
         FOUND,
-        queues=tuple(replace(each, **changes) if each.name == name else each for each in FOUND.queues),  # type: ignore[arg-type]
+        queues=tuple(replace(each, **changes) if each.name == name else each for each in FOUND.queues),
     )
 
 

@@ -1,4 +1,4 @@
-"""Deliveries of one queue as an async stream. When the channel is lost, another is opened.
+"""Consumes one queue and yields its deliveries. When the channel is lost, another is opened.
 
     async for session in deliveries.sessions():         each session has one channel
         async for delivery in session:                  raises ChannelLost if the channel is lost; ends after `stop`
@@ -24,15 +24,17 @@ from topology.broker.heads import Heads, HeadsSession
 from topology.broker.session import Session
 
 OPEN_TIMEOUT_S = 5
-"""The limit for opening a channel. A `stop` meanwhile takes effect only when this is over."""
+"""The time limit, in seconds, for opening a channel. If `stop` is called meanwhile, it takes effect only when the
+channel is open or this time is over."""
 BACKOFF_CAP_S = 5.0
 SHORT_S = 10
-"""If a channel is lost sooner than this, the pause before the next one grows."""
+"""If a channel is lost in less than this many seconds, the pause before opening the next one grows."""
 log = logs.logger()
 
 
 class Deliveries:
-    """Consumes a queue until `stop`. If the channel is lost, opens another, with growing pauses.
+    """Consumes a queue until `stop` is called. When the channel is lost, it opens another, with growing pauses between
+    the tries.
 
     `counted`: whether the queue counts deliveries (quorum queues do). `on_missing` is called if the queue does not
     exist, or if the broker ended the consumer. `heads`: several queues whose messages are fetched with `basic.get`, one
@@ -64,7 +66,7 @@ class Deliveries:
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing is delivered at present; None while the queue is consumed."""
+        """The reason why nothing is delivered at present; None while the queue is consumed."""
         return self._trouble if self._paused is None or self._stopping.is_set() else f"paused: {self._paused}"
 
     @property

@@ -5,9 +5,9 @@ the queues.
     async for delivery in HeadsSession(channel, heads, …): …       holds at most one message of each queue
     heads.pass_on(delivery.queue)                                  this head was chosen; the queue's next one is fetched
 
-Consuming these queues would need a prefetch for each. No other process could work on prefetched messages, and messages
-with a higher priority could not overtake them. Once a second, a passive declaration finds out whether a queue has
-messages; the answer to a fetch says how many are left.
+Fetching is used because consuming these queues would need a prefetch for each: no other process could work on
+prefetched messages, and messages with a higher priority could not overtake them. Once a second, a passive declaration
+finds out whether a queue has messages; the answer to a fetch says how many are left.
 """
 
 import asyncio
@@ -23,13 +23,14 @@ from lanekeeper.amqp.driver.incoming import Delivered
 from topology.broker.session import RPC_TIMEOUT_S, ChannelLost, Delivery, Session
 
 READ_LENGTHS_EVERY_S: Final = 1.0
-"""How often the lengths of the queues are read. One passive declaration takes 0.1 ms of CPU."""
+"""The seconds between two readings of the queues' lengths. Reading one queue's length (a passive declaration) takes 0.1
+ms of CPU."""
 
 
 class Heads:
-    """Which of several queues to fetch from next. A queue's head is its first message; a process holds a head that it
-    has fetched until `pass_on`, and holds at most one for each queue. The state (how many messages wait in each queue,
-    which heads are held) stays when a channel is lost."""
+    """Decides from which of several queues to fetch the next message. A queue's head is its first message; a process
+    holds a head that it has fetched until `pass_on`, and holds at most one for each queue. The state (how many messages
+    wait in each queue, which heads are held) stays when a channel is lost."""
 
     def __init__(self, queues: Iterable[str]) -> None:
         self._ready = dict.fromkeys(queues, 0)
@@ -54,7 +55,8 @@ class Heads:
         self.changed.set()
 
     def pass_on(self, queue: str) -> None:
-        """Allow the next fetch from a queue: its head is no longer only held, but being worked on, or was settled."""
+        """Allow the next fetch from a queue, because work on its head (the first message) has begun, or because the
+        head was acknowledged or returned."""
         self._held.discard(queue)
         self.changed.set()
 
@@ -67,7 +69,8 @@ class Heads:
         return None
 
     def fetched(self, queue: str, *, left: int) -> None:
-        """Record that the head of a queue was fetched, and that `left` messages remain in the queue."""
+        """Record that the head of a queue (its first message) was fetched, and that `left` messages remain in the
+        queue."""
         del self._ready[queue]
         self._ready[queue] = left  # moves the queue to the end of the order
         self._held.add(queue)
@@ -77,7 +80,8 @@ class Heads:
         self._ready[queue] = ready
 
     def lost(self) -> None:
-        """Record that no head is held any more, because the channel was lost and the broker delivers them again."""
+        """Record that no head is held any more: the channel was lost, so the broker has returned the fetched messages
+        to their queues."""
         self._held.clear()
 
 

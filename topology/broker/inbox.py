@@ -3,7 +3,7 @@ go to all workers.
 
 async with Inbox(connection) as inbox:
     reply_to = inbox.name
-    async for message in inbox: …                   ends with ChannelLost when the queue is gone
+    async for message in inbox: …                   ends with ChannelLost when the queue was deleted
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from lanekeeper.contract.problems import BrokerUnreachable
 from topology.broker.session import CLOSE_TIMEOUT_S, RPC_TIMEOUT_S, ChannelLost
 
 WAITING = 1000
-"""The prefetch: how many messages may wait here to be read; further ones wait on the broker."""
+"""The prefetch of the queue: how many messages may wait in this process to be read; further ones wait on the broker."""
 TOGETHER = 50
 """How many messages are acknowledged with one frame at most, which saves a third of the CPU time under load
 (docs/facts.md, section 12)."""

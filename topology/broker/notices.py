@@ -1,7 +1,7 @@
 """Publishes messages that may be lost (life-cycle events): many in one write, without confirms.
 
-Each request has two events. Published one by one, they took a quarter of the CPU time that we add to a call. So events
-are collected for a moment, and their frames are written together.
+Each request causes two events. When they were published one by one, this took a quarter of the CPU time that Lanekeeper
+adds to a model call. So events are collected for some milliseconds, and their AMQP frames are written together.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ from lanekeeper.contract.problems import BrokerBlocked, BrokerError
 from lanekeeper.telemetry import logs, signals
 
 WAITING = 1000
-"""How many messages may wait to be written; further ones are dropped."""
+"""How many messages may be queued for writing in this process; further ones are dropped."""
 TOGETHER = 100
-"""How many messages are written together at most."""
+"""How many messages are written to the connection together at most."""
 GATHER_S = 0.025
-"""How long the first message of a write waits for others. With 5 ms, a worker that handles one request after another
-wrote once for each request, and used a tenth more CPU."""
+"""How many seconds the first message waits for others that are written together with it. With 5 ms, a worker that
+handles one request after another wrote once for each request, and used a tenth more CPU."""
 WRITE_TIMEOUT_S = 5
 _Notice = tuple[str, str, bytes, bytes]
-"""Exchange, routing key, encoded properties, body."""
+"""A queued message: its exchange, routing key, encoded properties, and body."""
 log = logs.logger()
 
 

@@ -19,7 +19,8 @@ from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 
 RPC_TIMEOUT_S = 30
 CLOSE_TIMEOUT_S = 3
-"""The limit for closing a channel, so that a broker that does not answer delays a `stop` only briefly."""
+"""The time limit, in seconds, for closing a channel, so that a broker that does not answer delays a stopping worker
+only briefly."""
 
 
 class ChannelLost(BrokerError):
@@ -64,8 +65,8 @@ class Delivery:
         await self._settle(self._channel.basic_reject(self.tag, requeue=True, wait=False))
 
     async def nack(self) -> None:
-        """Return the message to its queue; RabbitMQ 4.3 does not count this as a delivery. Use it if the message is not
-        the cause of the failure."""
+        """Return the message to its queue. RabbitMQ 4.3 does not count this towards the queue's delivery limit, so use
+        it if the message is not the cause of the failure."""
         await self._settle(self._channel.basic_nack(self.tag, requeue=True, wait=False))
 
     async def _settle(self, call: Awaitable[None]) -> None:

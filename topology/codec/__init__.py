@@ -1,4 +1,4 @@
-"""Turns a delivered message into a request: its headers, its body, and the bounds of both.
+"""Turns a delivered message into a request: reads and checks its headers and its body, and limits their size.
 
 Start at `decoding.py`. Imported by `consumers` and `service`.
 """

@@ -1,5 +1,5 @@
 """Checks the body of a request, which is either that of Anthropic's Messages API or the short form. Only the fields
-that we need are checked.
+that Lanekeeper needs are checked.
 
 All other fields go to the provider unchanged, and the provider checks them.
 """
@@ -10,15 +10,16 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem, invalid_request
 
 FIELDS_AT_MOST = 1000
-"""How many fields a body in the short form may have before it is refused without a check. Five are known; pydantic
-makes an error for each unknown field, which takes time."""
+"""A body in the short form with more fields than this is refused before pydantic checks it. Five fields are known;
+pydantic makes an error for each unknown field, which takes time."""
 
 
 MEDIA_AS_TEXT_BYTES = 6400
-"""How many bytes of text have about as many tokens as an image. An image of any size has at most 1,600 tokens."""
+"""For the estimate of input tokens, an image or document counts as this many bytes of text. An image of any size has at
+most 1,600 tokens."""
 
 
 def _text_or_blocks(content: Any) -> Any:
@@ -35,7 +36,7 @@ MaxTokens = Annotated[int, Field(ge=1, le=10_000_000)]
 
 
 class Turn(BaseModel):
-    """One message of the conversation in a Messages request: who speaks, and what."""
+    """One message of the conversation in a request to Anthropic's Messages API: its role and its content."""
 
     model_config = ConfigDict(strict=True)
     role: str
@@ -43,11 +44,12 @@ class Turn(BaseModel):
 
 
 class MessagesBody(BaseModel):
-    """The JSON body of `POST /v1/messages`. Without `model` or `max_tokens`, the lane's value applies."""
+    """The JSON body of `POST /v1/messages`. If `model` or `max_tokens` is left out, the lane's default is used."""
 
     model_config = ConfigDict(strict=True)
     messages: Annotated[list[Any], Field(min_length=1)]
-    """Every item has the fields of `Turn`. No `Turn` objects are made for the check: that would take 4 µs each."""
+    """The conversation: each item is a dictionary with the fields of `Turn`. The check makes no `Turn` objects, because
+    that would take 4 µs for each."""
     model: ModelName | None = None
     max_tokens: MaxTokens | None = None
     stream: bool | None = None
@@ -69,15 +71,13 @@ def check(found: object) -> MessagesBody | PromptBody:
     """Check a request's parsed JSON body: either Anthropic's Messages format or the short form with `prompt`. Raises a
     RequestProblem that names up to five wrong fields and never quotes the prompt."""
     if not isinstance(found, dict):
-        raise RequestProblem("invalid_request", f"body: found {_kind(found)}, allowed is a JSON object")
+        raise invalid_request(f"body: found {_kind(found)}, allowed is a JSON object")
     if "prompt" in found and "messages" in found:
-        raise RequestProblem("invalid_request", "body: give `messages` or the short form's `prompt`, not both")
+        raise invalid_request("body: give `messages` or the short form's `prompt`, not both")
     if "prompt" not in found and "messages" not in found:
-        raise RequestProblem("invalid_request", "body: `messages` is missing (or `prompt`, the short form)")
+        raise invalid_request("body: `messages` is missing (or `prompt`, the short form)")
     if "prompt" in found and len(found) > FIELDS_AT_MOST:
-        raise RequestProblem(
-            "invalid_request", f"body: {len(found)} fields; {', '.join(PromptBody.model_fields)} are known"
-        )
+        raise invalid_request(f"body: {len(found)} fields; {', '.join(PromptBody.model_fields)} are known")
     try:
         if "prompt" in found:
             return PromptBody.model_validate(found)
@@ -95,9 +95,8 @@ def check(found: object) -> MessagesBody | PromptBody:
 
 
 def media_bytes(checked: MessagesBody | PromptBody) -> int:
-    """How many of the body's bytes are images and documents in base64, and so are left out when input tokens are
-    estimated from the body's length. `MEDIA_AS_TEXT_BYTES` of each image or document are not left out: they stand for
-    its tokens."""
+    """How many bytes to subtract from a body's length before its input tokens are estimated from the length: the bytes
+    of images and documents in base64, except `MEDIA_AS_TEXT_BYTES` of each, which stand for its tokens."""
     if isinstance(checked, PromptBody):
         return 0
     blocks = [block for turn in checked.messages if isinstance(turn["content"], list) for block in turn["content"]]
@@ -115,7 +114,7 @@ def _problem(error: ValidationError, *place: str | int) -> RequestProblem:
         f"{'.'.join(str(step)[:40] for step in (*place, *one['loc']))}: {one['msg']} (found {_kind(one['input'])})"
         for one in error.errors(include_url=False, include_context=False)[:5]
     ]
-    return RequestProblem("invalid_request", f"body: {'; '.join(wrong)}")
+    return invalid_request(f"body: {'; '.join(wrong)}")
 
 
 def _kind(value: object) -> str:

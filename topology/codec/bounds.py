@@ -9,24 +9,26 @@ from collections.abc import Iterator
 from typing import Final
 
 VALUES: Final = 100_000
-"""The default limit for the keys and values of one request or answer. As many are parsed, checked and written again in
-50 ms. The largest requests that we know (thousands of messages, hundreds of tools) have a tenth of this."""
+"""The default limit for the keys and values of one request or answer. A text with this many is parsed, checked and
+written again in 50 ms. The largest requests that we know (thousands of messages, hundreds of tools) have a tenth of
+this."""
 ANSWER_BYTES: Final = 16 * 1024 * 1024
-"""The default limit for one answer: RabbitMQ 4's default limit for one message, and far more than the longest answer of
-a model today (1 MB)."""
+"""The default limit for one answer, in bytes: RabbitMQ 4's default limit for one message, and far more than the longest
+answer of a model today (1 MB)."""
 ANSWER_SETTINGS: Final = "LANEKEEPER_RESULTS__ANSWER_BYTES, and LANEKEEPER_BODIES__URL for more than a message holds"
 DIGITS: Final = 128
 """The most digits of one number. The time to write a number grows with the square of its digits: 8 MiB of numbers with
 4,300 digits took 0.8 s."""
 SMALL_BYTES: Final = 32 * 1024
-"""A text of this size or less is parsed within 10 ms, whatever it contains, so it is not checked."""
+"""A JSON text of at most this many bytes is parsed within 10 ms, whatever it contains, so its values are not
+counted."""
 _PIECE_BYTES: Final = 2 * 1024 * 1024
 _MARKS: Final = (b",", b":", b"[", b"{")
 _ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
 _STEP: Final = 16
 _RUN: Final = b"0" * (DIGITS // _STEP)
-"""A number with more than `DIGITS` digits has a digit at this many successive positions if only every 16th byte is
-taken. (Digits are replaced by zeros before the search.)"""
+"""The pattern that finds too long numbers. The search looks only at every 16th byte of the text, in which all digits
+were replaced by zeros: a number with more than `DIGITS` digits then shows as this many successive zeros."""
 
 
 class Measure:

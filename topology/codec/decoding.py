@@ -10,7 +10,7 @@ import jiter
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
 from lanekeeper.contract.messages import PRIORITY_AT_MOST, UNREADABLE, BodyAddress, Message
 from lanekeeper.contract.names import BODY, BODY_SHA256, DEADLINE_MS, DEATH, STREAM
-from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem, invalid_request
 from topology.codec import body as bodies
 from topology.codec import bounds
 from topology.codec import headers as header_rules
@@ -20,13 +20,14 @@ from topology.codec.request import Request
 from topology.lanes import MIB, LaneSpec
 
 PACKED_BYTES = MIB
-"""The largest body in a message, as published."""
+"""The largest body, in bytes, that a message may contain, as it was published (perhaps packed with gzip)."""
 UNPACKED_BYTES = 8 * MIB
-"""The largest body after unpacking. Unpacking this much takes 20 ms of CPU, whatever the size of the packed body."""
+"""The largest body, in bytes, after unpacking (gzip). Unpacking this much takes 20 ms of CPU, whatever the size of the
+packed body."""
 UNPACKED_TIMES = 1032
-"""The highest ratio of gzip: one byte of packed data becomes at most so many bytes."""
+"""The highest compression ratio of gzip: one packed byte becomes at most this many bytes."""
 NESTED = 200
-"""How deep arrays and objects may be nested; the limit is the parser's."""
+"""How deep arrays and objects in a body may be nested: the limit of the JSON parser."""
 _DUPLICATE_KEY = re.compile(r'Detected duplicate key "(?P<key>.*)"', re.DOTALL)
 _JSON_TYPE = re.compile(r'application/json(\s*;\s*charset="?utf-8"?)?\s*', re.IGNORECASE)
 
@@ -43,9 +44,10 @@ def decode(
 ) -> Request:
     """Check a message of `lane`, and convert its headers and body to a `Request`.
 
-    `hop`: the headers that a worker wrote; None for a request that no worker has had before. `raw`: the body, if the
-    caller has already fetched or unpacked it, and checked it with `bounds`; None: it is taken from the message. If the
-    message has only the body's address, and `raw` is None, the result has no body but `Request.kept`.
+    `hop`: the headers that an earlier worker wrote when it published the request again; None for a request that no
+    worker has had before. `raw`: the body, if the caller has already fetched or unpacked it, and checked it with
+    `bounds`; None: it is taken from the message. If the message has only the body's address, and `raw` is None, the
+    result has no body but `Request.kept`.
 
     Raises RequestProblem (invalid_request, unsupported_media, too_large, forbidden_model).
     """
@@ -66,9 +68,8 @@ def decode(
     checked = bodies.check(found)
     assert isinstance(found, dict)
     if checked.stream is not None and checked.stream != headers.stream:
-        raise RequestProblem(
-            "invalid_request",
-            f"body: stream is {str(checked.stream).lower()}, but header {STREAM} says {str(headers.stream).lower()}",
+        raise invalid_request(
+            f"body: stream is {str(checked.stream).lower()}, but header {STREAM} says {str(headers.stream).lower()}"
         )
     model = checked.model or lane.model
     if lane.models is not None and model not in lane.models:
@@ -145,11 +146,11 @@ def unpacked(message: Message) -> bytes:
     try:
         body = unpacker.decompress(message.body, UNPACKED_BYTES + 1)
     except zlib.error as error:
-        raise RequestProblem("invalid_request", f"body: content_encoding is gzip, but it is not: {error}") from error
+        raise invalid_request(f"body: content_encoding is gzip, but it is not: {error}") from error
     if len(body) > UNPACKED_BYTES:
         raise RequestProblem("too_large", f"body: more than {UNPACKED_BYTES} bytes when unpacked")
     if not unpacker.eof or unpacker.unused_data:
-        raise RequestProblem("invalid_request", "body: the gzip data is cut short, or something follows it")
+        raise invalid_request("body: the gzip data is cut short, or something follows it")
     return body
 
 
@@ -160,7 +161,7 @@ def weight(message: Message) -> int:
 
 
 def too_large(excess: str) -> RequestProblem:
-    """The error for a body that exceeds a limit of `bounds`; `excess` is the text that names the limit."""
+    """Make the error for a body that exceeds a limit of `bounds.py`; `excess` is the text that names the limit."""
     return RequestProblem("too_large", f"body: {excess}")
 
 
@@ -172,26 +173,22 @@ def app_of(routing_key: str) -> str:
 
 def _check_properties(message: Message, *, lane: LaneSpec, fresh: bool) -> None:
     if UNREADABLE in message.headers:
-        raise RequestProblem("invalid_request", f"properties that cannot be read: {message.headers[UNREADABLE]}")
+        raise invalid_request(f"properties that cannot be read: {message.headers[UNREADABLE]}")
     if fresh:
         if message.routing_key.split(".", 1)[0] != lane.name:
-            raise RequestProblem(
-                "invalid_request",
-                f"routing key {message.routing_key[:120]!r}: allowed is {lane.name}.<app>.<task> in lane {lane.name}",
+            raise invalid_request(
+                f"routing key {message.routing_key[:120]!r}: allowed is {lane.name}.<app>.<task> in lane {lane.name}"
             )
         if DEATH in message.headers:
-            raise RequestProblem("invalid_request", f"header {DEATH}: not allowed on a fresh request")
+            raise invalid_request(f"header {DEATH}: not allowed on a fresh request")
     if message.message_id and not is_request_id(message.message_id):
-        raise RequestProblem("invalid_request", f"message_id: {REQUEST_ID}; found something else")
+        raise invalid_request(f"message_id: {REQUEST_ID}; found something else")
     if message.priority is not None and message.priority > PRIORITY_AT_MOST:
-        raise RequestProblem(
-            "invalid_request", f"priority: found {message.priority}, allowed are 0 to {PRIORITY_AT_MOST}"
-        )
+        raise invalid_request(f"priority: found {message.priority}, allowed are 0 to {PRIORITY_AT_MOST}")
     if message.type not in (None, "", "messages"):
-        raise RequestProblem(
-            "invalid_request",
+        raise invalid_request(
             f"type {message.type[:40]!r}: handlers of other types are not available in this version; "
-            "leave it out, or say messages",
+            "leave it out, or say messages"
         )
     if message.content_type and not _JSON_TYPE.fullmatch(message.content_type):
         raise RequestProblem(
@@ -202,9 +199,7 @@ def _check_properties(message: Message, *, lane: LaneSpec, fresh: bool) -> None:
 def _check_unpublished(message: Message) -> None:
     """Check that a message with the address of a body has neither a body of its own nor a content encoding."""
     if message.body:
-        raise RequestProblem(
-            "invalid_request", f"body: {len(message.body)} bytes, and header {BODY} says that it lies elsewhere"
-        )
+        raise invalid_request(f"body: {len(message.body)} bytes, and header {BODY} says that it lies elsewhere")
     if (message.content_encoding or "identity").lower() != "identity":
         raise RequestProblem(
             "unsupported_media", f"content_encoding {message.content_encoding!r}: with header {BODY} there is none"
@@ -213,14 +208,14 @@ def _check_unpublished(message: Message) -> None:
 
 def _parsed(raw: bytes) -> object:
     if not raw:
-        raise RequestProblem("invalid_request", "body: empty; allowed is a JSON object")
+        raise invalid_request("body: empty; allowed is a JSON object")
     try:
         return jiter.from_json(raw, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="none")
     except ValueError as error:
         if str(error).startswith("recursion limit exceeded"):
             detail = f"body: nested too deeply: allowed are {NESTED} arrays and objects inside of each other"
-            raise RequestProblem("invalid_request", detail) from None
-        raise RequestProblem("invalid_request", f"body: not JSON in UTF-8: {_without_content(str(error))}") from None
+            raise invalid_request(detail) from None
+        raise invalid_request(f"body: not JSON in UTF-8: {_without_content(str(error))}") from None
 
 
 def _without_content(error: str) -> str:
@@ -243,7 +238,7 @@ def _due_ms(headers: RequestHeaders, history: HopHeaders, *, sent_ms: int) -> in
         return sent_ms + headers.delay_ms
     if headers.at_ms is not None:
         if headers.at_ms - sent_ms > header_rules.YEAR_MS:
-            raise RequestProblem("invalid_request", "header x-lane-at: more than a year ahead")
+            raise invalid_request("header x-lane-at: more than a year ahead")
         return max(headers.at_ms, sent_ms)
     return None
 
@@ -253,9 +248,8 @@ def _deadline_ms(headers: RequestHeaders, lane: LaneSpec) -> int:
     if headers.deadline_ms is None:
         return max_ms
     if headers.deadline_ms > max_ms:
-        raise RequestProblem(
-            "invalid_request",
-            f"header {DEADLINE_MS}: found {headers.deadline_ms}, lane {lane.name} allows at most {max_ms}",
+        raise invalid_request(
+            f"header {DEADLINE_MS}: found {headers.deadline_ms}, lane {lane.name} allows at most {max_ms}"
         )
     return headers.deadline_ms
 
@@ -296,4 +290,4 @@ def _encoded(body: Mapping[str, object]) -> bytes:
     try:
         return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except (ValueError, UnicodeEncodeError) as error:
-        raise RequestProblem("invalid_request", f"body: holds what JSON in UTF-8 cannot say: {error}") from None
+        raise invalid_request(f"body: holds what JSON in UTF-8 cannot say: {error}") from None

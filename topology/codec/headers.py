@@ -11,7 +11,7 @@ from typing import Any
 from lanekeeper.contract import names
 from lanekeeper.contract.messages import BodyAddress, Headers
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.contract.problems import RequestProblem, invalid_request
 from topology.delays import UNIT_MS, strip_bits
 
 UNSUPPORTED = {
@@ -20,17 +20,14 @@ UNSUPPORTED = {
     names.PIPELINE: "pipelines are",
     names.ORDER: "ordering by key is",
 }
-"""Headers of the contract that this version does not support. They are refused, never ignored."""
+"""Headers that the contract reserves and this version does not support. A request with one of them is refused; the
+header is never ignored."""
 PREFIX = "x-lane-"
 YEAR_MS = 365 * 24 * 3600 * 1000
 SENT_AT_MOST_MS = 10**14
 BETA_LENGTH = 1024
-BOUNDS_MS = {
-    names.DEADLINE_MS: (1, YEAR_MS),
-    names.DELAY_MS: (UNIT_MS, YEAR_MS),
-    names.SENT_MS: (0, SENT_AT_MOST_MS),
-}
-"""The lowest and highest value of each header in milliseconds."""
+BOUNDS_MS = {names.DEADLINE_MS: (1, YEAR_MS), names.DELAY_MS: (UNIT_MS, YEAR_MS), names.SENT_MS: (0, SENT_AT_MOST_MS)}
+"""The lowest and highest allowed value of each header that is a number of milliseconds."""
 TIME_LENGTH = 40
 ERRORS_KEPT = 5
 ADDRESS_LENGTH = 2048
@@ -60,13 +57,13 @@ class HopHeaders:
     queue. They are read only from messages of queues to which only workers can publish."""
 
     attempts: int = 0
-    """How many attempts were made so far."""
+    """How many attempts to call the provider were made for this request so far."""
     errors: tuple[str, ...] = ()
     """The errors of earlier attempts, at most `ERRORS_KEPT`."""
     first_seen_ms: int | None = None
     """When a worker first received the request; ms since 1970."""
     due_ms: int | None = None
-    """The earliest start of the request; ms since 1970."""
+    """The request must not start before this time; ms since 1970."""
     user_id: str | None = None
     """The property `user_id` of the message that the requester published."""
     expiration: str | None = None
@@ -77,15 +74,16 @@ class HopHeaders:
     """True if the request came from a queue that does not count deliveries, and its last delivery there was never
     settled."""
     hop_ms: int | None = None
-    """When the worker published it to the wait queues of a delay; ms since 1970."""
+    """When the worker published the request to the wait queues of a delay; ms since 1970."""
     back_ms: int | None = None
-    """When its delay is over; ms since 1970."""
+    """When the request's delay is over; ms since 1970."""
     is_fresh: bool = False
     """True if the request was moved to a side queue before any worker had started it."""
     reply_try: int = 0
-    """How often its reply was refused. Above 0, the request has ended, and only its reply has to be sent again."""
+    """How often the requester's reply queue has refused the reply. If this is above 0, the request has ended, and only
+    its reply has to be sent again."""
     reply_error: str | None = None
-    """The problem document to send as its reply; None: the reply is in the store."""
+    """The problem document to send as the reply; None: the reply is in the store of results."""
 
 
 def read(headers: Mapping[str, Any]) -> RequestHeaders:
@@ -93,13 +91,13 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
     version does not support."""
     for key in headers:
         if key in UNSUPPORTED:
-            raise RequestProblem("invalid_request", f"header {key}: {UNSUPPORTED[key]} not available in this version")
+            raise invalid_request(f"header {key}: {UNSUPPORTED[key]} not available in this version")
         if key.lower().startswith(PREFIX) and key not in names.PUBLIC and key not in names.OURS:
             raise unknown_header(key, known=names.PUBLIC)
     if names.CC in headers or names.BCC in headers:
-        raise RequestProblem("invalid_request", "headers CC and BCC are not allowed: publish once, with one key")
+        raise invalid_request("headers CC and BCC are not allowed: publish once, with one key")
     if names.DELAY_MS in headers and names.AT in headers:
-        raise RequestProblem("invalid_request", f"headers {names.DELAY_MS} and {names.AT}: give one of them")
+        raise invalid_request(f"headers {names.DELAY_MS} and {names.AT}: give one of them")
     _bool(headers, names.NO_BATCH)
     tenant = headers.get(names.TENANT)
     if tenant is not None and not isinstance(tenant, str):
@@ -116,10 +114,10 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
 
 
 def unknown_header(key: str, *, known: Set[str]) -> RequestProblem:
-    """The error for an unknown `x-lane-` header. It suggests one of the known ones."""
+    """Make the error for an unknown `x-lane-` header. Its text suggests a known header with a similar name."""
     near = get_close_matches(key.lower()[len(PREFIX) :], [name[len(PREFIX) :] for name in sorted(known)], n=1)
     hint = f"; did you mean {PREFIX}{near[0]}?" if near else f"; known: {', '.join(sorted(known))}"
-    return RequestProblem("invalid_request", f"unknown header {key[:80]!r}{hint}")
+    return invalid_request(f"unknown header {key[:80]!r}{hint}")
 
 
 def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
@@ -143,8 +141,9 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
 
 
 def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
-    """The headers that stay when a worker publishes a message again: those of the requester. Left out are headers that
-    the broker or workers set, and delay bits (the headers that route a message through the wait queues of a delay).
+    """The headers that a message keeps when a worker publishes it again: those of the requester. Left out are headers
+    that the broker or workers set, and delay bits (the headers that route a message through the wait queues of a
+    delay).
 
     The headers keep their AMQP types, except the trace context, which is written again each time. `x-death` must not
     stay: RabbitMQ 3.10 would take the republished message for a routing cycle and drop it (docs/facts.md, section 3).
@@ -180,7 +179,7 @@ def hop_headers(hop: HopHeaders) -> dict[str, Any]:
 
 def _wrong(key: str, found: object, allowed: str) -> RequestProblem:
     shown = repr(found)[:60] if isinstance(found, (int, float, str)) else type(found).__name__
-    return RequestProblem("invalid_request", f"header {key}: found {shown}, allowed is {allowed}")
+    return invalid_request(f"header {key}: found {shown}, allowed is {allowed}")
 
 
 def _ms(headers: Mapping[str, Any], key: str) -> int | None:
@@ -198,7 +197,8 @@ def _ms(headers: Mapping[str, Any], key: str) -> int | None:
 
 
 def ms_or_none(headers: Mapping[str, Any], key: str) -> int | None:
-    """A header in milliseconds; None if it is absent or malformed. For messages that must be read without errors."""
+    """Read a header whose value is a number of milliseconds; None if it is absent or malformed. Used where a message
+    must be read without raising errors."""
     try:
         return _ms(headers, key)
     except RequestProblem:

@@ -9,7 +9,7 @@ from topology.codec.request import Clock
 
 
 class Published(NamedTuple):
-    """The time of publishing in ms since 1970, and the clock that it comes from."""
+    """The time at which a request was published, in ms since 1970, and the clock that it comes from."""
 
     ms: int
     by: Clock

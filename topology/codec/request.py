@@ -1,4 +1,4 @@
-"""A request as a value, made by the codec from a delivered message."""
+"""A request as a value: what a worker has read and checked of a delivered message."""
 
 import json
 import uuid
@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 from lanekeeper.contract.messages import BodyAddress
 
 Clock: TypeAlias = Literal["broker", "sender", "timestamp", "delivery"]
-"""The source of the time of publishing: the broker (header `timestamp_in_ms`), the sender (header `x-lane-sent-ms`),
-the property `timestamp`, or, without any of these, the first delivery to a worker."""
+"""The source of a request's time of publishing: the broker (header `timestamp_in_ms`), the sender (header
+`x-lane-sent-ms`), the property `timestamp`, or, without any of these, the first delivery to a worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Request:
     model: str
     max_tokens: int
     stream: bool
-    """Whether the requester wants the parts of the answer as they are produced."""
+    """Whether the requester wants the answer streamed: its parts as the model produces them."""
     beta: str | None
     """The value of the header `anthropic-beta` for the provider's call."""
     sent_ms: int
@@ -34,10 +34,10 @@ class Request:
     deadline_ms: int
     """The request must be answered by this time; ms since 1970."""
     states_stream: bool = True
-    """False only if `body` is known to be without the field `stream`."""
+    """False only if `body` is known not to contain the JSON field `stream`."""
     kept: BodyAddress | None = None
-    """The address and digest of a body that was not fetched yet. `body` is then empty, and `model` and `max_tokens`
-    have the lane's defaults. None: `body` has the body."""
+    """The address and digest of a body that was not fetched yet. In that case `body` is empty, and `model` and
+    `max_tokens` have the lane's defaults. None: the body is in `body`."""
     media_bytes: int = 0
     """Bytes of the body that are not text for the model (images, documents); counted only for a fetched body."""
 

@@ -1,6 +1,7 @@
-"""The argument of the script that shares an account: the waiters of this process, and the account as it knows it.
+"""Builds the argument of the Redis script that shares an account's budget among processes: the waiting requests of this
+process, and the account as this process knows it.
 
-The script answers which of the waiters are granted (`shared_turns.py`)."""
+The script answers which of these requests get their budget (`shared_turns.py`)."""
 
 from collections.abc import Sequence
 from math import inf
@@ -11,7 +12,7 @@ from consumers.limits.waiter import Waiter
 from consumers.state.redis.unsent import Sent
 
 TOGETHER: Final = 16
-"""How many waiters of each lane may be granted in one step."""
+"""How many waiting requests of each lane may be granted in one run of the script."""
 
 
 def candidates(account: Account, now_s: float) -> tuple[Sequence[Waiter], int]:

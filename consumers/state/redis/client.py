@@ -79,12 +79,8 @@ class RedisClient:
         try:
             async with asyncio.timeout(CONNECT_S + CALL_S):
                 value = await evaluate()
-        except (
-            exceptions.RedisError,
-            OSError,
-            TimeoutError,
-            RuntimeError,
-        ) as error:  # RuntimeError: uvloop raises it if the connection is closed
+        except (exceptions.RedisError, OSError, TimeoutError, RuntimeError) as error:
+            # RuntimeError: uvloop raises it if the connection is closed
             self.trouble = f"Redis at {self.address} {_explain(error)}"
             raise StoreUnavailable(self.trouble) from error
         self.trouble = None

@@ -1,5 +1,5 @@
-"""Submissions and entries of followed requests in Redis. Each method runs one script; `look` runs one for each 200
-requests."""
+"""Keeps in Redis the progress of requests that clients follow: how each was submitted, and entries for its steps and
+events. Each method runs one script; `look` runs one for each 200 requests."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -12,14 +12,10 @@ from consumers.state.redis.following_scripts import APPEND, FOLLOW, LOOK, SUBMIS
 from consumers.state.spec import StoreSpec
 
 REQUESTS_IN_A_LOOK: Final = 200
-"""How many requests one script looks at. The number is small because Redis does nothing else while a script runs."""
+"""For how many requests one run of the script reads entries. The number is small, because Redis does nothing else while
+a script runs."""
 ENTRIES_IN_A_LOOK: Final = 2000
-"""The most entries of all its requests that one script returns; the next look returns the rest."""
-
-
-def request_key(namespace: str, identity: Identity) -> str:
-    """The Redis key of a request's claim and result."""
-    return f"{namespace}:request:{quote(identity.tenant, safe='')}:{identity.id}"
+"""The most entries that one run of the script returns for all its requests; the next run returns the rest."""
 
 
 class Followed:
@@ -77,6 +73,10 @@ class Followed:
                 found[begin + at] = Look(entries=read, last=last, ended=ended == 1, is_known=is_known == 1)
         return found
 
+    def _request(self, identity: Identity) -> str:
+        """The Redis key of a request's claim and result."""
+        return f"{self._namespace}:request:{quote(identity.tenant, safe='')}:{identity.id}"
+
     def _keys(self, identity: Identity) -> list[str]:
         """The three Redis keys of a request: of its claim and result, of its submission, and of its entries."""
         begin, end = self._namespace, f"{quote(identity.tenant, safe='')}:{identity.id}"
@@ -85,14 +85,8 @@ class Followed:
 
 def _of_submission(submission: Submission) -> tuple[Argument, ...]:
     due: Argument = "" if submission.due_ms is None else submission.due_ms
-    return (
-        submission.body_hash,
-        submission.lane,
-        int(submission.streams),
-        submission.submitted_ms,
-        due,
-        submission.deadline_ms,
-    )
+    streams, submitted_ms = int(submission.streams), submission.submitted_ms
+    return (submission.body_hash, submission.lane, streams, submitted_ms, due, submission.deadline_ms)
 
 
 def _entry(found: Sequence[Any]) -> Entry:

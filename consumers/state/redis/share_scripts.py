@@ -1,4 +1,4 @@
-"""The scripts for limits of waiting requests, allowances by period, and leases.
+"""The Lua scripts of the Redis store for limits of waiting requests, allowances by period, and leases.
 
 If Redis has no memory or disk space left, it refuses the first write of a script, so that a refused script has changed
 nothing.

@@ -1,7 +1,8 @@
-"""The turns of an account that several processes share. A script in Redis decides which waiters are granted.
+"""Shares the budget of an account among several processes: a script in Redis decides which of their waiting requests is
+granted next.
 
-One run of the script, a step, sends this process's first waiters, and what it has given back and learned since the step
-before. While Redis is away, no request is granted, and the step is repeated.
+One run of the script (a step) gets this process's first waiting requests, and what this process has returned to the
+budget and learned since the step before. While Redis is unavailable, no request is granted, and the step is repeated.
 """
 
 import asyncio
@@ -31,24 +32,26 @@ from consumers.state.redis.unsent import Unsent
 from lanekeeper.telemetry import logs, signals
 
 FORM: Final = 2
-"""The version of the format in which the script stores an account. The version is part of the key. So while processes
-with two versions run, each group spends the whole budget, until 429s lower the limits of both."""
+"""The version of the format in which the script stores an account. It is part of the Redis key. So while processes with
+two versions run, each group uses the whole budget, until 429s lower the limits of both."""
 LUA: Final = files("consumers.state.redis")
 STEP: Final = Script("".join(LUA.joinpath(name).read_text(encoding="utf-8") for name in ("bucket.lua", "budget.lua")))
 LOOK_EVERY_S: Final = 0.5
-"""How often a process runs a step while one of its requests waits. A step shows what other processes gave back, and
-shows them that this one still waits. (Publish and subscribe would need another connection, and can lose messages.)"""
+"""The seconds between two runs of the script while a request of this process waits. A run shows what other processes
+returned to the budget, and shows them that this one still waits. (Publish and subscribe would need another connection,
+and can lose messages.)"""
 FORGOTTEN_AFTER_S: Final = 4 * LOOK_EVERY_S
-"""The waiters of a process that has run no step for this long no longer count."""
+"""The waiting requests of a process that has not run the script for this many seconds no longer count."""
 SETTLE_WITHIN_S: Final = 0.05
-"""How long what was given back waits at most for the next step, so that one step sends that of several calls."""
+"""For how many seconds at most a returned amount of budget waits to be sent to Redis, so that one run of the script
+sends those of several calls."""
 RETRY_S: Final = 0.5
-"""The pause after a step that failed because Redis is away."""
+"""The pause, in seconds, after a run of the script that failed because Redis is unavailable."""
 AT_ONCE_S: Final = 1.0
-"""How long `try_reserve`, which does not wait for a turn, waits for an answer of Redis."""
+"""For how many seconds `try_reserve`, which does not wait for budget, waits for the answer of Redis."""
 JUMP_S: Final = 0.5
-"""If the difference between Redis's clock and ours has changed by more than this since the last step, a clock has
-jumped. A smaller change comes from the time that Redis's answer took."""
+"""If the difference between Redis's clock and this machine's has changed by more seconds than this since the last run
+of the script, a clock has jumped. A smaller change comes from the time that Redis's answer took."""
 log = logs.logger()
 
 
@@ -66,8 +69,8 @@ def shared_accounts(
 
 
 class SharedTurns:
-    """Implements `Turns` for an account that several processes share: a script in Redis decides whose turn it is.
-    `clock`: seconds since 1970, used until Redis's own time is known."""
+    """Implements `Turns` (which request gets an account's budget next) for an account that several processes share: a
+    script in Redis decides. `clock`: seconds since 1970, used until Redis's own time is known."""
 
     def __init__(self, client: RedisClient, key: str, account: Account, *, clock: Callable[[], float]) -> None:
         self.account = account
@@ -103,11 +106,12 @@ class SharedTurns:
 
     @property
     def is_asking(self) -> bool:
-        """Whether the script in Redis is being run for this account."""
+        """Whether a run of the script in Redis, for this account, has begun and not ended."""
         return self._task is not None
 
     def now_s(self) -> float:
-        """Redis's time, computed from the difference of the clocks at the last step."""
+        """Redis's time, computed from this machine's clock and the difference of the two clocks at the last run of the
+        script."""
         return asyncio.get_running_loop().time() + self._offset_s
 
     def step(self) -> None:
@@ -122,7 +126,8 @@ class SharedTurns:
             )
 
     async def decided(self, waiter: Waiter) -> None:
-        """See `Turns`. Returns without a decision if Redis does not answer within `AT_ONCE_S`."""
+        """Wait until it is decided whether a new waiting request is granted at once (`Turns.decided`). Returns without
+        a decision if Redis does not answer within `AT_ONCE_S`."""
         try:
             async with asyncio.timeout(AT_ONCE_S):
                 # The running step may have begun before this waiter joined the line; then wait for the next one.

@@ -16,7 +16,7 @@ from consumers.state import base
 from consumers.state.base import Completion, Fingerprint, Held, Identity, StoreUnavailable
 from consumers.state.redis import request_scripts, share_scripts
 from consumers.state.redis.client import Argument, RedisClient
-from consumers.state.redis.following import Followed, request_key
+from consumers.state.redis.following import Followed
 from consumers.state.spec import DEFAULT, StoreSpec
 from lanekeeper.telemetry import logs, signals
 
@@ -89,9 +89,8 @@ class RedisStore(Followed):
     ) -> Completion | None:
         held = "" if token is None else token
         values = (self._keep_ms, *_of_fingerprint(fingerprint), held, *_of_completion(completion))
-        keys = (
-            self._keys(identity) if token is None else [self._request(identity)]
-        )  # without a claim the script may restart the entries
+        # without a claim the script may restart the entries
+        keys = self._keys(identity) if token is None else [self._request(identity)]
         match await self._client.run(request_scripts.COMPLETE, keys, *values):
             case [b"given"]:
                 return completion
@@ -114,14 +113,8 @@ class RedisStore(Followed):
         self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
     ) -> base.WaitingLimit:
         member = f"{identity.id} {fingerprint.mark.hex()}"
-        message = (
-            quote(identity.tenant, safe=""),
-            member,
-            fingerprint.nonce.hex(),
-            int(fingerprint.redelivered),
-            weight,
-            until_ms,
-        )
+        tenant, redelivered = quote(identity.tenant, safe=""), int(fingerprint.redelivered)
+        message = (tenant, member, fingerprint.nonce.hex(), redelivered, weight, until_ms)
         keys = [self._of_tenant("waiting", identity.tenant), f"{self._namespace}:waiting"]
         bounds = (self._spec.waiting_per_tenant, self._spec.waiting_in_all)
         return base.WaitingLimit((await self._client.run(share_scripts.RESERVE, keys, *message, *bounds)).decode())
@@ -156,9 +149,6 @@ class RedisStore(Followed):
 
     async def let_go(self, name: str, owner: str) -> None:
         await self._client.run(share_scripts.LET_GO, [f"{self._namespace}:lease:{name}"], owner)
-
-    def _request(self, identity: Identity) -> str:
-        return request_key(self._namespace, identity)
 
     def _of_tenant(self, kind: str, tenant: str) -> str:
         return f"{self._namespace}:{kind}:{quote(tenant, safe='')}"

@@ -1,5 +1,5 @@
-"""Changes of a shared account that this process has not sent to Redis yet. The next step of `shared_turns.py` sends
-them; if the step fails, some are sent again."""
+"""Changes of an account's budget, which several processes share, that this process has not sent to Redis yet. The next
+run of the script (a step of `shared_turns.py`) sends them; if it fails, some are sent again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from consumers.limits.base import Feedback
 
 @dataclass(slots=True)
 class Sent:
-    """Changes of a shared account that one step (one run of the script in Redis) sends."""
+    """Changes of an account's budget that one step (one run of the script in Redis) sends."""
 
     back: list[dict[str, Any]]
     """Amounts that were given back, or used beyond a reservation (`Unsent.give_back`)."""
@@ -19,9 +19,9 @@ class Sent:
     """For each bucket: the level to which it fell because the provider had less than was assumed; infinite: it did not
     fall."""
     learned_from: int
-    """How many responses of `Unsent.feedback` the sent text of what was learned includes."""
+    """From how many responses of `Unsent.feedback` the sent text of learned limits was made."""
     has_learned: bool
-    """True if something was learned that Redis does not have yet."""
+    """True if this process has learned something about the account's limits that Redis does not have yet."""
 
 
 @dataclass(slots=True)
@@ -38,8 +38,8 @@ class Unsent:
     has_learned: bool = False
 
     def give_back(self, lane: int, unused: Sequence[float], from_savings: Sequence[float]) -> None:
-        """Note what to give back after a call. `unused`: for each bucket, what was reserved and not used; below 0: what
-        was used beyond the reservation. `from_savings`: see `Reservation`."""
+        """Note what to return to the account's budget after a call. `unused`: for each bucket, what was reserved and
+        not used; below 0: what was used beyond the reservation. `from_savings`: see `Reservation`."""
         self.back.append({"lane": lane + 1, "over": list(unused), "own": list(from_savings)})
 
     def levels_fell(self, before: Sequence[float], after: Sequence[float]) -> bool:
@@ -52,7 +52,7 @@ class Unsent:
         return found
 
     def take(self) -> Sent:
-        """Take out the changes, so that the next step sends them."""
+        """Return the changes and remove them from here; the next run of the script (a step) sends them."""
         sent = Sent(self.back, self.lower, len(self.feedback), self.has_learned)
         self.back, self.lower, self.has_learned = [], [inf, inf, inf], False
         return sent

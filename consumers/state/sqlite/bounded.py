@@ -13,9 +13,11 @@ from consumers.state.sqlite.shares import UNSEEN, UNTRIED, Shares
 
 IS_UNSEEN = "body_hash IS NULL AND noted = 0 AND code = 'cancelled'"
 UNSEEN_BYTES = 800
-"""The size of an unseen cancellation, including the row that counts it."""
+"""The size, in bytes, that is assumed for the cancellation of a request that no worker has seen, including the row that
+counts it."""
 FORGOTTEN_AT_MOST = 10
-"""The most unseen cancellations that one call removes. It removes more than one only after the limit was lowered."""
+"""The most cancellations of unseen requests that one call of `count_unseen` removes. It removes more than one only
+after the tenant's limit was lowered."""
 STEP_ROWS = 200
 _FORGET_UNSEEN = f"DELETE FROM request WHERE tenant = ? AND id = ? AND {IS_UNSEEN}"
 _FORGET_UNTRIED = (
@@ -71,6 +73,6 @@ class Bounded:
         return max(surplus, 0)
 
     def sweep(self, today: int) -> int:
-        """Stop counting cancellations and results (rows of this SQLite file) whose keeping time is over, a limited
+        """Stop counting cancellations and results (rows of this SQLite file) whose retention time is over, a limited
         number at a time. Returns how many."""
         return self._shares.forget_ended(UNSEEN, today) + self._shares.forget_ended(UNTRIED, today)

@@ -7,7 +7,7 @@ from consumers.state.sqlite.requests import STEP_ROWS
 from consumers.state.sqlite.rows import Times
 
 KEPT_AFTER_MS = 86_400_000
-"""How long a period is kept after its end, in case the calendar is set back."""
+"""For how many ms after its end the count of a period is kept, in case the calendar is set back."""
 
 
 class Counters:

@@ -22,18 +22,20 @@ from consumers.state.sqlite import following as sqlite_following
 from consumers.state.sqlite import shares as sqlite_shares
 
 VERSION = 4
-"""The schema's version, kept in the file as `user_version`."""
+"""The version of the SQLite schema, which is stored in the file as `user_version`."""
 APPLICATION = 0x4C616E65
 """The file's `application_id`, which marks it as Lanekeeper's: the letters "Lane"."""
 BUSY_S = 3.0
-"""How long to wait for the transaction of another process. Transactions take milliseconds, so a longer one hangs."""
+"""How many seconds to wait for the transaction of another process. Transactions take milliseconds, so a longer one
+hangs."""
 LEASE_AT_MOST_MS = 3_600_000
-"""Longer than any lease. Where the system gives no boot id, a lease that ends later is from an earlier boot."""
+"""A time in ms that is longer than any lease. If the system provides no boot id, a lease that ends later than this from
+now is from an earlier boot."""
 ROOM_BYTES = 1024 * 1024
-"""Free bytes that the disk must have. An answer is larger than what `probe` writes, and is paid for before it is
+"""How many bytes must be free on the disk: an answer is larger than what `probe` writes, and is paid for before it is
 stored."""
 WAL_BYTES = 64 * 1024 * 1024
-"""After a checkpoint, the write-ahead log is cut to at most this size."""
+"""The size in bytes to which the write-ahead log is cut after a checkpoint."""
 
 _REQUESTS = """
 CREATE TABLE request (

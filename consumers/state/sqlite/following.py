@@ -1,5 +1,5 @@
-"""Submissions and entries of followed requests as rows of a SQLite file. Each method works within a transaction that
-its caller opened.
+"""Keeps the progress of requests that clients follow as rows of a SQLite file: how each was submitted, and entries for
+its steps and events. Each method works within a transaction that its caller opened.
 
 A row of `followed` holds a submission. It belongs to the row of `request` with the same identity, and is removed with
 that row.
@@ -52,7 +52,7 @@ CREATE TRIGGER request_removed AFTER DELETE ON request
     BEGIN DELETE FROM followed WHERE tenant = old.tenant AND id = old.id; END;
 """
 ENTRIES_IN_A_LOOK: Final = 5000
-"""The most entries of all its requests that one look returns; the next look returns the rest."""
+"""The most entries that one call of `look` returns for all its requests; the next call returns the rest."""
 _FIELDS: Final = "body_hash, lane, streams, submitted_ms, due_ms, deadline_ms"
 _ADD: Final = (
     f"INSERT INTO followed (tenant, id, {_FIELDS}, last, events, bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0)"

@@ -25,7 +25,7 @@ from consumers.state.sqlite.bounded import Bounded
 from consumers.state.sqlite.rows import Row, Times
 
 CANCELLED = "cancelled"
-"""The code of a cancelled request in `PROBLEMS`."""
+"""The error code of a cancelled request."""
 STEP_ROWS = 200
 
 

@@ -1,4 +1,5 @@
-"""The rows of the table `request` as values, and the time of a transaction."""
+"""Reads the rows of the SQLite table `request` (one for each request: its claim and its result) as values; and the time
+of a transaction."""
 
 import json
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ class Times:
     """The time of a transaction, in ms. It is read once, for all operations of the transaction."""
 
     now: int
-    """Since boot; leases are compared with it."""
+    """The time since the machine was booted, in ms; leases are compared with it."""
     today: int
-    """Since 1970; keeping times are compared with it."""
+    """The time since 1970, in ms; retention times are compared with it."""
 
 
 class Row(NamedTuple):
@@ -53,8 +54,8 @@ class Row(NamedTuple):
         return bool(self.noted) and self.status is None
 
     def is_held_against(self, message: Fingerprint, now: int) -> bool:
-        """True if another message holds the claim and its lease is valid. The holder's own message, redelivered, may
-        take the claim over."""
+        """True if a worker works on another message of the request (holds its claim, whose lease is valid). A message
+        that was redelivered may take over its own earlier claim."""
         return self.lease_ms > now and not (message.redelivered and self.mark == message.mark)
 
     def ended_by(self, completion: Completion) -> "Row":
@@ -68,7 +69,7 @@ class Row(NamedTuple):
         )
 
     def completion(self) -> Completion:
-        """How the request in this row ended. The row must have that."""
+        """How the request in this row ended. It must have ended."""
         assert self.status is not None
         assert self.ended_ms is not None
         return Completion(

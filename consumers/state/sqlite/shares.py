@@ -9,11 +9,11 @@ from consumers.state.spec import StoreSpec
 
 STEP_ROWS = 100
 UNSEEN: Final = "unseen"
-"""Cancellations of requests that no worker has seen."""
+"""The kind of counted rows: cancellations of requests that no worker has seen."""
 UNTRIED: Final = "untried"
-"""Requests that ended before any attempt was made."""
+"""The kind of counted rows: results of requests that ended before any attempt was made."""
 WAITING: Final = "waiting"
-"""Messages that wait in the broker because their publisher asked for a delay."""
+"""The kind of counted rows: messages that wait in the broker because their publisher asked for a delay."""
 SCHEMA = """
 CREATE TABLE share (
     kind TEXT NOT NULL,
@@ -64,7 +64,7 @@ class Shares:
         return ("", 0) if found is None else (str(found[0]), int(found[1]))
 
     def forget_ended(self, kind: str, today: int) -> int:
-        """Stop counting items whose time is over, at most `STEP_ROWS`. Returns how many."""
+        """Stop counting items whose retention time is over, at most `STEP_ROWS` of them. Returns how many."""
         ended = self._execute(
             "DELETE FROM share WHERE (kind, tenant, member) IN "
             f"(SELECT kind, tenant, member FROM share WHERE kind = ? AND until_ms <= ? LIMIT {STEP_ROWS}) "

@@ -10,7 +10,7 @@ from consumers.state.sqlite.rows import Times
 
 ROW_BYTES: Final = 300  # the rough size of a row without its body
 STEP_BYTES: Final = 32 * 1024 * 1024
-"""The most that one step of sweeping removes, so that claims do not wait long for it."""
+"""The most bytes that one step of sweeping (removing expired rows) removes, so that claims do not wait long for it."""
 _SIZE: Final = (
     "length(body) + coalesce((SELECT bytes FROM followed f WHERE f.tenant = request.tenant AND f.id = request.id), 0)"
 )

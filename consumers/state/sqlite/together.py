@@ -40,7 +40,7 @@ _RENEW: Final = (
     "UPDATE request SET lease_ms = ?1 FROM (VALUES {}) AS held"
     " WHERE tenant = held.column1 AND id = held.column2 AND token = held.column3 AND status IS NULL"
 )
-"""`IN (VALUES …)` would make SQLite read the whole table."""
+"""The SQL statement that renews claims. `IN (VALUES …)` in place of the join would make SQLite read the whole table."""
 
 
 def _by_size(statement: str, row: str) -> dict[int, str]:
@@ -112,8 +112,8 @@ class Together:
         return [complete.completion if is_all else None for complete in asked]
 
     def renew(self, at: Times, held: Sequence[Held]) -> bool:
-        """Renew several claims, by one statement for each part. Returns True if all were renewed: no holder must stop,
-        and the store has lost no claim."""
+        """Renew several claims, by one statement for each part. Returns True if all were renewed, so that no worker
+        must stop its work, and the store has lost no claim."""
         renewed = 0
         for part in parts(held):
             values: list[object] = [at.now + self._lease_ms]

@@ -32,13 +32,14 @@ from consumers.state.sqlite.together import Claim, Complete, Together, parts
 
 T = TypeVar("T")
 WAITING_AT_MOST = 10_000
-"""The most operations that may wait, because each of them keeps in memory what it will write."""
+"""The most operations that may wait for the writing thread; there is a limit, because each keeps in memory what it will
+write."""
 TOGETHER_AT_MOST = 500
 """The most operations in one transaction, so that none waits too long."""
 REOPEN_S = 0.5
-"""The shortest time between two attempts to open the file."""
+"""The shortest time, in seconds, between two attempts to open the SQLite file."""
 CLOSE_S = 10.0
-"""How long `close` waits for the last operations: longer than one wait for a lock (`BUSY_S`) and one fsync."""
+"""How many seconds `close` waits for the last operations: longer than one wait for a lock (`BUSY_S`) and one fsync."""
 _INVALID_VALUES = (
     sqlite3.DataError,
     sqlite3.IntegrityError,
@@ -105,7 +106,7 @@ class Writer:
         self._thread.start()
 
     async def close(self) -> None:
-        """Do the operations that wait, then end the writing thread."""
+        """Carry out the operations that still wait, then end the writing thread."""
         while self._gathered:
             self._hand_over()
         self._groups.put(None)

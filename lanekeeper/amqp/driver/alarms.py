@@ -35,9 +35,9 @@ class UnderlyingConnection(QuietConnection, Underlying):
 
     @property
     def closing(self) -> "asyncio.Future[Any]":
-        """The future that ends when the connection closes. All callers get the same future, so it must not be
-        cancelled: await it only under `shield`. (aiormq makes a new one on each access, so that aio-pika could not
-        remove the callback that it adds for each channel; see `Channel`.)"""
+        """The future that is done when the connection closes. All callers get the same future, so it must not be
+        cancelled: await it only under `shield`. (aiormq's own property makes a new future on each access, so that
+        aio-pika cannot remove the callback that it adds for each channel; see `Channel`.)"""
         return self._closing
 
     def __init__(self, url: URL, *, context: ssl.SSLContext | None, on_alarm: OnAlarm) -> None:

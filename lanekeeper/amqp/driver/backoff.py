@@ -1,10 +1,11 @@
-"""The pause between two tries to reach the broker."""
+"""Computes the pause between two tries to connect to the broker."""
 
 import random
 
 LEAST_S = 0.05
 MAX_DOUBLINGS = 10
-"""Without this limit, `2 ** failures` overflows a float after 1024 failures."""
+"""How often the maximum pause doubles at most. Without this limit, `2 ** failures` overflows a float after 1024
+failures."""
 
 
 def pause_s(failures: int, *, first_s: float, cap_s: float) -> float:

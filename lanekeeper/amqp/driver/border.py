@@ -11,8 +11,8 @@ from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 
 @contextmanager
 def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable) -> Iterator[None]:
-    """Translate aiormq's exceptions inside the block into the error class `lost`: those for a lost channel or
-    connection and for a broker that does not answer. `what` begins the new error's text."""
+    """Within this `with` block, translate aiormq's exceptions for a lost channel or connection, or for a broker that
+    does not answer, into the error class `lost`. `what` is the beginning of the new error's text."""
     before = cancellations()
     try:
         yield
@@ -33,8 +33,7 @@ def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable) -> Iterato
 
 
 def is_bare(error: Exception) -> bool:
-    """Whether an error is a bare `Exception`. aiormq raises one in a call that begins just after the connection
-    closed."""
+    """Whether an error is a bare `Exception`. aiormq raises one if it is called just after the connection closed."""
     return type(error) is Exception
 
 
@@ -44,8 +43,8 @@ def text_of(error: BaseException) -> str:
 
 
 def asks_to_stop() -> bool:
-    """Whether somebody has cancelled this task. aiormq also raises CancelledError when a channel or connection closes,
-    and then this is false."""
+    """Whether a caught CancelledError means that this task was cancelled. False if aiormq raised it because a channel
+    or connection closed."""
     return cancellations() > 0
 
 

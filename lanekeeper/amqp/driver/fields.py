@@ -25,12 +25,12 @@ _FIXED: Final = {
         "f": ">f", "d": ">d", "D": ">Bi", "T": ">Q", "V": ">", "\0": ">",
     }.items()
 }  # fmt: skip
-"""The field types of fixed size. They are those of RabbitMQ, which differ from the specification's, and two more that
-some clients send: `L` and the zero byte."""
+"""The type bytes of AMQP field values of fixed size, each with its `struct` format. The types are those of RabbitMQ,
+which differ from the specification's, and two more that some clients send: `L` and the zero byte."""
 _DECIMAL, _TIME = b"DT"
 _MILLISECONDS_FROM: Final = 2**32
-"""AMQP timestamps are in seconds, but some clients send milliseconds. From this value on (in seconds, the year 2106) a
-timestamp is taken as milliseconds."""
+"""The smallest AMQP timestamp that is read as milliseconds. AMQP timestamps are in seconds, but some clients send
+milliseconds; as seconds, this value would be in the year 2106."""
 MAX_VALUES: Final = 4000
 """The most values in one table, including those of nested tables and arrays. Without this limit, a table of 64 KiB
 could have 64,000 values, which take 30 ms to read; many such messages can be delivered at once."""

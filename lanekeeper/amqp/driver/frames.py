@@ -21,9 +21,9 @@ from lanekeeper.amqp.driver import fields
 from lanekeeper.contract.messages import UNREADABLE, Headers, Message
 
 HEADERS_BYTES = 64 * 1024
-"""The largest headers that are read. When a worker publishes the message again, it adds headers, and all properties
-must fit into one frame of 128 KiB: the broker closes a connection that sends a larger frame (501 FRAME_ERROR), which
-also ends all other publishes on it."""
+"""The largest field table of message headers, in bytes, that is read. When a worker publishes the message again, it
+adds headers, and all properties must fit into one frame of 128 KiB: the broker closes a connection that sends a larger
+frame (501 FRAME_ERROR), which also ends all other publishes on it."""
 NESTED_LEVELS = 16
 _MORE_FLAGS = 1
 _SKIP: dict[str, Callable[[bytes], int]] = {
@@ -45,7 +45,8 @@ def patch_pamqp() -> None:
 
 
 def message_of(delivered: DeliveredMessage) -> Message:
-    """Our `Message` for a message that aiormq has read: one fetched with `basic.get`, or one returned as unroutable."""
+    """Convert a message that aiormq has read into our `Message`: one fetched with `basic.get`, or one returned as
+    unroutable."""
     found = delivered.delivery
     return _message(
         delivered.header.properties,
@@ -56,7 +57,8 @@ def message_of(delivered: DeliveredMessage) -> Message:
 
 
 def message_from(header: bytes, body: bytes, *, exchange: str, routing_key: str) -> Message:
-    """Our `Message` for a content header in its AMQP encoding (`header`: its properties) and a body."""
+    """Build our `Message` from a received message: `header` is the content header frame's AMQP encoding, which contains
+    the properties."""
     properties = Basic.Properties()
     _unmarshal_properties(properties, int.from_bytes(header[12:14], "big"), header[14:])
     return _message(properties, body, exchange=exchange, routing_key=routing_key)

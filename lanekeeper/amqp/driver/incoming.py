@@ -22,8 +22,9 @@ _METHOD, _HEADER, _BODY, _HEARTBEAT = 1, 2, 3, 8
 _KINDS: Final = frozenset({_METHOD, _HEADER, _BODY, _HEARTBEAT})
 _FRAME: Final = struct.Struct(">BHI")
 _HEARTBEAT_FRAME: Final = b"\x08\0\0\0\0\0\0\xce"
-"""A heartbeat frame. aiormq closes a connection on which it reads nothing for a while, and the broker sends no
-heartbeats while it sends other frames. So aiormq gets this frame at times, when other frames went to a `Tap`."""
+"""The bytes of an AMQP heartbeat frame. aiormq closes a connection on which it reads nothing for a while, and the
+broker sends no heartbeats while it sends other frames. So `FrameReader` gives aiormq this frame from time to time while
+it passes all received frames to a `Tap`."""
 _HEARTBEAT_EVERY_S: Final = 1.0
 _DELIVER, _RETURN, _ACK, _NACK = b"\0\x3c\0\x3c", b"\0\x3c\0\x32", b"\0\x3c\0\x50", b"\0\x3c\0\x78"
 _TAG: Final = struct.Struct(">QB")
@@ -36,7 +37,7 @@ class Delivered:
 
     message: Message
     tag: int
-    """The delivery tag, with which the message is acknowledged."""
+    """AMQP's delivery tag: the number by which the message is acknowledged."""
     redelivered: bool
 
 
@@ -104,13 +105,14 @@ class Tap:
 
 
 async def left_to_the_tap(_: object) -> None:
-    """The callback to pass to `basic_consume` on a channel with a `Tap`: aiormq requires a callback, but never calls it
-    here."""
+    """Does nothing. Pass it as the callback to `basic_consume` on a channel with a `Tap`: aiormq requires a callback,
+    but the tap receives the deliveries."""
 
 
 class FrameReader(asyncio.StreamReader):
-    """The stream reader from which aiormq reads a connection. It splits the received bytes into AMQP frames, gives each
-    to its channel's `Tap`, and passes on to aiormq those that the tap does not take. `taps`: by channel number."""
+    """The stream reader from which aiormq reads a connection. It splits the received bytes into AMQP frames and offers
+    each to its channel's `Tap`. aiormq reads only the frames that the tap does not take. `taps`: the taps by channel
+    number."""
 
     def __init__(self, taps: dict[int, Tap], loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop=loop)
@@ -163,7 +165,7 @@ class FrameReader(asyncio.StreamReader):
 
 class Tapped(TransportFactory):
     """Opens the socket of an aiormq connection, with or without TLS, so that a `FrameReader` reads it: deliveries and
-    confirms then go to the `Tap` of their channel (`taps`: by channel number), and all other frames to aiormq."""
+    confirms then go to the `Tap` of their channel in `taps` (by channel number), and all other frames to aiormq."""
 
     def __init__(self) -> None:
         self.taps: dict[int, Tap] = {}

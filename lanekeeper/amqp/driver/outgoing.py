@@ -1,4 +1,4 @@
-"""Encodes the frames of a message, ten times as fast as pamqp."""
+"""Encodes a message to be published as AMQP frames, ten times as fast as pamqp, the codec of aiormq."""
 
 import struct
 from typing import Final
@@ -22,8 +22,8 @@ def frames(
     channel: Channel, body: bytes, *, exchange: str, routing_key: str, properties: bytes, mandatory: bool
 ) -> ChannelFrame:
     """Encode a publish as AMQP frames: `Basic.Publish`, content header and body (AMQP 0-9-1, sections 4.2.4 to 4.2.6).
-    `properties`: the result of `encoded`. Put the frames into the channel's `write_queue` to send them. Raises
-    ValueError for a routing key that is too long."""
+    `properties`: the encoded AMQP properties, made by `encoded`. Put the frames into the channel's `write_queue` to
+    send them. Raises ValueError for a routing key that is too long."""
     number, max_payload = channel.number, channel.max_content_size
     method = b"".join((_PUBLISH, _short(exchange), _short(routing_key), b"\1" if mandatory else b"\0"))
     header = _CONTENT.pack(_BASIC, 0, len(body)) + properties

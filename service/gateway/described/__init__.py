@@ -1,4 +1,5 @@
-"""The contract for machines: OpenAPI and AsyncAPI documents, made from the code that checks and sends the messages.
+"""Generates the OpenAPI and AsyncAPI documents that describe Lanekeeper's interfaces, from the code that checks and
+sends the messages.
 
 `app.py` imports this folder.
 """

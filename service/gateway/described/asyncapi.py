@@ -1,4 +1,4 @@
-"""The contract over AMQP, and over the WebSocket, as an AsyncAPI 3 document."""
+"""Describes Lanekeeper's interface over AMQP, and the gateway's WebSocket, as an AsyncAPI 3 document."""
 
 from collections.abc import Collection, Iterable
 from importlib.metadata import version
@@ -93,22 +93,17 @@ def _channels(names: Names, lanes: list[str]) -> dict[str, Any]:
 
 
 def _operations() -> dict[str, Any]:
+    reply_to = {"location": "$message.header#/reply_to", "description": "The property `reply_to`."}
     return {
         "work": {
             "action": "receive",
             "channel": _channel("requests"),
-            "reply": {
-                "address": {"location": "$message.header#/reply_to", "description": "The property `reply_to`."},
-                "channel": _channel("replies"),
-            },
+            "reply": {"address": reply_to, "channel": _channel("replies")},
         },
         "obey": {
             "action": "receive",
             "channel": _channel("control"),
-            "reply": {
-                "address": {"location": "$message.header#/reply_to", "description": "The property `reply_to`."},
-                "channel": _channel("controlReplies"),
-            },
+            "reply": {"address": reply_to, "channel": _channel("controlReplies")},
         },
         "park": {"action": "send", "channel": _channel("dead")},
         "tell": {"action": "send", "channel": _channel("events")},

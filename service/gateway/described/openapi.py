@@ -1,4 +1,4 @@
-"""The contract over HTTP as an OpenAPI 3.1 document."""
+"""Describes the gateway's HTTP interface as an OpenAPI 3.1 document."""
 
 from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import version
@@ -9,7 +9,19 @@ from lanekeeper.contract.identity import ID_PATTERN
 from lanekeeper.contract.problems import PROBLEMS
 from service.gateway.asking import IDEMPOTENCY_KEY, NOT_HERE
 from service.gateway.described import requests
-from service.gateway.described.schemas import MESSAGE, REPLY_HEADERS, SECURITY, TEXT, WHOLE, Schema, record, ref
+from service.gateway.described.schemas import (
+    MESSAGE,
+    PATH_ID,
+    REPLY_HEADERS,
+    TEXT,
+    WHOLE,
+    Schema,
+    content,
+    having,
+    operation,
+    record,
+    ref,
+)  # fmt: skip
 from service.gateway.lookups import COUNT_TOKENS, MODEL, MODELS
 from service.gateway.messages import TOLD
 from service.gateway.models_page import PAGE_AT_MOST
@@ -18,12 +30,11 @@ from topology.codec import schemas as codec
 
 MESSAGES = "/v1/messages"
 OF_THE_GATEWAY = frozenset({408, 500, 502, 503})
-"""Statuses that only the gateway answers; the others are those of Anthropic's error types."""
+"""HTTP statuses that only the gateway answers; its other statuses are those of Anthropic's error types."""
 _LOOKUPS = (TYPES.keys() | OF_THE_GATEWAY | {501}) - {405}
 _MESSAGES = (TYPES.keys() | OF_THE_GATEWAY | {410, *(problem.status for problem in PROBLEMS.values())}) - {405}
 _HEALTH: dict[str, Schema] = {"alive": {"type": "boolean"}}
 _READY: dict[str, Schema] = {"ready": {"type": "boolean"}, "reasons": {"type": "object", "additionalProperties": TEXT}}
-_JSON = "application/json"
 
 
 def openapi(*, lanes: Collection[str]) -> dict[str, Any]:
@@ -76,67 +87,49 @@ def _lane_headers(lanes: list[str]) -> list[dict[str, Any]]:
 
 
 def _messages(parameters: list[dict[str, Any]]) -> dict[str, Any]:
-    content = {_JSON: {"schema": ref("Message")}, "text/event-stream": {"schema": TEXT}}
-    reply_headers = {name: {"schema": REPLY_HEADERS[name]} for name in TOLD}
-    return {
-        "operationId": "createMessage",
-        "summary": "Anthropic's call, through a lane; the answer is streamed if the body asks for it.",
-        "security": SECURITY,
-        "parameters": parameters,
-        "requestBody": {"required": True, "content": {_JSON: {"schema": ref("Request")}}},
-        "responses": {
-            "200": {"description": "The answer.", "headers": {**_REQUEST_ID, **reply_headers}, "content": content},
-            **_errors(_MESSAGES),
-        },
+    answer = {
+        **_answer("The answer.", ref("Message")),
+        "headers": {**_REQUEST_ID, **{name: {"schema": REPLY_HEADERS[name]} for name in TOLD}},
     }
+    answer["content"]["text/event-stream"] = {"schema": TEXT}
+    summary = "Anthropic's call, through a lane; the answer is streamed if the body asks for it."
+    responses = {"200": answer, **_errors(_MESSAGES)}
+    return operation("createMessage", summary, responses, parameters=parameters, body=ref("Request"))
 
 
 def _count_tokens() -> dict[str, Any]:
-    body = {"type": "object", "required": ["model", "messages"], "properties": {"model": TEXT}}
-    counted = {"type": "object", "required": ["input_tokens"], "properties": {"input_tokens": WHOLE}}
-    return {
-        "operationId": "countTokens",
-        "summary": "Anthropic's call, passed on to the provider.",
-        "security": SECURITY,
-        "parameters": [_header(n.ANTHROPIC_BETA, codec.headers()[n.ANTHROPIC_BETA])],
-        "requestBody": {"required": True, "content": {_JSON: {"schema": body}}},
-        "responses": {"200": _answer("The number of tokens.", counted), **_errors(_LOOKUPS)},
-    }
+    return operation(
+        "countTokens",
+        "Anthropic's call, passed on to the provider.",
+        {"200": _answer("The number of tokens.", having(input_tokens=WHOLE)), **_errors(_LOOKUPS)},
+        parameters=[_header(n.ANTHROPIC_BETA, codec.headers()[n.ANTHROPIC_BETA])],
+        body={**having(model=TEXT), "required": ["model", "messages"]},
+    )
 
 
 def _models() -> dict[str, Any]:
     limit = {"type": "integer", "minimum": 1, "maximum": PAGE_AT_MOST}
     page = {
-        "type": "object",
+        **having(data={"type": "array", "items": _ONE_MODEL}, has_more={"type": "boolean"}),
         "required": ["data", "has_more", "first_id", "last_id"],
-        "properties": {"data": {"type": "array", "items": _ONE_MODEL}, "has_more": {"type": "boolean"}},
     }
-    return {
-        "operationId": "listModels",
-        "summary": "The provider's models that the key allows.",
-        "security": SECURITY,
-        "parameters": [_query("limit", limit), _query("after_id", TEXT), _query("before_id", TEXT)],
-        "responses": {"200": _answer("A page of models.", page), **_errors(_LOOKUPS)},
-    }
+    return operation(
+        "listModels",
+        "The provider's models that the key allows.",
+        {"200": _answer("A page of models.", page), **_errors(_LOOKUPS)},
+        parameters=[_query("limit", limit), _query("after_id", TEXT), _query("before_id", TEXT)],
+    )
 
 
 def _model() -> dict[str, Any]:
-    return {
-        "operationId": "getModel",
-        "summary": "One model.",
-        "security": SECURITY,
-        "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}],
-        "responses": {"200": _answer("The model.", _ONE_MODEL), **_errors(_LOOKUPS)},
-    }
+    responses = {"200": _answer("The model.", _ONE_MODEL), **_errors(_LOOKUPS)}
+    return operation("getModel", "One model.", responses, parameters=[PATH_ID])
 
 
 def _open(id: str, summary: str, answers: Mapping[int, Schema]) -> dict[str, Any]:
     """The OpenAPI operation of a path that needs no API key. `answers`: the schema of the answer for each status."""
-    responses = {
-        str(status): {"description": summary, "content": {_JSON: {"schema": schema}}}
-        for status, schema in answers.items()
-    }
-    return {"operationId": id, "summary": summary, "security": [], "responses": responses}
+    responses = {str(status): {"description": summary, **content(schema)} for status, schema in answers.items()}
+    return {**operation(id, summary, responses), "security": []}
 
 
 def _request() -> Schema:
@@ -144,13 +137,8 @@ def _request() -> Schema:
 
 
 def _error() -> Schema:
-    error = {"type": "object", "required": ["type", "message"], "properties": {"type": TEXT, "message": TEXT}}
-    return {
-        "description": "An error as Anthropic's API answers it.",
-        "type": "object",
-        "required": ["type", "error"],
-        "properties": {"type": {"const": "error"}, "error": error, "request_id": TEXT},
-    }
+    fields = having(type={"const": "error"}, error=having(type=TEXT, message=TEXT), request_id=TEXT)
+    return {**fields, "required": ["type", "error"], "description": "An error as Anthropic's API answers it."}
 
 
 def _errors(statuses: Iterable[int]) -> dict[str, Any]:
@@ -160,14 +148,14 @@ def _errors(statuses: Iterable[int]) -> dict[str, Any]:
         str(status): {
             "description": TYPES.get(status, "api_error"),
             "headers": {**_REQUEST_ID, **again, **code},
-            "content": {_JSON: {"schema": ref("Error")}},
+            **content(ref("Error")),
         }
         for status in sorted(statuses)
     }
 
 
 def _answer(description: str, schema: Schema) -> dict[str, Any]:
-    return {"description": description, "headers": _REQUEST_ID, "content": {_JSON: {"schema": schema}}}
+    return {"description": description, "headers": _REQUEST_ID, **content(schema)}
 
 
 def _header(name: str, schema: Schema) -> dict[str, Any]:
@@ -178,5 +166,5 @@ def _query(name: str, schema: Schema) -> dict[str, Any]:
     return {"name": name, "in": "query", "schema": schema}
 
 
-_ONE_MODEL: Schema = {"type": "object", "required": ["id", "type"], "properties": {"id": TEXT, "type": TEXT}}
+_ONE_MODEL: Schema = having(id=TEXT, type=TEXT)
 _REQUEST_ID = {"request-id": {"required": True, "schema": TEXT}}

@@ -5,21 +5,19 @@ from typing import Any, get_args
 
 from lanekeeper.errors import Cancelled
 from service.gateway.described import schemas
-from service.gateway.described.schemas import SECURITY, TEXT, WHOLE, Schema, record, ref
-from service.gateway.documents import JSON, PROBLEM, path_of
+from service.gateway.described.schemas import PATH_ID, TEXT, WHOLE, Schema, content, operation, record, ref
+from service.gateway.documents import PROBLEM, path_of
 from service.gateway.events import LARGEST_NUMBER, LAST_EVENT_ID
 
 WORDS = ("queued", "delayed", "running", "retrying", "completed", "failed", "cancelled")
 _TIME: Schema = {"type": "string", "format": "date-time"}
 _NUMBER: Schema = {"type": "integer", "minimum": 0, "maximum": LARGEST_NUMBER}
 _ACCESS = (401, 403, 500, 503)
-_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
 def paths(*, parameters: list[dict[str, Any]]) -> dict[str, Any]:
     """The OpenAPI paths below `/v1/requests`. `parameters`: those for the headers of a call that is published to a
     lane."""
-    body = {"required": True, "content": {JSON: {"schema": ref("Request")}}}
     submitted = _answer(
         "The broker has confirmed the request.", record({"id": TEXT, "status_url": TEXT, "events_url": TEXT})
     )
@@ -31,61 +29,49 @@ def paths(*, parameters: list[dict[str, Any]]) -> dict[str, Any]:
         "schema": TEXT,
         "description": "How long to wait for the request's end, such as `20s`.",
     }
+    submit = operation(
+        "submitRequest",
+        "Submit a request without waiting for its answer.",
+        {"202": submitted, **_problems((*_ACCESS, 400, 408, 409, 413, 529))},
+        parameters=parameters,
+        body=ref("Request"),
+    )
+    get = operation(
+        "getRequest",
+        "The status of a request; its result or problem once it has ended.",
+        {"200": _answer("The request's status.", ref("Status")), **_problems((*_ACCESS, 400, 404, 410, 529))},
+        parameters=[PATH_ID, wait],
+    )
+    cancel = operation(
+        "cancelRequest",
+        "Cancel a request.",
+        {
+            "200": _answer("The request had already ended.", cancelled),
+            "202": _answer("The request will end as cancelled.", cancelled),
+            **_problems((*_ACCESS, 404, 429, 529)),
+        },
+        parameters=[PATH_ID],
+    )
+    follow = operation(
+        "followRequest",
+        "The steps of a request and the parts of its answer, as Server-Sent Events.",
+        {
+            "200": {"description": "The events.", "content": {"text/event-stream": {"schema": TEXT}}},
+            "204": {"description": "The client already has the last event."},
+            **_problems((*_ACCESS, 400, 404, 410, 529)),
+        },
+        parameters=[PATH_ID, {"name": LAST_EVENT_ID, "in": "header", "schema": _NUMBER}],
+    )
+    open_socket = operation(
+        "openSocket",
+        "A WebSocket: submit, follow and cancel many requests. `/asyncapi.json` has its messages.",
+        {"101": {"description": "The WebSocket."}, **_problems((*_ACCESS, 426, 529))},
+    )
     return {
-        path_of("").rstrip("/"): {
-            "post": {
-                "operationId": "submitRequest",
-                "summary": "Submit a request without waiting for its answer.",
-                "security": SECURITY,
-                "parameters": parameters,
-                "requestBody": body,
-                "responses": {"202": submitted, **_problems((*_ACCESS, 400, 408, 409, 413, 529))},
-            }
-        },
-        path_of("{id}"): {
-            "get": {
-                "operationId": "getRequest",
-                "summary": "The status of a request; its result or problem once it has ended.",
-                "security": SECURITY,
-                "parameters": [_ID, wait],
-                "responses": {
-                    "200": _answer("The request's status.", ref("Status")),
-                    **_problems((*_ACCESS, 400, 404, 410, 529)),
-                },
-            },
-            "delete": {
-                "operationId": "cancelRequest",
-                "summary": "Cancel a request.",
-                "security": SECURITY,
-                "parameters": [_ID],
-                "responses": {
-                    "200": _answer("The request had already ended.", cancelled),
-                    "202": _answer("The request will end as cancelled.", cancelled),
-                    **_problems((*_ACCESS, 404, 429, 529)),
-                },
-            },
-        },
-        path_of("{id}/events"): {
-            "get": {
-                "operationId": "followRequest",
-                "summary": "The steps of a request and the parts of its answer, as Server-Sent Events.",
-                "security": SECURITY,
-                "parameters": [_ID, {"name": LAST_EVENT_ID, "in": "header", "schema": _NUMBER}],
-                "responses": {
-                    "200": {"description": "The events.", "content": {"text/event-stream": {"schema": TEXT}}},
-                    "204": {"description": "The client already has the last event."},
-                    **_problems((*_ACCESS, 400, 404, 410, 529)),
-                },
-            }
-        },
-        "/v1/ws": {
-            "get": {
-                "operationId": "openSocket",
-                "summary": "A WebSocket: submit, follow and cancel many requests. `/asyncapi.json` has its messages.",
-                "security": SECURITY,
-                "responses": {"101": {"description": "The WebSocket."}, **_problems((*_ACCESS, 426, 529))},
-            }
-        },
+        path_of("").rstrip("/"): {"post": submit},
+        path_of("{id}"): {"get": get, "delete": cancel},
+        path_of("{id}/events"): {"get": follow},
+        "/v1/ws": {"get": open_socket},
     }
 
 
@@ -121,9 +107,9 @@ def problem() -> Schema:
 
 
 def _problems(statuses: Iterable[int]) -> dict[str, Any]:
-    content = {PROBLEM: {"schema": ref("Problem")}}
-    return {str(status): {"description": "A problem document.", "content": content} for status in sorted(statuses)}
+    answer = {"description": "A problem document.", "content": {PROBLEM: {"schema": ref("Problem")}}}
+    return {str(status): answer for status in sorted(statuses)}
 
 
 def _answer(description: str, schema: Schema) -> dict[str, Any]:
-    return {"description": description, "content": {JSON: {"schema": schema}}}
+    return {"description": description, **content(schema)}

@@ -1,6 +1,6 @@
 """Schemas that OpenAPI and AsyncAPI share: problem documents, the provider's answers, headers of replies."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from lanekeeper.contract import names as n
@@ -9,21 +9,22 @@ from topology.codec.request import Clock
 
 Schema = dict[str, Any]
 SECURITY: list[dict[str, list[str]]] = [{"key": []}, {"bearer": []}, {}]
-"""A key is required, unless no keys are set."""
+"""The security requirement of the documents: callers need an API key, unless no keys are configured."""
 TEXT: Schema = {"type": "string"}
 WHOLE: Schema = {"type": "integer", "minimum": 0}
+PATH_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+def having(**fields: Schema) -> Schema:
+    """The JSON Schema of an object with these fields, and perhaps others."""
+    return {"type": "object", "required": list(fields), "properties": fields}
+
+
 MESSAGE: Schema = {
+    **having(type={"const": "message"}, content={"type": "array"}, stop_reason=TEXT),
     "description": "Anthropic's Message, as the provider sent it.",
-    "type": "object",
-    "required": ["type", "content", "stop_reason"],
-    "properties": {"type": {"const": "message"}, "content": {"type": "array"}, "stop_reason": TEXT},
 }
-EVENT: Schema = {
-    "description": "One event of Anthropic's stream.",
-    "type": "object",
-    "required": ["type"],
-    "properties": {"type": TEXT},
-}
+EVENT: Schema = {**having(type=TEXT), "description": "One event of Anthropic's stream."}
 REPLY_HEADERS: Mapping[str, Schema] = {
     n.STATUS: {"enum": ["ok", "error"]},
     n.PART: {"enum": ["event", "restart"]},
@@ -97,3 +98,17 @@ def headers(fields: Mapping[str, Schema], *, required: Iterable[str] = (), prefi
 def ref(name: str) -> Schema:
     """A reference to the schema `name` in the document's `components`."""
     return {"$ref": f"#/components/schemas/{name}"}
+
+
+def operation(
+    id: str, summary: str, responses: Mapping[str, Any], *, parameters: Sequence[Any] = (), body: Schema | None = None
+) -> dict[str, Any]:
+    """An OpenAPI operation that needs an API key. `body`: the schema of the call's JSON body."""
+    found = {"operationId": id, "summary": summary, "security": SECURITY, "responses": responses}
+    found |= {"parameters": parameters} if parameters else {}
+    return found if body is None else {**found, "requestBody": {"required": True, **content(body)}}
+
+
+def content(schema: Schema) -> dict[str, Any]:
+    """The OpenAPI content of a JSON body with this schema."""
+    return {"content": {"application/json": {"schema": schema}}}

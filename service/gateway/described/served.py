@@ -1,4 +1,5 @@
-"""A document that is made at its first GET: making both takes as long as the rest of a gateway's start."""
+"""Serves the OpenAPI and AsyncAPI documents. Each is made at its first GET, because making both takes as long as the
+rest of a gateway's start."""
 
 import asyncio
 import json

@@ -8,14 +8,7 @@ from lanekeeper.errors import Cancelled
 from service.gateway.described import requests
 from service.gateway.described.schemas import EVENT, MESSAGE, TEXT, WHOLE, Schema, record
 from service.gateway.documents import JSON
-from service.gateway.socket_messages import (
-    FIELDS,
-    HEADERS_AT_MOST,
-    LARGEST_NUMBER,
-    LONGEST_HEADER,
-    LONGEST_REF,
-    NEEDED,
-)
+from service.gateway.socket_messages import FIELDS, HEADERS_AT_MOST, LARGEST_NUMBER, LONGEST_HEADER, LONGEST_REF, NEEDED
 from topology.codec import schemas as codec
 
 CHANNEL: Final = "socket"
@@ -46,7 +39,7 @@ DATA: Final[Mapping[str, Schema]] = {
     "failed": _END,
     "cancelled": _END,
 }
-"""The data of an entry, by its kind."""
+"""The schema of the field `data` of a followed request's entry, by the entry's kind."""
 
 
 def channel() -> dict[str, Any]:

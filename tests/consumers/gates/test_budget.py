@@ -19,7 +19,7 @@ def test_a_request_within_the_budget_passes_with_its_route_and_an_estimated_rese
         assert await on.enter(job) is None
         assert job.reserved is not None
         assert job.reserved.route == ONE
-        assert job.reserved.reservation.amounts == Amounts(1, pytest.approx(len(BODY) / 3.5), 5)  # max_tokens
+        assert job.reserved.reservation.amounts == pytest.approx((1, len(BODY) / 3.5, 5))  # max_tokens
         assert on.told == []
 
     story(tell)
@@ -59,7 +59,7 @@ def test_the_usage_of_an_answer_is_the_estimate_for_the_next_request_of_its_kind
         await on.enter(second)
 
         assert second.reserved is not None
-        assert second.reserved.reservation.amounts == Amounts(1, pytest.approx(50), pytest.approx(3))
+        assert second.reserved.reservation.amounts == pytest.approx((1, 50, 3))
 
     story(tell)
 

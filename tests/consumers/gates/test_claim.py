@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
+from consumers.claiming import Claiming
 from consumers.gates.claim import ClaimGate
 from consumers.job import Job
 from consumers.outcomes import Answered, Buried, Deferred, Outcome, Replayed, Retried
@@ -13,14 +15,16 @@ from tests.support.jobs import NOW_MS, Bench, decoded, read
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
 
 
-class FakeClaiming:
+class FakeClaiming(Claiming):
     def __init__(self) -> None:
         self.answer: Granted | Running | Ended = Granted(token=1)
         self.released: list[int | None] = []
 
+    @override
     async def claim(self, job: Job) -> Granted | Running | Ended:
         return self.answer
 
+    @override
     async def release(self, job: Job, *, due_ms: int | None = None) -> None:
         self.released.append(due_ms)
 
@@ -28,7 +32,7 @@ class FakeClaiming:
 class Ground:
     def __init__(self) -> None:
         self.claiming = FakeClaiming()
-        self.gate = ClaimGate(self.claiming, now_ms=lambda: NOW_MS)  # type: ignore[arg-type]
+        self.gate = ClaimGate(self.claiming, now_ms=lambda: NOW_MS)
 
     def job(self, **given: Any) -> Job:
         return read(Bench().job(**given))
@@ -86,7 +90,7 @@ async def test_a_copy_that_was_worked_on_before_may_still_have_to_be_dead_letter
     ground = Ground()
     delivery = Bench().delivery()
     delivery.redelivered = redelivered
-    ended = Completion(status="ok", code=None, body=b"{}", headers={}, ended_ms=1)
+    ended = Completion(status="ok", code="", body=b"{}", headers={}, ended_ms=1)
     found = await ground.enter(Ended(completion=ended, is_same_message=is_same_message), ground.job(delivery=delivery))
     assert found == Replayed(completion=ended, buries=is_same_message and redelivered)
 

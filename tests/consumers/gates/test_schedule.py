@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
+from consumers.claiming import Claiming
 from consumers.gates.schedule import ScheduleGate
 from consumers.job import Job
 from consumers.outcomes import Deferred, Outcome, Refused
@@ -14,7 +16,7 @@ from tests.support.jobs import NOW_MS, Bench, decoded, read
 MINUTE_MS = 60_000
 
 
-class FakeClaiming:
+class FakeClaiming(Claiming):
     """Notes what it is asked. `may_wait` False: the request has ended already."""
 
     def __init__(self, limit: WaitingLimit = WaitingLimit.WITHIN, *, may_wait: bool = True) -> None:
@@ -22,10 +24,12 @@ class FakeClaiming:
         self.noted: list[str] = []
         self.weights: list[int] = []
 
+    @override
     async def defer(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
         self.noted.append("short")
         return self.may_wait
 
+    @override
     async def defer_for_long(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
         self.noted.append("long")
         return self.may_wait
@@ -37,7 +41,7 @@ class FakeClaiming:
 
 async def entered(claiming: FakeClaiming, delay_ms: int | None, *, late_ms: int = 0, **given: Any) -> Outcome | None:
     job = read(Bench().job(headers={} if delay_ms is None else {n.DELAY_MS: delay_ms}, **given))
-    gate = ScheduleGate(claiming, now_ms=lambda: NOW_MS + late_ms)  # type: ignore[arg-type]
+    gate = ScheduleGate(claiming, now_ms=lambda: NOW_MS + late_ms)
     return await gate.enter(job, decoded(job))
 
 

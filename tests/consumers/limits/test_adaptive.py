@@ -1,5 +1,7 @@
 """The assumed limits of an account, alone: announced, guessed, lowered by refusals, forgotten. Time is passed in."""
 
+from typing import Any
+
 import pytest
 
 from consumers.limits.adaptive import Adaptive
@@ -10,8 +12,8 @@ from consumers.limits.spec import AccountCaps
 START = Amounts(50, 30_000, 8_000)
 
 
-def limits(**caps: float) -> Adaptive:
-    return Adaptive(START, AccountCaps(**caps), now_s=0.0)  # type: ignore[arg-type]
+def limits(**caps: Any) -> Adaptive:
+    return Adaptive(START, AccountCaps(**caps), now_s=0.0)
 
 
 def told(requests: float | None = None, tokens: float | None = None, output: float | None = None) -> RateHeaders:

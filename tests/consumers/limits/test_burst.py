@@ -3,6 +3,7 @@
 import asyncio
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.limits.waiter import Waiter
 from service.simulated.buckets import Bucket
-from tests.support.budget import ACCOUNT, Traffic
+from tests.support.budget import ACCOUNT, Tokens, Traffic
 from tests.support.examples import examples
 from tests.support.virtual_time import virtually
 
@@ -34,9 +35,9 @@ def contest(rng: random.Random) -> int:
     return rng.randint(400, 900)
 
 
-def unknown(burst_s: float, **given: object) -> Traffic:
+def unknown(burst_s: float, **given: Any) -> Traffic:
     """An account of which nothing is known; its bucket holds this many seconds."""
-    return Traffic(own_accounts(BudgetSpec()), burst_s=burst_s, travel_s=TRAVEL_S, **given)  # type: ignore[arg-type]
+    return Traffic(own_accounts(BudgetSpec()), burst_s=burst_s, travel_s=TRAVEL_S, **given)
 
 
 def told(remaining: float, *, limit: float = 60) -> RateHeaders:
@@ -58,12 +59,12 @@ def told(remaining: float, *, limit: float = 60) -> RateHeaders:
     ],
 )
 def test_any_size_of_the_providers_bucket_is_used_with_hardly_any_refusal(
-    burst_s: float, tokens: object, most_refused: int, longest_s: float, least_used: float
+    burst_s: float, tokens: Tokens, most_refused: int, longest_s: float, least_used: float
 ) -> None:
     async def story() -> None:
         on = unknown(burst_s, call_s=(0.8, 1.2))
-        on.slots("batch", 8, tokens)  # type: ignore[arg-type]
-        on.every(2, "critical", tokens(random.Random(1)))  # type: ignore[operator]
+        on.slots("batch", 8, tokens)
+        on.every(2, "critical", tokens(random.Random(1)))
         await on.run(300)
 
         assert on.refused <= 3 + most_refused
@@ -117,7 +118,7 @@ def test_a_provider_that_announces_minutes_but_enforces_seconds_is_not_overrun_e
             await asyncio.sleep(15)
 
         assert sum(at_s > on.began_s + 120 for at_s in on.refused_at_s) <= 12  # without learning, four each time
-        assert on.budgets.turns(ACCOUNT).account.per_minute().requests == 60  # type: ignore[attr-defined]
+        assert on.budgets.turns(ACCOUNT).account.per_minute().requests == 60
 
     virtually(story())
 

@@ -10,7 +10,7 @@ import pytest
 
 from consumers.limits.amounts import Amounts
 from consumers.limits.own_turns import own_accounts
-from tests.support.budget import ACCOUNT, Traffic, spec, traffic
+from tests.support.budget import ACCOUNT, Tokens, Traffic, spec, traffic
 from tests.support.virtual_time import virtually
 
 FIVE_MINUTES_S = 300
@@ -26,10 +26,10 @@ def large(rng: random.Random) -> int:
 
 @pytest.mark.parametrize("tokens", [small, large], ids=["requests are short", "tokens are short"])
 @pytest.mark.parametrize("burst_s", [10, 60])
-def test_batch_uses_the_free_budget_and_critical_hardly_waits(tokens: object, burst_s: float) -> None:
+def test_batch_uses_the_free_budget_and_critical_hardly_waits(tokens: Tokens, burst_s: float) -> None:
     async def story() -> None:
         on = traffic(burst_s=burst_s)
-        on.slots("batch", 4, tokens)  # type: ignore[arg-type]
+        on.slots("batch", 4, tokens)
         on.every(2, "critical", 400)
         await on.run(FIVE_MINUTES_S)
 
@@ -43,10 +43,10 @@ def test_batch_uses_the_free_budget_and_critical_hardly_waits(tokens: object, bu
 
 
 @pytest.mark.parametrize("tokens", [small, large], ids=["requests are short", "tokens are short"])
-def test_batch_alone_uses_the_whole_budget(tokens: object) -> None:
+def test_batch_alone_uses_the_whole_budget(tokens: Tokens) -> None:
     async def story() -> None:
         on = traffic()
-        on.slots("batch", 4, tokens)  # type: ignore[arg-type]
+        on.slots("batch", 4, tokens)
         await on.run(FIVE_MINUTES_S)
 
         assert on.refused == 0

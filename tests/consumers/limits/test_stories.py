@@ -17,12 +17,12 @@ from consumers.limits.amounts import Amounts
 from consumers.limits.base import Feedback, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import DEFAULT_LANES, AccountCaps, BudgetSpec
+from consumers.limits.spec import DEFAULT_SHARES, AccountCaps, BudgetSpec
 from tests.support.budget import ACCOUNT, spec
 from tests.support.virtual_time import virtually
 
 STEPS = 160
-LANES = tuple(DEFAULT_LANES)
+LANES = tuple(DEFAULT_SHARES)
 SPECS = {
     "limits-are-set": spec(requests=60, input_tokens=40_000, output_tokens=9_000),
     "limits-are-guessed": BudgetSpec(),
@@ -78,19 +78,19 @@ class Story:
         until = self._chosen.choice((None, None, now_s + 5, now_s + 60))
         arrived = self._chosen.choice((None, None, None, now_s - 2.5))
 
+        def note_wait(wait: Wait) -> None:
+            self._note(f"{number} {lane} waits: {_wait(wait)}")
+
         async def wait() -> None:
             try:
                 found = await self._budgets.reserve(
-                    ACCOUNT, lane=lane, amounts=amounts, until=until, arrived=arrived, on_wait=told
+                    ACCOUNT, lane=lane, amounts=amounts, until=until, arrived=arrived, on_wait=note_wait
                 )
             except WaitTooLong as error:
                 self._note(f"{number} too late: {_wait(error.wait)}")
                 return
             self._running.append(found)
             self._note(f"{number} {lane} granted {_amounts(found.amounts)} of its own {_amounts(found.from_savings)}")
-
-        def told(wait: Wait) -> None:
-            self._note(f"{number} {lane} waits: {_wait(wait)}")
 
         self._asked[number] = asyncio.ensure_future(wait())
         await asyncio.sleep(0)

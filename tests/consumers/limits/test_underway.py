@@ -44,8 +44,8 @@ def test_what_was_missing_is_reserved_by_the_calls_in_proportion() -> None:
     large, small = call(100), call(50)
     running(large, small).hold(30, 0.0)
 
-    assert large.amounts == Amounts(1, pytest.approx(120), 5)
-    assert small.amounts == Amounts(1, pytest.approx(60), 5)
+    assert large.amounts == pytest.approx((1, 120, 5))
+    assert small.amounts == pytest.approx((1, 60, 5))
 
 
 def test_held_input_explains_one_wave_of_refusals_a_minute() -> None:

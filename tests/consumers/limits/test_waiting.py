@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import uvloop
@@ -25,9 +26,9 @@ ONE = Amounts(1, 1, 1)
 class Bench:
     """Budgets of one account: 60 requests and 40,000 input tokens a minute, all used up."""
 
-    def __init__(self, **given: object) -> None:
+    def __init__(self, **given: Any) -> None:
         self.loop = asyncio.get_running_loop()
-        self.budgets = own_accounts(spec(**given))  # type: ignore[arg-type]
+        self.budgets = own_accounts(spec(**given))
         self.order: list[str] = []
 
     def empty(self) -> None:
@@ -64,7 +65,7 @@ class Bench:
         return self.loop.time() - began_s
 
 
-def story(tell: Callable[[Bench], Awaitable[None]], **given: object) -> None:
+def story(tell: Callable[[Bench], Awaitable[None]], **given: Any) -> None:
     async def told() -> None:
         bench = Bench(**given)
         bench.empty()

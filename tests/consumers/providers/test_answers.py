@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from consumers.failures import TransientError
+from consumers.prices import Usage
 from consumers.providers.answers import MOST_TOKENS, parse_message, read_answer
-from consumers.providers.base import Usage
 
 
 def usage(**said: Any) -> Usage:

@@ -16,7 +16,7 @@ from consumers.failures import (
 )
 from consumers.providers.breaker import FAILURES, OPEN_MOST_S, OPEN_S, PROBE_WITHIN_S, UNREACHED, WINDOW_S
 from consumers.providers.breakers import REMEMBERED, Breakers, Permit
-from consumers.state.base import StoreUnavailable
+from consumers.state.base import Leases, StoreUnavailable
 from tests.support.virtual_time import virtually
 
 HERE = Route(provider="anthropic", model="m", name="m", account="anthropic/m")
@@ -25,8 +25,8 @@ DOWN = TransientError("500", status=500)
 SLOW = TransientError("not in time", type="timeout")
 
 
-def breakers(leases: object = None) -> Breakers:
-    return Breakers(leases, rng=random.Random(1))  # type: ignore[arg-type]
+def breakers(leases: Leases | None = None) -> Breakers:
+    return Breakers(leases, rng=random.Random(1))
 
 
 async def enter(these: Breakers, at_s: float, route: Route = HERE, *, request: str = "r") -> Permit | None:
@@ -42,7 +42,7 @@ async def fail(
         await these.failed(permit, error, at_s, timeout_s=timeout_s)
 
 
-async def opened(leases: object = None) -> Breakers:
+async def opened(leases: Leases | None = None) -> Breakers:
     these = breakers(leases)
     await fail(these, 0, times=FAILURES)
     assert these.wait_s(HERE, 0) > 0

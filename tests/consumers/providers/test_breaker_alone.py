@@ -57,7 +57,7 @@ def test_it_is_doubted_from_three_failures_on_until_it_opens(count: int, doubted
 
 
 def test_each_time_it_opens_for_twice_as_long_up_to_five_seconds() -> None:
-    waits = []
+    waits: list[list[float]] = []
     for seed in range(200):
         some = Breaker(random.Random(seed))
         waits.append([])
@@ -97,9 +97,9 @@ def test_only_a_failure_of_the_probe_opens_it_again() -> None:
     some.open(100.0)
     some.probe(110.0)
     some.failed(Failure(111.0, "other", True), probe=False)
-    assert some.state is State.PROBING
+    after_another = some.state
     some.failed(Failure(112.0, "probe", False), probe=True)
-    assert some.state is State.OPEN
+    assert (after_another, some.state) == (State.PROBING, State.OPEN)
     assert some.wait_s(112.0) >= 1.0
 
 

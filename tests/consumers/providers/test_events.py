@@ -60,7 +60,8 @@ STREAMS = st.lists(st.tuples(LINES, st.sampled_from([b"\n", b"\r\n", b"\r"])), m
 def by_lines(stream: bytes) -> list[bytes]:
     """The standard's algorithm, line by line, for a complete stream."""
     lines = stream.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-    found, data = [], []
+    found: list[bytes] = []
+    data: list[bytes] = []
     for line in lines[:-1]:
         field, _, value = line.partition(b":")
         if not line:

@@ -94,7 +94,9 @@ def test_text_thinking_tools_and_citations_are_assembled() -> None:
 
 
 def test_usage_at_the_end_replaces_that_of_the_start_field_by_field() -> None:
-    more = {"usage": {"input_tokens": None, "output_tokens": 9, "server_tool_use": {"web_search_requests": 2}}}
+    more: dict[str, Any] = {
+        "usage": {"input_tokens": None, "output_tokens": 9, "server_tool_use": {"web_search_requests": 2}}
+    }
 
     assert assemble(START, end(**more), STOP)["usage"] == {
         "input_tokens": 10,

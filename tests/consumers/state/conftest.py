@@ -4,6 +4,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,8 +37,8 @@ async def opened(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     url = request.getfixturevalue("redis").url if request.param == "redis" else ""
     async with AsyncExitStack() as stack:
 
-        async def open_one(**spec: float) -> Store:
-            wanted = StoreSpec(**spec)  # type: ignore[arg-type]
+        async def open_one(**spec: Any) -> Store:
+            wanted = StoreSpec(**spec)
             if request.param == "redis":
                 return await stack.enter_async_context(RedisStore(url, namespace=namespace, spec=wanted))
             file = tmp_path / "store.sqlite"

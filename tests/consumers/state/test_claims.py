@@ -1,6 +1,7 @@
 """Claims: one live holder and one completion, for every engine."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,8 @@ SHORT = 0.2
 RENEWED = 3.0
 
 
-async def granted(store: Store, **of_copy: object) -> int:
-    found = await store.claim(ME, fingerprint(**of_copy))  # type: ignore[arg-type]
+async def granted(store: Store, **of_copy: Any) -> int:
+    found = await store.claim(ME, fingerprint(**of_copy))
     assert isinstance(found, Granted), found
     return found.token
 
@@ -205,7 +206,7 @@ async def test_an_ending_for_another_body_with_the_same_id_does_not_affect_the_r
 async def test_a_dead_letter_can_run_again_once_for_each_of_its_endings(store: Store) -> None:
     token = await granted(store)
     await store.complete(ME, fingerprint(), failed(ended_ms=100), token=token)
-    replayed = {"body": "edited", "mark": "replay", "dead_at_ms": 100}
+    replayed: dict[str, Any] = {"body": "edited", "mark": "replay", "dead_at_ms": 100}
 
     again = await granted(store, **replayed)
     assert again > token

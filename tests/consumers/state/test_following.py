@@ -1,6 +1,7 @@
 """A request that was submitted is known before a worker sees it; its entries can be read in order, after any number."""
 
 import time
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,8 @@ from tests.support.completions import CANCELLED, ME, answered, failed, fingerpri
 QUEUED = NewEntry("queued", b"{}")
 
 
-def submission(**said: object) -> Submission:
-    found = {
+def submission(**said: Any) -> Submission:
+    found: dict[str, Any] = {
         "body_hash": fingerprint().body_hash,
         "lane": "critical",
         "streams": True,
@@ -22,10 +23,10 @@ def submission(**said: object) -> Submission:
         "deadline_ms": 9000,
         **said,
     }
-    return Submission(**found)  # type: ignore[arg-type]
+    return Submission(**found)
 
 
-async def followed(store: FollowedStore, me: Identity = ME, **said: object) -> Submitted:
+async def followed(store: FollowedStore, me: Identity = ME, **said: Any) -> Submitted:
     until_ms = time.time_ns() // 1_000_000 + 60_000
     return await store.follow(me, submission(**said), first_entry=QUEUED, keep_until_ms=until_ms)
 

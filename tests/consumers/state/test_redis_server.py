@@ -49,9 +49,9 @@ async def is_well_again(store: RedisStore) -> object:
 async def told(server: RedisServer, *words: str, back: tuple[str, ...]) -> AsyncIterator[None]:
     """While the block lasts, a configuration command is in effect."""
     async with Redis.from_url(server.url) as admin:
-        await admin.execute_command(*words)
+        await admin.execute_command(*words)  # type: ignore[no-untyped-call]
         yield
-        await admin.execute_command(*back)
+        await admin.execute_command(*back)  # type: ignore[no-untyped-call]
 
 
 @asynccontextmanager

@@ -81,11 +81,11 @@ async def opened(redis: RedisServer, namespace: str) -> AsyncIterator[Opened]:
     async with AsyncExitStack() as stack:
 
         def open_one(
-            *, client: RedisClient | None = None, clock: Callable[[], float] = time.time, **given: object
+            *, client: RedisClient | None = None, clock: Callable[[], float] = time.time, **given: Any
         ) -> Shared:
             client = client or RedisClient(redis.url)
-            wanted: dict[str, object] = {"requests": 600, "burst_s": 1.0, **given}
-            of = spec(**wanted)  # type: ignore[arg-type]
+            wanted: dict[str, Any] = {"requests": 600, "burst_s": 1.0, **given}
+            of = spec(**wanted)
             budgets = shared_accounts(client, namespace=namespace, spec=of, clock=clock)
             stack.push_async_callback(client.aclose)
             stack.push_async_callback(budgets.aclose)

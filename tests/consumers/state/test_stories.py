@@ -7,6 +7,7 @@ import random
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from consumers.state.base import Fingerprint, Found, Granted, Held, Identity
 from consumers.state.spec import StoreSpec
@@ -48,7 +49,7 @@ class Story:
         self.lines: list[str] = []
 
     def run(self) -> list[str]:
-        steps: list[Callable[[Identity], object]] = [self._claim, self._complete, self._end, self._renew, self._release]
+        steps: list[Callable[[Identity], Any]] = [self._claim, self._complete, self._end, self._renew, self._release]
         steps += [self._defer, self._note, self._cancel, self._reserve, self._take, self._hold, self._sweep]
         weights = (30, 14, 10, 8, 8, 5, 5, 8, 12, 8, 6, 6)
         for _ in range(STEPS):
@@ -99,15 +100,15 @@ class Story:
     def _renew(self, identity: Identity) -> object:
         return [str(each) for each in self._requests.renew(self._at, [self._held(identity)]).values()]
 
-    def _release(self, identity: Identity) -> object:
+    def _release(self, identity: Identity) -> None:
         due_ms = self._chosen.choice((None, MIDNIGHT_MS))
-        return self._requests.release(self._at, self._held(identity), self._chosen.randrange(3), due_ms)
+        self._requests.release(self._at, self._held(identity), self._chosen.randrange(3), due_ms)
 
     def _defer(self, identity: Identity) -> object:
         return self._requests.defer(self._at, identity, MIDNIGHT_MS, self._at.today + 5_000)
 
-    def _note(self, identity: Identity) -> object:
-        return self._requests.note(self._at, identity, failed())
+    def _note(self, identity: Identity) -> None:
+        self._requests.note(self._at, identity, failed())
 
     def _cancel(self, identity: Identity) -> object:
         own = Identity(
@@ -125,7 +126,8 @@ class Story:
     def _take(self, identity: Identity) -> object:
         if self._chosen.random() < 0.3:
             amount = self._chosen.choice((0.5, 3, -1))
-            return self._counters.correct(self._at, identity.tenant, amount, period_s=60)
+            self._counters.correct(self._at, identity.tenant, amount, period_s=60)
+            return None
         amount = self._chosen.choice((0, 1.25, 4))
         return self._counters.take(
             self._at, identity.tenant, amount, limit=10, period_s=self._chosen.choice((60, 3600))
@@ -133,7 +135,8 @@ class Story:
 
     def _hold(self, identity: Identity) -> object:
         if self._chosen.random() < 0.2:
-            return self._counters.let_go(identity.tenant, identity.id)
+            self._counters.let_go(identity.tenant, identity.id)
+            return None
         return self._counters.hold(self._at, identity.tenant, identity.id, for_s=1.5)
 
     def _sweep(self, identity: Identity) -> object:

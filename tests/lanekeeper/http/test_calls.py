@@ -10,7 +10,7 @@ from lanekeeper.http.calls import Calls
 
 
 @pytest.mark.slow
-async def test_a_large_body_has_more_time_than_an_answer(monkeypatch) -> None:
+async def test_a_large_body_has_more_time_than_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow line: the body arrives in ten pieces, and takes twice as long as an answer may."""
     monkeypatch.setattr(calls, "ANSWERED_WITHIN_S", 0.5)
 

@@ -28,7 +28,7 @@ def test_an_event_without_data_is_none_and_an_id_with_nul_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("line", [b"data: " + b"x" * 50, b"x" * 50, b"data:\n" * 50])
-def test_an_event_has_a_largest_size(monkeypatch, line: bytes) -> None:
+def test_an_event_has_a_largest_size(monkeypatch: pytest.MonkeyPatch, line: bytes) -> None:
     monkeypatch.setattr(events, "LARGEST_BYTES", 40)
     reading = Events()
     with pytest.raises(EventTooLarge):

@@ -35,8 +35,10 @@ from topology.codec import schemas
 
 ASYNCAPI_3 = Path(__file__).parents[2] / "support/asyncapi-3.0.0.json"
 NAMES = Names(namespace="lane")
-EMPTY = {"prompt": "", "messages": [], "system": "", "model": "", "stream": None, "max_tokens": 0}
-Json = st.none() | st.booleans() | st.integers(-1, 20_000_000) | st.text(max_size=3) | st.just([]) | st.just({})
+EMPTY: dict[str, Any] = {"prompt": "", "messages": [], "system": "", "model": "", "stream": None, "max_tokens": 0}
+Json: st.SearchStrategy[Any] = (
+    st.none() | st.booleans() | st.integers(-1, 20_000_000) | st.text(max_size=3) | st.just([]) | st.just({})
+)
 
 
 @pytest.fixture

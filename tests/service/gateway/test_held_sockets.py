@@ -6,9 +6,11 @@ import socket
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 from aiohttp import web
+from typing_extensions import override
 
 from consumers.state.following import Entry
 from service.config.gateway_section import GatewayKey
@@ -34,19 +36,20 @@ TEXT, BINARY, PING = 0x1, 0x2, 0x9
 
 
 class Known(Requests):
-    """Every request is known, as soon as `answers` is set."""
+    """Every request is known, as soon as `may_answer` is set."""
 
     def __init__(self) -> None:
-        self.answers = asyncio.Event()
-        self.answers.set()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self._asked: set[str] = set()
 
     async def asked_for(self, id: str) -> None:
         await until(lambda: id in self._asked)
 
-    async def known(self, id: str, caller: GatewayKey) -> None:  # type: ignore[override]
+    @override
+    async def known(self, id: str, caller: GatewayKey) -> Any:
         self._asked.add(id)
-        await self.answers.wait()
+        await self.may_answer.wait()
 
 
 class Endless(Following):
@@ -87,7 +90,7 @@ async def served() -> AsyncIterator[Served]:
     looking = Looking(None, followers=9)  # type: ignore[arg-type]
     known = Known()
     following = Endless(known, looking)
-    sockets = Sockets(known, following, answers=Answers([], most_bytes=0), max_values=VALUES, ping_every_s=600)
+    sockets = Sockets(following, answers=Answers([], most_bytes=0), max_values=VALUES, ping_every_s=600)
 
     async def answer(request: web.Request) -> web.StreamResponse:
         return await sockets.get(request, GatewayKey(tenant=None))
@@ -192,12 +195,12 @@ async def test_a_request_that_is_left_while_nothing_is_read_takes_no_other_with_
 
 async def test_a_request_that_is_left_before_its_subscription_is_answered_is_not_followed() -> None:
     async with served() as own, client(own.port) as silent:
-        own.known.answers.clear()
+        own.known.may_answer.clear()
         await silent.subscribes("a")
         await silent.says(type="unsubscribe", id="a")
         await silent.subscribes("b")
         await own.known.asked_for("b")
-        own.known.answers.set()
+        own.known.may_answer.set()
         await until(lambda: own.looking.followers == 2)  # the connection, and b
         own.following.begins.set()
         await until(own.is_full)

@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from structlog.testing import capture_logs
+from typing_extensions import override
 
 from consumers.state.base import Identity, StoreUnavailable
 from consumers.state.following import Look
+from consumers.state.sqlite.store import SqliteStore
 from service.config.gateway_section import GatewayKey
 from service.gateway import looking as looking_module
 from service.gateway.answers import Answers
@@ -17,10 +20,11 @@ from service.gateway.events import Events
 from service.gateway.following import Following
 from service.gateway.looking import FAULTS_AT_MOST, Looking
 from service.gateway.problems import ApiError
+from service.gateway.requests import Requests
 from tests.support.waiting import until
 
 
-class Store:
+class Store(SqliteStore):
     """News of the requests in `news`; `asked` lists how many were asked for in each look."""
 
     def __init__(self) -> None:
@@ -30,6 +34,7 @@ class Store:
         self.faults = 0
         """How many looks fail by a fault of ours."""
 
+    @override
     async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[Look | None]:
         self.asked.append(len(wanted))
         if self.failing:
@@ -42,7 +47,7 @@ class Store:
 
 async def test_one_look_serves_all_and_ends_when_nobody_waits() -> None:
     store = Store()
-    looking = Looking(store, followers=9)  # type: ignore[arg-type]
+    looking = Looking(store, followers=9)
     waiting = [asyncio.create_task(looking.news(Identity("", str(number)), number)) for number in range(70)]
     await until(lambda: store.asked[-1:] == [70])
     store.news = {"3", "4"}
@@ -57,7 +62,7 @@ async def test_one_look_serves_all_and_ends_when_nobody_waits() -> None:
 @pytest.mark.slow
 async def test_a_store_that_is_away_is_waited_for() -> None:
     store = Store()
-    looking = Looking(store, followers=9)  # type: ignore[arg-type]
+    looking = Looking(store, followers=9)
     store.failing, store.news = True, {"a"}
     waiting = asyncio.create_task(looking.news(Identity("", "a"), 0))
     await until(lambda: store.asked == [1])
@@ -69,7 +74,7 @@ async def test_a_store_that_is_away_is_waited_for() -> None:
 async def test_after_a_fault_of_ours_it_is_logged_and_looked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looking_module, "AGAIN_S", 0.01)
     store = Store()
-    looking = Looking(store, followers=9)  # type: ignore[arg-type]
+    looking = Looking(store, followers=9)
     store.faults, store.news = FAULTS_AT_MOST - 1, {"a"}
 
     with capture_logs() as logs:
@@ -85,7 +90,7 @@ async def test_a_fault_that_stays_is_told_to_all_who_wait_and_the_next_who_asks_
 ) -> None:
     monkeypatch.setattr(looking_module, "AGAIN_S", 0.01)
     store = Store()
-    looking = Looking(store, followers=9)  # type: ignore[arg-type]
+    looking = Looking(store, followers=9)
     store.faults, store.news = FAULTS_AT_MOST, {"b"}
     waiting = [asyncio.create_task(looking.news(Identity("", id), 0)) for id in ("a", "b")]
     for each in waiting:
@@ -98,7 +103,7 @@ async def test_a_fault_that_stays_is_told_to_all_who_wait_and_the_next_who_asks_
 
 
 async def test_when_the_process_stops_all_following_ends_and_none_begins() -> None:
-    looking = Looking(Store(), followers=9)  # type: ignore[arg-type]
+    looking = Looking(Store(), followers=9)
     waiting = asyncio.create_task(looking.news(Identity("", "a"), 0))
     await asyncio.sleep(0)
     looking.close()
@@ -113,12 +118,15 @@ async def test_when_the_process_stops_all_following_ends_and_none_begins() -> No
 async def test_a_reader_of_events_is_sent_to_the_next_process_by_a_stream_that_ends() -> None:
     """A browser's EventSource connects again after a stream's end, and never after another status than 200."""
 
-    class Known:
-        async def known(self, id: str, caller: GatewayKey) -> None:
+    class Known(Requests):
+        def __init__(self) -> None: ...
+
+        @override
+        async def known(self, id: str, caller: GatewayKey) -> Any:
             """It is known."""
 
-    looking = Looking(Store(), followers=9)  # type: ignore[arg-type]
-    following = Following(Known(), looking)  # type: ignore[arg-type]
+    looking = Looking(Store(), followers=9)
+    following = Following(Known(), looking)
     events = Events(following, answers=Answers([], most_bytes=0), ping_every_s=60)
     request = make_mocked_request("GET", "/v1/requests/a/events", match_info={"id": "a"})
     asked_before = asyncio.create_task(events.get(request, GatewayKey(tenant=None)))
@@ -133,7 +141,7 @@ async def test_a_reader_of_events_is_sent_to_the_next_process_by_a_stream_that_e
 
 
 async def test_more_followers_than_allowed_are_refused_to_be_tried_again() -> None:
-    looking = Looking(Store(), followers=1)  # type: ignore[arg-type]
+    looking = Looking(Store(), followers=1)
     async with looking.following():
         with pytest.raises(ApiError) as refused:
             async with looking.following():

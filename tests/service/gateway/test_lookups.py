@@ -205,7 +205,9 @@ async def test_beyond_its_share_a_tenant_is_refused_and_another_is_not() -> None
 
 
 @pytest.mark.slow
-async def test_more_than_fit_are_refused_at_once_and_a_silent_provider_is_a_timeout(monkeypatch) -> None:
+async def test_more_than_fit_are_refused_at_once_and_a_silent_provider_is_a_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = 0
 
     async def silent(request: web.Request) -> web.Response:
@@ -242,6 +244,18 @@ async def test_what_is_no_error_of_anthropics_becomes_one_and_names_no_key(statu
         assert said["error"]["message"]
         assert headers["request-id"]
         assert "sk-secret" not in json.dumps(said)
+
+
+@pytest.mark.parametrize(("most", "status"), [(20, 200), (19, 502)])
+async def test_an_answer_of_exactly_the_largest_size_is_passed_on(
+    monkeypatch: pytest.MonkeyPatch, most: int, status: int
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=b'{"data": [1, 2, 33]}', content_type="application/json")
+
+    monkeypatch.setattr("consumers.providers.lookups.ANSWER_BYTES", most)
+    async with provider(answer) as at, gateway(at) as url:
+        assert (await get(f"{url}/v1/models"))[0] == status
 
 
 async def test_a_body_that_is_too_large_is_refused_before_it_is_read() -> None:

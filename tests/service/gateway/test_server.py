@@ -108,6 +108,8 @@ async def test_the_port_is_free_again_after_a_stop(readiness: Readiness) -> None
 class Broken:
     """A route with a fault in it."""
 
+    largest_body = 1_000_000
+
     def handlers(self) -> dict[tuple[str, str], Handler]:
         return {
             ("POST", "/v1/messages"): self._fail,

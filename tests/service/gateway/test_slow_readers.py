@@ -3,14 +3,15 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Unpack
+from collections.abc import AsyncGenerator
+from typing import Unpack
 
 import aiohttp
 import pytest
 from pydantic import SecretStr
 
 from lanekeeper import Client, Final, Part
+from lanekeeper.client import Body
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import STATUS
 from lanekeeper.options import Options
@@ -42,7 +43,7 @@ class Told(Client):
 
     async def stream(
         self,
-        body: Mapping[str, Any] | bytes,
+        body: Body,
         *,
         key: str,
         timeout_s: float | None = None,

@@ -68,7 +68,7 @@ def test_what_takes_long_to_parse_closes_with_1009_before_it_is_parsed(held: str
 
 
 def test_a_body_may_have_as_many_values_as_over_http_and_more_is_for_it_to_refuse() -> None:
-    body = {"x": [[] for _ in range(9_998)]}
+    body: dict[str, Any] = {"x": [[] for _ in range(9_998)]}
     assert read(said(type="submit", body=body, headers={"x-lane-name": "batch"}, ref="r"), max_values=20_000).ref == "r"
 
 

@@ -1,15 +1,16 @@
 """Answers that lie beside the broker: from which stores a gateway fetches them."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import aiohttp
 from pydantic import SecretStr
 
 from lanekeeper import Client, Final
 from lanekeeper.bodies import BodyStore
+from lanekeeper.client import Body
 from lanekeeper.contract.messages import BodyAddress, Message
 from lanekeeper.contract.names import STATUS
 from lanekeeper.options import Options
@@ -35,7 +36,7 @@ class Told(Client):
 
     async def request(
         self,
-        body: Mapping[str, Any] | bytes,
+        body: Body,
         *,
         key: str,
         timeout_s: float | None = None,

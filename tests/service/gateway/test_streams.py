@@ -10,10 +10,10 @@ from service.gateway.problems import ApiError
 from service.gateway.streams import Forwarding, events_of, type_of
 from tests.support.stream import put_together
 
-START = {"type": "message_start", "message": {"id": "m", "content": [], "usage": {}}}
-BLOCK = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-DELTA = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}}
-STOP = {"type": "message_stop"}
+START: dict[str, Any] = {"type": "message_start", "message": {"id": "m", "content": [], "usage": {}}}
+BLOCK: dict[str, Any] = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+DELTA: dict[str, Any] = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}}
+STOP: dict[str, Any] = {"type": "message_stop"}
 MESSAGE = {
     "id": "m",
     "type": "message",

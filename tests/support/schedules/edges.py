@@ -1,11 +1,13 @@
 """A worker's edges, simulated: the store, the publisher, the provider and the queues, with the core's interfaces."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from typing_extensions import override
+
 from consumers.failures import TransientError
-from consumers.providers.base import Answer, OnEvent
+from consumers.providers.base import Answer, OnEvent, Provider
 from consumers.state.base import (
     Completion,
     Conflict,
@@ -21,6 +23,7 @@ from consumers.state.base import (
 )
 from consumers.state.sqlite.requests import Requests
 from consumers.state.sqlite.rows import Times
+from consumers.state.sqlite.store import SqliteStore
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -29,7 +32,8 @@ from tests.support.schedules.broker import Broker, Channel
 from tests.support.schedules.loop import SteppedLoop
 from tests.support.schedules.operation import DELIVERY, Edge
 from tests.support.schedules.promise import Promise
-from topology.broker.session import ChannelLost, Delivery
+from topology.broker.deliveries import Deliveries
+from topology.broker.session import ChannelLost, Delivery, Session
 from topology.codec.request import Request
 
 REOPEN_AFTER_S = 0.1
@@ -49,13 +53,16 @@ class World(Protocol):
     def times(self) -> Times: ...
 
 
-class StoreEdge:
-    """`Claims` on the rows that all workers share."""
+class StoreEdge(SqliteStore):
+    """Claims and results in the rows that all workers share."""
+
+    trouble = None
 
     def __init__(self, world: World, edge: Edge) -> None:
         self._world = world
         self._edge = edge
 
+    @override
     async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
         def ask(at: Times) -> Granted | Running | Ended | Conflict:
             found = self._world.rows.claim(at, identity, fingerprint)
@@ -68,15 +75,19 @@ class StoreEdge:
             self._world.promise.on_claimed(DELIVERY.get(), Held(identity, found.token))
         return found
 
+    @override
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
         return await self._do("renew", None, lambda at: self._world.rows.renew(at, held))
 
+    @override
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
         await self._do("release", held.identity, lambda at: self._world.rows.release(at, held, attempts, due_ms))
 
+    @override
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
         return await self._do("defer", identity, lambda at: self._world.rows.defer(at, identity, due_ms, keep_until_ms))
 
+    @override
     async def complete(
         self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion | None:
@@ -88,9 +99,11 @@ class StoreEdge:
 
         return await self._do("complete", identity, keep, fingerprint)
 
+    @override
     async def note(self, identity: Identity, completion: Completion) -> None:
         await self._do("note", identity, lambda at: self._world.rows.note(at, identity, completion))
 
+    @override
     async def find(self, identity: Identity) -> Found | None:
         return await self._do("find", identity, lambda at: self._world.rows.find(at, identity))
 
@@ -115,9 +128,11 @@ class PublisherEdge(Publisher):
         self._edge = edge
         self._on_missing = None
 
+    @override
     async def exceeded_limit(self, size: int) -> int | None:
         return None
 
+    @override
     async def publish(
         self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = 10, **_: Any
     ) -> None:
@@ -135,7 +150,7 @@ class PublisherEdge(Publisher):
             raise ConfirmUnknown("no confirm in time") from None
 
 
-class ProviderEdge:
+class ProviderEdge(Provider):
     """Gives every call a different answer."""
 
     name = "model"
@@ -144,6 +159,7 @@ class ProviderEdge:
         self._world = world
         self._edge = edge
 
+    @override
     async def stream(self, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
         body = b'{"answer":%d}' % self._world.promise.on_call(DELIVERY.get(), self._edge.owner, request)
 
@@ -157,28 +173,32 @@ class ProviderEdge:
         except TimeoutError:
             raise TransientError("timed out") from None
 
+    @override
     async def aclose(self) -> None: ...
 
 
-class SessionEdge:
+class SessionEdge(Session):
     """The deliveries of one channel."""
 
     def __init__(self, channel: Channel, loop: SteppedLoop) -> None:
-        self._channel = channel
+        self._source = channel
         self._arrived: asyncio.Queue[Delivery | None] = asyncio.Queue()
         channel.arrive = lambda delivery: void(loop.call_soon(self._arrived.put_nowait, delivery))
         self.wake: Callable[[], None] = lambda: void(loop.call_soon(self._arrived.put_nowait, None))
 
-    def stop(self) -> None:
-        self._channel.is_consuming = False
+    @override
+    async def stop(self) -> None:
+        self._source.is_consuming = False
         self.wake()
 
+    @override
     def __aiter__(self) -> "SessionEdge":
         return self
 
+    @override
     async def __anext__(self) -> Delivery:
         delivery = await self._arrived.get()
-        if self._channel.is_known_lost:
+        if self._source.is_known_lost:
             raise ChannelLost("channel lost")
         if delivery is None:
             raise StopAsyncIteration
@@ -193,7 +213,7 @@ class Hosting(Protocol):
     sessions: dict[Channel, SessionEdge]
 
 
-class DeliveriesEdge:
+class DeliveriesEdge(Deliveries):
     """A queue's deliveries, on one channel after another."""
 
     trouble = None
@@ -204,25 +224,27 @@ class DeliveriesEdge:
         self._worker = worker
         self.queue = queue
         self.prefetch = prefetch
-        self._stopping = False
-        self._session: SessionEdge | None = None
+        self._ended = False
+        self._open_session: SessionEdge | None = None
 
-    async def sessions(self) -> AsyncIterator[SessionEdge]:
-        while not self._stopping and not self._worker.edge.is_cut:
+    @override
+    async def sessions(self) -> AsyncGenerator[Session, None]:
+        while not self._ended and not self._worker.edge.is_cut:
             channel = self._world.broker.open(self.queue, prefetch=self.prefetch, owner=self._worker.edge.owner)
-            session = self._session = self._worker.sessions[channel] = SessionEdge(channel, self._worker.loop)
+            session = self._open_session = self._worker.sessions[channel] = SessionEdge(channel, self._worker.loop)
             try:
                 yield session
             finally:
-                self._session = None
+                self._open_session = None
                 channel.is_consuming = False
                 channel.is_known_lost = True  # frames already written still arrive, then the channel's end
             await asyncio.sleep(REOPEN_AFTER_S)
 
+    @override
     async def stop(self) -> None:
-        self._stopping = True
-        if self._session is not None:
-            self._session.stop()
+        self._ended = True
+        if self._open_session is not None:
+            await self._open_session.stop()
 
 
 def void(_: object) -> None: ...

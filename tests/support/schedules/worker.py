@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from typing_extensions import override
+
 from consumers.capacity.activity import LaneActivity
 from consumers.claiming import Claiming
 from consumers.failpoints import Failpoints
@@ -30,6 +32,7 @@ from tests.support.schedules.broker import LANE, NAMES, Channel
 from tests.support.schedules.edges import DeliveriesEdge, ProviderEdge, PublisherEdge, SessionEdge, StoreEdge, World
 from tests.support.schedules.loop import SteppedLoop
 from tests.support.schedules.operation import DELIVERY, Edge
+from topology.broker.notices import Notices
 from topology.broker.session import Delivery
 from topology.lanes import CRITICAL
 
@@ -38,7 +41,10 @@ GRACE_S = 5.0
 TRACING = Tracing()
 
 
-class NoNotices:
+class NoNotices(Notices):
+    def __init__(self) -> None: ...
+
+    @override
     def publish(self, body: bytes, **_: Any) -> None: ...
 
 
@@ -55,10 +61,10 @@ class Worker:
         self.edge = Edge(name)
         self._world = world
         publisher = PublisherEdge(world, self.edge)
-        claiming = Claiming(StoreEdge(world, self.edge))  # type: ignore[arg-type]
+        claiming = Claiming(StoreEdge(world, self.edge))
         replies = Replies(publisher, direct=DirectSender(publisher, own=None), rule=ReplyRule(names=NAMES))
         reply_retries = ReplyRetries(claiming)
-        lifecycle = Lifecycle(NoNotices(), names=NAMES, now_ms=world.now_ms)  # type: ignore[arg-type]
+        lifecycle = Lifecycle(NoNotices(), names=NAMES, now_ms=world.now_ms)
         self._settler = settler(
             publisher,
             replies=replies,
@@ -132,7 +138,7 @@ class Worker:
 
     def _pool(self, queue: str, slots: int, job_of: Callable[[Delivery], Job], handle: Any) -> Pool:
         return Pool(
-            DeliveriesEdge(self._world, self, queue, slots),  # type: ignore[arg-type]
+            DeliveriesEdge(self._world, self, queue, slots),
             job_of=lambda delivery: _noted(job_of, delivery),
             handle=handle,
             settler=self._settler,

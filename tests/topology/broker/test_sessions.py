@@ -5,13 +5,16 @@ from contextlib import aclosing
 
 import pytest
 
+from lanekeeper.amqp.connection import Connection
 from tests.support.waiting import until
 from topology.broker.deliveries import Deliveries
 
 
-class FakeConnection:
+class FakeConnection(Connection):
     is_open = True
     trouble = None
+
+    def __init__(self) -> None: ...
 
 
 class SlowSession:
@@ -42,7 +45,7 @@ class SlowSession:
 
 @pytest.mark.parametrize(("then", "came_to"), [("resume", "resumed"), ("stop", "stopped")])
 async def test_a_resume_or_stop_during_the_opening_of_a_paused_session_takes_effect(then: str, came_to: str) -> None:
-    deliveries = Deliveries(FakeConnection(), queue="lane.critical", prefetch=1)  # type: ignore[arg-type]
+    deliveries = Deliveries(FakeConnection(), queue="lane.critical", prefetch=1)
     session = SlowSession()
 
     async def opening() -> SlowSession:

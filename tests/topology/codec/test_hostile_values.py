@@ -155,9 +155,10 @@ def test_64_kb_of_any_text_in_any_field_are_read_in_linear_time(text: str) -> No
     """On the wire only the body can be that large: a short string has at most 255 bytes, and all headers together 64
     KiB."""
     inside = json.dumps({"prompt": text, "model": text[:256]}).encode()
+    properties: dict[str, dict[str, Any]] = {name: {name: text} for name in PROPERTIES}
     messages = {
         **{f"header {name}": message(headers={name: text}) for name in HEADERS},
-        **{f"property {name}": message(**{name: text}) for name in PROPERTIES},
+        **{f"property {name}": message(**of) for name, of in properties.items()},
         "a header's name": message(headers={text[:255]: 1, f"x-lane-{text[:200]}": 1}),
         "the key": message(routing_key=f"critical.{text}"),
         "the body": message(text.encode()),

@@ -1,4 +1,4 @@
-"""Declaring, verifying and watching the topology, depths, rights, and the management API.
+"""Declares, checks and watches Lanekeeper's exchanges and queues; checks permissions; calls the management API.
 
 Imported by `service`.
 """

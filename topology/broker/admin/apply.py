@@ -19,7 +19,8 @@ from lanekeeper.contract.problems import AccessRefused, BrokerError, TopologyMis
 from topology.model import Binding, Exchange, Queue, Topology
 
 DECLARE_TIMEOUT_S = 30
-"""The limit for one declaration. It takes seconds while the cluster elects a leader."""
+"""The time limit, in seconds, for declaring one queue, exchange or binding. It takes seconds while the cluster elects a
+leader."""
 
 _DIFFERENT = re.compile(
     r"inequivalent arg '(?P<field>[^']+)' for (?P<what>\w+) '(?P<name>[^']*)' in vhost '(?P<vhost>[^']*)': "
@@ -29,14 +30,14 @@ _VALUE = re.compile(r"(?:the value )?'(.*?)'")
 
 
 async def apply(topology: Topology, connection: AbstractConnection) -> None:
-    """Declare exchanges, then queues, then bindings. Existing objects with the same properties stay as they are. It can
-    be repeated, and several processes can do it at the same time.
+    """Declare a topology's exchanges, then its queues, then its bindings. Existing objects with the same properties
+    stay as they are. `apply` can be repeated, and several processes can call it at the same time.
 
     Raises TopologyMismatch at the first object that exists with other properties, AccessRefused without the right to
     configure, BrokerUnreachable if the connection is lost, BrokerError if the broker refuses for another reason.
 
-    Success proves that every object exists with our arguments. It does not detect other bindings, policies, or
-    arguments that the broker ignores; `verify` does.
+    If it succeeds, every object exists with the declared arguments. It does not detect additional bindings, policies,
+    or arguments that the broker ignores; `verify` does.
     """
     with broker_errors():
         channel = await connection.channel()
@@ -54,7 +55,7 @@ async def apply(topology: Topology, connection: AbstractConnection) -> None:
 
 @contextmanager
 def broker_errors() -> Iterator[None]:
-    """Turn aiormq's exceptions of a declaration inside the block into BrokerErrors."""
+    """Within this `with` block, turn the exceptions that aiormq raises for a failed declaration into BrokerErrors."""
     with border("declaring"):
         try:
             yield

@@ -25,8 +25,8 @@ RPC_TIMEOUT_S = 10
 
 @dataclass(frozen=True, slots=True)
 class FetchedMessage:
-    """A message that was fetched with `basic.get` and not acknowledged yet: the broker gives it to nobody else
-    meanwhile. `behind`: how many messages wait in the queue after it. `tag`: its delivery tag."""
+    """A message that was fetched with `basic.get` and not acknowledged yet. Until then the broker delivers it to no
+    other client. `behind`: how many messages wait in the queue after it. `tag`: its delivery tag."""
 
     message: Message
     behind: int

@@ -87,7 +87,7 @@ class Management:
 
     @property
     def address(self) -> str:
-        """The management API's URL without credentials, for messages."""
+        """The management API's URL without credentials, for logs and error texts."""
         return str(URL(self.url).with_user(None))
 
     @property

@@ -1,4 +1,5 @@
-"""Removes a topology from a broker, with all its messages. It is for namespaces of short use, such as the demo's."""
+"""Removes a topology from a broker, with all its messages. Used for topologies that exist only for a short time, such
+as the demo's."""
 
 from contextlib import suppress
 

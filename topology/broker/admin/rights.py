@@ -14,12 +14,13 @@ from topology.broker.session import CLOSE_TIMEOUT_S
 
 CHECK_EVERY_S = 1.0
 REASON_WITHIN_S = 1.0
-"""How long to wait for the reason of a closed channel: aiormq may raise before it has received the reason."""
+"""How many seconds to wait for the broker's reason for closing a channel: aiormq may raise its exception before it has
+received the reason."""
 
 
 class WritingRights:
     """Checks whether the worker's AMQP user may publish to all `routes` (pairs of an exchange and a routing key), and
-    keeps the result. During an alarm it cannot be checked, because the broker reads no publishes."""
+    keeps the result. During a memory or disk alarm this cannot be checked, because the broker reads no publishes."""
 
     def __init__(self, connection: Connection, routes: Sequence[tuple[str, str]]) -> None:
         self._connection = connection
@@ -28,7 +29,8 @@ class WritingRights:
         """Why the worker must not take requests: a right is missing, or was not checked yet. None: all rights exist."""
 
     async def look(self) -> None:
-        """Check once whether the user may publish to all routes. Raises the errors of `check_write_rights`."""
+        """Check once whether the user may publish to all routes (pairs of an exchange and a routing key). Raises the
+        errors of `check_write_rights`."""
         try:
             await check_write_rights(self._connection, self._routes)
         except AccessRefused as error:
@@ -37,7 +39,7 @@ class WritingRights:
         self.trouble = None
 
     async def run(self) -> None:
-        """Check repeatedly, until the user may publish to all routes."""
+        """Check again and again with pauses, until the user may publish to all routes."""
         while self.trouble is not None:
             await asyncio.sleep(CHECK_EVERY_S)
             with suppress(BrokerError):

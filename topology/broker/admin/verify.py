@@ -1,8 +1,8 @@
 """Compares a broker's topology with the declared one.
 
 It reads the topology from the management API, which shows all properties. Without this API, it checks over AMQP only
-whether each exchange and queue exists. A successful declaration would prove little: it does not show other bindings and
-policies, and the broker silently ignores unknown arguments.
+whether each exchange and queue exists. A successful declaration would not prove that the topologies are equal: it does
+not show additional bindings and policies, and the broker silently ignores unknown arguments.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Verification:
 
     differences: tuple[Difference, ...]
     seen: Literal["everything", "existence"]
-    """Whether all properties were compared, or only the existence of exchanges and queues was checked."""
+    """How much was checked: all properties, or only whether the exchanges and queues exist."""
     note: str | None = None
     """A text for people: what could not be checked, why, and what to do about it. None if everything was checked."""
 

@@ -1,8 +1,9 @@
 """Checks the topology again whenever it may have changed, because a missing binding or queue loses messages.
 
 It checks after each reconnect, after the broker has ended a consumer, after a publish to a missing exchange, and every
-45 s. Over AMQP it checks which queues and exchanges exist. Bindings are only shown by the management API. If this does
-not answer soon, a process that may declare makes all bindings again, which has no effect on those that exist.
+45 s. Over AMQP it checks which queues and exchanges exist. Bindings are only shown by the management API. If this API
+does not answer soon, a process whose user may declare objects makes all bindings again, which has no effect on existing
+ones.
 """
 
 import asyncio
@@ -25,12 +26,13 @@ from topology.model import Topology
 from topology.plan import Difference, compare
 
 LOOK_EVERY_S = 45.0
-"""The time between two checks: a deleted exchange or binding is noticed within a minute. A check makes 75 passive
-declarations, and takes 30 ms of CPU."""
+"""The seconds between two checks of the topology, so that a deleted exchange or binding is noticed within a minute. A
+check makes 75 passive declarations, and takes 30 ms of CPU."""
 AGAIN_AFTER_S = 2.0
-"""The time between two checks while an object is missing."""
+"""The seconds between two checks of the topology while an exchange, queue or binding is missing."""
 SOONEST_S = 0.2
-"""The shortest time between two checks: a hundred publishes may fail at the same time, and each asks for a check."""
+"""The least seconds between two checks of the topology: a hundred publishes may fail at the same time, and each failure
+asks for a check."""
 MANAGEMENT_WITHIN_S = 5.0
 COMMAND = "lanekeeper topology apply"
 log = logs.logger()
@@ -78,7 +80,8 @@ class TopologyWatch:
 
     @property
     def hindrance(self) -> str | None:
-        """Why the worker must not take requests; None if nothing is missing, or only intakes of lanes.
+        """The reason why the worker must not take requests. None if nothing is missing, or only intake queues of lanes
+        (those to which applications' requests are routed).
 
         If an intake is missing, its lane gets no requests, and the other lanes can go on. If any other object is
         missing, results of requests could be lost.
