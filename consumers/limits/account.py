@@ -292,8 +292,6 @@ class Account:
         fills = [was and not now for was, now in zip(was_guessed, self.guessed, strict=True)]
         sizes = self._bursts.sizes(guessed=self.guessed)
         self.buckets.resize(self._adaptive.per_minute(), sizes=sizes, fills=fills)
-        for lane in range(len(self.lanes)):
-            self._head_changed(lane)
 
 
 def _left_s(until_s: float, now_s: float, most_s: float) -> float:
