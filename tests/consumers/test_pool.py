@@ -180,9 +180,11 @@ async def test_a_delivery_that_cannot_become_a_job_is_requeued() -> None:
 
 async def test_a_request_that_was_set_aside_is_acknowledged_and_neither_handled_nor_counted() -> None:
     class Moving(QueueEntrance):
+        @override
         async def enter(self, job: Job) -> Admission:
             return Admission.ASIDE
 
+        @override
         async def set_aside(self, job: Job) -> Outcome | None:
             bench.log.append("moved")
             return None
@@ -197,9 +199,11 @@ async def test_a_request_that_was_set_aside_is_acknowledged_and_neither_handled_
 
 async def test_an_internal_error_while_setting_aside_requeues_the_delivery_and_the_lane_continues() -> None:
     class Broken(QueueEntrance):
+        @override
         async def enter(self, job: Job) -> Admission:
             return Admission.ASIDE
 
+        @override
         async def set_aside(self, job: Job) -> Outcome | None:
             raise ZeroDivisionError
 
