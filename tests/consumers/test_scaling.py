@@ -155,6 +155,19 @@ async def test_lent_slots_are_taken_back_at_once_and_their_running_requests_end(
         await until(lambda: world.open == [4, 2])
 
 
+async def test_requests_that_run_on_slots_that_were_taken_back_do_not_make_their_queue_full() -> None:
+    world = World()
+    async with world.lending():
+        for each in world.added:
+            each.in_hand = each.slots
+        assert world.low.is_full
+        world.high.pool.in_hand = 8  # type: ignore[misc]
+        await until(lambda: not world.open)
+        assert world.low.is_full, "its own two slots are in use"
+        world.low.pool.in_hand = 1  # type: ignore[misc]
+        assert not world.low.is_full
+
+
 async def test_no_more_slots_are_taken_back_than_needed() -> None:
     world = World()
     async with world.lending():
@@ -235,9 +248,12 @@ async def test_if_the_broker_cannot_be_asked_nothing_changes() -> None:
 async def test_while_paused_all_added_slots_are_taken_back_and_none_is_added() -> None:
     world = World()
     async with world.lending():
+        world.added[0].in_hand = 1
         await world.slots.pause("store: away")
         assert world.slots.is_paused
         assert not world.open
+        assert world.low.open_slots == 0, "what still runs has no slots of the queue"
+        world.added[0].in_hand = 0
         await asyncio.sleep(0.05)
         assert not world.open
         await world.slots.resume()

@@ -2,7 +2,7 @@
 
 async with serving(url) as worker:
     …                               publish the prompt "slow [[held]]", wait until `worker.api.running == 1`
-    worker.api.release("slow")      its answer comes
+    worker.api.release("slow")      its answer comes; without words all that are held, and later ones
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class HeldCalls(SimulatedAPI):
     def configure(self, options: SimulatedOptions) -> None:
         self._routes = HeldRoutes(options, self._calls, self._released)
 
-    def release(self, words: str) -> None:
+    def release(self, words: str = "") -> None:
         """Answer all calls whose prompt contains `words`, present and future."""
         self._released.add(words)
 

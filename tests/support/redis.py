@@ -17,7 +17,7 @@ from service.private_broker.install import install
 from service.private_broker.source import LOOPBACK, Steps, Unavailable, free_ports
 
 SERVER = "redis-server"
-START_S = 10
+START_S = 60
 GUARD = 'redis-server "$@" & read _; kill -KILL $!; wait'
 """Ends the server when standard input is closed: by `kill`, or because our process has ended."""
 

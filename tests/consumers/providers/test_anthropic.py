@@ -84,7 +84,7 @@ async def test_an_answer_without_streaming_is_the_providers_bytes(answering: Ans
         return web.Response(body=MESSAGE, headers={"request-id": "req_9"}, content_type="application/json")
 
     async with answering(answer) as provider:
-        got = await provider.stream(asked(), timeout_s=5, parts=None)
+        got = await provider.stream(asked(), timeout_s=60, parts=None)
 
     assert got.body == MESSAGE
     assert (got.model, got.provider, got.request_id, got.stop_reason) == ("claude-x", "anthropic", "req_9", "end_turn")
@@ -96,7 +96,7 @@ async def test_a_compressed_answer_is_decompressed(answering: Answering, asked: 
         return web.Response(body=gzip.compress(MESSAGE), headers={"content-encoding": "gzip"})
 
     async with answering(answer) as provider:
-        assert (await provider.stream(asked(), timeout_s=5, parts=None)).body == MESSAGE
+        assert (await provider.stream(asked(), timeout_s=60, parts=None)).body == MESSAGE
 
 
 async def test_the_request_is_sent_byte_for_byte(
@@ -107,7 +107,7 @@ async def test_the_request_is_sent_byte_for_byte(
         b' "messages": [{"role": "user", "content": "h\xc3\xa9 \\u00e9"}]}'
     )
 
-    await provider.stream(asked(raw=raw), timeout_s=5, parts=None)
+    await provider.stream(asked(raw=raw), timeout_s=60, parts=None)
 
     assert api.calls[0].body == raw
 
@@ -138,7 +138,7 @@ async def test_a_stream_is_forwarded_event_by_event_and_assembled(
 ) -> None:
     received = Received()
 
-    got = await provider.stream(asked("tell me" + LONG), timeout_s=5, parts=received)
+    got = await provider.stream(asked("tell me" + LONG), timeout_s=60, parts=received)
 
     assert received.kinds[:3] == ["message_start", "content_block_start", "ping"]
     assert received.kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
@@ -151,8 +151,8 @@ async def test_a_stream_is_forwarded_event_by_event_and_assembled(
 async def test_with_and_without_streaming_the_message_is_the_same(provider: AnthropicProvider, asked: AskedFor) -> None:
     tools = [{"name": "f", "input_schema": {"properties": {"q": {}}}}]
     for request in (asked(LONG), asked(LONG, thinking={"type": "adaptive"}), asked(LONG, tools=tools)):
-        at_once = json.loads((await provider.stream(request, timeout_s=5, parts=None)).body)
-        streamed = json.loads((await provider.stream(request, timeout_s=5, parts=Received())).body)
+        at_once = json.loads((await provider.stream(request, timeout_s=60, parts=None)).body)
+        streamed = json.loads((await provider.stream(request, timeout_s=60, parts=Received())).body)
 
         for each in (at_once, streamed):
             del each["id"], each["usage"]["input_tokens"]
@@ -163,7 +163,7 @@ async def test_with_and_without_streaming_the_message_is_the_same(provider: Anth
 async def test_a_call_that_may_take_longer_than_ten_minutes_is_streamed(
     api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor, max_tokens: int, streamed: bool
 ) -> None:
-    got = await provider.stream(asked(max_tokens=max_tokens), timeout_s=5, parts=None)
+    got = await provider.stream(asked(max_tokens=max_tokens), timeout_s=60, parts=None)
 
     assert api.calls[0].stream is streamed
     assert json.loads(got.body)["content"][0]["text"] == "echo: hello"
@@ -174,8 +174,8 @@ async def test_the_only_headers_are_key_version_beta_and_traceparent(api: Simula
     parents: list[str | None] = [parent, None]
     provider = AnthropicProvider.at(api.base_url, api_key=KEY, traceparent=lambda: parents.pop(0))
 
-    await provider.stream(asked(beta="one-2026-01-01,two"), timeout_s=5, parts=None)
-    await provider.stream(asked(), timeout_s=5, parts=None)
+    await provider.stream(asked(beta="one-2026-01-01,two"), timeout_s=60, parts=None)
+    await provider.stream(asked(), timeout_s=60, parts=None)
     await provider.aclose()
 
     first, second = (call.headers for call in api.calls)
@@ -196,7 +196,7 @@ async def test_environment_variables_change_neither_key_nor_address_nor_use_a_pr
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
     provider = AnthropicProvider.at(api.base_url, api_key=KEY)
 
-    await provider.stream(asked(), timeout_s=5, parts=None)
+    await provider.stream(asked(), timeout_s=60, parts=None)
     await provider.aclose()
 
     assert api.calls[0].headers["authorization"] == f"Bearer {KEY}"
@@ -214,7 +214,7 @@ async def test_each_error_answer_becomes_the_matching_failure(
     expected, status = REFUSED_AS[fault]
     for parts in (None, Received()):
         with pytest.raises(ProviderError) as caught:
-            await provider.stream(asked(f"[[fault: {fault}]]"), timeout_s=5, parts=parts)
+            await provider.stream(asked(f"[[fault: {fault}]]"), timeout_s=60, parts=parts)
 
         assert caught.value.__class__ is expected
         assert caught.value.status == status
@@ -232,7 +232,7 @@ async def test_a_broken_answer_is_a_transient_failure_and_closes_the_connection(
     for parts, kind in zip((None, Received()), kinds, strict=True):
         with pytest.raises(TransientError) as caught:
             await provider.stream(
-                asked(f"[[fault: {fault}]]" + LONG), timeout_s=0.25 if kind == "timeout" else 10, parts=parts
+                asked(f"[[fault: {fault}]]" + LONG), timeout_s=1 if kind == "timeout" else 60, parts=parts
             )
 
         assert caught.value.type == kind
@@ -246,7 +246,7 @@ async def test_an_error_event_is_classified_by_its_type_and_not_forwarded(
 ) -> None:
     received = Received()
     with pytest.raises(OverloadedError) as caught:
-        await provider.stream(asked("[[fault: error_mid_stream]]" + LONG), timeout_s=5, parts=received)
+        await provider.stream(asked("[[fault: error_mid_stream]]" + LONG), timeout_s=60, parts=received)
 
     assert (caught.value.status, caught.value.type) == (529, "overloaded_error")
     assert "content_block_delta" in received.kinds
@@ -266,7 +266,7 @@ async def test_a_failure_keeps_the_providers_retry_after(
     provider: AnthropicProvider, asked: AskedFor, fault: str, expected: type[ProviderError], told_s: float | None
 ) -> None:
     with pytest.raises(expected) as caught:
-        await provider.stream(asked(f"[[fault: {fault}]]"), timeout_s=5, parts=None)
+        await provider.stream(asked(f"[[fault: {fault}]]"), timeout_s=60, parts=None)
 
     assert caught.value.retry_after_s == told_s
 
@@ -275,7 +275,7 @@ async def test_a_failure_keeps_the_providers_retry_after(
 async def test_a_stream_may_take_longer_than_the_limit_for_a_pause(
     provider: AnthropicProvider, asked: AskedFor
 ) -> None:
-    got = await provider.stream(asked("[[latency: 900ms]]" + LONG), timeout_s=0.4, parts=Received())
+    got = await provider.stream(asked("[[latency: 2s]]" + LONG), timeout_s=1, parts=Received())
 
     assert got.stop_reason == "end_turn"
 
@@ -288,10 +288,10 @@ async def test_the_time_that_forwarding_takes_does_not_count_against_the_provide
 
     async def slow_at_first(part: bytes) -> None:
         if not received.parts:
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(1.2)
         await received(part)
 
-    got = await provider.stream(asked(LONG), timeout_s=0.5, parts=slow_at_first)
+    got = await provider.stream(asked(LONG), timeout_s=1, parts=slow_at_first)
 
     assert got.stop_reason == "end_turn"
 
@@ -305,7 +305,7 @@ async def test_an_error_while_forwarding_does_not_count_as_the_providers_failure
             raise error
 
         with pytest.raises(error.__class__, match="ours"):
-            await provider.stream(asked(LONG), timeout_s=5, parts=failing)
+            await provider.stream(asked(LONG), timeout_s=60, parts=failing)
     await api.until(lambda: api.running == 0)
 
 
@@ -344,8 +344,8 @@ async def test_a_connection_is_reused_after_an_answer_and_after_a_stream(
 
     async with answering(answer) as provider:
         for _ in range(3):
-            await provider.stream(asked(), timeout_s=5, parts=None)
-            await provider.stream(asked(), timeout_s=5, parts=Received())
+            await provider.stream(asked(), timeout_s=60, parts=None)
+            await provider.stream(asked(), timeout_s=60, parts=Received())
 
     assert len(peers) == 1
 
@@ -363,7 +363,7 @@ async def test_the_environments_proxy_is_used_for_other_hosts(asked: AskedFor, m
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{runner.addresses[0][1]}")
     provider = AnthropicProvider.at("http://elsewhere.invalid", api_key=KEY)
 
-    await provider.stream(asked(), timeout_s=5, parts=None)
+    await provider.stream(asked(), timeout_s=60, parts=None)
     await provider.aclose()
     await runner.cleanup()
 
@@ -374,7 +374,7 @@ async def test_a_refused_connection_is_a_transient_failure(asked: AskedFor, unus
     provider = AnthropicProvider.at(f"http://127.0.0.1:{unused_tcp_port}", api_key=KEY)
 
     with pytest.raises(TransientError, match="no connection to the provider") as caught:
-        await provider.stream(asked(), timeout_s=5, parts=None)
+        await provider.stream(asked(), timeout_s=60, parts=None)
     await provider.aclose()
 
     assert counting.spent(caught.value, RESERVED) == NOTHING
@@ -384,7 +384,7 @@ async def test_a_request_sent_before_the_connection_was_lost_may_have_been_paid(
     api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor
 ) -> None:
     with pytest.raises(TransientError, match="connection to the provider was lost") as caught:
-        await provider.stream(asked("[[fault: reset at=start]]"), timeout_s=5, parts=None)
+        await provider.stream(asked("[[fault: reset at=start]]"), timeout_s=60, parts=None)
 
     assert len(api.calls) == 1
     assert counting.spent(caught.value, RESERVED) == RESERVED
@@ -400,7 +400,7 @@ async def test_a_request_that_could_not_be_signed_was_not_sent(asked: AskedFor) 
     provider = AnthropicProvider(Unsigned(), name="aws", secret="", dialect=Dialect(signing_errors=(RuntimeError,)))
 
     with pytest.raises(TransientError, match="no credentials for aws") as caught:
-        await provider.stream(asked(), timeout_s=5, parts=None)
+        await provider.stream(asked(), timeout_s=60, parts=None)
 
     assert counting.spent(caught.value, RESERVED) == NOTHING
 
@@ -409,7 +409,7 @@ async def test_a_failure_in_the_middle_of_an_answer_may_have_been_paid(
     provider: AnthropicProvider, asked: AskedFor
 ) -> None:
     with pytest.raises(OverloadedError) as caught:
-        await provider.stream(asked("a story [[fault: error_mid_stream]]"), timeout_s=5, parts=Received())
+        await provider.stream(asked("a story [[fault: error_mid_stream]]"), timeout_s=60, parts=Received())
 
     assert counting.spent(caught.value, RESERVED) == RESERVED
     assert not caught.value.is_outage
@@ -419,7 +419,7 @@ async def test_an_unknown_host_and_a_failed_handshake_are_transient(api: Simulat
     for address in ("http://no-such-host.invalid", api.base_url.replace("http:", "https:")):
         provider = AnthropicProvider.at(address, api_key=KEY)
         with pytest.raises(TransientError, match="no connection"):
-            await provider.stream(asked(), timeout_s=5, parts=None)
+            await provider.stream(asked(), timeout_s=60, parts=None)
         await provider.aclose()
 
 
@@ -434,7 +434,7 @@ async def test_an_endless_answer_is_abandoned(answering: Answering, asked: Asked
 
     async with answering(endless) as provider:
         with pytest.raises(AnswerTooLargeError, match=f"has more than {most} bytes") as caught:
-            await provider.stream(asked(), timeout_s=20, parts=Received() if streamed else None)
+            await provider.stream(asked(), timeout_s=60, parts=Received() if streamed else None)
 
     assert caught.value.type == "too_large"
 
@@ -449,10 +449,10 @@ async def test_an_endless_error_answer_is_classified_by_its_status(answering: An
     async with answering(endless) as provider:
         started = time.monotonic()
         with pytest.raises(RejectedError) as caught:
-            await provider.stream(asked(), timeout_s=20, parts=None)
+            await provider.stream(asked(), timeout_s=60, parts=None)
 
     assert caught.value.status == 413
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30, "long before the time limit"
 
 
 @pytest.mark.parametrize(
@@ -484,7 +484,7 @@ async def test_any_bytes_from_a_server_become_one_of_our_failures(
     async with answering(say) as provider:
         for parts in (None, Received()):
             with pytest.raises(expected) as caught:
-                await provider.stream(asked(), timeout_s=5, parts=parts)
+                await provider.stream(asked(), timeout_s=60, parts=parts)
             assert "\n" not in caught.value.detail
 
 
@@ -495,7 +495,7 @@ async def test_the_key_is_in_no_failures_detail(answering: Answering, asked: Ask
 
     async with answering(echo) as provider:
         with pytest.raises(RejectedError) as caught:
-            await provider.stream(asked(), timeout_s=5, parts=None)
+            await provider.stream(asked(), timeout_s=60, parts=None)
 
     assert caught.value.detail == "401 authentication_error: *** is wrong"
 
@@ -504,7 +504,7 @@ async def test_a_request_that_cannot_be_sent_is_refused_without_retry(
     api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor
 ) -> None:
     with pytest.raises(RejectedError, match="cannot be sent"):
-        await provider.stream(asked(beta="bad\r\nx-injected: 1"), timeout_s=5, parts=None)
+        await provider.stream(asked(beta="bad\r\nx-injected: 1"), timeout_s=60, parts=None)
 
     assert not api.calls
 

@@ -62,7 +62,7 @@ async def test_bedrock_gets_the_model_in_the_url_and_the_version_in_the_body(
 ) -> None:
     provider = cloud.bedrock(name="aws", region="eu-central-1", api_key="bedrock-key", base_url=recorder.url)
 
-    got = await provider.stream(asked(beta="a-1,b-2", unknown={"x": 1}), timeout_s=5, parts=None)
+    got = await provider.stream(asked(beta="a-1,b-2", unknown={"x": 1}), timeout_s=60, parts=None)
     await provider.aclose()
 
     ((path, headers, body),) = recorder.requests
@@ -82,7 +82,7 @@ async def test_bedrocks_stream_is_read_from_amazons_frames(recorder: Recorder, a
     )
     received = Received()
 
-    got = await provider.stream(asked(), timeout_s=5, parts=received)
+    got = await provider.stream(asked(), timeout_s=60, parts=received)
     await provider.aclose()
 
     assert recorder.requests[0][0] == "/model/claude-haiku-5-5/invoke-with-response-stream"
@@ -99,7 +99,7 @@ async def test_an_error_in_the_middle_of_bedrocks_stream_is_a_failure(recorder: 
     )
 
     with pytest.raises(OverloadedError):
-        await provider.stream(asked(), timeout_s=5, parts=Received())
+        await provider.stream(asked(), timeout_s=60, parts=Received())
     await provider.aclose()
 
 
@@ -114,7 +114,7 @@ async def test_amazons_errors_are_classified_by_their_status(
     recorder.answer = web.Response(status=status, body=b'{"message":"said bedrock-key"}')
 
     with pytest.raises(error) as caught:
-        await provider.stream(asked(), timeout_s=5, parts=None)
+        await provider.stream(asked(), timeout_s=60, parts=None)
     await provider.aclose()
 
     assert "bedrock-key" not in str(caught.value)
@@ -127,7 +127,7 @@ async def test_bedrock_without_an_api_key_gets_signed_requests(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     provider = cloud.bedrock(name="aws", region="eu-central-1", base_url=recorder.url)
 
-    await provider.stream(asked(), timeout_s=20, parts=None)
+    await provider.stream(asked(), timeout_s=60, parts=None)
     await provider.aclose()
 
     signed = recorder.requests[0][1]["Authorization"]
@@ -146,7 +146,7 @@ async def test_missing_credentials_are_a_transient_failure(
     provider = cloud.bedrock(name="aws", region="eu-west-9", base_url=recorder.url)
 
     with pytest.raises(TransientError, match="no credentials for aws"):
-        await provider.stream(asked(), timeout_s=20, parts=None)
+        await provider.stream(asked(), timeout_s=60, parts=None)
     await provider.aclose()
 
     assert recorder.requests == []
@@ -162,7 +162,7 @@ async def test_vertex_gets_project_region_and_model_in_the_url(
         recorder.answer = web.Response(text=body, content_type="text/event-stream")
     received = Received()
 
-    got = await provider.stream(asked(), timeout_s=5, parts=received if streamed else None)
+    got = await provider.stream(asked(), timeout_s=60, parts=received if streamed else None)
     await provider.aclose()
 
     ((path, headers, sent),) = recorder.requests
@@ -181,7 +181,7 @@ async def test_vertex_without_a_token_uses_the_machines_credentials(
     provider = cloud.vertex(name="gcp", region="europe-west1", project="p-1", base_url=recorder.url)
 
     with pytest.raises(TransientError, match="no credentials for gcp"):
-        await provider.stream(asked(), timeout_s=20, parts=None)
+        await provider.stream(asked(), timeout_s=60, parts=None)
     await provider.aclose()
 
 
@@ -199,7 +199,7 @@ async def test_vertex_gets_a_token_from_googles_library(
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
     provider = cloud.vertex(name="gcp", region="europe-west1", project="p-1", base_url=recorder.url)
 
-    await provider.stream(asked(), timeout_s=20, parts=None)
+    await provider.stream(asked(), timeout_s=60, parts=None)
     await provider.aclose()
 
     ((_, headers, _),) = recorder.requests
@@ -209,7 +209,7 @@ async def test_vertex_gets_a_token_from_googles_library(
 async def test_foundry_gets_the_same_bytes_as_anthropic_and_its_own_key(recorder: Recorder, asked: AskedFor) -> None:
     provider = cloud.foundry(name="azure", api_key="foundry-key", base_url=f"{recorder.url}/anthropic")
 
-    await provider.stream(asked(), timeout_s=5, parts=None)
+    await provider.stream(asked(), timeout_s=60, parts=None)
     await provider.aclose()
 
     ((path, headers, body),) = recorder.requests

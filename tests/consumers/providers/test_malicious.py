@@ -80,8 +80,8 @@ async def test_no_answer_blocks_the_event_loop_for_long(
 
 
 async def test_a_compressed_error_is_read_up_to_the_limit(malicious: str, asked: AskedFor) -> None:
-    small = await outcome(malicious, asked("[[answer: a packed error]]"), streamed=False)
-    bomb = await outcome(malicious, asked("[[answer: a gzip bomb in an error]]"), streamed=False)
+    small = await outcome(malicious, asked("[[answer: a packed error]]"), streamed=False, within_s=60)
+    bomb = await outcome(malicious, asked("[[answer: a gzip bomb in an error]]"), streamed=False, within_s=60)
 
     assert isinstance(small, RejectedError)
     assert small.detail == "400 invalid_request_error: no such model"

@@ -42,7 +42,7 @@ async def test_the_provider_is_asked_for_the_model_under_its_own_name(
     api.configure(SimulatedOptions(models=frozenset({"eu.haiku-v1:0"})))
     route = Route(provider="anthropic", model=MODEL, name="eu.haiku-v1:0", account="anthropic/haiku")
 
-    got = await registry.call(route, asked(), timeout_s=5, parts=None)
+    got = await registry.call(route, asked(), timeout_s=60, parts=None)
 
     sent = json.loads(api.calls[0].body)
     assert sent.pop("model") == "eu.haiku-v1:0"
@@ -60,8 +60,8 @@ async def test_limits_in_a_response_are_learned_for_its_account(
     registry: Registry, heard: list[tuple[str, Feedback]], asked: AskedFor
 ) -> None:
     with pytest.raises(RateLimitedError):
-        await registry.call(HERE, asked("[[fault: rate_limited retry_after=60]]"), timeout_s=5, parts=None)
-    got = await registry.call(HERE, asked(), timeout_s=5, parts=None)
+        await registry.call(HERE, asked("[[fault: rate_limited retry_after=60]]"), timeout_s=60, parts=None)
+    got = await registry.call(HERE, asked(), timeout_s=60, parts=None)
 
     (first, refused), (second, answered) = heard
     assert (first, refused.kind, refused.retry_after_s) == (HERE.account, Kind.RATE_LIMITED, 60)
@@ -76,6 +76,6 @@ async def test_limits_are_learned_also_from_a_failure_in_the_middle_of_a_stream(
     registry: Registry, asked: AskedFor
 ) -> None:
     with pytest.raises(OverloadedError) as caught:
-        await registry.call(HERE, asked("a story [[fault: error_mid_stream]]"), timeout_s=5, parts=keep_nothing)
+        await registry.call(HERE, asked("a story [[fault: error_mid_stream]]"), timeout_s=60, parts=keep_nothing)
 
     assert caught.value.rate is not None

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
+import anthropic
 import pytest
 from aiohttp import web
 
@@ -48,7 +50,7 @@ async def test_a_later_call_has_the_headers_of_the_first_and_its_own_body_and_be
 
     async with answering(answer) as provider:
         for prompt, beta in (("one", "first-beta"), ("and another", None), ("one", "first-beta"), ("one", "other")):
-            await provider.stream(asked(prompt, beta=beta), timeout_s=5, parts=None)
+            await provider.stream(asked(prompt, beta=beta), timeout_s=60, parts=None)
 
     first, without, again, other = calls
     assert again == first
@@ -79,9 +81,9 @@ async def test_a_later_call_raises_the_same_error_as_a_first_one(
         _, handler = failing(*answers)
         async with answering(handler) as provider:
             for _ in answers[1:]:
-                await provider.stream(asked(), timeout_s=5, parts=None)
+                await provider.stream(asked(), timeout_s=60, parts=None)
             with pytest.raises(ProviderError) as failed:
-                await provider.stream(asked(), timeout_s=5, parts=None)
+                await provider.stream(asked(), timeout_s=60, parts=None)
             errors.append(failed.value)
 
     first, later = errors
@@ -90,14 +92,34 @@ async def test_a_later_call_raises_the_same_error_as_a_first_one(
     assert later.detail == first.detail
 
 
+async def test_after_one_answer_the_vendors_client_makes_no_further_call(
+    answering: Answering, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    post = anthropic.AsyncAnthropic.post
+
+    async def counted(client: anthropic.AsyncAnthropic, path: str, **given: Any) -> Any:
+        built.append(path)
+        return await post(client, path, **given)
+
+    monkeypatch.setattr(anthropic.AsyncAnthropic, "post", counted)
+    calls, handler = failing(GOOD, GOOD, GOOD)
+    async with answering(handler) as provider:
+        for _ in range(3):
+            await provider.stream(asked(), timeout_s=5, parts=None)
+
+    assert len(calls) == 3
+    assert built == ["/v1/messages"]
+
+
 async def test_after_a_failed_first_call_the_next_is_built_by_the_vendors_client(
     answering: Answering, asked: AskedFor
 ) -> None:
     calls, handler = failing((500, b"", {}), GOOD, GOOD)
     async with answering(handler) as provider:
         with pytest.raises(ProviderError):
-            await provider.stream(asked(), timeout_s=5, parts=None)
+            await provider.stream(asked(), timeout_s=60, parts=None)
         for _ in range(2):
-            await provider.stream(asked(), timeout_s=5, parts=None)
+            await provider.stream(asked(), timeout_s=60, parts=None)
 
     assert sorted(calls[1].headers.items()) == sorted(calls[2].headers.items())

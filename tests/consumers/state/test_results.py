@@ -31,7 +31,7 @@ async def test_a_request_is_unknown_then_running_then_ended(store: Store) -> Non
 
 @pytest.mark.slow
 async def test_after_its_keeping_time_a_result_is_forgotten_and_its_id_can_be_used_again(opened: Opened) -> None:
-    store = await opened(keep_s=0.3)
+    store = await opened(keep_s=2)
     await end(store, ME)
     assert await store.find(ME) is not None
 

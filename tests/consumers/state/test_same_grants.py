@@ -25,7 +25,7 @@ from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Feedback, Kind, Reservation
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import OwnTurns
-from consumers.limits.spec import DEFAULT_LANES, AccountCaps, BudgetSpec
+from consumers.limits.spec import DEFAULT_SHARES, AccountCaps, BudgetSpec
 from consumers.limits.turns import Turns
 from consumers.limits.waiter import Waiter
 from consumers.state.redis import shared_turns
@@ -38,7 +38,7 @@ from tests.support.redis import RedisServer
 pytestmark = pytest.mark.slow
 
 SET = AccountCaps(requests=60, input_tokens=6_000, output_tokens=600)
-NAMES = tuple(DEFAULT_LANES)
+NAMES = tuple(DEFAULT_SHARES)
 BEGAN_S = 1_000_000.0
 AT_GIVEN_TIME = STEP.text.replace("redis.call('TIME')", "cjson.decode(ARGV[3])")
 """Redis's script, with its clock set by the test."""

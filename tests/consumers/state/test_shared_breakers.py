@@ -6,13 +6,22 @@ import pytest
 
 from consumers.chain import Route
 from consumers.failures import TransientError
-from consumers.providers.breaker import DOUBTED_FROM, FAILURES, OPEN_MOST_S, OPEN_S
+from consumers.providers.breaker import DOUBTED_FROM, FAILURES
 from consumers.providers.breakers import Breakers, Permit
 from tests.consumers.state.conftest import Opened
 from tests.support.waiting import until
 
 HERE = Route(provider="anthropic", model="m", name="m", account="anthropic/m")
 DOWN = TransientError("500", status=500)
+OPEN_S, OPEN_MOST_S = 60.0, 300.0
+
+
+@pytest.fixture(autouse=True)
+def _whatever_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease lasts as long as the breaker is open, in the store's own time; seconds can pass on a busy machine."""
+    monkeypatch.setattr("consumers.providers.breaker.OPEN_S", OPEN_S)
+    monkeypatch.setattr("consumers.providers.breaker.OPEN_MOST_S", OPEN_MOST_S)
+    monkeypatch.setattr("consumers.providers.breakers.STORE_WITHIN_S", 60)
 
 
 async def enter(these: Breakers, at_s: float, *, request: str = "r") -> Permit | None:

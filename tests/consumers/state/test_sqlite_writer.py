@@ -3,7 +3,9 @@
 import asyncio
 from pathlib import Path
 
-from consumers.state.base import Found, Granted, Identity
+import pytest
+
+from consumers.state.base import Found, Granted, Identity, StoreUnavailable
 from consumers.state.clock import Clock
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.store import SqliteStore
@@ -14,7 +16,7 @@ from tests.support.completions import ME, fingerprint
 async def test_each_of_many_waiting_writes_is_done(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
         found = await asyncio.wait_for(
-            asyncio.gather(*(store.find(Identity("", str(i))) for i in range(TOGETHER_AT_MOST + 50))), 10
+            asyncio.gather(*(store.find(Identity("", str(i))) for i in range(TOGETHER_AT_MOST + 50))), 60
         )
     assert found == [None] * (TOGETHER_AT_MOST + 50)
 
@@ -37,10 +39,23 @@ async def test_calls_of_one_turn_of_the_event_loop_share_a_transaction(tmp_path:
     assert all(each is times[0] for each in times), "a transaction has one time"
 
 
+async def test_more_waiting_writes_than_allowed_are_refused_until_some_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.state.sqlite.writer.WAITING_AT_MOST", 3)
+    writer = Writer(tmp_path / "lane.sqlite", namespace="lane", spec=StoreSpec(), clock=Clock())
+    writer.start()
+    for _ in range(2):
+        found = await asyncio.gather(*(writer.do(lambda _, at: at) for _ in range(4)), return_exceptions=True)
+        assert [isinstance(each, StoreUnavailable) for each in found] == [False, False, False, True]
+        assert "is too slow: 3 operations wait for it" in str(found[3])
+    await writer.close()
+
+
 async def test_waiting_writes_are_done_before_the_writer_ends(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "lane.sqlite", namespace="lane", spec=StoreSpec(), clock=Clock())
     writer.start()
     asked = [asyncio.ensure_future(writer.do(lambda _, at: at)) for _ in range(3)]
     await asyncio.sleep(0)
     await writer.close()
-    assert len(await asyncio.wait_for(asyncio.gather(*asked), 10)) == 3
+    assert len(await asyncio.wait_for(asyncio.gather(*asked), 60)) == 3

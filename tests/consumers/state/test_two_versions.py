@@ -60,7 +60,7 @@ async def ours(client: RedisClient, namespace: str) -> AsyncIterator[Accounts[Sh
 
 
 async def one_of_each_lane(budgets: Accounts[SharedTurns]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         for lane in LANES:
             budgets.settle(await budgets.reserve(ACCOUNT, lane=lane, amounts=ONE, until=None), ONE)
 

@@ -87,7 +87,7 @@ async def ask(sdk: AsyncAnthropic, prompt: str, *, streamed: bool, **more: Any) 
         return final
 
 
-def impatient(sdk: AsyncAnthropic, fault: str, *, after_s: float = 0.3) -> AsyncAnthropic:
+def impatient(sdk: AsyncAnthropic, fault: str, *, after_s: float = 1) -> AsyncAnthropic:
     """A client that gives up after `after_s` of silence, for faults that are silent."""
     return sdk.with_options(timeout=after_s) if fault.split()[0] in SLOW else sdk
 
@@ -141,7 +141,7 @@ async def test_a_broken_answer_without_streaming_raises(api: SimulatedAPI, sdk: 
 @pytest.mark.parametrize("fault", STREAMED)
 async def test_a_broken_stream_raises(api: SimulatedAPI, sdk: AsyncAnthropic, fault: str) -> None:
     # longer than a busy machine needs for the first byte, after which the client raises another class
-    after_s = 5 if STREAMED[fault] == (httpx2.ReadTimeout,) else 0.3
+    after_s = 5 if STREAMED[fault] == (httpx2.ReadTimeout,) else 1
     with pytest.raises(STREAMED[fault]):
         await ask(impatient(sdk, fault, after_s=after_s), f"[[fault: {fault}]]", streamed=True)
 
