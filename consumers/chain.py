@@ -26,5 +26,5 @@ class Chain:
     use it."""
 
     def starting_at(self, route: Route) -> tuple[Route, ...]:
-        """The part of this chain that begins with the given route."""
+        """The given route (a provider and model) and those after it in the chain."""
         return self.routes[self.routes.index(route) :]

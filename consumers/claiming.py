@@ -70,7 +70,7 @@ class Claiming:
             await self.renew()
 
     async def renew(self) -> None:
-        """Renew all claims of this process once, now."""
+        """Renew all claims of this process once, now. (A claim is the record that a worker works on a request.)"""
         if not self._held:
             self._has_claims.clear()
             return

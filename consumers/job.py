@@ -35,7 +35,7 @@ attempt, to store its outcome. Together with the two publishes that follow (up t
 broker's consumer timeout of 1800 s. The broker takes back a delivery that is held longer and delivers it again, without
 end: it does not count such deliveries (docs/facts.md, section 7)."""
 NowMs = Callable[[], int]
-"""A clock: returns ms since 1970."""
+"""A function that returns the time in ms since 1970."""
 
 
 def now_ms() -> int:
@@ -68,7 +68,7 @@ class Attempted:
 
     started_ms: int
     run_ms: int = 0
-    """How long the attempt ran; 0 while it runs."""
+    """How many ms the attempt ran; 0 while it runs."""
     usage: Amounts | None = None
     """How many tokens the provider counted for the call; None: unknown."""
     cost_usd: float | None = None
@@ -76,7 +76,7 @@ class Attempted:
     lost: tuple[tuple[str, Amounts], ...] = ()
     """Those failed calls before the last one that may have to be paid: the model and the used amounts of each."""
     counts: bool = True
-    """False if the attempt does not count, because the provider was down."""
+    """False if the attempt does not count against the request's limit of attempts, because the provider was down."""
 
 
 class Job:
@@ -159,7 +159,7 @@ class Job:
 
     @property
     def redelivered(self) -> bool:
-        """True if an earlier delivery of this message was never settled."""
+        """True if an earlier delivery of this message was neither acknowledged nor returned."""
         return self.delivery.redelivered or self.hop.redelivered
 
     @property
@@ -208,7 +208,7 @@ class Job:
 
     @property
     def attempts(self) -> int:
-        """How many attempts were made, including that of this delivery."""
+        """How many attempts were made for the request, including that of this delivery."""
         return self.hop.attempts + (1 if self.attempted is not None and self.attempted.counts else 0)
 
     @property
@@ -219,7 +219,7 @@ class Job:
 
     @property
     def run_ms(self) -> int:
-        """How long the attempt of this delivery ran."""
+        """How many ms the attempt of this delivery ran."""
         return 0 if self.attempted is None else self.attempted.run_ms
 
     def waited_ms(self, until_ms: int) -> int:
@@ -275,8 +275,8 @@ def dead_at_ms(text: object) -> int | None:
 
 
 def is_trusted(message: Message, names: Names) -> bool:
-    """Whether a worker published the message, so that its internal headers can be believed: it came through `lane.due`
-    (an internal exchange), or through a delay or side exchange, to which only workers may publish."""
+    """Whether a worker published the message, so that the headers that only workers set are genuine: it came through
+    `lane.due` (an internal exchange), or through a delay or side exchange, to which only workers may publish."""
     return message.exchange == names.due_exchange or message.exchange.startswith(
         (names.delay_prefix, names.side_prefix)
     )

@@ -38,13 +38,13 @@ class Deferred:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retried:
-    """The attempt failed and is counted. The request comes back after `delay_ms`, ahead of fresh requests."""
+    """The attempt failed and is counted. The request is delivered again after `delay_ms`, ahead of new requests."""
 
     delay_ms: int
     error: str
-    """The error in one line, for the requester."""
+    """The error of the failed attempt in one line, for the requester."""
     brief: str = ""
-    """The error without content of the request, for logs and events."""
+    """The error of the failed attempt without content of the request, for logs and events."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,7 +248,7 @@ class Settler:
         """Publish the request to the delay exchanges, which bring it to its lane's due queue after `delay_ms`. `past`:
         what the next worker must know (attempts, errors, due time). `body`: replaces the request's body; None: it
         stays."""
-        first_hop = hop(min(max(0, delay_ms), MAX_DELAY_MS), self.names)
+        first_hop = hop(min(delay_ms, MAX_DELAY_MS), self.names)
         message = delayed(job, first_hop, past, now_ms=self.now_ms(), names=self.names)
         if body is not None:
             message.body = body

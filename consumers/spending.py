@@ -45,7 +45,7 @@ class Cap:
 
     requests: float | None = None
     tokens: float | None = None
-    """Input and output tokens, without those read from the cache."""
+    """The limit of input and output tokens together, without those read from the provider's prompt cache."""
     usd: float | None = None
 
 
@@ -69,9 +69,9 @@ class Bound(NamedTuple):
     reason: str
     """Whether the cap belongs to a lane or to a tenant: "lane" or "tenant"."""
     who: str
-    """The name of the lane or tenant."""
+    """The name of the lane or tenant that has the cap."""
     what: str
-    """The limited amount: a field of `Spent`."""
+    """The limited amount (requests, tokens or dollars), as a field of `Spent`."""
     limit: float
 
     @property
@@ -101,8 +101,8 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What was counted against daily caps for one request before its call: the limits (`bounds`), and the estimated
-    amounts (`spent`)."""
+    """The estimate that was counted against daily caps for one request before its call: the caps' limits (`bounds`) and
+    the estimated amounts (`spent`). It is corrected after the call."""
 
     bounds: tuple[Bound, ...]
     spent: Spent

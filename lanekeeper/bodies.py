@@ -31,7 +31,7 @@ IN_ALL_BYTES: Final = 10 * 1024 * MIB
 KEEP_S: Final = 7 * 86_400.0
 """After how many seconds the stored body of a request is removed, if nothing removed it earlier."""
 PIECE_BYTES: Final = MIB
-"""How many bytes are read or written at a time."""
+"""How many bytes of a body are read or written at a time."""
 THREADS: Final = 4
 """How many bodies a process reads or writes at the same time; each of them blocks one thread."""
 SCAN_EVERY_S: Final = 60.0
@@ -55,7 +55,7 @@ class BodyError(LanekeeperError):
 
 
 class BodyTooLarge(BodyError):
-    """A stored body is larger than its reader accepts."""
+    """A stored body has more bytes than its reader accepts."""
 
 
 class BodiesUnavailable(LanekeeperError):

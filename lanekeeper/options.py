@@ -37,11 +37,11 @@ class Options(TypedDict, total=False):
     at: datetime
     """The earliest start of the request: a time with a time zone."""
     beta: str
-    """The value of Anthropic's header `anthropic-beta`."""
+    """The value of the header `anthropic-beta`, which names features of Anthropic's API that are in beta."""
     headers: Mapping[str, Any]
     """Further AMQP headers, such as `traceparent`; they override the options above."""
     cancel_abandoned: bool
-    """False: this request continues even if its caller leaves (see `Client`)."""
+    """False: this request continues even if its caller stops waiting (see `Client`)."""
     full_within_s: float
     """How long to wait for room in a full lane before PublishRefused is raised; 2 s if left out, 0: no waiting."""
 

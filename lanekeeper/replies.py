@@ -39,7 +39,7 @@ class Part:
     """`restart` tells the requester to discard all earlier events, because an attempt failed or another worker took the
     request over."""
     seq: int
-    """The position in the stream, from 0."""
+    """The part's position in the stream, from 0."""
     body: bytes
     """The JSON of one event of Anthropic's stream; `{}` for a restart."""
 
@@ -92,7 +92,7 @@ class Final:
 
 
 def part_of(message: Message) -> Part:
-    """Convert the message of a reply that is not the final one."""
+    """Convert the AMQP message of a reply before the final one to a `Part`."""
     kind = message.headers.get(n.PART)
     return Part(
         kind="restart" if kind == "restart" else "event",
@@ -102,7 +102,7 @@ def part_of(message: Message) -> Part:
 
 
 def final_of(message: Message) -> Final:
-    """Convert the message of a final reply. Raises Problem if the request ended in an error."""
+    """Convert the AMQP message of a final reply to a `Final`. Raises Problem if the request ended in an error."""
     headers = message.headers
     if headers.get(n.STATUS) != "ok":
         raise Problem(json.loads(message.body))

@@ -21,7 +21,7 @@ class OutgoingRequest:
     content: BinaryIO | None = None
     """The body, if the caller gave it as a file; the body of `message` is then empty."""
     key: str
-    """The routing key."""
+    """The request's routing key: `<lane>.<application>.<task>`."""
     tenant: str | None
     chose_id: bool
     """Whether the caller chose the request's id."""
@@ -87,5 +87,5 @@ class Transport(Protocol):
 
 
 def time_in(timeout_s: float | None) -> float | None:
-    """The time `timeout_s` from now, by the event loop's clock; None for None."""
+    """The time `timeout_s` seconds from now, by the event loop's clock; None if `timeout_s` is None."""
     return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s

@@ -3,10 +3,12 @@
 They are imported by POST /api/definitions, `rabbitmqctl import_definitions FILE`, or `load_definitions = FILE` in
 rabbitmq.conf.
 
-| role | may | |---|---| | application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; read its reply
-queue | | client | all that an application may; cancel requests and fetch results: publish to `lane.control` | | worker
-| read lanes, fallen and dead letters; write delays, side queues, dead letters, events, replies; make queues | |
-operator | publish to any lane, cancel, watch events by its own queue, read `lane.dead`; see all in the management UI |
+| role | may |
+|---|---|
+| application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; read its reply queue |
+| client | all that an application may; cancel requests and fetch results: publish to `lane.control` |
+| worker | read lanes, fallen and dead letters; write delays, side queues, dead letters, events, replies; make queues |
+| operator | publish to any lane, cancel, watch events by its own queue, read `lane.dead`; see all management pages |
 | deployer | configure, write and read everything in our namespace: `topology apply` |
 
 Applications and clients may declare nothing. A user that may declare a queue, even one that the broker names, could

@@ -17,7 +17,8 @@ class LaneSpec:
 
     name: str
     slots: int
-    """How many requests from the intake one process works on at the same time; also the prefetch of its consumer."""
+    """How many requests from the lane's intake (new ones) one process works on at the same time; also the prefetch of
+    its consumer."""
     slots_min: int | None = None
     """How many idle slots this lane keeps for itself and never lends to other lanes. None: an eighth of `slots`, at
     least 1."""
@@ -50,8 +51,8 @@ class LaneSpec:
 
     @property
     def due_slots(self) -> int:
-        """How many requests from the due queue one process works on at the same time, in addition to `slots`: a quarter
-        of `slots`, at least 1."""
+        """How many requests from the lane's due queue (retried and delayed ones) one process works on at the same time,
+        in addition to `slots`: a quarter of `slots`, at least 1."""
         return max(1, self.slots // 4)
 
     @property

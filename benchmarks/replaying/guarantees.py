@@ -83,7 +83,7 @@ def strict_order(result: Result) -> dict[str, Spread]:
 def reserve(result: Result, lane: str) -> Reserve:
     """The lane's worst four minutes. In each window, the limit of which the lane got the largest part counts. One
     request of the largest size is added, for calls that cross the window's edges."""
-    share = result.scenario.spec.lanes[lane].share
+    share = result.scenario.spec.shares[lane]
     reserved = Amounts(*(share * limit * WINDOW_S / 60 for limit in result.load.limits))
     calls = sorted((ask.started_s, ask.used) for ask in result.of(lane) if ask.started_s is not None)
     times = [at_s for at_s, _ in calls]

@@ -29,7 +29,7 @@ class Own:
     def of(cls, scenario: Scenario, lane: str) -> "Own":
         """The account that corresponds to a lane's share. The top lane's account also gets the part that is no lane's
         share."""
-        shares = {name: each.share for name, each in scenario.spec.lanes.items()}
+        shares = scenario.spec.shares
         is_first = lane == LANES[0]
         part = 1 - sum(share for name, share in shares.items() if name != lane) if is_first else shares[lane]
         return cls(part, shares[lane])

@@ -39,7 +39,7 @@ class WebBodies:
         self._private = private
 
     def holds(self, address: str) -> bool:
-        """Whether bodies may be fetched from this address."""
+        """Whether this address is below one of the allowed URLs."""
         try:
             asked = urlsplit(address)
             return any(_is_below(asked, allowed) for allowed in self._allowed)

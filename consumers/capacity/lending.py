@@ -31,7 +31,7 @@ class QueueLoad:
     max_slots: int
     """How many slots the queue may have, including additional ones."""
     target_wait_s: float
-    """The queue may grow if its requests wait longer than this."""
+    """The queue may get further slots if its requests wait longer than this many seconds."""
     extra: int = 0
     """How many slots the queue has now in addition to its own, including those that were taken back while a request
     runs on them (`ending`)."""
@@ -44,7 +44,7 @@ class QueueLoad:
     waiting: int = 0
     """How many messages wait in the queue; 0 while it has free slots."""
     wait_s: float = 0.0
-    """How long the waiting requests have waited."""
+    """How many seconds the waiting requests have waited."""
     bottleneck: str | None = None
     """The part of a provider's budget for which the queue's requests wait; None: they do not wait for budget."""
 

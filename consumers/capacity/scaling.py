@@ -34,7 +34,7 @@ LIMIT_LOGGED_EVERY_S = 60.0
 log = logs.logger()
 
 Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
-"""Asks the broker how many messages wait in each of these queues."""
+"""A function that asks the broker how many messages wait in each of the given queues."""
 WaitingFor = Callable[[], Mapping[str, str]]
 """Returns, for each lane whose requests wait for a provider's budget now, the limit for which they wait (such as input
 tokens a minute)."""
@@ -65,7 +65,7 @@ class _Added:
 
     pool: SlotPool
     is_ending: bool = False
-    """True after they were taken back, while requests still run on them."""
+    """True if these additional slots were taken back, while requests still run on them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class ScaledQueue:
     used: deque[int] = field(default_factory=lambda: deque(maxlen=round(STEADY_S / LOOK_EVERY_S)))
     """How many of the queue's requests this worker had, at each check within the last `STEADY_S` seconds."""
     extra_slots: ExtraSlots = field(default_factory=ExtraSlots)
-    """The additional slots that the last decision gave to the queue."""
+    """How many slots the queue should have in addition to its own, by the latest decision."""
     waiting_since_ms: int | None = None
     """Since when messages have been waiting in the queue, as far as this worker has seen, in ms; None: none wait."""
     limit_logged_s: float | None = None
@@ -99,7 +99,7 @@ class ScaledQueue:
 
     @property
     def open(self) -> list[_Added]:
-        """The slots that were added to the queue and not taken back."""
+        """The groups of slots that were added to the queue and not taken back."""
         return [added for added in self.added if not added.is_ending]
 
     @property
@@ -159,14 +159,14 @@ class Scaling:
             queue.used.append(queue.pool.slots)
 
     async def run(self) -> None:
-        """Add slots and take them back until `stop` is called and the requests on added slots have ended. Cancel it to
-        end at once."""
+        """Add slots to queues and take them back, until `stop` is called and the requests on added slots have ended.
+        Cancel it to end at once."""
         async with self._group:
             async for _ in every(LOOK_EVERY_S, until=self._stopping):
                 await self._look()
 
     async def stop(self) -> None:
-        """Take back the slots that were added to queues, and add no more."""
+        """Take back all slots (each works on one request at a time) that were added to queues, and add no more."""
         self._stopping.set()
         await self._take_all_back()
 
@@ -178,7 +178,8 @@ class Scaling:
                 added.pool.give_back_waiting()
 
     async def pause(self, reason: str) -> None:
-        """Take the added slots of all queues back. The time of the pause does not count as idle time of slots."""
+        """Take back the slots that were added to queues, because all work pauses. The time of the pause does not count
+        as idle time of slots."""
         self.is_paused = True
         await self._take_all_back()
 

@@ -76,15 +76,16 @@ class SideQueues:
         self._tenants[number] = job.identity.tenant
 
     def head_left(self, job: Job) -> None:
-        """Note that the head of a side queue got a slot, was moved, or is lost: the queue's next message may be
-        fetched."""
+        """Note that the head of a side queue (its first message) got a slot, was moved, or is lost: the queue's next
+        message may be fetched."""
         number = self._numbers[job.delivery.queue]
         if self._tenants.pop(number, None) is not None:
             self._keep(job.identity.tenant, number)
         self._heads.pass_on(job.delivery.queue)
 
     def head_unread(self, queue: str) -> None:
-        """Note that the head of a side queue could not be read: the queue's next message may be fetched."""
+        """Note that the head of a side queue (its first message) could not be read: the queue's next message may be
+        fetched."""
         self._heads.pass_on(queue)
 
     async def put(self, job: Job) -> Outcome | None:

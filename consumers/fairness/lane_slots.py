@@ -28,7 +28,7 @@ delivery may not be held without end (`consumers/job.py`), and another process m
 LATELY_S: Final = 600.0
 """A lane counts as shared if two tenants had requests within this many seconds."""
 TENANTS_COUNTED: Final = 256
-"""Counts are kept for this many tenants of a lane: those that were active last."""
+"""For how many tenants of a lane counts of their requests are kept: those that were active last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Admission(Enum):
 
 
 class SetAside(Protocol):
-    """Knows which tenants have requests in the side queues of a lane."""
+    """The interface that says which tenants have requests in the side queues of a lane."""
 
     def has(self, tenant: str) -> bool: ...
 
@@ -248,7 +248,7 @@ class QueueSlots:
             queue.serve()
 
     def serve(self) -> None:
-        """Grant free slots of the queue to waiting requests, in order."""
+        """Give the queue's free slots to waiting requests, in the order that `QueueSlots` decides."""
         while self._waiting and self.running < self.size:
             eligible = [waiting for waiting in self._waiting if not self._lane.is_at_its_cap(waiting.tenant)]
             if not eligible:

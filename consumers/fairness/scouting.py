@@ -54,7 +54,7 @@ class Scouted:
     idle_looks: int = 0
     """How many checks in a row found free slots."""
     active: SlotPool | None = None
-    """The running scout of the queue; None: it has none."""
+    """The running scout (a further consumer) of the queue; None: it has none."""
     ending: list[SlotPool] = field(default_factory=list)
     """Scouts that were stopped and still have running requests."""
 

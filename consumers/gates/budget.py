@@ -117,7 +117,7 @@ class BudgetGate:
         return True
 
     def amounts(self, job: Job, request: Request, route: Route) -> Amounts:
-        """The amounts (one request, and tokens) that the request is expected to use of the route's account."""
+        """The amounts (one request, and tokens) that the request is expected to use of the provider's limits."""
         return Amounts(
             1.0,
             self.estimates.input_tokens(route.model, request.text_bytes),

@@ -6,7 +6,7 @@ from lanekeeper.contract.problems import RequestProblem
 
 
 class DeadlineGate:
-    """Refuses a request that is past its deadline."""
+    """The gate (a check before the call to the provider) that refuses a request past its deadline."""
 
     def __init__(self, *, now_ms: NowMs) -> None:
         self._now_ms = now_ms

@@ -39,8 +39,8 @@ class Account:
     def __init__(self, name: str, spec: BudgetSpec, *, now_s: float) -> None:
         self.name = name
         self.spec = spec
-        self.lanes = tuple(spec.lanes)
-        self.shares = tuple(lane.share for lane in spec.lanes.values())
+        self.lanes = tuple(spec.shares)
+        self.shares = tuple(spec.shares.values())
         caps = spec.caps(name)
         self._adaptive = Adaptive(spec.start, caps, now_s=now_s)
         self._bursts = Bursts(spec.burst_s)
@@ -51,7 +51,7 @@ class Account:
         self.demand = Demand(len(self.lanes), now_s=now_s)
         self.lines = Lines(len(self.lanes))
         self.concurrency = Concurrency(caps.concurrency)
-        self._credit = CallCredit(self.shares)
+        self.credit = CallCredit(self.shares)
         self._running_calls = RunningCalls()
         self.paused_until_s = self.held_until_s = -inf
         self.is_pressed = False
@@ -62,7 +62,7 @@ class Account:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits and no call runs."""
+        """True if no request waits for this account, and no call runs."""
         return self.lines.is_empty and not self.concurrency.running
 
     def refill(self, now_s: float) -> None:
@@ -234,13 +234,8 @@ class Account:
         calls adds up to a whole call (`call_credit.py`). These lanes go first."""
         is_limited = self.concurrency.is_limited
         return [
-            is_limited and head is not None and self._credit.is_due(lane) for lane, head in enumerate(self.lines.heads)
+            is_limited and head is not None and self.credit.is_due(lane) for lane, head in enumerate(self.lines.heads)
         ]
-
-    def calls_before(self, lane: int, count: int) -> int:
-        """When the number of calls is limited: how many calls can begin at most before that of a request that has
-        `count` requests of its lane before it."""
-        return self._credit.calls_before(lane, count)
 
     def begin(self, waiter: Waiter, *, from_savings: Amounts, now_s: float) -> bool:
         """Give a waiting request the reservation that the script in Redis has granted. `from_savings`: how much of it
@@ -257,12 +252,12 @@ class Account:
         lanes = range(len(self.lanes))
         if not self.concurrency.is_limited:
             return lanes
-        return sorted(lanes, key=lambda lane: not self._credit.is_due(lane))
+        return sorted(lanes, key=lambda lane: not self.credit.is_due(lane))
 
     def _begin(self, waiter: Waiter, from_savings: Amounts, now_s: float) -> None:
         lane, amounts = waiter.lane, waiter.amounts
         if self.concurrency.is_limited:
-            self._credit.begin(lane, self.lines.heads)
+            self.credit.begin(lane, self.lines.heads)
         self.lines.leave(waiter)
         self.demand.add(lane, amounts, now_s)
         waiter.reservation = Reservation(
@@ -297,8 +292,6 @@ class Account:
         fills = [was and not now for was, now in zip(was_guessed, self.guessed, strict=True)]
         sizes = self._bursts.sizes(guessed=self.guessed)
         self.buckets.resize(self._adaptive.per_minute(), sizes=sizes, fills=fills)
-        for lane in range(len(self.lanes)):
-            self._head_changed(lane)
 
 
 def _left_s(until_s: float, now_s: float, most_s: float) -> float:

@@ -47,18 +47,6 @@ class Adaptive:
     """The limits of one account (requests, input tokens, output tokens per minute) as this process assumes them, and
     what they were learned from."""
 
-    __slots__ = (
-        "_announced",
-        "_announced_s",
-        "_caps",
-        "_factors",
-        "_grown",
-        "_halved_s",
-        "_is_silent",
-        "_moved_s",
-        "_start",
-    )
-
     def __init__(self, start: Amounts, caps: AccountCaps, *, now_s: float) -> None:
         self._start = start
         self._caps = caps.per_minute()

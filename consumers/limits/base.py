@@ -62,7 +62,7 @@ class Waiting:
 
 
 class Kind(StrEnum):
-    """The kind of a provider's response, as far as the budget learns from it."""
+    """The kind of a provider's response, as far as it says something about the account's limits."""
 
     ANSWERED = "answered"
     RATE_LIMITED = "rate_limited"

@@ -8,11 +8,12 @@ request needs if that is more.
 
 A request may take from the bucket in one of three cases:
 
-1. Its lane's savings cover the request. 2. The level covers the request, the whole reserves of the lanes above, the
-needs of their first requests, and the savings held for the lanes below. (If the request is of the top lane and larger
-than the lane's reserve, only the reserve is counted: the request takes the rest from what is held for other lanes.) 3.
-The bucket is full, no request waits in a lane above, and no lane below has saved all that its first request needs. The
-level cannot rise further, so waiting would not help.
+1. Its lane's savings cover the request.
+2. The level covers the request, the whole reserves of the lanes above, the needs of their first requests, and the
+   savings held for the lanes below. (If the request is of the top lane and larger than the lane's reserve, only the
+   reserve is counted: the request takes the rest from what is held for other lanes.)
+3. The bucket is full, no request waits in a lane above, and no lane below has saved all that its first request needs.
+   The level cannot rise further, so waiting would not help.
 
 A lane's savings are held: lanes above may not spend them. If a lane saves more than its reserve for a large request,
 the excess is held only as far as it leaves room for the top lane. When the savings cover the request, all of them are
@@ -25,27 +26,13 @@ from math import inf
 from typing import Final
 
 ROUNDING: Final = 1e-6
-"""This part of what a request needs is added to it, so that rounding errors never make our bucket fuller than the
+"""A request's need is increased by this part of it, so that rounding errors never make our bucket fuller than the
 provider's."""
 
 
 class Bucket:
     """The token bucket of one limit (requests, input tokens or output tokens per minute) of a provider's account, and
     what each lane has saved of it. Lanes are numbered by urgency; 0 is the most urgent."""
-
-    __slots__ = (
-        "_at_s",
-        "_caps",
-        "_holds",
-        "_wants",
-        "burst",
-        "level",
-        "most",
-        "per_s",
-        "reserves",
-        "savings",
-        "shares",
-    )
 
     def __init__(
         self, per_minute: float, *, burst_s: float, shares: Sequence[float], now_s: float, lost_part: float = 0.0
@@ -146,8 +133,8 @@ class Bucket:
         self.savings[lane] = max(saved, min(self._caps[lane], saved + min(amount, from_savings)))
 
     def lower(self, level: float) -> None:
-        """Lower the level to `level`, the quota that the provider says is left. If the lanes' savings add up to more,
-        scale them down to that level; debts stay."""
+        """Lower the bucket's level to `level`, the amount that the provider says is left of its limit. If the lanes'
+        savings add up to more, scale them down to that level; debts stay."""
         if level >= self.level:
             return
         self.level = level

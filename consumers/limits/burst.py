@@ -28,7 +28,8 @@ because the provider does not say how much is left."""
 NEWS = 1.01
 """A proven size that grows by less than this factor is not sent to other processes."""
 RECOVERY = 1.1
-"""A bucket size that was reduced after a refusal grows by this factor at each step."""
+"""The size of a token bucket that was reduced after a refusal (429) grows by this factor every `RECOVERY_EVERY_S`
+seconds."""
 RECOVERY_EVERY_S = 10.0
 PATIENCE_S = 5.0
 """Refusals (429) within this many seconds count as one, because calls that already run are refused for the same
@@ -46,19 +47,19 @@ MARGIN_DECAY = 0.99
 recovery."""
 SPENT = 0.01
 SPENT_REQUESTS = 2.0
-"""A bucket counts as spent, and so explains a refusal, if less is left than the part `SPENT` of its limit, or than
-`SPENT_REQUESTS` usual requests take."""
+"""A token bucket counts as spent, and so explains a refusal (429), if less is left in it than the part `SPENT` of its
+limit, or than `SPENT_REQUESTS` average requests need."""
 WEIGHT = 0.1
-"""The weight of the latest response in smoothed values."""
+"""The weight of the latest response in smoothed values, such as the share of refusals."""
 LOST_PART = 0.05
 """The value of `Size.lost_part` for a bucket that is smaller than the setting allows."""
 
 
 class Size(NamedTuple):
-    """The size of one token bucket of an account."""
+    """The size of one token bucket of a provider's account."""
 
     burst_s: float
-    """How many seconds' worth of the limit the bucket holds."""
+    """The bucket's size, in seconds' worth of the limit: 60 means the amount of a minute."""
     lost_part: float
     """The part of a full bucket that counts as lost at a call, in addition to what the call takes. The provider's
     bucket, if it is not larger than ours, begins to refill only when the call arrives, and calls take different times
@@ -68,8 +69,6 @@ class Size(NamedTuple):
 class Bursts:
     """Learns how large the three token buckets of a provider's account are: how much may be used at once. Values for
     the three are in the order of `Amounts`: requests, input tokens, output tokens."""
-
-    __slots__ = ("_cut", "_cut_s", "_most_s", "_moved_s", "_proven_s", "_refusals", "_usual_input", "margin")
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s

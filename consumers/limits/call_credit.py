@@ -18,8 +18,6 @@ class CallCredit:
     """Counts how many calls of one account each lane may claim as its share, while the number of calls at a time is
     limited. A lane's credit grows with every call that begins, and a lane with a credit of one call goes first."""
 
-    __slots__ = ("_credit", "_shares")
-
     def __init__(self, shares: Sequence[float]) -> None:
         self._shares = shares
         self._credit = [0.0 for _ in shares]
@@ -28,8 +26,8 @@ class CallCredit:
         return self._credit[lane] >= WHOLE
 
     def begin(self, lane: int, heads: Sequence[Waiter | None]) -> None:
-        """Count a call of this lane that begins. `heads`: the first waiting request of each lane, including the one
-        whose call begins."""
+        """Count a call of this lane that begins, and add each waiting lane's share to its credit. `heads`: the first
+        waiting request of each lane, including the one whose call begins."""
         if self.is_due(lane):
             self._credit[lane] -= 1
         for other, waiter in enumerate(heads):

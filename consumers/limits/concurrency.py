@@ -11,7 +11,7 @@ PATIENCE_S = 1.0
 """Overloads (529) within this many seconds lower the limit of calls only once, because calls that began earlier report
 the same overload."""
 SMOOTHING = 0.1
-"""The weight of the latest call in smoothed values."""
+"""The weight of the latest call in the smoothed share of overloads (529)."""
 REGAIN_S = 5.0
 """A lowered limit of calls rises by one after this many seconds without a 529. If the provider is still overloaded, it
 refuses only that one additional call. Without this rule, two long streams would block all lanes for as long as they
@@ -24,8 +24,6 @@ OFTEN = 0.25
 class Concurrency:
     """How many calls of one account may run at a time, and how many run. `ceiling`: the limit of the settings; None: no
     limit."""
-
-    __slots__ = ("_backed_off_s", "_ceiling", "_overloads", "_peak", "_regained_s", "call_s", "limit", "running")
 
     def __init__(self, ceiling: int | None = None) -> None:
         self._ceiling: float = inf if ceiling is None else ceiling

@@ -11,9 +11,7 @@ WITHIN_S = 60.0
 
 
 class Demand:
-    """How much each lane has taken from each token bucket of an account lately, weighted by age."""
-
-    __slots__ = ("_at_s", "_spent")
+    """How much each lane has taken from each token bucket of a provider's account lately, weighted by age."""
 
     def __init__(self, lanes: int, *, now_s: float) -> None:
         self._spent = [[0.0, 0.0, 0.0] for _ in range(lanes)]

@@ -33,8 +33,6 @@ def task_of(routing_key: str) -> str:
 class _Average:
     """Mean and mean deviation of observed values; the latest values weigh most."""
 
-    __slots__ = ("deviation", "mean")
-
     def __init__(self, first: float) -> None:
         self.mean = first
         self.deviation = first / 2

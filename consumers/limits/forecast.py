@@ -44,19 +44,16 @@ def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
     """The waiting requests that will certainly be granted later than their deadline allows, each with its forecast. It
     takes much CPU, because it looks at every waiting request."""
     account.refill(now_s)
-    lane, count, ahead = -1, 0, [0.0, 0.0, 0.0]
-    lines: list[_Line] = []
-    for waiter in list(account.lines):
-        if waiter.lane != lane:
-            lane, count, ahead = waiter.lane, 0, [0.0, 0.0, 0.0]
-            lines = _lines(account, lane, now_s)
-        found = _wait(account, lane, waiter.amounts, now_s, ahead=ahead, count=count, lines=lines)
-        if found.reason == PAUSED or (waiter.until_s is not None and now_s + found.least_s > waiter.until_s):
-            yield waiter, found
-        else:
-            count += 1
-            for index, amount in enumerate(waiter.amounts):
-                ahead[index] += amount
+    for lane in range(len(account.lanes)):
+        count, ahead, lines = 0, [0.0, 0.0, 0.0], _lines(account, lane, now_s)
+        for waiter in account.lines.firsts(lane, account.lines.count(lane)):
+            found = _wait(account, lane, waiter.amounts, now_s, ahead=ahead, count=count, lines=lines)
+            if found.reason == PAUSED or (waiter.until_s is not None and now_s + found.least_s > waiter.until_s):
+                yield waiter, found
+            else:
+                count += 1
+                for index, amount in enumerate(waiter.amounts):
+                    ahead[index] += amount
 
 
 def _wait(
@@ -86,7 +83,7 @@ def _wait(
     longest_s, least_s = max(longest_s, stopped_s), max(least_s, stopped_s)
     if account.concurrency.is_limited:
         above_it = sum(account.lines.count(other) for other in range(lane))
-        count = min(above_it + count, account.calls_before(lane, count))
+        count = min(above_it + count, account.credit.calls_before(lane, count))
         if (in_s := account.concurrency.wait_s(count)) > longest_s:
             longest_s, reason, is_known = in_s, CONCURRENCY, account.concurrency.is_set
             least_s = in_s if is_known else least_s

@@ -30,11 +30,11 @@ class LearnedLimits(NamedTuple):
     grown: tuple[float, ...]
     """By how much the guessed limits were raised above the first guess."""
     is_silent: bool
-    """True if the provider's answers announce no limits: none are assumed."""
+    """True if the provider's answers announce no limits, so that none are assumed."""
     factors: tuple[float, ...]
     """The factors by which the limits are multiplied, because calls were refused: 1 or less."""
     halved_s: float
-    """When a refusal last lowered the limits."""
+    """When a refusal (429) last lowered the limits."""
     moved_s: float
     """When the limits were last lowered, or raised by a step."""
 
@@ -48,9 +48,9 @@ class LearnedBursts(NamedTuple):
     cut: tuple[float, ...]
     """The factors by which the sizes are multiplied, because calls were refused: 1 or less."""
     cut_s: float
-    """When a refusal last reduced the sizes."""
+    """When a refusal (429) last reduced the bucket sizes."""
     moved_s: float
-    """When the sizes were last reduced, or raised by a step."""
+    """When the bucket sizes were last reduced, or raised by a step."""
 
 
 class Learned(NamedTuple):
@@ -77,7 +77,7 @@ class Learned(NamedTuple):
 
 
 def to_json(learned: Learned) -> str:
-    """What was learned about an account as JSON text, which `read` reads."""
+    """Convert what was learned about an account's limits to JSON text, which `read` reads."""
     return json.dumps(
         {
             "version": VERSION,
@@ -89,8 +89,8 @@ def to_json(learned: Learned) -> str:
 
 
 def read(text: str | bytes) -> Learned:
-    """Read the JSON text that `to_json` has made of what was learned about an account. Raises UnreadableError, and no
-    other error, for any other text."""
+    """Read the JSON text that `to_json` has made of what was learned about an account's limits. Raises UnreadableError,
+    and no other error, for any other text."""
     try:
         found = json.loads(text)
         if (version := found["version"]) != VERSION:

@@ -16,8 +16,6 @@ def _place(waiter: Waiter) -> tuple[float, int]:
 class Lines:
     """The requests that wait for the budget of one account: one line for each lane, in the order of arrival."""
 
-    __slots__ = ("_lines", "_next", "_sums", "heads")
-
     def __init__(self, lanes: int) -> None:
         self._lines: list[list[Waiter]] = [[] for _ in range(lanes)]
         self._sums = [[0.0, 0.0, 0.0] for _ in range(lanes)]
@@ -32,13 +30,14 @@ class Lines:
         return self._at(waiter) is not None
 
     def __iter__(self) -> Iterator[Waiter]:
-        """All waiting requests, lane by lane, in the order of their lines."""
+        """All requests that wait for the account's budget: those of the most urgent lane first, each lane's in their
+        order."""
         for line in self._lines:
             yield from line
 
     @property
     def is_empty(self) -> bool:
-        """True if no request waits."""
+        """True if no request waits for the account's budget."""
         return not any(self.heads)
 
     def count(self, lane: int) -> int:

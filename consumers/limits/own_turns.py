@@ -19,7 +19,8 @@ def own_accounts(spec: BudgetSpec) -> "Accounts[OwnTurns]":
 
 
 class OwnTurns:
-    """Implements `Turns` for an account that only this process uses: decides without asking any other process."""
+    """Implements `Turns` (which request gets an account's budget next) for an account that only this process uses:
+    decides without asking another process."""
 
     def __init__(self, name: str, spec: BudgetSpec) -> None:
         self.account = Account(name, spec, now_s=self.now_s())
@@ -47,7 +48,7 @@ class OwnTurns:
         self._step_at(now_s + in_s + LATE_S)
 
     async def decided(self, waiter: Waiter) -> None:
-        """Does nothing: `step` has decided already, because it asks no other process."""
+        """Does nothing: `step` has already decided which requests are granted, because it asks no other process."""
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         self.account.settle(reservation, used, self.now_s())

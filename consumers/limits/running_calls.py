@@ -19,8 +19,6 @@ there is another cause."""
 class RunningCalls:
     """The reservations of an account's running calls, which may explain why the provider refuses a further call."""
 
-    __slots__ = ("_calls", "_held_s")
-
     def __init__(self) -> None:
         self._calls: dict[int, Reservation] = {}
         self._held_s = -inf

@@ -9,15 +9,6 @@ from topology.lanes import BATCH, CRITICAL, NORMAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneBudget:
-    """The settings of one lane for every account's budget."""
-
-    share: float
-    """The lane's share of every token bucket, above 0 and up to 1: this part of what flows into the bucket is saved for
-    the lane alone, so that it always gets some budget."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AccountCaps:
     """The most that one account may use per minute; None: as much as the provider allows."""
 
@@ -25,15 +16,13 @@ class AccountCaps:
     input_tokens: float | None = None
     output_tokens: float | None = None
     concurrency: int | None = None
-    """The most calls at the same time."""
+    """The most calls of the account at the same time; None: no limit."""
 
     def per_minute(self) -> tuple[float | None, float | None, float | None]:
         return (self.requests, self.input_tokens, self.output_tokens)
 
 
-DEFAULT_LANES: Mapping[str, LaneBudget] = MappingProxyType(
-    {CRITICAL.name: LaneBudget(share=0.30), NORMAL.name: LaneBudget(share=0.20), BATCH.name: LaneBudget(share=0.05)}
-)
+DEFAULT_SHARES: Mapping[str, float] = MappingProxyType({CRITICAL.name: 0.30, NORMAL.name: 0.20, BATCH.name: 0.05})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +30,9 @@ class BudgetSpec:
     """All settings of the budget of provider calls. The defaults suit an unknown account: its limits are learned from
     its answers."""
 
-    lanes: Mapping[str, LaneBudget] = field(default_factory=lambda: DEFAULT_LANES)
-    """The budgets of the lanes, the most urgent lane first."""
+    shares: Mapping[str, float] = field(default_factory=lambda: DEFAULT_SHARES)
+    """Each lane's share of every token bucket, above 0 and up to 1, the most urgent lane first: this part of what flows
+    into the bucket is saved for the lane alone, so that it always gets some budget."""
     burst_s: float = 60.0
     """The largest size of a bucket, in seconds' worth of its limit (up to 60). Within it, the size is what the
     provider's bucket is proven to hold (`burst.py`). A smaller bucket leaves less for bursts and large requests."""

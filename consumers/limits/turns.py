@@ -29,14 +29,15 @@ class Turns(Protocol):
         account may be removed."""
 
     def now_s(self) -> float:
-        """The time by the clock that the account uses."""
+        """The time in seconds, by the clock that the account's times use."""
 
     def step(self) -> None:
         """Grant all waiting requests that may be granted now, and set a timer for the next one. It may return before
         that is decided; `decided` waits for the decision."""
 
     async def decided(self, waiter: Waiter) -> None:
-        """Wait until it is decided whether this request, which has just begun to wait, is granted at once."""
+        """Wait until it is decided whether this request, which has just begun to wait, gets the account's budget at
+        once."""
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         """After a call, settle its reservation, which must not be settled yet. `used`: the amounts that the call used;

@@ -56,7 +56,7 @@ class Client(Protocol):
 
 
 class Splitter(Protocol):
-    """Splits the bytes of a stream into events, as `EventSplitter` does."""
+    """The interface of an object that splits the bytes of a provider's stream into events, such as `EventSplitter`."""
 
     def feed(self, chunk: bytes) -> list[bytes]: ...
 
@@ -112,7 +112,7 @@ class AnthropicProvider:
 
     @classmethod
     def at(cls, base_url: str, *, api_key: str, name: str = "anthropic", **more: Any) -> Self:
-        """The adapter for Anthropic, or for a compatible API, at `base_url`."""
+        """Create the adapter for Anthropic, or for a compatible API, at `base_url`."""
         # Key and address are arguments, so that the client does not take them from the environment or a profile.
         options = client_options(base_url)
         client = AsyncAnthropic(api_key=api_key, base_url=base_url, **options)

@@ -21,9 +21,9 @@ class Answer:
     request_id: str | None = None
     stop_reason: str | None = None
     rate: RateHeaders | None = None
-    """The account's limits in the response's headers."""
+    """What the response's headers say about the account's rate limits."""
     cost_usd: float | None = None
-    """The cost by the table of prices; None if the model has no price."""
+    """The cost of the call in US dollars, by the table of prices; None if the model has no price."""
 
 
 OnEvent = Callable[[bytes], Awaitable[None]]

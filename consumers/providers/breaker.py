@@ -28,12 +28,12 @@ DOUBTED_FROM = 3
 """From this many failures in a row on, the process checks at each failure whether another process has opened its
 breaker for the same provider and model."""
 WINDOW_S = 120.0
-"""Failures that are more seconds ago than this do not count. The time is not shorter than a call may take (60 s in the
-lane critical, 120 s in normal)."""
+"""The circuit breaker does not count failures that are more seconds ago than this. The time is not shorter than a call
+may take (60 s in the lane critical, 120 s in normal)."""
 OPEN_S = 1.0
 """How many seconds a breaker stays open at first; the time doubles each time that the probe (the trial call) fails."""
 OPEN_MOST_S = 5.0
-"""The longest time that a breaker stays open."""
+"""The longest time, in seconds, that a circuit breaker stays open before a trial call."""
 PROBE_WITHIN_S = 30.0
 """After this many seconds another call may be the probe (the trial call after an outage), even if the first probe has
 not ended."""
@@ -61,8 +61,6 @@ class Failure(NamedTuple):
 class Breaker:
     """The circuit breaker of one provider and model: after failures in a row no call is made for a while. It is created
     at the first failure, and removed at the next answer. Times are the event loop's."""
-
-    __slots__ = ("_failed", "_openings", "_rng", "_until_s", "down_since_s", "state")
 
     def __init__(self, rng: random.Random) -> None:
         self.state = State.CLOSED

@@ -27,7 +27,7 @@ class Found:
 
     status: int
     headers: Mapping[str, str]
-    """The headers, by their names in lower case."""
+    """The response's HTTP headers, by their names in lower case."""
     body: bytes
 
 
@@ -41,7 +41,7 @@ class Lookups:
 
     @classmethod
     def at(cls, base_url: str, *, api_key: str) -> Self:
-        """The calls to Anthropic, or to a compatible API, at `base_url`."""
+        """Create the object that makes these calls to Anthropic, or to a compatible API, at `base_url`."""
         client = anthropic.AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))
         return cls(client, secret=api_key)
 

@@ -44,7 +44,7 @@ class StreamedMessage:
 
     @property
     def size(self) -> int:
-        """The number of bytes of the stream that are kept."""
+        """How many bytes of the stream's events are kept in memory."""
         return self._bytes
 
     def message(self) -> dict[str, Any]:

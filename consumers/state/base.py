@@ -60,7 +60,7 @@ class Completion:
 
     status: Literal["ok", "error"]
     code: str = ""
-    """If the request ended with an error: its code, one of `PROBLEMS`."""
+    """If the request ended with an error: the error's code in docs/contract.md, such as `deadline_exceeded`."""
     body: bytes
     """The reply's body: the JSON of Anthropic's Message or, for an error, of the problem document."""
     headers: Mapping[str, str | int] = field(default_factory=dict)
@@ -119,14 +119,14 @@ class Stop(StrEnum):
 
     CANCELLED = "cancelled"
     FENCED = "fenced"
-    """Another delivery has taken the claim over."""
+    """Another delivery of the request has taken over the claim, so another worker works on it."""
 
 
 class Cancelling(StrEnum):
     """The result of `Store.cancel`: the state of the request when the cancellation came."""
 
     RECORDED = "recorded"
-    """The request waited, and has ended as cancelled."""
+    """The request was waiting, and has now ended as cancelled."""
     UNSEEN = "unseen"
     """No worker has seen the request: it is queued, or not published yet. It ends as cancelled when a worker gets
     it."""
@@ -135,7 +135,7 @@ class Cancelling(StrEnum):
     TOLD = "told"
     """The request runs. The worker that holds its claim learns of the cancellation when it next renews the claim."""
     ENDED = "ended"
-    """The request had ended before."""
+    """The request had ended before the cancellation came."""
 
 
 @dataclass(frozen=True, slots=True)

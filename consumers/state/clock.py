@@ -8,7 +8,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Clock:
-    """This machine's clocks. All processes on it read the same."""
+    """The clocks of this machine. All processes of the machine read the same times."""
 
     def since_boot_ms(self) -> int:
         """Milliseconds since boot. Counts on while the machine sleeps, and is not changed by setting the calendar."""

@@ -32,7 +32,7 @@ class NewEntry(NamedTuple):
 
     kind: str
     body: bytes
-    """JSON."""
+    """The entry's content as JSON text."""
 
 
 class Entry(NamedTuple):
@@ -49,7 +49,7 @@ class Submission:
     streamed, and when it was submitted, is due, and must be answered (ms since 1970)."""
 
     body_hash: bytes
-    """As in `Fingerprint`."""
+    """The hash of the request's body, as in `Fingerprint.body_hash`."""
     lane: str
     streams: bool
     submitted_ms: int
@@ -58,7 +58,7 @@ class Submission:
 
     @classmethod
     def of(cls, request: Request, body_hash: bytes) -> Self:
-        """What is kept of this request."""
+        """Make the submission to store for this request."""
         return cls(
             body_hash=body_hash,
             lane=request.lane,
@@ -74,9 +74,9 @@ class Submitted(StrEnum):
 
     NEW = "new"
     KNOWN = "known"
-    """The same request was submitted before."""
+    """The same request (its id, with the same body) was submitted before."""
     CONFLICT = "conflict"
-    """The id was used with another body."""
+    """The id was used before with another body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Refused(StrEnum):
     FENCED = "fenced"
     """The claim was taken over or forgotten, or the request has ended."""
     FULL = "full"
-    """The events would exceed the limit of their number or bytes."""
+    """The request's events would exceed the limit of their number or bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Look:
     """The number of the request's last entry. `entries` may end before it; the next call of `look` returns the rest."""
     ended: bool = False
     is_known: bool = True
-    """False if the store does not know the request, or no longer."""
+    """False if the store does not know the request, or has already removed it."""
 
 
 class Following(Protocol):

@@ -1,4 +1,4 @@
-"""How long and how much the store keeps, and how long a claim is valid."""
+"""Settings of the store: for how long and how much it keeps, and how long a claim is valid."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class StoreSpec:
     """The settings of the store: how much it keeps and for how long, in SQLite or in Redis."""
 
     keep_s: float = DAY_S
-    """How long a result is kept after its request has ended."""
+    """For how many seconds a result is kept after its request has ended."""
     max_bytes: int = GIB
     """The largest size of the SQLite file, not counting free pages. Above it, the results of the requests that ended
     first are removed first."""

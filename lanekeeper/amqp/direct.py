@@ -2,8 +2,8 @@
 
 Consumers do not acknowledge such replies, and each reply is delivered at most once.
 
-replies = DirectReplies(on_reply=…, on_lost=…) publisher = Publisher(connection, tracing=tracing,
-on_channel=replies.consume)
+replies = DirectReplies(on_reply=…, on_lost=…)
+publisher = Publisher(connection, tracing=tracing, on_channel=replies.consume)
 """
 
 from collections.abc import Callable

@@ -59,7 +59,7 @@ class PublishRefused(BrokerError):
 
 
 class Unroutable(BrokerError):
-    """A mandatory message was returned: no queue is bound for its key."""
+    """The broker returned a message that was published as `mandatory`: no queue is bound for its routing key."""
 
 
 class ConfirmUnknown(BrokerError):
@@ -69,7 +69,7 @@ class ConfirmUnknown(BrokerError):
 
 
 class AccessRefused(BrokerError):
-    """This user's permissions on the broker do not allow the operation."""
+    """The client's user on the broker has no permission for the operation."""
 
 
 class TopologyMismatch(BrokerError):
@@ -77,7 +77,7 @@ class TopologyMismatch(BrokerError):
 
 
 class SettingsError(LanekeeperError):
-    """One or more settings are wrong; the text names all of them."""
+    """One or more settings are wrong; the error's text names all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class RequestProblem(LanekeeperError):
 
 
 def invalid_request(detail: str) -> RequestProblem:
-    """The problem for a request that is not as docs/contract.md says."""
+    """Make the error `invalid_request`, for a request that does not follow docs/contract.md."""
     return RequestProblem("invalid_request", detail)
 
 

@@ -20,7 +20,7 @@ class Event:
 
 
 class EventTooLarge(ValueError):
-    """A Server-Sent Event has more than `LARGEST_BYTES`."""
+    """A Server-Sent Event has more bytes than `LARGEST_BYTES`, so it is not read."""
 
 
 class Events:

@@ -70,8 +70,8 @@ class _Logger:
 
 
 def use(service: structlog.stdlib.BoundLogger | None) -> structlog.stdlib.BoundLogger | None:
-    """Send the events of all loggers to the logger `service`; if it is None, choose the target anew for each event.
-    Returns the previous setting."""
+    """Send the log events of this process to the logger `service`. If it is None, choose the logger for each event:
+    structlog if it is configured, else the standard library's. Returns the logger that was used before, or None."""
     before, _Logger.service = _Logger.service, service
     return before
 

@@ -93,7 +93,7 @@ def written(headers: Mapping[str, Any], span: SpanContext) -> dict[str, Any]:
 
 
 def traceparent(span: SpanContext) -> str:
-    """The value of the header `traceparent` for `span`."""
+    """The value of the W3C header `traceparent` that names `span` as the parent."""
     return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
 
 

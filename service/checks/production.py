@@ -10,7 +10,6 @@ import stat
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -21,6 +20,7 @@ from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
 from service.config.budget_sections import FIRST
 from service.config.settings import Settings
+from service.gateway.access import is_loopback
 from service.worker.broker import connection_for
 from topology.broker.admin.rights import check_write_rights
 from topology.declaration import RECOMMENDED, is_before
@@ -145,8 +145,4 @@ def _plain_to(url: str) -> str | None:
     """The host that a URL reaches without TLS; None if the URL uses TLS, or the host is this machine."""
     parts = urlsplit(url)
     host = parts.hostname or "localhost"
-    if parts.scheme not in PLAIN or host == "localhost":
-        return None
-    with suppress(ValueError):
-        return None if ip_address(host).is_loopback else host
-    return host
+    return host if parts.scheme in PLAIN and not is_loopback(host) else None

@@ -43,20 +43,23 @@ class LaneStatus:
 
     lane: str
     depth: int | None
-    """Messages that wait in the intake, the due queue and the side queues, and those that a worker has received but has
-    no slot for. None if the user may not read the queues' lengths."""
+    """How many messages wait in the lane's queues (the intake with new requests, the due queue with retried and delayed
+    ones, the side queues), and how many a worker has received but has no slot for. None if the user may not read the
+    queues' lengths."""
     consumers: int | None
     """Consumers of the intake as the broker counts them, including those that workers add to a slow queue (scouts,
     docs/fairness.md). None if the user may not read the queues' lengths."""
     workers: int
-    """The processes that consume the lane and answered."""
+    """How many worker processes consume the lane and have answered."""
     running: int | None
     slots: int | None
-    """Slots of the intake over all workers, including those lent by other lanes and added ones."""
+    """The slots of the lane's intake queue (new requests) over all workers, including those lent by other lanes and
+    added ones."""
     due_slots: int | None
-    """Slots of the due queue, which are not included in `slots`."""
+    """The slots of the lane's due queue (retried and delayed requests) over all workers; `slots` does not include
+    them."""
     extra_slots: int | None
-    """How many of `slots` are lent by other lanes or added."""
+    """How many of the lane's `slots` are lent by other lanes or were added because its requests waited too long."""
     slots_limit: str | None
     """Why the lane gets no more slots although its requests wait too long: rpm, itpm, otpm, … for a limit of the
     provider, or slots_max. None if that is not the case."""
@@ -84,7 +87,7 @@ class Status:
     paused: tuple[str, ...] = ()
     """Accounts that are not used until a given time because of their spend limit."""
     breakers: tuple[str, ...] = ()
-    """Providers whose breaker is open: they are not called at present."""
+    """The providers whose circuit breaker is open, so that they are not called at present."""
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """Requests, tokens and dollars used since the workers began: by "lane" and "tenant", then by name."""
     tenants: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
@@ -101,7 +104,7 @@ class Status:
     """Since the workers began: control messages that were `refused`; `unanswered`: those that could not be answered;
     `displaced`: cancellations of unseen ids that were deleted in favour of newer ones."""
     simulated: tuple[str, ...] = ()
-    """Workers whose provider is simulated: they spend nothing."""
+    """The workers whose provider is simulated, so that calls cost nothing."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2)

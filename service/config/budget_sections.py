@@ -6,8 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from consumers.limits.headers import LEAST
-from consumers.limits.spec import DEFAULT_LANES as LANE_BUDGETS
-from consumers.limits.spec import AccountCaps, BudgetSpec, LaneBudget
+from consumers.limits.spec import DEFAULT_SHARES, AccountCaps, BudgetSpec
 from consumers.prices import AS_OF, Prices
 from consumers.spending import Cap, CapsSpec
 from service.config.sections import Disagreement, Section
@@ -132,16 +131,16 @@ class LaneBudgetSettings(Section):
 class LaneBudgetsSettings(Section):
     """For each lane, the part of the providers' budgets that only this lane may use."""
 
-    critical: LaneBudgetSettings = LaneBudgetSettings(share=LANE_BUDGETS[CRITICAL.name].share)
-    normal: LaneBudgetSettings = LaneBudgetSettings(share=LANE_BUDGETS[NORMAL.name].share)
-    batch: LaneBudgetSettings = LaneBudgetSettings(share=LANE_BUDGETS[BATCH.name].share)
+    critical: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[CRITICAL.name])
+    normal: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[NORMAL.name])
+    batch: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[BATCH.name])
 
-    def specs(self) -> dict[str, LaneBudget]:
-        """The lanes' budgets by name, the most urgent lane first."""
-        return {lane: LaneBudget(**budget) for lane, budget in self.model_dump().items()}
+    def shares(self) -> dict[str, float]:
+        """The lanes' shares by name, the most urgent lane first."""
+        return {lane: budget["share"] for lane, budget in self.model_dump().items()}
 
     def disagreements(self) -> Iterator[Disagreement]:
-        shares = {lane: budget.share for lane, budget in self.specs().items()}
+        shares = self.shares()
         if (total := sum(shares.values())) > 1 + 1e-9:
             listed = ", ".join(f"{lane} {share * 100:g} %" for lane, share in shares.items())
             yield Disagreement(
@@ -165,7 +164,7 @@ class BudgetSettings(LimitsSettings):
         """The settings of the budget as the value that workers use: the lanes' shares, and the limits of all providers'
         accounts."""
         return BudgetSpec(
-            lanes=self.lanes.specs(),
+            shares=self.lanes.shares(),
             burst_s=self.burst_s,
             overflow_s=self.overflow_s,
             accounts={FIRST: self.limits(), **{name: other.limits() for name, other in others.items()}},

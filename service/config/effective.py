@@ -24,9 +24,9 @@ class Effective:
     """The name in a TOML file and for `--set`: `lanes.batch.slots`."""
     variable: str
     value: Any
-    """A value that JSON can hold."""
+    """The setting's value, as a value that JSON can express."""
     source: str
-    """`default`, `environment`, `option`, or the file."""
+    """Where the setting's value comes from: `default`, `environment`, `option`, or the file's name."""
 
 
 def effective(settings: Settings, found: Mapping[Place, str]) -> Iterator[Effective]:

@@ -26,7 +26,7 @@ class Found:
     value: Any
     name: str
     source: str
-    """`environment`, `option`, or the file."""
+    """Where the value comes from: `environment`, `option`, or the file's name."""
 
 
 def validate(

@@ -87,8 +87,8 @@ class _Given:
             if value is None:
                 continue
             if names.is_setting(here):
-                # Such a table is a single setting. pydantic-settings would merge it with the same table of other
-                # sources if it were a dict.
+                # A table with names that the user chooses is a single setting. pydantic-settings would merge a dict
+                # with the same table of other sources.
                 known[key] = MappingProxyType(value) if isinstance(value, dict) else value
                 self.found[here] = error_messages.Found(value, name, source)
             elif names.is_group(here) and isinstance(value, Mapping):

@@ -242,9 +242,9 @@ class DeadSettings(Section):
     """The folder to which removed dead letters are written: one file of JSON lines a day, readable only by this user.
     None: they are dropped. Example: /var/lib/lanekeeper/dead"""
     invalid_per_hour: Number[float] = Field(default=INVALID_PER_HOUR, ge=1, le=1_000_000_000)
-    """How many invalid messages of one tenant a process parks as dead letters in an hour. Each begun 64 KiB counts as
-    one, so the default is at most 64 MiB. Further invalid messages are answered, but neither parked nor stored under
-    their ids. Valid requests that failed are always parked."""
+    """How many invalid messages of one tenant a process keeps as dead letters in an hour. Each begun 64 KiB counts as
+    one, so the default is at most 64 MiB. Further invalid messages are answered, but neither kept as dead letters nor
+    stored under their ids. Valid requests that failed are always kept."""
 
     def spec(self) -> DeadSpec:
         return DeadSpec(max_count=self.max_count, max_bytes=self.max_bytes, keep_s=self.keep_s, folder=self.folder)

@@ -1,4 +1,4 @@
-"""The default folder of the store."""
+"""The default folder of the store of claims and results."""
 
 import os
 from pathlib import Path

@@ -71,7 +71,7 @@ class Spending:
     far."""
     answered: int = 0
     refused: int = 0
-    """Calls that the provider refused with 429."""
+    """How many calls the simulated provider refused with 429."""
     calls: int = 0
     used: float = 0.0
     """The used part of the limit that was used most, 0 to 1."""

@@ -37,7 +37,7 @@ LATENCY_MS = 300
 RETRY_BASE_S, RETRY_SPAN_S = 0.2, 6.0
 ANSWER_WITHIN_S = 90
 PLAIN_WIDTH = 110
-"""Characters in a line if the output is not a terminal."""
+"""How many characters a line of the demo's output has if the output is not a terminal."""
 
 
 def run(settings: Settings) -> bool:

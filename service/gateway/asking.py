@@ -46,7 +46,7 @@ class CheckedCall:
     body: bytes | BinaryIO
     """The body of the call; an open file if it is large."""
     key: str
-    """The routing key."""
+    """The routing key with which the request is published."""
     stream: bool
     timeout_s: float
     """How many seconds to wait for an answer. Workers answer earlier, because the request's deadline is shorter."""

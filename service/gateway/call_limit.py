@@ -39,7 +39,7 @@ class CallLimit:
             self._call_ended.set()
 
     async def close(self) -> None:
-        """Refuse new calls, and return when the last one has been answered."""
+        """Refuse new HTTP calls, and return when the last running one has been answered."""
         self.is_closed = True
         while self.calls:
             self._call_ended.clear()

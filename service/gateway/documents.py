@@ -38,7 +38,7 @@ class Status:
     """The address of a large result, which lies in the store for large bodies and is inserted between `text` and
     `end`."""
     end: bytes = b""
-    """The part of the JSON after a large result that is inserted."""
+    """The rest of the JSON, which follows the inserted large result."""
 
 
 def status_of(
@@ -112,11 +112,8 @@ def refusal(error: ApiError | LanekeeperError, id: str | None = None) -> web.Res
     """The HTTP answer for a call that failed: a problem document (RFC 9457). `id`: the request that the call was
     about."""
     status, document, headers = problem_of(error, id)
-    return web.Response(
-        body=json.dumps(document, ensure_ascii=False).encode(),
-        status=status,
-        headers={**headers, "content-type": PROBLEM, "cache-control": "no-store"},
-    )
+    body = json.dumps(document, ensure_ascii=False).encode()
+    return answer(body, status=status, **{**headers, "content-type": PROBLEM})
 
 
 def answer(body: bytes, *, status: int = 200, **headers: str) -> web.Response:

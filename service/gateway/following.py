@@ -22,7 +22,7 @@ class LargeEnd(NamedTuple):
     text: bytes
     """The part of the entry's JSON before the result; `end` is the part after it."""
     result: BodyAddress
-    """The address of the result."""
+    """The address of the result in the store of large bodies."""
     end: bytes
 
 

@@ -40,7 +40,8 @@ The provider answers each in less than a second."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _PASSED = frozenset({"content-type", "request-id", "retry-after", "x-should-retry"})
 _ALL = ""
-"""The key in the rate limits that stands for all tenants, and for callers without a tenant."""
+"""The name under which the calls of all tenants together, and of callers without a tenant, are counted against the rate
+limit."""
 Answering = Callable[[web.Request, GatewayKey], Awaitable[web.Response]]
 
 

@@ -68,8 +68,8 @@ class ApiError(Exception):
 
 
 def refused(message: str, *, status: int = 503) -> ApiError:
-    """The error for a call that cannot be accepted at present. Its header `retry-after` tells the client to repeat
-    it."""
+    """The error for an HTTP call that cannot be accepted at present. Its header `retry-after` tells the client when to
+    repeat the call."""
     return ApiError(status, message, headers={"retry-after": str(AGAIN_AFTER_S)})
 
 

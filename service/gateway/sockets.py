@@ -39,7 +39,7 @@ AT_ONCE: Final = 16
 """The most messages of one WebSocket connection that are processed at the same time. While so many are in progress, no
 further one is read."""
 FOLLOWED_AT_MOST: Final = 100
-"""The most requests that one connection follows at the same time."""
+"""The most requests that one WebSocket connection follows at the same time."""
 MESSAGE_BYTES: Final = PACKED_BYTES + 16 * 1024
 
 

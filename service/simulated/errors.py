@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 TYPES: Mapping[int, str] = {
@@ -19,24 +20,16 @@ TYPES: Mapping[int, str] = {
 }
 
 
+@dataclass(slots=True)
 class Refusal(Exception):
     """The simulated API answers a call with an error. `outcome`: the error's name in the API's statistics."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        outcome: str,
-        details: Mapping[str, Any] | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.outcome = outcome
-        self.details = details
-        self.headers = headers or {}
+    status: int
+    message: str
+    _: KW_ONLY
+    outcome: str
+    details: Mapping[str, Any] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self, request_id: str) -> bytes:
         return error_body(TYPES[self.status], self.message, details=self.details, request_id=request_id)

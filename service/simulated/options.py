@@ -23,7 +23,7 @@ class SimulatedOptions:
     requests_per_minute: int = 1_000_000
     input_tokens_per_minute: int = 1_000_000_000
     output_tokens_per_minute: int = 1_000_000_000
-    """This limit, and those of requests and input tokens, apply to each class of models separately
+    """The limits of requests, input tokens and output tokens a minute. Each class of models has its own three
     (`models.limit_class`)."""
     burst_s: float = 60.0
     """The size of a bucket, as seconds of its limit. With 1, a limit of 60 a minute is enforced as 1 a second, which

@@ -77,7 +77,7 @@ async def send_stream(
 
 
 async def reset(request: web.BaseRequest) -> NoReturn:
-    """End a client's connection with a TCP reset."""
+    """End a client's connection with a TCP reset, to simulate a broken connection."""
     if request.transport is not None:
         connection: socket.socket = request.transport.get_extra_info("socket")
         # With a linger time of zero, closing the socket sends RST.

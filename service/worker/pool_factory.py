@@ -50,15 +50,15 @@ class PoolFactory:
     made: list[Pool] = field(default_factory=list)
     scouted: list[Scouted] = field(default_factory=list)
     lane_slots: dict[str, LaneSlots] = field(default_factory=dict)
-    """The slots of each lane, by the lane's name."""
+    """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
     heads: dict[str, Heads] = field(default_factory=dict)
     """The known lengths and first messages of each lane's side queues, by the name of the lane's intake queue."""
     scaled: list[ScaledQueue] = field(default_factory=list)
     activities: list[LaneActivity] = field(default_factory=list)
 
     def add_lane(self, lane: LaneSpec, handler: Handler) -> None:
-        """Create a lane's pools: one for its due queue (whose slots are never lent), one for its intake, and one for
-        all its side queues, which uses the intake's slots."""
+        """Create a lane's pools (consumers): one for its due queue (retried and delayed requests; its slots are never
+        lent), one for its intake (new requests), and one for all its side queues, which uses the intake's slots."""
         activity = LaneActivity(lane.name, slots=lane.slots, due_slots=lane.due_slots)
         self.activities.append(activity)
         heads = Heads(self.names.side(lane.name, number) for number in range(lane.side_queues))

@@ -48,7 +48,7 @@ class Worker:
     scaling: Scaling
     scouting: Scouting
     lane_slots: Mapping[str, LaneSlots]
-    """The slots of each lane, by the lane's name."""
+    """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
     budgeting: Budgeting
     simulated: bool
     """Whether answers come from a simulated provider, so that calls cost nothing."""

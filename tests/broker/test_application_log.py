@@ -15,7 +15,7 @@ from lanekeeper.amqp.driver.alarms import UnderlyingConnection
 from service.private_broker.broker import PrivateBroker
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
-from tests.support.waiting import until
+from tests.support.waiting import STARTED_S, until
 
 APPLICATION = """
 import asyncio, logging, sys
@@ -53,13 +53,13 @@ async def test_a_restart_of_the_broker_prints_no_traceback_with_or_without_confi
     }
     for process in processes.values():
         assert process.stdout is not None
-        await asyncio.wait_for(process.stdout.readuntil(b"ready\n"), 30)
+        await asyncio.wait_for(process.stdout.readuntil(b"ready\n"), STARTED_S)
     await own_broker.kill()
     await own_broker.start()
     for how, process in processes.items():
         assert process.stdout is not None
-        await asyncio.wait_for(process.stdout.readuntil(b"connected\n"), 30)
-        _, err = await asyncio.wait_for(process.communicate(b"\n"), 30)
+        await asyncio.wait_for(process.stdout.readuntil(b"connected\n"), STARTED_S)
+        _, err = await asyncio.wait_for(process.communicate(b"\n"), STARTED_S)
         said[how] = err.decode()
     assert said["silent"] == ""
     lines = said["configured"].splitlines()

@@ -141,9 +141,11 @@ async def test_the_options_are_in_the_message(vhost: Vhost) -> None:
             seen.append(message)
 
         await channel.basic_consume("lane.batch", keep, no_ack=True)
+        before_ms = time.time() * 1000
         await client.publish(
             {"prompt": "x"}, key="batch.tests.client", deadline_s=30, beta="b-1", headers={"x-app": "mine"}
         )
+        after_ms = time.time() * 1000
         await until(lambda: seen)
 
     properties = seen[0].header.properties  # type: ignore[attr-defined]
@@ -152,7 +154,7 @@ async def test_the_options_are_in_the_message(vhost: Vhost) -> None:
     assert properties.headers["x-lane-deadline-ms"] == 30_000
     assert properties.headers["anthropic-beta"] == "b-1"
     assert properties.headers["x-app"] == "mine"
-    assert abs(properties.headers["x-lane-sent-ms"] - time.time() * 1000) < 10_000
+    assert before_ms - 1 <= properties.headers["x-lane-sent-ms"] <= after_ms + 1
 
 
 async def test_without_an_answer_in_the_callers_time_an_error_is_raised_and_the_request_forgotten(vhost: Vhost) -> None:
@@ -184,7 +186,7 @@ async def test_an_answer_whose_connection_was_lost_is_fetched_by_its_id(vhost: V
         Client(vhost.amqp_url) as client,
     ):
         asked = asyncio.create_task(
-            client.request({"prompt": "slow"}, key="critical.tests.client", timeout_s=30, **options)
+            client.request({"prompt": "slow"}, key="critical.tests.client", timeout_s=60, **options)
         )
         await until(lambda: worker.calls("slow"))
         await close_connection(vhost, "lanekeeper client")
@@ -202,7 +204,7 @@ async def test_after_a_lost_connection_a_conflict_of_ids_is_still_raised(vhost: 
         await client.publish({"prompt": "[[latency: 8s]]"}, key="normal.tests.client")
         await until(lambda: worker.api.running == 1)
         asked = asyncio.create_task(
-            client.request({"prompt": "two"}, key="normal.tests.client", message_id="same", timeout_s=30)
+            client.request({"prompt": "two"}, key="normal.tests.client", message_id="same", timeout_s=60)
         )
         await close_connection(vhost, "lanekeeper client")
 

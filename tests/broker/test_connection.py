@@ -75,7 +75,7 @@ async def test_a_lost_connection_is_reported_and_opened_again(vhost: Vhost) -> N
         loss = connection.loss
         await close_connection(vhost, vhost.name)
         assert "CONNECTION_FORCED" in await asyncio.wait_for(loss, 60)
-        await connection.underlying(timeout_s=10)
+        await connection.underlying(timeout_s=60)
         assert connection.trouble is None
         assert connection.loss is not loss
         assert channel.is_closed
@@ -84,8 +84,8 @@ async def test_a_lost_connection_is_reported_and_opened_again(vhost: Vhost) -> N
 
 async def test_waiting_for_a_channel_ends_at_its_time_limit(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
-        await (await connection.underlying()).close()
         vhost.api("DELETE", f"permissions/{vhost.quoted}/{vhost.user}")  # so that it does not reconnect
+        await (await connection.underlying()).close()
         with pytest.raises(BrokerUnreachable, match=r"within 0\.2 s"):
             await connection.raw_channel(confirms=False, timeout_s=0.2)
         assert connection.trouble is not None
@@ -94,8 +94,8 @@ async def test_waiting_for_a_channel_ends_at_its_time_limit(vhost: Vhost) -> Non
 
 async def test_a_cancelled_wait_for_a_channel_ends(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
-        await (await connection.underlying()).close()
         vhost.api("DELETE", f"permissions/{vhost.quoted}/{vhost.user}")
+        await (await connection.underlying()).close()
         waiting = asyncio.create_task(connection.raw_channel(confirms=False))
         await asyncio.sleep(0.1)
         waiting.cancel()
@@ -162,7 +162,7 @@ async def test_the_connection_is_back_soon_after_the_broker_was_killed_and_resta
         await own_broker.kill()
         assert await asyncio.wait_for(loss, 60)
         await own_broker.start()
-        await connection.underlying(timeout_s=5)
+        await connection.underlying(timeout_s=20)
 
 
 async def test_the_management_api_is_found_at_the_first_host_that_has_one(

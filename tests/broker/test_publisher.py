@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.depth import depths
@@ -126,16 +127,16 @@ async def test_publishes_in_progress_succeed_although_another_was_refused(publis
 
 
 async def test_a_missing_connection_is_reported_within_the_time_limit(publisher: Publisher, vhost: Vhost) -> None:
-    await (await publisher.connection.underlying()).close()
     vhost.api("DELETE", f"permissions/{vhost.quoted}/{vhost.user}")
+    await (await publisher.connection.underlying()).close()
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     found = await asyncio.gather(
-        *(publisher.publish(Message(body=b""), exchange="", routing_key="k", timeout_s=0.3) for _ in range(20)),
+        *(publisher.publish(Message(body=b""), exchange="", routing_key="k", timeout_s=0.3) for _ in range(100)),
         return_exceptions=True,
     )
     assert {type(each) for each in found} == {BrokerUnreachable}
-    assert loop.time() - began_s < 5, "they wait one after the other"
+    assert loop.time() - began_s < 15, "they wait one after the other"
 
 
 async def test_after_a_closed_connection_publishes_in_progress_are_unknown_and_confirmed_ones_are_kept(
@@ -175,8 +176,11 @@ async def test_written_messages_are_on_their_way_together_and_arrive_in_their_or
 
 async def test_a_written_message_that_a_full_queue_refuses_is_told_so(publisher: Publisher) -> None:
     await declare(publisher, "full", **{"x-max-length": 1, "x-overflow": "reject-publish"})
-    answers = [await publisher.write(Message(body=b""), exchange="", routing_key="full") for _ in range(50)]
-    assert PublishRefused in await asyncio.gather(*answers)
+
+    async def is_refused() -> bool:
+        return await (await publisher.write(Message(body=b""), exchange="", routing_key="full")) is PublishRefused
+
+    await until(is_refused)  # its limit is not exact
 
 
 async def test_a_written_message_whose_channel_is_lost_gets_an_error(publisher: Publisher) -> None:
@@ -201,8 +205,9 @@ async def test_publish_surely_survives_a_lost_connection(publisher: Publisher, v
     async with asyncio.TaskGroup() as group:
         for _ in range(8):
             group.create_task(publish_on())
+        loss = publisher.connection.loss  # taken now: it may have reconnected when the management API answers
         await close_connection(vhost, vhost.name)
-        await publisher.connection.loss
+        await loss
         before = published
         await publisher.connection.underlying()
         await until(lambda: published > before + 20)
@@ -254,6 +259,7 @@ async def test_an_error_says_whether_an_earlier_try_may_have_been_published(publ
     class Unsure(Publisher):
         tries = 0
 
+        @override
         async def publish(self, message: Message, **how: Any) -> None:
             self.tries += 1
             raise ConfirmUnknown("no confirm") if self.tries == 1 else PublishRefused("full")

@@ -34,7 +34,7 @@ async def test_the_figures_of_two_workers_are_added_up(vhost: Vhost) -> None:
 
         async def both() -> bool:
             found[:] = [await seen(worker)]
-            return found[0].lanes[0].workers == 2
+            return (found[0].lanes[0].workers, found[0].lanes[0].answered) == (2, 10)
 
         await until(both)
         assert other.is_well

@@ -207,7 +207,7 @@ async def test_a_policy_that_would_remove_messages_is_named(
     policy = {"pattern": r"^lane\.dead$", "definition": {"message-ttl": 60_000}, "apply-to": "queues"}
     vhost.api("PUT", f"policies/{vhost.quoted}/trim", policy)
 
-    for _ in range(40):
+    for _ in range(120):
         if found := await lines(declared, management):
             break
         await asyncio.sleep(0.5)  # the API shows a policy's effect only after its next update, every 5 s

@@ -133,7 +133,7 @@ async def test_an_application_is_answered_by_direct_reply_to_and_in_its_reply_qu
             message = aio_pika.Message(b'{"prompt": "x"}', reply_to=reply_to, delivery_mode=2)
             requests = await channel.get_exchange("lane.requests", ensure=False)
             await requests.publish(message, f"normal.{it.app}.x")
-            reply = await asyncio.wait_for(arrived.get(), 15)
+            reply = await asyncio.wait_for(arrived.get(), 60)
             assert reply.headers["x-lane-status"] == "ok"
 
 

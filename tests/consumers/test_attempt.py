@@ -184,6 +184,19 @@ async def test_after_a_provider_failed_the_next_is_called_in_the_same_attempt(
     assert two.bench.log == ["event: started"]
 
 
+@pytest.mark.parametrize("fault", ["", "invalid", "hang"])
+async def test_the_time_of_an_attempt_is_measured_from_the_begin_of_its_call(providers: Open, fault: str) -> None:
+    two = await providers(failing(fault) if fault else None)
+    began_s = asyncio.get_running_loop().time()
+
+    await two.ask("hello [[latency: 100ms]]", BOTH[0], deadline_ms=400)
+
+    took_ms = 1000 * (asyncio.get_running_loop().time() - began_s)
+    assert two.job.attempted is not None
+    assert two.job.attempted.run_ms is not None
+    assert 1 <= two.job.attempted.run_ms <= took_ms + 1
+
+
 @pytest.mark.parametrize("fault", ["invalid", "too_large", "not_found"])
 async def test_a_failure_caused_by_the_request_is_not_tried_with_another_provider(providers: Open, fault: str) -> None:
     two = await providers(failing(fault))
@@ -290,6 +303,22 @@ async def test_while_all_breakers_are_open_no_call_is_made(providers: Open, stay
     assert isinstance(outcome, Deferred)
     assert outcome.reason == "breaker"
     assert two.calls == (FAILURES, 0)
+
+
+async def test_a_failure_that_opens_the_last_breaker_is_no_attempt_however_soon_the_breaker_is_probed(
+    providers: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPEN_S", "OPEN_MOST_S"):
+        monkeypatch.setattr(f"consumers.providers.breaker.{name}", 0.9)
+    two = await providers(failing("server_error"))
+    for each in range(FAILURES - 1):
+        assert isinstance(await two.ask("hello", BOTH[0], id=str(each)), Retried)
+
+    outcome = await two.ask("hello", BOTH[0])
+
+    assert isinstance(outcome, Deferred)
+    assert two.job.attempted is not None
+    assert not two.job.attempted.counts
 
 
 async def test_a_request_waits_for_the_open_breaker_if_the_other_provider_lacks_budget_alone(

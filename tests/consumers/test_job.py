@@ -2,7 +2,7 @@
 
 import pytest
 
-from consumers.job import Attempted, dead_at_ms, moment_text, tenant_of
+from consumers.job import Attempted, Job, dead_at_ms, moment_text, tenant_of
 from lanekeeper.contract import names as n
 from tests.support.jobs import NOW_MS, Bench, read
 
@@ -59,6 +59,17 @@ def test_an_absent_message_id_is_replaced_by_one_of_its_own() -> None:
 )
 def test_only_who_may_speak_for_others_names_another_tenant(user: str | None, stated: object, tenant: str) -> None:
     assert tenant_of(user, stated, {"gateway"}) == tenant
+
+
+@pytest.mark.parametrize(("dead_at", "tenant"), [({}, "gateway"), ({n.DEAD_AT: "2026-09-21T14:13:20.000Z"}, "shop")])
+def test_only_a_dead_letter_that_is_published_again_names_its_tenant_by_the_user_who_published_it_first(
+    dead_at: dict[str, str], tenant: str
+) -> None:
+    delivery = Bench().delivery(user_id="gateway", headers={n.USER_ID: "shop", **dead_at})
+
+    job = Job(delivery, lane=None, trusted=False, taken_ms=NOW_MS, speakers={"gateway"})
+
+    assert job.identity.tenant == tenant
 
 
 def test_a_time_survives_being_written_as_text() -> None:

@@ -107,6 +107,7 @@ async def test_a_tenant_at_its_in_flight_limit_waits_although_slots_are_free(end
     assert worked.slots.running == 3
     await worked.end("a")
     assert worked.begun == ["a", "a", "b", "a"]
+    assert [worked.lane_slots.snapshot()[each]["begun"] for each in "ab"] == [3, 1]
 
 
 async def test_the_in_flight_limit_counts_requests_of_both_queues_of_a_lane(ended: Tasks) -> None:

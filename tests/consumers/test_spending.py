@@ -136,6 +136,15 @@ async def test_a_reached_level_is_reported_although_the_store_fails_to_choose_th
     assert told(logs) == [(50, 1)]
 
 
+async def test_the_reported_amount_is_rounded_to_a_hundredth_of_a_cent() -> None:
+    spending = Spending(MemoryAllowances(), CapsSpec(lanes={"batch": Cap(usd=1)}))
+
+    with capture_logs() as logs:
+        await take(spending, spending.bounds("batch", ""), Spent(1, 0, 0.612345))
+
+    assert told(logs) == [(50, 0.6123)]
+
+
 async def test_a_request_larger_than_a_whole_cap_reports_no_level() -> None:
     spending = Spending(MemoryAllowances(), CapsSpec(lanes={"batch": Cap(tokens=10)}))
 
@@ -267,9 +276,9 @@ async def test_a_failure_is_counted_only_if_it_may_have_been_paid() -> None:
 
     await ground.through(ground.job(), RETRIED, usage=Amounts(1, 0, 0))
     assert set(ground.store.used.values()) == {0}
-    await ground.through(ground.job(), RETRIED, usage=ESTIMATE)
+    await ground.through(ground.job(), RETRIED, usage=Amounts(1, 0, 1))
 
-    assert ground.store.used["cap lane critical usd"] == pytest.approx(COST)
+    assert ground.store.used["cap lane critical usd"] == pytest.approx(COST), "a single output token is paid"
 
 
 @pytest.mark.parametrize(

@@ -176,5 +176,5 @@ async def test_each_of_many_concurrent_requests_gets_its_own_answer_once(vhost: 
 
 async def test_headers_sent_as_strings_are_accepted(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
-        headers = {"x-lane-deadline-ms": "5000", "x-lane-stream": "false", "x-lane-no-batch": "true"}
+        headers = {"x-lane-deadline-ms": "60000", "x-lane-stream": "false", "x-lane-no-batch": "true"}
         assert (await app.ask({"prompt": "hello"}, headers=headers)).status == "ok"

@@ -96,7 +96,7 @@ async def test_eight_too_large_answers_occupy_no_slot_and_affect_no_other_reques
             await until(lambda each=each: app.finals(each), within_s=90)
             assert takes_it(vhost.version) or app.finals(each)[0].code == "answer_too_large"
         print(f"waits of others: usual {max(usual):.3f} s, meanwhile {sorted(await during)[-3:]} s")
-        assert statistics.median(await during) < 2
+        assert statistics.median(await during) < max(2, 10 * max(usual))
         assert (await app.ask(quick, key="normal.tests.ask")).status == "ok"
         await until(lambda: other.finals(streamed))
         parts = [each for each in other.replies[streamed] if each.headers.get("x-lane-part") == "event"]

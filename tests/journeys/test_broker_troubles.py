@@ -54,7 +54,7 @@ async def test_while_a_worker_cannot_publish_it_takes_no_request_and_reports_why
 
         vhost.api("PUT", rights, {"configure": ".*", "write": ".*", "read": ".*"})
         assert (await app.final(asked)).status == "ok"
-        assert not any(worker.parts.reasons().values())
+        await until(lambda: not any(worker.parts.reasons().values()))
         assert len(worker.calls("meanwhile")) == 1
 
 

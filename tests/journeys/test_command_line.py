@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -109,9 +110,8 @@ async def test_serve_answers_requests_of_send_and_stops_on_a_signal(
 
         assert await run(environment, tmp_path, "send", "--no-wait", "--id", "later", "x") == (0, "later\n", "")
 
-        code, out, _ = await run(environment, tmp_path, "status", "--json")
-        critical = json.loads(out)["lanes"][0]
-        assert (code, critical["workers"], critical["failed"]) == (0, 1, 1)
+        critical = await status_of_critical(environment, tmp_path)
+        assert (critical["workers"], critical["failed"]) == (1, 1)
         assert critical["answered"] >= 2
 
         url = str(service.told("service.ready")[0]["health"])
@@ -122,12 +122,25 @@ async def test_serve_answers_requests_of_send_and_stops_on_a_signal(
         assert service.told("service.stopped")[0]["orphaned"] == 0
 
 
+async def status_of_critical(environment: dict[str, str], folder: Path) -> dict[str, Any]:
+    """As `status` shows it, once its worker has answered in time; a busy one may be too late."""
+
+    async def shown() -> dict[str, Any] | None:
+        code, out, _ = await run(environment, folder, "status", "--json")
+        assert code == 0
+        critical: dict[str, Any] = json.loads(out)["lanes"][0]
+        return critical if critical["workers"] else None
+
+    found: dict[str, Any] = await until(shown)
+    return found
+
+
 async def test_a_request_sent_without_waiting_can_be_fetched_and_a_running_one_cancelled(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
         await run(environment, tmp_path, "send", "--no-wait", "--id", "later", "x")
-        assert await run(environment, tmp_path, "result", "--wait", "10s", "later") == (0, "echo: x\n", "")
+        assert await run(environment, tmp_path, "result", "--wait", "60s", "later") == (0, "echo: x\n", "")
         code, out, _ = await run(environment, tmp_path, "result", "--json", "later")
         assert (code, json.loads(out)["role"]) == (0, "assistant")
 
@@ -170,7 +183,7 @@ async def test_an_interrupted_send_cancels_its_request_and_reports_it(
             "lanekeeper: slow is running: its worker has been told to stop",
         ]
         assert sending.returncode == 130
-        code, _, err_of_result = await run(environment, tmp_path, "result", "--wait", "5s", "slow")
+        code, _, err_of_result = await run(environment, tmp_path, "result", "--wait", "60s", "slow")
         assert (code, err_of_result[:28]) == (1, "lanekeeper: cancelled (499):")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.brokers import Vhost
 from tests.support.serving import serving
-from tests.support.waiting import until
+from tests.support.waiting import STARTED_S, until
 
 HOUSE = Path(__file__).parents[2]
 EXAMPLES = HOUSE / "examples"
@@ -35,7 +35,7 @@ async def run(vhost: Vhost, example: str, *line: str) -> tuple[int | None, str, 
         stderr=PIPE,
         env={**os.environ, "AMQP_URL": vhost.amqp_url, "PYTHONPATH": str(HOUSE)},
     )
-    out, err = await asyncio.wait_for(process.communicate(), timeout=60)
+    out, err = await asyncio.wait_for(process.communicate(), timeout=STARTED_S)
     return process.returncode, out.decode(), err.decode()
 
 
@@ -53,7 +53,7 @@ async def test_the_python_examples_send_and_stream(vhost: Vhost) -> None:
 
 async def test_the_python_examples_fetch_and_cancel(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker:
-        code, out, _ = await run(vhost, "client.py", "publish", "slow [[latency: 60s]]")
+        code, out, _ = await run(vhost, "client.py", "publish", "slow [[latency: 110s]]")
         id = out.strip()
         await until(lambda: worker.calls("slow"))
         code, out, _ = await run(vhost, "control.py", "result", id)

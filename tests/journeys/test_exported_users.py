@@ -47,7 +47,7 @@ async def test_a_client_can_cancel_and_fetch(users: Broker, vhost: Vhost) -> Non
         await until(lambda: running.calls("slow"))
         assert await client.cancel(slow) == "told"
         quick = await client.publish({"prompt": "quick"}, key=key)
-        assert (await client.result(quick, wait_s=10)).text == "echo: quick"
+        assert (await client.result(quick, wait_s=60)).text == "echo: quick"
 
 
 async def test_an_application_without_the_right_to_fetch_is_answered_after_it_lost_its_connection(
@@ -58,7 +58,7 @@ async def test_an_application_without_the_right_to_fetch_is_answered_after_it_lo
         serving(vhost.amqp_url, declares=False, simulated=slow) as running,
         Client(users.url("application")) as client,
     ):
-        asked = asyncio.create_task(client.request({"prompt": "slow"}, key=f"normal.{users.app}.chat", timeout_s=30))
+        asked = asyncio.create_task(client.request({"prompt": "slow"}, key=f"normal.{users.app}.chat", timeout_s=60))
         await until(lambda: running.calls("slow"))
         await close_connection(vhost, "lanekeeper client")
 

@@ -86,7 +86,8 @@ def environ(vhost: Vhost, api: SimulatedAPI) -> dict[str, str]:
 
 
 async def test_a_single_request_does_not_wait_behind_another_tenants_backlog(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,)) as own:
+    slow = SimulatedOptions(latency_ms=2000)  # most of the backlog is left, even if publishing it takes a minute
+    async with serving(vhost.amqp_url, simulated=slow, lanes=SLOTS, speakers=(vhost.user,)) as own:
         async with requester(vhost.amqp_url) as app:
             await flood(app, vhost, "large")
             await until(
@@ -97,7 +98,7 @@ async def test_a_single_request_does_not_wait_behind_another_tenants_backlog(vho
         assert reply.status == "ok"
         assert left > FLOOD / 2, "the others of them wait"
         print(f"the single request waited {reply.headers['x-lane-wait-ms']} ms before {left} of another tenant's")
-        assert int(reply.headers["x-lane-wait-ms"]) < 5000, "before: a minute"
+        assert int(reply.headers["x-lane-wait-ms"]) < 20_000, "before: minutes"
         assert reply.headers["x-lane-attempt"] == 1
 
 
@@ -114,11 +115,12 @@ async def test_short_calls_of_the_highest_priority_do_not_delay_another_tenant(v
     ):
         await app.final(await ask(app, vhost, "small", "came before"), within_s=WITHIN_S)
         await flood(app, vhost, "large", 1000, priority=9)
+        before = len(own.calls("large"))
         reply = await app.final(await ask(app, vhost, "small", "asks"), within_s=WITHIN_S)
-        done = len(own.calls("large"))
+        done = len(own.calls("large")) - before
     assert reply.status == "ok"
-    print(f"answered after {reply.headers['x-lane-wait-ms']} ms and {done} of another tenant's 1000")
-    assert done < 700, "before: all of them"
+    print(f"answered after {reply.headers['x-lane-wait-ms']} ms and {done} of another tenant's {1000 - before}")
+    assert done < max(50, 0.7 * (1000 - before)), "before: all of them"
 
 
 @pytest.mark.timing
@@ -159,7 +161,9 @@ async def test_a_tenant_at_its_in_flight_limit_uses_no_further_slot_and_no_attem
         serving(vhost.amqp_url, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as own,
         requester(vhost.amqp_url) as app,
     ):
-        asked = await flood(app, vhost, "capped", 6)
+        asked = [await ask(app, vhost, "capped", f"job {each} [[held]]") for each in range(6)]
+        await until(lambda: own.parts.lane_slots[LANE].snapshot().get("capped", {}).get("set_aside", 0) >= 4)
+        own.api.release()
         others = [await ask(app, vhost, f"other-{each}", "asks") for each in range(3)]
         for each in [*others, *asked]:
             reply = await app.final(each, within_s=WITHIN_S)
@@ -168,20 +172,22 @@ async def test_a_tenant_at_its_in_flight_limit_uses_no_further_slot_and_no_attem
         pauses = [after - before for before, after in itertools.pairwise(began)]
         assert min(pauses) >= LATENCY_MS / 1000, "one at a time"
         assert {call.outcome for call in own.api.calls} == {"ok"}
-        told = own.parts.lane_slots[LANE].snapshot()["capped"]
-        assert (told["begun"], told["running"], told["in_hand"]) == (6, 0, 0)
-        assert told["set_aside"] >= 4
+
+        def told() -> tuple[int, ...]:
+            capped = own.parts.lane_slots[LANE].snapshot()["capped"]
+            return capped["begun"], capped["running"], capped["in_hand"]
+
+        await until(lambda: told() == (6, 0, 0))  # a reply comes before its request is acknowledged
 
 
 async def test_requests_for_a_full_side_queue_are_refused_and_other_tenants_are_answered(vhost: Vhost) -> None:
     lanes = {LANE: {"slots": 1, "max_length": 5, "side_queues": 2}}
     fair = {"tenants": {"large": {"in_flight": 1}}}
-    slow = SimulatedOptions(latency_ms=2000)
     async with (
-        serving(vhost.amqp_url, simulated=slow, lanes=lanes, speakers=(vhost.user,), fair=fair) as own,
+        serving(vhost.amqp_url, lanes=lanes, speakers=(vhost.user,), fair=fair) as own,
         requester(vhost.amqp_url) as app,
     ):
-        asked = [await ask(app, vhost, "large", "first")]
+        asked = [await ask(app, vhost, "large", "first [[held]]")]
         await until(lambda: own.api.running == 1)
         refused: list[str] = []
 
@@ -194,6 +200,7 @@ async def test_requests_for_a_full_side_queue_are_refused_and_other_tenants_are_
         await until(one_more, within_s=WITHIN_S)
         (problem,) = app.finals(refused[0])
         assert problem.code == "too_many_waiting"
+        own.api.release()
         small = await app.final(await ask(app, vhost, "small", "asks"), within_s=WITHIN_S)
         assert small.status == "ok"
 
@@ -201,17 +208,19 @@ async def test_requests_for_a_full_side_queue_are_refused_and_other_tenants_are_
 @pytest.mark.oldest_version
 async def test_expiration_continues_while_a_request_is_set_aside(vhost: Vhost) -> None:
     fair = {"tenants": {"capped": {"in_flight": 1}}}
-    slow = SimulatedOptions(latency_ms=3000)
     async with (
-        serving(vhost.amqp_url, simulated=slow, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as own,
+        serving(vhost.amqp_url, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as own,
         requester(vhost.amqp_url) as app,
     ):
-        await ask(app, vhost, "capped", "first")
+        await ask(app, vhost, "capped", "first [[held]]")
         await until(lambda: own.api.running == 1)
         await ask(app, vhost, "capped", "head")
         await until(lambda: own.parts.lane_slots[LANE].snapshot()["capped"]["set_aside"] == 1)
         await until(lambda: own.parts.lane_slots[LANE].snapshot()["capped"]["in_hand"] == 1)
         expiring = await ask(app, vhost, "capped", "expiring", expiration="1000")
+        expired_s = time.monotonic() + 1.1
+        await until(lambda: time.monotonic() > expired_s)
+        own.api.release()
         reply = await app.final(expiring, within_s=WITHIN_S)
         assert reply.code == "deadline_exceeded"
         assert "after its expiration of 1000 ms" in reply.json["detail"]
@@ -222,15 +231,17 @@ async def test_expiration_continues_while_a_request_is_set_aside(vhost: Vhost) -
 async def test_a_tenants_priorities_apply_also_to_requests_that_were_set_aside(vhost: Vhost) -> None:
     fair = {"tenants": {"capped": {"in_flight": 1}}}
     async with (
-        serving(vhost.amqp_url, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as own,
+        serving(vhost.amqp_url, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as own,
         requester(vhost.amqp_url) as app,
     ):
-        asked = [await ask(app, vhost, "capped", "first")]
+        asked = [await ask(app, vhost, "capped", "first [[held]]")]
         await until(lambda: own.api.running == 1)
         asked.append(await ask(app, vhost, "capped", "head"))
         await until(lambda: own.parts.lane_slots[LANE].snapshot()["capped"]["in_hand"] == 1)
         asked += [await ask(app, vhost, "capped", f"low {each}", priority=1) for each in range(3)]
         asked.append(await ask(app, vhost, "capped", "high", priority=9))
+        await until(lambda: own.parts.lane_slots[LANE].snapshot()["capped"]["set_aside"] >= 5)
+        own.api.release()
         for each in asked:
             assert (await app.final(each, within_s=WITHIN_S)).status == "ok"
         prompts = [call.prompt for call in own.api.calls]

@@ -124,7 +124,7 @@ async def test_a_delayed_message_without_a_delay_bit_is_parked_and_others_end_on
         ]
         for each in delayed:
             assert (await app.final(each)).status == "ok"
-        assert 0.7 <= time.monotonic() - before < 15
+        assert 0.7 <= time.monotonic() - before < 45
         for name in ("broken", "nowhere"):
             for n in range(10):
                 buried = await app.buried(f"{name}-{n}")
@@ -165,7 +165,7 @@ async def test_a_full_lane_refuses_new_requests_and_finishes_accepted_ones(vhost
         await until(lambda: app.holds(0, "lane.batch"))
         retried = await app.publish({"prompt": "again [[fault: rate_limited retry_after=1 x1]]"}, key="batch.tests.x")
         await until(lambda: worker.calls("again"))
-        accepted = [await app.publish({"prompt": "long [[latency: 9s]]"}, key="batch.tests.x")]
+        accepted = [await app.publish({"prompt": "long [[held]]"}, key="batch.tests.x")]
         refused = 0
         for n in range(40):
             try:
@@ -174,15 +174,16 @@ async def test_a_full_lane_refuses_new_requests_and_finishes_accepted_ones(vhost
                 refused += 1
         assert refused >= 25, "the bound is soft by a message or two"
 
-        async with Client(vhost.amqp_url, publish_within_s=0.3) as client:
+        async with Client(vhost.amqp_url) as client:
             with pytest.raises(PublishRefused, match="full"):
-                await client.publish({"prompt": "one more"}, key="batch.tests.x")
-            assert (await client.request({"prompt": "urgent"}, key="critical.tests.x", timeout_s=20)).wait_ms < 10_000
+                await client.publish({"prompt": "one more"}, key="batch.tests.x", full_within_s=0)
+            assert (await client.request({"prompt": "urgent"}, key="critical.tests.x", timeout_s=60)).text
 
         for each in (*delayed, retried):
             assert (await app.final(each)).status == "ok"
         assert not app.finals(accepted[0]), "they came back while the intake was full and its only slot taken"
         assert await app.depth("lane.batch") >= 7
+        worker.api.release()
         for each in accepted:
             assert (await app.final(each)).status == "ok"
         assert (await app.ask({"prompt": "room again"}, key="batch.tests.x")).status == "ok"

@@ -67,12 +67,14 @@ async def test_a_retry_is_told_and_begins_the_answer_again(vhost: Vhost) -> None
 
 async def test_an_unstreamed_request_tells_its_life_and_its_end(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings, ping_every_s=0.1) as url:
-        submitted = await submit(url, "[[latency: 1s]] whole")
+        submitted = await submit(url, "[[held]] whole")
         reader = Reader()
-        await reader.read(url + submitted["events_url"])
+        reading = asyncio.create_task(reader.read(url + submitted["events_url"]))
+        await until(lambda: reader.comments >= 3)
+        worker.api.release()
+        await reading
 
         assert reader.kinds == ["queued", "started", "completed"]
-        assert reader.comments >= 3
 
 
 async def test_a_cancelled_request_ends_for_whoever_follows_it(vhost: Vhost) -> None:

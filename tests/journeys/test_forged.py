@@ -38,7 +38,7 @@ async def test_internal_headers_of_a_fresh_request_are_not_believed(vhost: Vhost
         reply = await app.ask({"prompt": "pushy"}, headers=INTERNAL, message_id="f-1")
         assert (reply.status, reply.headers["x-lane-attempt"]) == ("ok", 1)
         assert reply.headers["x-lane-request-id"] == "f-1"
-        assert reply.headers["x-lane-wait-ms"] < 1000
+        assert reply.headers["x-lane-wait-ms"] < 60_000, "not since 1970"
 
         reply = await app.ask({"prompt": "pushy [[fault: server_error]]"}, headers=INTERNAL, message_id="f-2")
         assert reply.code == "attempts_exhausted"

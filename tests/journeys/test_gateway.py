@@ -92,7 +92,7 @@ async def test_a_gateway_that_dies_takes_no_request_with_it(vhost: Vhost) -> Non
 
 async def test_while_it_waits_a_stream_gets_pings(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, gate(worker.settings, ping_every_s=0.05) as url:
-        found = types(await events(url, body("[[fault: slow_first_byte delay=1s x1]] wait", stream=True)))
+        found = types(await events(url, body("[[fault: slow_first_byte delay=2s x1]] wait", stream=True)))
 
         assert found[:2] == ["ping", "ping"]
         assert found.count("message_start") == 1

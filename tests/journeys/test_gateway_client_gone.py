@@ -67,7 +67,7 @@ async def test_a_delayed_request_is_never_called(vhost: Vhost) -> None:
         requester(vhost.amqp_url) as app,
     ):
         await app.read_events()
-        async with stream_of(url, "delayed", x_lane_delay_ms="2500") as got:
+        async with stream_of(url, "delayed", x_lane_delay_ms="5000") as got:
             id = got.headers["request-id"]
             await until(lambda: worker.parts.store.find(Identity("", id)))
         await until(lambda: "cancelled" in app.events_of(id))
@@ -102,7 +102,7 @@ async def test_a_request_between_two_attempts_makes_no_further_one(vhost: Vhost)
         requester(vhost.amqp_url) as app,
     ):
         await app.read_events()
-        async with stream_of(url, "failing [[fault: rate_limited retry_after=3]]") as got:
+        async with stream_of(url, "failing [[fault: rate_limited retry_after=5]]") as got:
             id = got.headers["request-id"]
             await until(lambda: "retrying" in app.events_of(id))
         await until(lambda: is_cancelled(worker, id))

@@ -42,5 +42,5 @@ async def test_a_gateway_that_is_stopped_answers_what_is_under_way_and_exits_wit
             gateway.send(signal.SIGTERM)
 
             assert (await call).status == 200
-            assert await gateway.process.wait() == 0
+            assert await gateway.ended() == 0
             assert gateway.told("service.stopped", orphaned=0)

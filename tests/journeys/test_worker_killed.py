@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from pamqp.commands import Basic
 
-from service.simulated.app import SimulatedAPI
 from tests.support.brokers import Vhost
+from tests.support.held_calls import HeldCalls
 from tests.support.ledger import Ledger
 from tests.support.processes import environment, lanekeeper
 from tests.support.requester import requester
@@ -23,13 +23,13 @@ from tests.support.waiting import until
 
 
 @pytest.fixture
-async def api() -> AsyncIterator[SimulatedAPI]:
-    async with SimulatedAPI() as started:
+async def api() -> AsyncIterator[HeldCalls]:
+    async with HeldCalls() as started:
         yield started
 
 
 @pytest.fixture
-def environ(vhost: Vhost, api: SimulatedAPI) -> dict[str, str]:
+def environ(vhost: Vhost, api: HeldCalls) -> dict[str, str]:
     return environment(
         vhost.amqp_url,
         vhost.management_url,
@@ -39,13 +39,13 @@ def environ(vhost: Vhost, api: SimulatedAPI) -> dict[str, str]:
     )
 
 
-def prompts(api: SimulatedAPI, words: str) -> list[str]:
+def prompts(api: HeldCalls, words: str) -> list[str]:
     return [call.prompt for call in api.calls if words in call.prompt]
 
 
 @pytest.mark.every_version
 async def test_the_requests_of_a_killed_worker_are_taken_over(
-    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path
+    vhost: Vhost, api: HeldCalls, environ: dict[str, str], tmp_path: Path
 ) -> None:
     ledger = Ledger(vhost.amqp_url)
     async with (
@@ -55,15 +55,14 @@ async def test_the_requests_of_a_killed_worker_are_taken_over(
         await asyncio.gather(first.ready(), second.ready())
         async with ledger.writing(), ledger.reading():
             for n in range(16):
-                await ledger.ask("batch", f"job {n} [[latency: 4s]]", id=f"job-{n}")
+                await ledger.ask("batch", f"job {n} [[held]]", id=f"job-{n}")
             await until(lambda: api.running == 8)
             first.send(signal.SIGKILL)
             died = time.monotonic()
             await until(lambda: [call for call in api.calls if call.outcome == "client_gone"])
             cut = {call.prompt for call in api.calls if call.outcome == "client_gone"}
-            again = await until(
-                lambda: [call for call in api.calls if call.prompt in cut and call.started_s > died], within_s=30
-            )
+            api.release()  # the other worker needs a slot
+            again = await until(lambda: [call for call in api.calls if call.prompt in cut and call.started_s > died])
             await until(lambda: not ledger.lost)
         ledger.check()
         repeated = len(api.calls) - 16
@@ -76,7 +75,7 @@ async def test_the_requests_of_a_killed_worker_are_taken_over(
 
 @pytest.mark.oldest_version
 async def test_a_request_that_kills_its_worker_every_time_is_dead_lettered_and_others_are_answered(
-    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path
+    vhost: Vhost, api: HeldCalls, environ: dict[str, str], tmp_path: Path
 ) -> None:
     lives: list[int] = []
     async with (
@@ -116,25 +115,27 @@ async def test_a_request_that_kills_its_worker_every_time_is_dead_lettered_and_o
 
 
 async def test_a_worker_that_is_stopped_takes_no_more_requests_and_finishes_the_running_ones(
-    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path
+    vhost: Vhost, api: HeldCalls, environ: dict[str, str], tmp_path: Path
 ) -> None:
     ledger = Ledger(vhost.amqp_url)
     async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
         await worker.ready()
         async with ledger.writing(), ledger.reading(), requester(vhost.amqp_url) as app:
             for n in range(12):
-                await ledger.ask("batch", f"job {n} [[latency: 500ms]]", id=f"job-{n}")
+                await ledger.ask("batch", f"job {n} [[held]]", id=f"job-{n}")
             await until(lambda: api.running == 4)
             worker.send(signal.SIGTERM)
+            assert (await worker.tells("service.stopping"))["running"] == 4
+            await until(lambda: app.holds(8, "lane.batch"))
+            api.release()
             assert await worker.ended() == 0
-            assert worker.told("service.stopping")[0]["running"] == 4
             assert worker.told("service.stopped")[0]["orphaned"] == 0
             await until(lambda: len(ledger.finals) == 4)
             assert len(api.calls) == 4, "nothing was taken after the signal"
             assert {call.outcome for call in api.calls} == {"ok"}
-            await until(lambda: app.holds(8, "lane.batch"))
 
         async with serving(vhost.amqp_url) as own, ledger.reading():
+            own.api.release()
             await until(lambda: not ledger.lost)
             ledger.check()
             assert len(api.calls) + len(own.api.calls) == 12, "no call was made twice"
@@ -142,16 +143,16 @@ async def test_a_worker_that_is_stopped_takes_no_more_requests_and_finishes_the_
 
 
 async def test_a_worker_told_to_stop_returns_requests_that_wait_for_the_budget_at_once(
-    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path
+    vhost: Vhost, api: HeldCalls, environ: dict[str, str], tmp_path: Path
 ) -> None:
     """Their call has not begun; the grace time is only for running calls."""
-    environ = {**environ, "LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "6", "LANEKEEPER_LANES__BATCH__SLOTS": "4"}
+    environ = {**environ, "LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "1", "LANEKEEPER_LANES__BATCH__SLOTS": "4"}
     ledger = Ledger(vhost.amqp_url)
     async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
         await worker.ready()
         async with ledger.writing(), ledger.reading(), requester(vhost.amqp_url) as app:
             for n in range(8):
-                await ledger.ask("batch", f"job {n} [[latency: 2s]]", id=f"job-{n}")
+                await ledger.ask("batch", f"job {n} [[held]]", id=f"job-{n}")
             await until(lambda: api.running == 1)
             await until(lambda: app.holds(4, "lane.batch"))  # three wait for the budget
             worker.send(signal.SIGTERM)
@@ -159,6 +160,7 @@ async def test_a_worker_told_to_stop_returns_requests_that_wait_for_the_budget_a
             given_back = [(await app.channel.basic_get("lane.batch")).header.properties for _ in range(7)]
             if vhost.version.startswith("4.3"):
                 assert not any((each.headers or {}).get("x-delivery-count") for each in given_back)
+            api.release()
             assert await worker.ended() == 0
             stopping, stopped = worker.told("service.stopping")[0], worker.told("service.stopped")[0]
             assert (stopping["running"], stopped["orphaned"]) == (4, 0)
@@ -167,6 +169,7 @@ async def test_a_worker_told_to_stop_returns_requests_that_wait_for_the_budget_a
             assert [call.outcome for call in api.calls] == ["ok"], "what ran a call has finished it"
 
     async with serving(vhost.amqp_url) as own, ledger.reading():
+        own.api.release()
         await until(lambda: not ledger.lost)
         ledger.check()
         assert len(api.calls) + len(own.api.calls) == 8, "no call was made twice"
@@ -174,7 +177,7 @@ async def test_a_worker_told_to_stop_returns_requests_that_wait_for_the_budget_a
 
 
 async def test_requests_that_do_not_end_within_the_grace_time_are_returned(
-    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path
+    vhost: Vhost, api: HeldCalls, environ: dict[str, str], tmp_path: Path
 ) -> None:
     """From RabbitMQ 4.3 on this is not counted as a delivery, so stopping a worker never makes a request poison."""
     environ = {**environ, "LANEKEEPER_GRACE_S": "0.3"}
@@ -198,12 +201,12 @@ async def test_requests_that_do_not_end_within_the_grace_time_are_returned(
 
 
 async def test_a_second_signal_ends_a_worker_at_once_and_no_request_is_lost(
-    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path
+    vhost: Vhost, api: HeldCalls, environ: dict[str, str], tmp_path: Path
 ) -> None:
     async with requester(vhost.amqp_url) as app:
         async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
             await worker.ready()
-            asked = await app.publish({"prompt": "long [[latency: 20s]]"})
+            asked = await app.publish({"prompt": "long [[held]]"})
             await until(lambda: api.running == 1)
             worker.send(signal.SIGTERM)
             await worker.tells("service.stopping")
@@ -211,5 +214,6 @@ async def test_a_second_signal_ends_a_worker_at_once_and_no_request_is_lost(
             worker.send(signal.SIGTERM)
             assert await worker.ended() == 130
             assert time.monotonic() - told < 15, "it did not wait for the call"
-        async with serving(vhost.amqp_url):
+        async with serving(vhost.amqp_url) as own:
+            own.api.release()
             assert (await app.final(asked)).status == "ok"

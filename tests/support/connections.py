@@ -4,7 +4,7 @@ import asyncio
 from urllib.parse import quote
 
 from tests.support.brokers import Vhost
-from tests.support.waiting import until
+from tests.support.waiting import STARTED_S, until
 
 
 async def close_connection(vhost: Vhost, name: str) -> None:
@@ -16,6 +16,6 @@ async def close_connection(vhost: Vhost, name: str) -> None:
         found[:] = [each["name"] for each in every if each.get("client_properties", {}).get("connection_name") == name]
         return bool(found)
 
-    await until(is_listed, within_s=15)
+    await until(is_listed, within_s=STARTED_S)  # it may be that of a process that starts
     for each in found:
         await asyncio.to_thread(vhost.api, "DELETE", f"connections/{quote(each, safe='')}")

@@ -18,6 +18,8 @@ from pamqp.body import ContentBody
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
+from tests.support.waiting import STARTED_S
+
 STEP_S = 0.02
 AT_ONCE = 500
 """Largest number sent at once, when it is behind its rate on a busy machine."""
@@ -65,7 +67,7 @@ async def flooding(url: str, *, per_s: int, user: str = "") -> AsyncIterator[Non
     )
     assert process.stdout is not None
     try:
-        assert await asyncio.wait_for(process.stdout.readline(), timeout=20) == b"flooding\n"
+        assert await asyncio.wait_for(process.stdout.readline(), timeout=STARTED_S) == b"flooding\n"
         yield
     finally:
         process.kill()

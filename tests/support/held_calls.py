@@ -2,12 +2,13 @@
 
 async with serving(url) as worker:
     …                               publish the prompt "slow [[held]]", wait until `worker.api.running == 1`
-    worker.api.release("slow")      its answer comes
+    worker.api.release("slow")      its answer comes; without words all that are held, and later ones
 """
 
 import asyncio
 
 from aiohttp import web
+from typing_extensions import override
 
 from service.simulated import messages
 from service.simulated.app import SimulatedAPI
@@ -27,10 +28,11 @@ class HeldCalls(SimulatedAPI):
         self._released = Released()
         self.configure(self.options)
 
+    @override
     def configure(self, options: SimulatedOptions) -> None:
         self._routes = HeldRoutes(options, self._calls, self._released)
 
-    def release(self, words: str) -> None:
+    def release(self, words: str = "") -> None:
         """Answer all calls whose prompt contains `words`, present and future."""
         self._released.add(words)
 
@@ -57,6 +59,7 @@ class HeldRoutes(Routes):
         super().__init__(options, calls)
         self._released = released
 
+    @override
     async def _answer(
         self, request: web.BaseRequest, asked: messages.Asked, fault: Fault | None, request_id: str
     ) -> web.StreamResponse:

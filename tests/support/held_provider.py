@@ -27,6 +27,7 @@ class HeldProvider:
         app.router.add_post("/v1/messages", self._messages)
         self._server = TestServer(app)
         self.calls = 0
+        self.running = 0
 
     @property
     def base_url(self) -> str:
@@ -45,6 +46,13 @@ class HeldProvider:
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         self.calls += 1
+        self.running += 1
+        try:
+            return await self._answer(request)
+        finally:
+            self.running -= 1
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
         asked = read(await request.read())
         found = events(asked, answer(asked, output_tokens=None), id=f"msg_{self.calls}", deltas=PIECES)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})

@@ -77,7 +77,7 @@ class Ledger:
                 headers=dict(headers or {}),
             ),
             mandatory=True,
-            timeout=10,
+            timeout=60,
         )
         self.confirmed[id] = prompt
 

@@ -117,7 +117,7 @@ class Requester:
             routing_key=key,
             properties=Basic.Properties(headers=dict(headers) if headers else None, **given),
             mandatory=mandatory,
-            timeout=10,
+            timeout=60,
         )
         return str(given["correlation_id"])
 

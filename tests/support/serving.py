@@ -24,7 +24,7 @@ from service.worker.worker import Worker
 from tests.support.held_calls import HeldCalls
 from tests.support.lanes import SETTINGS
 from tests.support.stores import store_url
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import PATIENCE_S, STARTED_S, until
 from topology.broker.admin.apply import apply
 from topology.declaration import declare
 
@@ -105,9 +105,10 @@ async def serving(
             working = asyncio.create_task(worker.run(parts, stop=own._stop, grace_s=5), name="worker")
             try:
                 if waits:
-                    await until(lambda: working.done() or own.is_well)
+                    await until(lambda: working.done() or own.is_well, within_s=STARTED_S)
                 yield own
             finally:
+                api.release()  # or the worker would wait for them
                 own._stop.set()
                 await asyncio.wait_for(working, timeout=PATIENCE_S)
 

@@ -55,8 +55,8 @@ class Heads:
         self.changed.set()
 
     def pass_on(self, queue: str) -> None:
-        """Allow the next fetch from a queue, because work on its head has begun, or because the head was acknowledged
-        or returned."""
+        """Allow the next fetch from a queue, because work on its head (the first message) has begun, or because the
+        head was acknowledged or returned."""
         self._held.discard(queue)
         self.changed.set()
 
@@ -69,7 +69,8 @@ class Heads:
         return None
 
     def fetched(self, queue: str, *, left: int) -> None:
-        """Record that the head of a queue was fetched, and that `left` messages remain in the queue."""
+        """Record that the head of a queue (its first message) was fetched, and that `left` messages remain in the
+        queue."""
         del self._ready[queue]
         self._ready[queue] = left  # moves the queue to the end of the order
         self._held.add(queue)

@@ -20,14 +20,16 @@ DIGITS: Final = 128
 """The most digits of one number. The time to write a number grows with the square of its digits: 8 MiB of numbers with
 4,300 digits took 0.8 s."""
 SMALL_BYTES: Final = 32 * 1024
-"""A text of this size or less is parsed within 10 ms, whatever it contains, so it is not checked."""
+"""A JSON text of at most this many bytes is parsed within 10 ms, whatever it contains, so its values are not
+counted."""
 _PIECE_BYTES: Final = 2 * 1024 * 1024
 _MARKS: Final = (b",", b":", b"[", b"{")
 _ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
 _STEP: Final = 16
 _RUN: Final = b"0" * (DIGITS // _STEP)
-"""The pattern that finds too long numbers. The search looks only at every 16th byte of the text, in which all digits
-were replaced by zeros: a number with more than `DIGITS` digits then shows as this many successive zeros."""
+"""What to search for to find too long numbers: a run of zeros. Before the search all digits of the text are replaced by
+zeros, and only every 16th byte is kept. A number with more than `DIGITS` digits then has at least this many zeros in a
+row."""
 
 
 class Measure:

@@ -27,7 +27,7 @@ YEAR_MS = 365 * 24 * 3600 * 1000
 SENT_AT_MOST_MS = 10**14
 BETA_LENGTH = 1024
 BOUNDS_MS = {names.DEADLINE_MS: (1, YEAR_MS), names.DELAY_MS: (UNIT_MS, YEAR_MS), names.SENT_MS: (0, SENT_AT_MOST_MS)}
-"""The lowest and highest value of each header in milliseconds."""
+"""The lowest and highest allowed value of each header that is a number of milliseconds."""
 TIME_LENGTH = 40
 ERRORS_KEPT = 5
 ADDRESS_LENGTH = 2048

@@ -1,4 +1,4 @@
-"""A request as a value, made by the codec from a delivered message."""
+"""A request as a value: what a worker has read and checked of a delivered message."""
 
 import json
 import uuid

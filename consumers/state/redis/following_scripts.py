@@ -28,9 +28,7 @@ if row and not row.noted then
 end
 local before = row and row.deferred and redis.call('HGET', KEYS[2], 'hash')
 if before then return before == hash and 'known' or 'conflict' end
-redis.call('HSET', KEYS[1], 'hash', '', 'mark', '', 'token', next_token(row), 'nonce', '', 'deaths', 0,
-  'lease', 0, 'claimed', 0, 'attempts', 0, 'noted', '1', 'cancelling', '', 'due', '',
-  'status', '', 'code', '', 'headers', '', 'ended', '', 'body', '')
+write_new(KEYS[1], row, 'noted', '1')
 -- The request may have ended before it was claimed. Readers have seen its end as entry `last + 1`, so go on after it.
 local ended = tonumber(redis.call('HGET', KEYS[2], 'last'))
 local number = ended and ended + 2 or 1

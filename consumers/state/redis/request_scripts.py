@@ -28,6 +28,12 @@ local function read(key)
   return row
 end
 local function next_token(row) if row then return row.token + 1 end return now end
+-- Writes a request as if it were new. Further fields and values replace the empty ones.
+local function write_new(key, row, ...)
+  redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'nonce', '', 'deaths', 0,
+    'lease', 0, 'claimed', 0, 'attempts', 0, 'noted', '', 'cancelling', '', 'due', '',
+    'status', '', 'code', '', 'headers', '', 'ended', '', 'body', '', ...)
+end
 local function ending(key)
   return redis.call('HMGET', key, 'status', 'code', 'headers', 'ended', 'body', 'mark')
 end
@@ -163,8 +169,7 @@ else
     if row.over then return {'held', ending_for(key, row, mark)} end
     if token or is_held(row, mark, redelivered) then return {'fenced'} end
   end
-  redis.call('HSET', key, 'hash', hash, 'mark', mark, 'token', next_token(row), 'nonce', nonce, 'deaths', 0,
-    'lease', 0, 'claimed', now, 'attempts', 0, 'noted', '', 'cancelling', '', 'due', '',
+  write_new(key, row, 'hash', hash, 'mark', mark, 'nonce', nonce, 'claimed', now,
     'status', status, 'code', code, 'headers', headers, 'ended', ended, 'body', body)
   if row and row.over and KEYS[2] then restart_entries(KEYS[2], KEYS[3], keep_ms) end
 end
@@ -177,9 +182,7 @@ DEFER: Final = Script(
     + """
 local key, due, keep_until, row = KEYS[1], ARGV[1], ARGV[2], read(KEYS[1])
 if row and not row.noted then return row.over and 0 or 1 end
-redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'nonce', '', 'deaths', 0,
-  'lease', 0, 'claimed', 0, 'attempts', 0, 'noted', '1', 'cancelling', '', 'due', due,
-  'status', '', 'code', '', 'headers', '', 'ended', '', 'body', '')
+write_new(key, row, 'noted', '1', 'due', due)
 redis.call('PEXPIRE', key, keep_until - now)
 return 1
 """
@@ -189,9 +192,7 @@ NOTE: Final = Script(
     + """
 local key, keep_ms, row = KEYS[1], ARGV[1], read(KEYS[1])
 if row and not (row.noted and not (row.deferred and row.due ~= '')) then return end
-redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'nonce', '', 'deaths', 0,
-    'lease', 0, 'claimed', 0,
-  'attempts', 0, 'noted', '1', 'cancelling', '', 'due', '',
+write_new(key, row, 'noted', '1',
   'status', ARGV[2], 'code', ARGV[3], 'headers', ARGV[4], 'ended', ARGV[5], 'body', ARGV[6])
 redis.call('PEXPIRE', key, keep_ms)
 """
@@ -203,9 +204,7 @@ local key, unseen, cancelled_ms, row = KEYS[1], KEYS[2], tonumber(ARGV[1]), read
 local ending = {'status', ARGV[2], 'code', ARGV[3], 'headers', ARGV[4], 'ended', ARGV[5], 'body', ARGV[6]}
 local id, prefix, at_most = ARGV[7], ARGV[8], tonumber(ARGV[9])
 if not row or row.noted then
-  redis.call('HSET', key, 'hash', '', 'mark', '', 'token', next_token(row), 'nonce', '', 'deaths', 0,
-    'lease', 0, 'claimed', 0,
-    'attempts', 0, 'noted', '', 'cancelling', '', 'due', '', unpack(ending))
+  write_new(key, row, unpack(ending))
 elseif row.over then
   return 'ended'
 elseif row.lease > now then

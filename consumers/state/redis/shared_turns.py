@@ -69,8 +69,8 @@ def shared_accounts(
 
 
 class SharedTurns:
-    """Implements `Turns` for an account that several processes share: a script in Redis decides whose turn it is.
-    `clock`: seconds since 1970, used until Redis's own time is known."""
+    """Implements `Turns` (which request gets an account's budget next) for an account that several processes share: a
+    script in Redis decides. `clock`: seconds since 1970, used until Redis's own time is known."""
 
     def __init__(self, client: RedisClient, key: str, account: Account, *, clock: Callable[[], float]) -> None:
         self.account = account
@@ -106,11 +106,12 @@ class SharedTurns:
 
     @property
     def is_asking(self) -> bool:
-        """Whether the script in Redis is being run for this account."""
+        """Whether a run of the script in Redis, for this account, has begun and not ended."""
         return self._task is not None
 
     def now_s(self) -> float:
-        """Redis's time, computed from the difference of the clocks at the last step."""
+        """Redis's time, computed from this machine's clock and the difference of the two clocks at the last run of the
+        script."""
         return asyncio.get_running_loop().time() + self._offset_s
 
     def step(self) -> None:
@@ -125,8 +126,8 @@ class SharedTurns:
             )
 
     async def decided(self, waiter: Waiter) -> None:
-        """Wait until it is decided whether a new waiting request is granted at once (`Turns.decided`). Returns without
-        a decision if Redis does not answer within `AT_ONCE_S`."""
+        """Wait until the script in Redis has decided whether a new request gets the account's budget at once
+        (`Turns.decided`). Returns without a decision if Redis does not answer within `AT_ONCE_S`."""
         try:
             async with asyncio.timeout(AT_ONCE_S):
                 # The running step may have begun before this waiter joined the line; then wait for the next one.

@@ -1,5 +1,5 @@
-"""Changes of a shared account that this process has not sent to Redis yet. The next run of the script (a step of
-`shared_turns.py`) sends them; if it fails, some are sent again."""
+"""Changes of an account's budget, which several processes share, that this process has not sent to Redis yet. The next
+run of the script (a step of `shared_turns.py`) sends them; if it fails, some are sent again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from consumers.limits.base import Feedback
 
 @dataclass(slots=True)
 class Sent:
-    """Changes of a shared account that one step (one run of the script in Redis) sends."""
+    """Changes of an account's budget that one step (one run of the script in Redis) sends."""
 
     back: list[dict[str, Any]]
     """Amounts that were given back, or used beyond a reservation (`Unsent.give_back`)."""
@@ -52,7 +52,7 @@ class Unsent:
         return found
 
     def take(self) -> Sent:
-        """Take out the changes, so that the next step sends them."""
+        """Return the changes and remove them from here; the next run of the script (a step) sends them."""
         sent = Sent(self.back, self.lower, len(self.feedback), self.has_learned)
         self.back, self.lower, self.has_learned = [], [inf, inf, inf], False
         return sent

@@ -22,7 +22,7 @@ from consumers.state.sqlite import following as sqlite_following
 from consumers.state.sqlite import shares as sqlite_shares
 
 VERSION = 4
-"""The schema's version, kept in the file as `user_version`."""
+"""The version of the SQLite schema, which is stored in the file as `user_version`."""
 APPLICATION = 0x4C616E65
 """The file's `application_id`, which marks it as Lanekeeper's: the letters "Lane"."""
 BUSY_S = 3.0

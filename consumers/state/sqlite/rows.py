@@ -1,4 +1,5 @@
-"""The rows of the table `request` as values, and the time of a transaction."""
+"""Reads the rows of the SQLite table `request` (one for each request: its claim and its result) as values; and the time
+of a transaction."""
 
 import json
 from dataclasses import dataclass
@@ -53,8 +54,8 @@ class Row(NamedTuple):
         return bool(self.noted) and self.status is None
 
     def is_held_against(self, message: Fingerprint, now: int) -> bool:
-        """True if another message of the request holds the claim and its lease is valid. The message that holds the
-        claim may take it over when it is redelivered."""
+        """True if a worker works on another message of the request (holds its claim, whose lease is valid). A message
+        that was redelivered may take over its own earlier claim."""
         return self.lease_ms > now and not (message.redelivered and self.mark == message.mark)
 
     def ended_by(self, completion: Completion) -> "Row":

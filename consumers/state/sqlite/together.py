@@ -40,7 +40,7 @@ _RENEW: Final = (
     "UPDATE request SET lease_ms = ?1 FROM (VALUES {}) AS held"
     " WHERE tenant = held.column1 AND id = held.column2 AND token = held.column3 AND status IS NULL"
 )
-"""`IN (VALUES …)` would make SQLite read the whole table."""
+"""The SQL statement that renews claims. `IN (VALUES …)` in place of the join would make SQLite read the whole table."""
 
 
 def _by_size(statement: str, row: str) -> dict[int, str]:

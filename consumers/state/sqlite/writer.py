@@ -106,7 +106,7 @@ class Writer:
         self._thread.start()
 
     async def close(self) -> None:
-        """Do the operations that wait, then end the writing thread."""
+        """Carry out the operations that still wait, then end the writing thread."""
         while self._gathered:
             self._hand_over()
         self._groups.put(None)

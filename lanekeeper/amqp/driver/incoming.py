@@ -37,7 +37,7 @@ class Delivered:
 
     message: Message
     tag: int
-    """The delivery tag, with which the message is acknowledged."""
+    """AMQP's delivery tag: the number by which the message is acknowledged."""
     redelivered: bool
 
 

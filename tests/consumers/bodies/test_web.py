@@ -54,7 +54,8 @@ async def test_an_allowed_address_is_fetched_and_checked() -> None:
     async with host() as url:
         bodies = WebBodies([f"{url}/in"], private=True)
         for path in ("body", "streamed"):
-            assert await bodies.fetch(BodyAddress(f"{url}/in/{path}", SHA256), most_bytes=1000) == CONTENT
+            for most_bytes in (1000, len(CONTENT)):
+                assert await bodies.fetch(BodyAddress(f"{url}/in/{path}", SHA256), most_bytes=most_bytes) == CONTENT
         with pytest.raises(BodyError, match="SHA-256"):
             await bodies.fetch(BodyAddress(f"{url}/in/body", "0" * 64), most_bytes=1000)
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation
-from consumers.limits.spec import DEFAULT_LANES, AccountCaps, BudgetSpec
+from consumers.limits.spec import DEFAULT_SHARES, AccountCaps, BudgetSpec
 from consumers.limits.waiter import Waiter
 from tests.support.examples import examples
 
 PER_MINUTE = Amounts(60, 6_000, 600)
 BURST = [max(1.0, each / 6) for each in PER_MINUTE]
-SHARES = [lane.share for lane in DEFAULT_LANES.values()]
+SHARES = list(DEFAULT_SHARES.values())
 SPEC = BudgetSpec(accounts={"a": AccountCaps(requests=60, input_tokens=6_000, output_tokens=600)})
 LANES = st.integers(0, 2)
 

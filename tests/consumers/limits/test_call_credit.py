@@ -1,7 +1,11 @@
 """When concurrency is the bottleneck each lane has its share of the calls, whatever lanes above it ask for."""
 
+import pytest
+
+from consumers.limits.account import Account
 from consumers.limits.amounts import Amounts
 from consumers.limits.call_credit import CallCredit
+from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.limits.waiter import Waiter
 
 SHARES = (0.5, 0.25, 0.125)
@@ -54,3 +58,27 @@ def test_the_more_credit_a_lane_has_the_fewer_calls_begin_before_its_request() -
     credit.begin(CRITICAL, ALL)
     assert credit.calls_before(NORMAL, 0) == 4
     assert credit.calls_before(CRITICAL, 0) == 2
+
+
+@pytest.mark.parametrize("concurrency", [1, None])
+def test_a_lane_goes_first_by_its_credit_only_while_calls_are_limited_and_it_has_a_request(
+    concurrency: int | None,
+) -> None:
+    account = Account("a", BudgetSpec(accounts={"a": AccountCaps(concurrency=concurrency)}), now_s=0.0)
+    for number in range(100):
+        account.join(Waiter(CRITICAL, Amounts(1, 1, 1), arrived_s=float(number)))
+    first = Waiter(NORMAL, Amounts(1, 1, 1), arrived_s=0.0)
+    account.join(first)
+    assert account.due_for_a_call() == [False, False, False]
+
+    for _ in range(8):
+        waiter, _ = account.turn(0.0)
+        if waiter is first or account.due_for_a_call()[NORMAL]:
+            break
+        assert waiter is not None
+        assert waiter.reservation is not None
+        account.settle(waiter.reservation, None, 0.0)
+
+    assert account.due_for_a_call() == [False, concurrency is not None, False]
+    account.leave(first)
+    assert account.due_for_a_call() == [False, False, False]

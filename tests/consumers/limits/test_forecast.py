@@ -3,12 +3,12 @@
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from consumers.limits import forecast
 from consumers.limits.account import Account
-from consumers.limits.amounts import Amounts
+from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Feedback, Kind
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
@@ -46,6 +46,8 @@ def starts_s(account: Account, waiter: Waiter, now_s: float) -> float:
     level=st.floats(0, 1_000),
     saved=st.tuples(*(st.floats(0, 1) for _ in range(3))),
 )
+@example(lane=NORMAL, wanted=600, level=450, saved=(0, 0, 0.8)).via("batch has saved its reserve after 2 s")
+@example(lane=CRITICAL, wanted=300, level=150, saved=(0, 0, 0.8)).via("batch after 2 s, normal after 10 s")
 def test_a_single_waiting_request_starts_when_predicted(
     lane: int, wanted: float, level: float, saved: tuple[float, ...]
 ) -> None:
@@ -59,6 +61,55 @@ def test_a_single_waiting_request_starts_when_predicted(
     found = forecast.of(account, waiter, 0.0)
 
     assert found.seconds == found.least_s == pytest.approx(starts_s(account, waiter, 0.0), abs=0.001)
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_lane_below_with_waiting_requests_saves_on_when_its_reserve_is_full(is_here: bool) -> None:
+    account = new_account()
+    account.buckets[1].level, account.buckets[1].savings = 150, [0.0, 0.0, 40.0]
+    if is_here:
+        account.join(Waiter(BATCH, tokens(60), arrived_s=0.0))
+    else:
+        account.waiting_elsewhere = [NOTHING, NOTHING, (1.0, 1.0, 1.0)]
+    waiter = Waiter(CRITICAL, tokens(300), arrived_s=0.0)
+    account.join(waiter)
+
+    # 300 and the savings of 40 must be there; of 100 a second normal saves 20 and batch 5
+    assert forecast.of(account, waiter, 0.0).seconds == pytest.approx(190 / 75)
+    assert not is_here or starts_s(account, waiter, 0.0) == pytest.approx(190 / 75)
+
+
+def test_a_request_does_not_wait_for_tokens_that_it_does_not_need() -> None:
+    account = new_account()
+    account.buckets[2].level = -100
+    waiter = Waiter(CRITICAL, tokens(10), arrived_s=0.0)
+    account.join(waiter)
+
+    assert forecast.of(account, waiter, 0.0).seconds == starts_s(account, waiter, 0.0) == 0
+
+
+def test_a_request_that_may_start_at_the_last_moment_is_not_hopeless() -> None:
+    for lane in (CRITICAL, NORMAL, BATCH):
+        account = new_account()
+        account.buckets[1].lower(0)
+        waiter = Waiter(lane, tokens(200), arrived_s=0.0)
+        account.join(waiter)
+        waiter.until_s = forecast.first(account, lane, waiter.amounts, 0.0).least_s
+
+        assert list(forecast.hopeless(account, 0.0)) == []
+
+
+def test_for_each_call_before_it_a_request_waits_one_call_longer() -> None:
+    account = new_account(BudgetSpec(accounts={"a": AccountCaps(concurrency=1)}))
+    account.concurrency.call_s = 10.0
+    account.concurrency.begin()
+    waiters = [Waiter(BATCH, Amounts(1, 1, 1), arrived_s=float(each), until_s=10.0 * each + 15) for each in range(3)]
+    for waiter in waiters:
+        account.join(waiter)
+
+    assert [forecast.of(account, waiter, 3.0).seconds for waiter in waiters] == [10, 20, 30]
+    assert list(forecast.hopeless(account, 3.0)) == []
+    assert [waiter for waiter, _ in forecast.hopeless(account, 20.0)] == waiters[:2], "the third takes their place"
 
 
 def test_a_large_request_of_the_top_lane_is_not_refused_if_it_may_use_other_lanes_reserves() -> None:
@@ -98,6 +149,49 @@ def test_a_returning_request_does_not_wait_for_later_requests_of_other_processes
     assert forecast.of(account, fresh, 0.0).least_s > 50
 
 
+def test_requests_that_will_surely_be_too_late_are_found_in_each_lane() -> None:
+    for lane in (CRITICAL, NORMAL, BATCH):
+        account = new_account()
+        account.buckets[1].lower(0)
+        late, in_time = (Waiter(lane, tokens(200), arrived_s=0.0, until_s=until_s) for until_s in (0.1, 60.0))
+        account.join(late)
+        account.join(in_time)
+
+        assert [waiter for waiter, _ in forecast.hopeless(account, 0.0)] == [late]
+
+
+def test_a_forecast_counts_what_has_flowed_in_until_now() -> None:
+    def waits_s(now_s: float) -> list[float]:
+        found = []
+        for kind in range(3):
+            account = new_account()
+            account.buckets[1].lower(0)
+            waiter = Waiter(CRITICAL, tokens(900), arrived_s=0.0, until_s=1.0)
+            account.join(waiter)
+            if kind == 0:
+                wait = forecast.of(account, waiter, now_s)
+            elif kind == 1:
+                wait = forecast.first(account, CRITICAL, waiter.amounts, now_s)
+            else:
+                ((_, wait),) = forecast.hopeless(account, now_s)
+            found.append(wait.seconds)
+        return found
+
+    assert waits_s(3.0) == [pytest.approx(each - 3.0) for each in waits_s(0.0)]
+
+
+def test_the_forecast_before_a_request_joins_is_the_one_it_gets_at_the_end_of_the_line() -> None:
+    account = new_account()
+    account.buckets[1].lower(0)
+    account.waiting_elsewhere = [NOTHING, NOTHING, (0.0, 100.0, 0.0)]
+    account.join(Waiter(BATCH, tokens(40), arrived_s=0.0))
+    predicted = forecast.wait(account, BATCH, tokens(10), 1.0)
+    waiter = Waiter(BATCH, tokens(10), arrived_s=1.0)
+    account.join(waiter)
+
+    assert forecast.of(account, waiter, 1.0) == predicted
+
+
 def test_a_higher_lane_that_waits_for_output_tokens_is_not_assumed_to_use_input_tokens_meanwhile() -> None:
     account = new_account()
     account.buckets[2].lower(0)
@@ -128,6 +222,21 @@ def test_the_forecast_of_the_first_request_does_not_include_requests_behind_it()
     assert refused
 
 
+def test_answers_raise_the_concurrency_that_overloads_have_lowered() -> None:
+    account = new_account()
+    for _ in range(8):
+        account.concurrency.begin()
+    while not account.concurrency.is_limited:
+        account.learn(Feedback(kind=Kind.OVERLOADED), 0.0)
+    lowered = account.concurrency.limit
+
+    for _ in range(int(lowered) + 1):
+        account.learn(Feedback(kind=Kind.ANSWERED), 0.0)
+
+    assert lowered == 4
+    assert lowered + 1 <= account.concurrency.limit < lowered + 1.5
+
+
 def test_the_learned_concurrency_after_an_overload_refuses_no_request() -> None:
     account = new_account(BudgetSpec(accounts={"a": CAPS}))
     account.join(Waiter(CRITICAL, Amounts(1, 1, 1), arrived_s=0.0))
@@ -144,6 +253,20 @@ def test_the_learned_concurrency_after_an_overload_refuses_no_request() -> None:
 
     assert (found.reason, found.is_known, found.least_s) == ("concurrency", False, 0.0)
     assert found.seconds > 5
+
+
+def test_a_lane_without_waiting_requests_has_not_saved_for_a_request_that_will_not_wait() -> None:
+    async def story() -> None:
+        budgets = own_accounts(SPEC)
+        full = await budgets.reserve("a", lane="critical", amounts=tokens(1_000), until=None)
+        budgets.settle(full, full.amounts)
+        await asyncio.sleep(3)
+
+        # 50 are saved, the reserve; 15 have flowed in since, but to a lane that had nothing to save for
+        assert await budgets.try_reserve("a", lane="batch", amounts=tokens(65)) is None
+        assert await budgets.try_reserve("a", lane="batch", amounts=tokens(50)) is not None
+
+    virtually(story())
 
 
 def test_a_lane_saves_for_a_request_only_from_its_arrival_on() -> None:

@@ -17,12 +17,12 @@ from consumers.limits.amounts import Amounts
 from consumers.limits.base import Feedback, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import DEFAULT_LANES, AccountCaps, BudgetSpec
+from consumers.limits.spec import DEFAULT_SHARES, AccountCaps, BudgetSpec
 from tests.support.budget import ACCOUNT, spec
 from tests.support.virtual_time import virtually
 
 STEPS = 160
-LANES = tuple(DEFAULT_LANES)
+LANES = tuple(DEFAULT_SHARES)
 SPECS = {
     "limits-are-set": spec(requests=60, input_tokens=40_000, output_tokens=9_000),
     "limits-are-guessed": BudgetSpec(),

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
+import anthropic
 import pytest
 from aiohttp import web
 
@@ -88,6 +90,26 @@ async def test_a_later_call_raises_the_same_error_as_a_first_one(
     assert type(later) is type(first)
     assert vars(later) == vars(first)
     assert later.detail == first.detail
+
+
+async def test_after_one_answer_the_vendors_client_makes_no_further_call(
+    answering: Answering, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    post = anthropic.AsyncAnthropic.post
+
+    async def counted(client: anthropic.AsyncAnthropic, path: str, **given: Any) -> Any:
+        built.append(path)
+        return await post(client, path, **given)
+
+    monkeypatch.setattr(anthropic.AsyncAnthropic, "post", counted)
+    calls, handler = failing(GOOD, GOOD, GOOD)
+    async with answering(handler) as provider:
+        for _ in range(3):
+            await provider.stream(asked(), timeout_s=5, parts=None)
+
+    assert len(calls) == 3
+    assert built == ["/v1/messages"]
 
 
 async def test_after_a_failed_first_call_the_next_is_built_by_the_vendors_client(

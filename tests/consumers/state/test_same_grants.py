@@ -18,13 +18,14 @@ import pytest
 import redis as redis_client
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from consumers.limits.account import Account
 from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.base import Feedback, Kind, Reservation
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import OwnTurns
-from consumers.limits.spec import DEFAULT_LANES, AccountCaps, BudgetSpec
+from consumers.limits.spec import DEFAULT_SHARES, AccountCaps, BudgetSpec
 from consumers.limits.turns import Turns
 from consumers.limits.waiter import Waiter
 from consumers.state.redis import shared_turns
@@ -37,7 +38,7 @@ from tests.support.redis import RedisServer
 pytestmark = pytest.mark.slow
 
 SET = AccountCaps(requests=60, input_tokens=6_000, output_tokens=600)
-NAMES = tuple(DEFAULT_LANES)
+NAMES = tuple(DEFAULT_SHARES)
 BEGAN_S = 1_000_000.0
 AT_GIVEN_TIME = STEP.text.replace("redis.call('TIME')", "cjson.decode(ARGV[3])")
 """Redis's script, with its clock set by the test."""
@@ -58,6 +59,7 @@ class ByTheLoop(RedisClient):
     def __init__(self, server: Any) -> None:
         self.server = server
 
+    @override
     async def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int | float) -> Any:
         micros = round(1e6 * asyncio.get_running_loop().time())
         time = json.dumps([micros // 1_000_000, micros % 1_000_000])
@@ -69,6 +71,7 @@ class Noted(Waiter):
 
     player: "Player"
 
+    @override
     def wake(self) -> bool:
         assert self.reservation is not None
         self.player.waiting.remove(self)

@@ -9,7 +9,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -70,6 +70,21 @@ async def test_who_follows_sees_the_new_file_after_the_old_one_was_removed(path:
         (found,) = await store.look([(ME, 0)])
     assert found is not None
     assert not found.is_known
+
+
+async def test_a_closed_store_keeps_no_file_open(path: Path) -> None:
+    def opened() -> set[str]:
+        found = set()
+        for each in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):
+                found.add(str(each.readlink()))
+        return {each for each in found if each.startswith(str(path))}
+
+    async with a_store(path) as store:
+        await store.claim(ME, fingerprint())
+        await store.look([(ME, 0)])
+        assert opened()
+    await until(lambda: not opened())
 
 
 async def trouble_with(store: Store) -> str:

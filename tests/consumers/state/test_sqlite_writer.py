@@ -3,7 +3,9 @@
 import asyncio
 from pathlib import Path
 
-from consumers.state.base import Found, Granted, Identity
+import pytest
+
+from consumers.state.base import Found, Granted, Identity, StoreUnavailable
 from consumers.state.clock import Clock
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.store import SqliteStore
@@ -35,6 +37,19 @@ async def test_calls_of_one_turn_of_the_event_loop_share_a_transaction(tmp_path:
     times = await asyncio.gather(*(writer.do(lambda _, at: at) for _ in range(50)))
     await writer.close()
     assert all(each is times[0] for each in times), "a transaction has one time"
+
+
+async def test_more_waiting_writes_than_allowed_are_refused_until_some_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.state.sqlite.writer.WAITING_AT_MOST", 3)
+    writer = Writer(tmp_path / "lane.sqlite", namespace="lane", spec=StoreSpec(), clock=Clock())
+    writer.start()
+    for _ in range(2):
+        found = await asyncio.gather(*(writer.do(lambda _, at: at) for _ in range(4)), return_exceptions=True)
+        assert [isinstance(each, StoreUnavailable) for each in found] == [False, False, False, True]
+        assert "is too slow: 3 operations wait for it" in str(found[3])
+    await writer.close()
 
 
 async def test_waiting_writes_are_done_before_the_writer_ends(tmp_path: Path) -> None:

@@ -73,6 +73,12 @@ def test_a_malformed_tracestate_is_dropped_and_the_trace_is_kept(value: object) 
     assert carried({"traceparent": VALID, "tracestate": value}) == {"traceparent": VALID}
 
 
+def test_a_tracestate_of_32_members_is_passed_on() -> None:
+    said = ",".join(f"k{i}=1" for i in range(32))
+
+    assert carried({"traceparent": VALID, "tracestate": said})["tracestate"] == said
+
+
 @pytest.mark.parametrize(
     "value",
     [7, None, ["a=1"], {}, b"\xff", "a=1\r\nx: y", "a=\u00e9", "a=" + "x" * 8192, ",".join(["a=1"] * 181)],

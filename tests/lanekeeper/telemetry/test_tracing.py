@@ -167,6 +167,8 @@ def test_messaging_attributes_follow_the_semantic_conventions(recorded: Recorded
         recording.outcome(span, "retried", error="overloaded_error", delay_ms=1500)
         with recorded.tracing.send(Message(body=b"{}"), exchange="", routing_key="replies"):
             pass
+        with recorded.tracing.settle("ack", message, queue="lane.critical", delivery_tag=7):
+            pass
 
     common = {"messaging.system": "rabbitmq", "server.address": "broker", "server.port": 5672}
     assert dict(recorded.span("process lane.critical").attributes or {}) == common | {
@@ -194,6 +196,16 @@ def test_messaging_attributes_follow_the_semantic_conventions(recorded: Recorded
         "messaging.destination.template": "(reply)",
         "messaging.rabbitmq.destination.routing_key": "replies",
         "messaging.message.body.size": 2,
+    }
+    assert dict(recorded.span("ack lane.critical").attributes or {}) == common | {
+        "messaging.operation.name": "ack",
+        "messaging.operation.type": "settle",
+        "messaging.destination.name": "lane.requests:critical.support.chat:lane.critical",
+        "messaging.rabbitmq.destination.routing_key": "critical.support.chat",
+        "messaging.rabbitmq.message.delivery_tag": 7,
+        "messaging.message.id": "m-1",
+        "messaging.message.conversation_id": "c-1",
+        "messaging.message.body.size": len(CANARY),
     }
 
 
