@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import structlog
+from typing_extensions import override
 
 from consumers.control import command
 from consumers.control import queue as control_module
@@ -174,6 +175,7 @@ class UnderWay(FakeSession):
     looked = False
 
     @property
+    @override
     def waiting(self) -> int:
         return 0
 
@@ -181,6 +183,7 @@ class UnderWay(FakeSession):
         self.looked = True
         return {"lane.control": 0}
 
+    @override
     async def __anext__(self) -> FakeDelivery:
         while not self.looked:  # noqa: ASYNC110
             await asyncio.sleep(0)
