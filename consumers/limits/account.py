@@ -217,8 +217,8 @@ class Account:
         self._resize()
 
     def shift(self, jump_s: float) -> None:
-        """Move all recorded times by `jump_s`, because the clock has jumped, so that what was learned gets neither
-        older nor younger."""
+        """Move all times that this account has recorded by `jump_s` seconds, because the clock has jumped, so that
+        learned limits get neither older nor younger."""
         self.lines.shift(jump_s)
         self.load(self.learned().shifted(jump_s))
         self._running_calls.shift(jump_s)

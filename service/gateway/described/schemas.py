@@ -111,5 +111,5 @@ def operation(
 
 
 def content(schema: Schema) -> dict[str, Any]:
-    """The OpenAPI content of a JSON body with this schema."""
+    """The value of OpenAPI's field `content` for a JSON body with this schema."""
     return {"content": {"application/json": {"schema": schema}}}
