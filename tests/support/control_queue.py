@@ -79,12 +79,7 @@ def answers_of(bench: Bench, *, bound: bool = False) -> Answers:
 
 def control(bench: Bench, session: FakeSession, **given: Any) -> Control:
     """The reader of a control queue whose deliveries are those of `session`."""
-    defaults: dict[str, Any] = {
-        "answers": answers_of(bench),
-        "ready": none_waits,
-        "kept_s": 86_400,
-        "per_tenant_s": 100,
-    }
+    given = {"answers": answers_of(bench), "ready": none_waits, "kept_s": 86_400, "per_tenant_s": 100, **given}
     return Control(
         FakeDeliveries(session),
         claiming=bench.claiming,
