@@ -126,6 +126,18 @@ async def test_a_later_body_is_not_read_before_earlier_ones() -> None:
 
 
 @in_virtual_time
+async def test_a_body_that_is_cancelled_while_it_waits_does_not_shorten_the_pause() -> None:
+    ground = Ground()
+    first, waiting, last = ground.read("first"), ground.read("waiting"), ground.read("last")
+    await first
+    waiting.cancel()
+    await last
+
+    (_, first_s), (_, last_s) = ground.began
+    assert last_s - first_s == pytest.approx(LONG_S - AT_ONCE_S)
+
+
+@in_virtual_time
 async def test_a_body_whose_reading_fails_or_is_cancelled_does_not_block_others() -> None:
     ground = Ground()
 

@@ -261,6 +261,22 @@ async def test_a_redelivered_request_that_had_ended_is_replayed_whatever_its_new
     assert {each.message.headers[n.STATUS] for each in bench.publisher.sent} == {"ok"}
 
 
+async def test_an_invalid_message_that_is_redelivered_is_parked_again_with_the_error_stored_first(bench: Bench) -> None:
+    await bench.settler.settle(bench.job(body=b"?"), Buried(RequestProblem("invalid_request", "the first reason")))
+    bench.publisher.sent.clear()
+    delivery = bench.delivery(body=b"?")
+    delivery.redelivered = True
+
+    outcome = await bench.settler.settle(
+        bench.job(delivery=delivery), Buried(RequestProblem("invalid_request", "another reason"))
+    )
+
+    assert isinstance(outcome, Replayed)
+    assert outcome.buries, "the worker before may have died before it parked the message"
+    assert json.loads(bench.to("").body)["detail"] == "the first reason"
+    assert bench.to("lane.dead").headers[n.DEAD_CODE] == "invalid_request"
+
+
 # a dead letter, published again
 
 

@@ -246,6 +246,18 @@ async def test_what_is_no_error_of_anthropics_becomes_one_and_names_no_key(statu
         assert "sk-secret" not in json.dumps(said)
 
 
+@pytest.mark.parametrize(("most", "status"), [(20, 200), (19, 502)])
+async def test_an_answer_of_exactly_the_largest_size_is_passed_on(
+    monkeypatch: pytest.MonkeyPatch, most: int, status: int
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=b'{"data": [1, 2, 33]}', content_type="application/json")
+
+    monkeypatch.setattr("consumers.providers.lookups.ANSWER_BYTES", most)
+    async with provider(answer) as at, gateway(at) as url:
+        assert (await get(f"{url}/v1/models"))[0] == status
+
+
 async def test_a_body_that_is_too_large_is_refused_before_it_is_read() -> None:
     large = b" " * (32 * 1024 * 1024 + 1)
     async with (
