@@ -2,6 +2,7 @@
 other frameworks.
 
     ./dev bench [--quick] [--only WORD] [--write]     everything; under twenty minutes, with --quick under four
+    ./dev bench --only drain --contestants "lanekeeper,no store" --rounds 6       what the store costs; three minutes
     ./dev bench --report [FILE]                       prints the tables of earlier results (default: the newest)
 
 The contestants take turns in one run. Every contestant's handler makes the same SDK call to the same provider. The plan
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -131,6 +133,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, one round")
     parser.add_argument("--only", action="append", metavar="WORD", help="scenarios with this word in their name")
     parser.add_argument("--contestants", metavar="NAME,…", help="these alone; by default all")
+    parser.add_argument("--rounds", type=int, help="how often each scenario runs, instead of the plan's number")
     parser.add_argument("--write", action="store_true", help="put tables and plots into README.md and docs/")
     parser.add_argument("--report", nargs="?", const="", metavar="FILE", help="measure nothing: show these results")
     options = parser.parse_args()
@@ -141,6 +144,8 @@ def main() -> None:
             plan = [each for each in plan if any(word in each.name for word in options.only)]
         if options.contestants:
             plan = [each.only(options.contestants.split(",")) for each in plan]
+        if options.rounds:
+            plan = [replace(each, rounds=options.rounds) for each in plan]
         began = time.monotonic()
         try:
             uvloop.run(measure(plan, found, within_s=WITHIN_S))

@@ -31,6 +31,11 @@ queue has, but not their bytes."""
 MAX_REMOVED = 1000
 """The most dead letters that one call of `DeadLetters.look` removes."""
 LEASE = "dead letters"
+WRITTEN = (
+    "message_id", "routing_key", "headers", "content_type", "content_encoding", "reply_to", "correlation_id",
+    "priority", "type", "app_id",
+)  # fmt: skip
+"""What a removed dead letter's line in the file holds, besides the body."""
 log = logs.logger()
 
 
@@ -116,20 +121,8 @@ class DeadLetters:
 def _write(folder: Path, letter: FetchedMessage, now_ms: int) -> None:
     """Append the letter to the file of the day, as one line of JSON. The line is on the disk when this returns. If the
     broker then fails to remove the letter, it is written again later."""
-    message = letter.message
-    line = {
-        "message_id": message.message_id,
-        "routing_key": message.routing_key,
-        "headers": message.headers,
-        "content_type": message.content_type,
-        "content_encoding": message.content_encoding,
-        "reply_to": message.reply_to,
-        "correlation_id": message.correlation_id,
-        "priority": message.priority,
-        "type": message.type,
-        "app_id": message.app_id,
-        "body_base64": base64.b64encode(message.body).decode(),
-    }
+    line = {name: getattr(letter.message, name) for name in WRITTEN}
+    line["body_base64"] = base64.b64encode(letter.message.body).decode()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"dead-letters-{now_ms // (1000 * DAY_S) * DAY_S}.jsonl"
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

@@ -48,15 +48,15 @@ class Failover(Enum):
     NOBODY = auto()
     """Do not call another provider or model within this attempt: that call would fail as well."""
     PROVIDER = auto()
-    """Another provider may be called, with any model."""
+    """After the failed call, another provider may be called, with any model."""
     SAME_MODEL = auto()
-    """Another provider may be called, with the same model."""
+    """After the failed call, another provider may be called, but only with the same model."""
     ACCOUNT = auto()
     """Another account may be called (an account is the limits of one provider for a class of models), with any
     model."""
     SAME_MODEL_FIRST = auto()
-    """Another account may be called with the same model; with another model only if the provider's `retry-after` is
-    long."""
+    """After the failed call, another account (one provider's limits for a class of models) may be called with the same
+    model. Another model is allowed only if the provider's `retry-after` is long."""
 
 
 class Trips(Enum):
@@ -79,11 +79,12 @@ class Paid(Enum):
     `counting.spent`."""
 
     NOTHING = auto()
-    """The provider counted nothing: the request did not reach it."""
+    """The provider counted nothing against the account's limits: the call did not reach it."""
     REQUEST = auto()
-    """The provider counted one request and no tokens."""
+    """The provider counted one request and no tokens against the account's limits."""
     UNKNOWN = auto()
-    """The provider may have counted any amount up to those reserved for the call: it is unknown."""
+    """It is unknown what the provider counted against the account's limits: any amount up to those reserved for the
+    call."""
 
 
 @dataclass(frozen=True, slots=True)

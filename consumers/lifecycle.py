@@ -30,7 +30,8 @@ EVENTS: Mapping[str, Set[str]] = {
     "breaker": {"provider", "model", "state", "error", "retry_in_s"},
     "cap": {"cap", "percent", "used", "limit"},
 }
-"""All life-cycle events of requests, and the fields that each may have in addition to those in `COMMON`."""
+"""All life-cycle events of requests (such as `started`), and the fields that each may have in addition to those in
+`COMMON`, which all have."""
 COMMON = ("event", "id", "lane", "app", "attempt", "at_ms")
 APP_LENGTH = 64
 ID_LENGTH = 128

@@ -101,8 +101,8 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What was counted against daily caps for one request before its call: the limits (`bounds`), and the estimated
-    amounts (`spent`)."""
+    """The estimate that was counted against daily caps for one request before its call: the caps' limits (`bounds`) and
+    the estimated amounts (`spent`). It is corrected after the call."""
 
     bounds: tuple[Bound, ...]
     spent: Spent

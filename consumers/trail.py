@@ -78,8 +78,8 @@ class Trail:
             await self._trails.flush(self)
 
     def taken(self) -> Part:
-        """Return all unwritten entries and remove them from memory; the caller writes them now. After the write, call
-        `written`, `failed` or `ended`."""
+        """Return all unwritten entries and remove them from memory; the caller writes them now. After the write to the
+        store, call `written`, `failed` or `ended`."""
         entries, self._unwritten, self._bytes, self._is_writing = self._unwritten, [], 0, True
         return Part(self._held, self._submission, entries)
 

@@ -26,8 +26,10 @@ from service.private_broker.source import Unavailable
 from tests.support import keeper
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
 from tests.support.examples import examples
+from tests.support.lanes import DELAY_LEVELS
 from tests.support.memory import use_memory
 from tests.support.stores import stores
+from topology import delays
 
 DEFAULT = "default"
 ON_EVERY_VERSION = ("tests/broker/", "tests/journeys/")
@@ -170,6 +172,14 @@ def vhost(broker: RunningBroker) -> Iterator[Vhost]:
     """A virtual host for one test: `.amqp_url`, `.management_url`, `.name`, `.version`, `.api(…)`."""
     with fresh_vhost(broker) as made:
         yield made
+
+
+@pytest.fixture
+def few_delay_levels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the mark `all_delay_levels`: what this process declares has only the lowest `DELAY_LEVELS` levels of the
+    delay cascade. The processes that a test starts declare all of them."""
+    if request.node.get_closest_marker("all_delay_levels") is None:
+        monkeypatch.setattr(delays, "LEVELS", DELAY_LEVELS)
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ async def noting(store: Allowances, activities: Sequence[LaneActivity]) -> None:
 
 
 async def per_s(store: Allowances, lane: str) -> float | None:
-    """How many requests of a lane end each second; None if that is unknown, or none has ended in this period. Raises
-    StoreUnavailable."""
+    """How many requests of a lane end each second, by the count of the current period; None if that is unknown, or none
+    has ended. Raises StoreUnavailable."""
     taken = await store.take(_name(lane), 0, limit=UNLIMITED, period_s=PERIOD_S)
     seen_s = PERIOD_S - taken.resets_in_s
     return taken.used / seen_s if taken.used and seen_s >= SEEN_AT_LEAST_S else None

@@ -9,6 +9,7 @@ that is logged and counted.
 import json
 import uuid
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from consumers.rate_limit import LogThrottle
@@ -26,22 +27,21 @@ from topology.broker.notices import Notices
 log = logs.logger()
 
 
+@dataclass(slots=True)
 class Answers:
     """Publishes the answers to control messages (cancel, result). `notices`: sends all answers except results, many of
     them in one write and without confirms, because a client that gets no answer asks again."""
 
-    def __init__(
-        self, publisher: Publisher, *, direct: DirectSender, rule: ReplyRule, notices: Notices | None = None
-    ) -> None:
-        self._publisher = publisher
-        self._direct = direct
-        self._rule = rule
-        self._notices = notices
-        self._log_throttle = LogThrottle()
-        self.refused = 0
-        """How many control messages were malformed, over the limit, or about another tenant's request."""
-        self.unanswered = 0
-        """How many control messages should have been answered and could not be."""
+    publisher: Publisher
+    _: KW_ONLY
+    direct: DirectSender
+    rule: ReplyRule
+    notices: Notices | None = None
+    refused: int = field(default=0, init=False)
+    """How many control messages were malformed, over the limit, or about another tenant's request."""
+    unanswered: int = field(default=0, init=False)
+    """How many control messages should have been answered and could not be."""
+    _log_throttle: LogThrottle = field(default_factory=LogThrottle, init=False)
 
     async def tell(
         self, message: Message, body: Mapping[str, Any], *, id: str | None, control: Literal["accepted", "pending"]
@@ -95,15 +95,15 @@ class Answers:
             return
         answer = _answer(message, body, content_type, headers)
         address = message.reply_to or ""
-        needs_own_connection = self._direct.is_apart and is_direct(address)
-        if self._notices is None or needs_own_connection or not self._notices.send(answer, routing_key=address):
+        needs_own_connection = self.direct.is_apart and is_direct(address)
+        if self.notices is None or needs_own_connection or not self.notices.send(answer, routing_key=address):
             await self._publish(message, answer)
 
     def _may_answer(self, message: Message, *, must_answer: bool = False) -> bool:
         """Whether an answer may be sent to the `reply_to` of a control message. If not, count and log that; if the
         message has no `reply_to`, only if `must_answer`."""
         address = message.reply_to or ""
-        may = self._rule.allows_control(address, user=message.user_id)
+        may = self.rule.allows_control(address, user=message.user_id)
         if not may and (address or must_answer):
             self.unanswered += 1
             if count := self._log_throttle.count(f"unanswered {message.user_id or ''}"):
@@ -115,9 +115,9 @@ class Answers:
         address = message.reply_to or ""
         try:
             if is_direct(address):
-                await self._direct.send(answer, address, traced=False)
+                await self.direct.send(answer, address, traced=False)
             else:
-                await self._publisher.publish(answer, exchange="", routing_key=address, mandatory=False, traced=False)
+                await self.publisher.publish(answer, exchange="", routing_key=address, mandatory=False, traced=False)
         except MessageTooLarge:
             raise
         except (BrokerError, RequestProblem) as error:  # the client can ask again

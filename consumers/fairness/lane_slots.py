@@ -28,7 +28,7 @@ delivery may not be held without end (`consumers/job.py`), and another process m
 LATELY_S: Final = 600.0
 """A lane counts as shared if two tenants had requests within this many seconds."""
 TENANTS_COUNTED: Final = 256
-"""Counts are kept for this many tenants of a lane: those that were active last."""
+"""For how many tenants of a lane counts of their requests are kept: those that were active last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ that account follow, the patience doubles each time, because deferring then help
 from collections import Counter, OrderedDict
 
 SHORTEST_S = 0.25
-"""The shortest patience in seconds: for so long a request may wait for budget while others need its slot."""
+"""The shortest patience: the number of seconds that a request may wait for budget while other requests need its
+slot."""
 LONGEST_S = 15.0
-"""The longest patience in seconds: for so long a request may wait for budget while others need its slot."""
+"""The longest patience: the number of seconds that a request may wait for budget while other requests need its slot."""
 LANES_KNOWN = 64
 """For how many lanes the current patience (how long a request may wait for budget) is kept."""
 

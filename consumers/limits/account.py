@@ -51,7 +51,7 @@ class Account:
         self.demand = Demand(len(self.lanes), now_s=now_s)
         self.lines = Lines(len(self.lanes))
         self.concurrency = Concurrency(caps.concurrency)
-        self._credit = CallCredit(self.shares)
+        self.credit = CallCredit(self.shares)
         self._running_calls = RunningCalls()
         self.paused_until_s = self.held_until_s = -inf
         self.is_pressed = False
@@ -217,8 +217,8 @@ class Account:
         self._resize()
 
     def shift(self, jump_s: float) -> None:
-        """Move all recorded times by `jump_s`, because the clock has jumped, so that what was learned gets neither
-        older nor younger."""
+        """Move all times that this account has recorded by `jump_s` seconds, because the clock has jumped, so that
+        learned limits get neither older nor younger."""
         self.lines.shift(jump_s)
         self.load(self.learned().shifted(jump_s))
         self._running_calls.shift(jump_s)
@@ -234,13 +234,8 @@ class Account:
         calls adds up to a whole call (`call_credit.py`). These lanes go first."""
         is_limited = self.concurrency.is_limited
         return [
-            is_limited and head is not None and self._credit.is_due(lane) for lane, head in enumerate(self.lines.heads)
+            is_limited and head is not None and self.credit.is_due(lane) for lane, head in enumerate(self.lines.heads)
         ]
-
-    def calls_before(self, lane: int, count: int) -> int:
-        """When the number of calls is limited: how many calls can begin at most before that of a request that has
-        `count` requests of its lane before it."""
-        return self._credit.calls_before(lane, count)
 
     def begin(self, waiter: Waiter, *, from_savings: Amounts, now_s: float) -> bool:
         """Give a waiting request the reservation that the script in Redis has granted. `from_savings`: how much of it
@@ -257,12 +252,12 @@ class Account:
         lanes = range(len(self.lanes))
         if not self.concurrency.is_limited:
             return lanes
-        return sorted(lanes, key=lambda lane: not self._credit.is_due(lane))
+        return sorted(lanes, key=lambda lane: not self.credit.is_due(lane))
 
     def _begin(self, waiter: Waiter, from_savings: Amounts, now_s: float) -> None:
         lane, amounts = waiter.lane, waiter.amounts
         if self.concurrency.is_limited:
-            self._credit.begin(lane, self.lines.heads)
+            self.credit.begin(lane, self.lines.heads)
         self.lines.leave(waiter)
         self.demand.add(lane, amounts, now_s)
         waiter.reservation = Reservation(

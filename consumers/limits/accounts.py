@@ -23,7 +23,8 @@ AnyTurns = TypeVar("AnyTurns", bound=Turns)
 
 class Accounts(Generic[AnyTurns]):
     """The budgets of the providers' accounts that this process calls, by name. `open_turns` creates the `Turns` of an
-    account (its budget, and the decision whose turn it is). Times are those of the event loop's clock."""
+    account, which has the budget and decides which waiting request gets it next. Times are those of the event loop's
+    clock."""
 
     def __init__(self, spec: BudgetSpec, open_turns: Callable[[str], AnyTurns]) -> None:
         self._open_turns = open_turns

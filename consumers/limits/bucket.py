@@ -133,8 +133,8 @@ class Bucket:
         self.savings[lane] = max(saved, min(self._caps[lane], saved + min(amount, from_savings)))
 
     def lower(self, level: float) -> None:
-        """Lower the level to `level`, the quota that the provider says is left. If the lanes' savings add up to more,
-        scale them down to that level; debts stay."""
+        """Lower the bucket's level to `level`, the amount that the provider says is left of its limit. If the lanes'
+        savings add up to more, scale them down to that level; debts stay."""
         if level >= self.level:
             return
         self.level = level

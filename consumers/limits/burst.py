@@ -47,8 +47,8 @@ MARGIN_DECAY = 0.99
 recovery."""
 SPENT = 0.01
 SPENT_REQUESTS = 2.0
-"""A bucket counts as spent, and so explains a refusal, if less is left than the part `SPENT` of its limit, or than
-`SPENT_REQUESTS` usual requests take."""
+"""A token bucket counts as spent, and so explains a refusal (429), if less is left in it than the part `SPENT` of its
+limit, or than `SPENT_REQUESTS` average requests need."""
 WEIGHT = 0.1
 """The weight of the latest response in smoothed values, such as the share of refusals."""
 LOST_PART = 0.05

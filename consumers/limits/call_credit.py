@@ -35,5 +35,6 @@ class CallCredit:
                 self._credit[other] = min(1.0, self._credit[other] + self._shares[other])
 
     def calls_before(self, lane: int, count: int) -> int:
-        """How many calls can begin at most before that of a request that has `count` requests of its lane before it."""
+        """The most calls of the account that can begin before the call of a request with `count` waiting requests of
+        its lane before it."""
         return ceil((count + 1 - self._credit[lane]) / self._shares[lane]) + 1

@@ -24,8 +24,9 @@ def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
 
 
 def of(account: Account, waiter: Waiter, now_s: float) -> Wait:
-    """How long a request will wait that has just joined its lane's line. For a new request, the waiting requests of its
-    lane in other processes count as before it; for a deferred request that comes back they do not."""
+    """How long a request will wait for the account's budget, if it has just joined the waiting requests of its lane.
+    For a new request, the waiting requests of its lane in other processes count as before it; for a deferred request
+    that comes back they do not."""
     account.refill(now_s)
     lane, amounts = waiter.lane, waiter.amounts
     ahead, count = account.lines.before(waiter)
@@ -83,7 +84,7 @@ def _wait(
     longest_s, least_s = max(longest_s, stopped_s), max(least_s, stopped_s)
     if account.concurrency.is_limited:
         above_it = sum(account.lines.count(other) for other in range(lane))
-        count = min(above_it + count, account.calls_before(lane, count))
+        count = min(above_it + count, account.credit.calls_before(lane, count))
         if (in_s := account.concurrency.wait_s(count)) > longest_s:
             longest_s, reason, is_known = in_s, CONCURRENCY, account.concurrency.is_set
             least_s = in_s if is_known else least_s

@@ -42,7 +42,7 @@ class BudgetSpec:
     start: Amounts = Amounts(50, 30_000, 8_000)  # noqa: RUF009  a value that cannot change
     """The limits per minute until the provider has announced its own: those of the smallest accounts."""
     first_output_tokens: int = 512
-    """The expected length of an answer while no request of its kind has ended yet."""
+    """The expected length of an answer in tokens, while no request of the same lane, task and model has ended yet."""
     first_bytes_per_token: float = 3.5
     """The expected bytes of a body for each input token, while no request for its model has ended yet."""
     overflow_s: float | None = None

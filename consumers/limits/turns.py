@@ -36,7 +36,8 @@ class Turns(Protocol):
         that is decided; `decided` waits for the decision."""
 
     async def decided(self, waiter: Waiter) -> None:
-        """Wait until it is decided whether this request, which has just begun to wait, is granted at once."""
+        """Wait until it is decided whether this request, which has just begun to wait, gets the account's budget at
+        once."""
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         """After a call, settle its reservation, which must not be settled yet. `used`: the amounts that the call used;

@@ -1,29 +1,29 @@
 """One request that waits for the budget of an account, and how its task is resumed."""
 
 import asyncio
+from dataclasses import KW_ONLY, dataclass
 
 from consumers.limits.amounts import Amounts
 from consumers.limits.base import Reservation, Wait, WaitTooLong
 
 
+@dataclass(slots=True, eq=False)
 class Waiter:
     """A request that waits for the budget of an account. `lane`: the rank of its lane, 0 for the most urgent.
     `until_s`: the latest time at which its call may begin."""
 
-    __slots__ = ("amounts", "arrived_s", "lane", "number", "reservation", "turn", "until_s")
-
-    def __init__(self, lane: int, amounts: Amounts, *, arrived_s: float, until_s: float | None = None) -> None:
-        self.lane = lane
-        self.amounts = amounts
-        self.arrived_s = arrived_s
-        """When the request first joined the line; earlier than now if it was deferred and came back."""
-        self.until_s = until_s
-        self.number = 0
-        """The number of this waiter among all that have joined a line of the account."""
-        self.reservation: Reservation | None = None
-        """The waiter's reservation, set when it is granted."""
-        self.turn: asyncio.Future[None] | None = None
-        """The future that its task awaits. None before the task waits, and for a request that does not wait."""
+    lane: int
+    amounts: Amounts
+    _: KW_ONLY
+    arrived_s: float
+    """When the request first joined the line; earlier than now if it was deferred and came back."""
+    until_s: float | None = None
+    number: int = 0
+    """The number of this waiter among all that have joined a line of the account."""
+    reservation: Reservation | None = None
+    """The waiter's reservation, set when it is granted."""
+    turn: "asyncio.Future[None] | None" = None
+    """The future that its task awaits. None before the task waits, and for a request that does not wait."""
 
     def wake(self) -> bool:
         """Wake the task of this request, because it was granted its budget. Returns False if the task was cancelled:

@@ -28,8 +28,8 @@ DOUBTED_FROM = 3
 """From this many failures in a row on, the process checks at each failure whether another process has opened its
 breaker for the same provider and model."""
 WINDOW_S = 120.0
-"""Failures that are more seconds ago than this do not count. The time is not shorter than a call may take (60 s in the
-lane critical, 120 s in normal)."""
+"""The circuit breaker does not count failures that are more seconds ago than this. The time is not shorter than a call
+may take (60 s in the lane critical, 120 s in normal)."""
 OPEN_S = 1.0
 """How many seconds a breaker stays open at first; the time doubles each time that the probe (the trial call) fails."""
 OPEN_MOST_S = 5.0

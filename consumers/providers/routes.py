@@ -46,14 +46,15 @@ class RoutesSpec:
     providers: tuple[ProviderModels, ...]
     """The providers in the order in which they are called."""
     lanes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For lanes with other providers or another order: the names of their providers, in order."""
+    """The names of a lane's providers, in the order in which they are called, for lanes that do not use all providers
+    in the usual order."""
     lane_models: Mapping[str, Collection[str] | None] = field(default_factory=dict)
-    """For lanes that may use only some models: these models. They limit the fallbacks; the codec checks the model that
-    a request names."""
+    """The allowed models of a lane, for lanes that may use only some. Here they limit fallback models; the model that a
+    request names is checked earlier, by the codec."""
     fallbacks: Mapping[str, str] = field(default_factory=dict)
     """For a model: the model to call if no provider can answer with the first one."""
     tenants: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """For tenants that may use only some models: these models."""
+    """The allowed models of a tenant, for tenants that may use only some."""
 
     def problems(self, *, known: Collection[str]) -> list[Problem]:
         """The errors in these settings, except those of `circles`. `known`: models that a lane uses or that have a

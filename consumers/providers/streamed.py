@@ -183,8 +183,8 @@ def parse_event(data: bytes, *, max_values: int = bounds.VALUES) -> dict[str, An
 
 
 def _tool_input(text: str) -> Any:
-    # If max_tokens was reached, the JSON of a tool's input may be cut: return its complete part, like the vendor's own
-    # client. With fine-grained streaming it may be no JSON at all: wrap it, as Anthropic's guide advises.
+    # If the answer ended at max_tokens, the JSON of a tool call's input may be cut: return its complete part, as
+    # Anthropic's client does. With fine-grained streaming it may be no JSON at all: wrap it, as Anthropic advises.
     try:
         return jiter.from_json(text.encode(), allow_inf_nan=False, partial_mode=True)
     except ValueError:

@@ -24,8 +24,8 @@ requester that was slow or was restarted has usually emptied its queue."""
 MAX_WAITING = 1000
 """How many replies of one process may wait at a time until a full reply queue has room."""
 MOST_OF_ONE = 10
-"""How many of these waiting replies may belong to one tenant, or, for requests without a tenant (no `user_id`), to one
-reply queue: a tenth of the limit."""
+"""How many of the replies that wait for room in a full queue may belong to one tenant, or, for requests without a
+tenant (no `user_id`), to one reply queue: a tenth of the limit."""
 WARN_EVERY_MS = 1000
 Handle = Callable[[Job], Awaitable[Outcome]]
 log = logs.logger()

@@ -81,7 +81,8 @@ class Submitted(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Entries of one request to append, in order, by the worker that holds its claim (`held`)."""
+    """New entries (steps and events) of one request, in order, which the worker that holds its claim (`held`) appends
+    to its stored progress."""
 
     held: Held
     submission: Submission

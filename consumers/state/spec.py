@@ -24,7 +24,8 @@ class StoreSpec:
     """How long the cancellation of an unknown id is kept: the longest deadline of a lane, because a request can wait
     that long in its queue before a worker sees it. (A worker sees a delayed request before its delay begins.)"""
     unseen_per_tenant: int = 10_000
-    """How many cancellations of unknown ids are kept for one tenant. They do not count towards `max_bytes`."""
+    """How many cancellations are kept for one tenant of requests that no worker has seen. They do not count towards the
+    store's limit `max_bytes`."""
     untried_per_tenant: int = 10_000
     """How many results are kept for one tenant when the SQLite file is full, of requests that ended before any attempt
     (their deadline had passed, or their tenant had too many waiting requests). Results above this number are removed

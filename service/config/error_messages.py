@@ -33,8 +33,8 @@ def validate(
     create: Callable[[Collection[Place]], Settings], found: Mapping[Place, Found]
 ) -> tuple[Settings, dict[Place, str]]:
     """Create the settings, leaving out wrong values until pydantic accepts the rest. Returns the settings, with
-    defaults in place of wrong values, and the error message for each wrong value by its place. `create`: creates the
-    settings without the values at the given places, and raises ValidationError."""
+    defaults in place of wrong values, and the error message for each wrong value, by the path of its setting. `create`:
+    a function that creates the settings without the values of the given settings, and raises ValidationError."""
     wrong: dict[Place, str] = {}
     while True:
         try:

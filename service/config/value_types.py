@@ -66,7 +66,7 @@ def _named(name: re.Pattern[str], what: str) -> Callable[[str], str]:
 
 
 model = _named(_MODEL, "the name of a model, such as claude-haiku-5-5")
-"""A model's name as a request may give it."""
+"""Checks a setting that is a model's name, as a request may give it. Raises a validation error for any other text."""
 _place = _named(_PLACE, "the name of a region, such as eu-central-1, or of a project: a to z, 0 to 9, - . :")
 _provider = _named(_PROVIDER, "a list of providers' names: a to z, 0 to 9, _ and -, up to 40, a letter first")
 

@@ -46,8 +46,8 @@ async def not_found(request: web.Request) -> web.Response:
 
 
 async def note_beginning(request: web.Request, response: web.StreamResponse) -> None:
-    """For aiohttp's `on_response_prepare`: notes that the status has been sent, so that an error can no longer change
-    it."""
+    """A handler for aiohttp's signal `on_response_prepare`. It notes that the HTTP status of a call is being sent, so
+    that a later error cannot change it."""
     request[_HAS_BEGUN] = True
 
 

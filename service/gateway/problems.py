@@ -74,7 +74,7 @@ def refused(message: str, *, status: int = 503) -> ApiError:
 
 
 def stopping() -> ApiError:
-    """The error for a call to a process that stops."""
+    """The error for an HTTP call to a process that is stopping."""
     return refused("this process stops; the next try reaches another, or the one that follows")
 
 

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from lanekeeper.contract.problems import LanekeeperError
 from service.gateway.connections import Connection
+from service.gateway.documents import answer
 from service.gateway.error_answers import answer_unforeseen, not_found, note_beginning
 from topology.codec.decoding import PACKED_BYTES
 
@@ -143,9 +144,7 @@ class Server:
 
 
 def _json(value: object, *, status: int = 200) -> web.Response:
-    # Proxies must not cache the answer, because it can change at any moment.
-    headers = {"Cache-Control": "no-store", "content-type": "application/json"}
-    return web.Response(body=json.dumps(value).encode(), status=status, headers=headers)
+    return answer(json.dumps(value).encode(), status=status)
 
 
 def why_not(error: Exception, *, host: str, port: int, host_name: str = HOST, port_name: str = PORT) -> str:

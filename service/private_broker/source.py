@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -86,18 +86,17 @@ class Steps:
         *,
         within_s: float,
         end_with: signal.Signals = signal.SIGKILL,
-        environment: Mapping[str, str] | None = None,
     ) -> tuple[int, str]:
         """Run a command to its end; returns the exit code and all its output. Raises TooSlow after `within_s`.
 
         When `leaving` is set or time is up, `end_with` is sent to the command's process group, and its end is awaited:
-        SIGINT for a command that must clean up first. `environment` None: inherited.
+        SIGINT for a command that must clean up first.
         """
         self.check()
         with tempfile.TemporaryFile() as output:
             # A file, not a pipe: a daemon that the command leaves behind would keep the pipe open.
             child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=environment
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
             until = time.monotonic() + within_s
             while child.poll() is None:

@@ -77,15 +77,8 @@ class SimulatedAPI:
         await self.stop()
 
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        return web.BaseRequest(
-            message,
-            payload,
-            protocol,
-            writer,
-            task,
-            asyncio.get_running_loop(),
-            client_max_size=self.options.max_body_bytes,
-        )
+        loop, most = asyncio.get_running_loop(), self.options.max_body_bytes
+        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=most)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         return await self._routes.handle(request)

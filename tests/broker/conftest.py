@@ -9,20 +9,9 @@ from aio_pika.abc import AbstractConnection
 from lanekeeper.contract.names import Names
 from tests.support.brokers import Vhost, version_of
 from tests.support.lanes import LANES
-from topology import delays
 from topology.broker.admin.management import Management, discover
 from topology.declaration import declare
 from topology.model import Topology
-
-DELAY_LEVELS = 12
-"""Each level is a quorum queue: with 12 a topology costs the broker half as much CPU time as with all 29."""
-
-
-@pytest.fixture
-def few_delay_levels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of the topology to which the number of levels is nothing; not for those marked `all_delay_levels`."""
-    if request.node.get_closest_marker("all_delay_levels") is None:
-        monkeypatch.setattr(delays, "LEVELS", DELAY_LEVELS)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.depth import depths
@@ -258,6 +259,7 @@ async def test_an_error_says_whether_an_earlier_try_may_have_been_published(publ
     class Unsure(Publisher):
         tries = 0
 
+        @override
         async def publish(self, message: Message, **how: Any) -> None:
             self.tries += 1
             raise ConfirmUnknown("no confirm") if self.tries == 1 else PublishRefused("full")

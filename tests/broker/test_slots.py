@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from consumers.capacity.activity import LaneActivity
 from consumers.capacity.scaling import ScaledQueue, Scaling
@@ -48,6 +49,7 @@ class Noting(Deliveries):
         super().__init__(connection, queue=queue, prefetch=prefetch)
         self._taken_back = taken_back
 
+    @override
     async def stop(self) -> None:
         await super().stop()
         self._taken_back.append(self.prefetch)

@@ -6,6 +6,8 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
+from typing_extensions import override
+
 from consumers.claiming import Claiming
 from consumers.gates.claim import ClaimGate
 from consumers.job import Job
@@ -38,6 +40,7 @@ class SlowToTell(MemoryStore):
         self.has_claimed = asyncio.Event()
         self.tells = asyncio.Event()
 
+    @override
     async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
         found = await super().claim(identity, fingerprint)
         self.has_claimed.set()
@@ -68,6 +71,7 @@ class Renewed(MemoryStore):
         super().__init__()
         self.renewed: list[int] = []
 
+    @override
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
         self.renewed.append(len(held))
         return await super().renew(held)
@@ -104,10 +108,12 @@ class Followed(MemoryStore):
         self.is_asked = asyncio.Event()
         self.writes = asyncio.Event()
 
+    @override
     async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
         found = await super().claim(identity, fingerprint)
         return replace(found, followed=True) if isinstance(found, Granted) else found
 
+    @override
     async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
         self.is_asked.set()
         await self.writes.wait()

@@ -8,17 +8,14 @@ import pytest
 import structlog
 
 from consumers import claiming, settle
-from consumers.control.answer import Answers
-from consumers.control.queue import Control
 from consumers.outcomes import Answered, Refused
-from consumers.replies.address import ReplyRule
 from consumers.state.base import Cancelling, Completion, Granted, Held, Identity, StoreUnavailable
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
-from tests.support.control_queue import FakeDeliveries, FakeSession, none_waits
-from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery
+from tests.support.control_queue import FakeSession, answers_of, control
+from tests.support.jobs import NOW_MS, Bench, FakeDelivery
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"
@@ -34,24 +31,8 @@ def bench() -> Bench:
     return Bench()
 
 
-def answers_of(bench: Bench, *, bound: bool = False) -> Answers:
-    rule = ReplyRule(names=NAMES, bound=bound)
-    return Answers(bench.publisher, direct=bench.direct, rule=rule)
-
-
-def control(bench: Bench, delivery: FakeDelivery, *, needs_user_id: bool = False) -> Control:
-    return Control(
-        FakeDeliveries(FakeSession(bench.log, [delivery], ends=True)),
-        claiming=bench.claiming,
-        settler=bench.settler,
-        answers=answers_of(bench),
-        now_ms=lambda: NOW_MS,
-        ready=none_waits,
-        kept_s=86_400,
-        per_tenant_s=100,
-        speakers=("gateway",),
-        needs_user_id=needs_user_id,
-    )
+def delivering(bench: Bench, *deliveries: FakeDelivery) -> FakeSession:
+    return FakeSession(bench.log, deliveries, ends=True)
 
 
 async def read(
@@ -67,7 +48,7 @@ async def read(
     fields = {"reply_to": ASKER, "correlation_id": "q-1", **properties}
     message = Message(body=raw, type=kind, routing_key=kind or "" if key is None else key, **fields)
     delivery = FakeDelivery(message, bench.log, queue="lane.control")
-    await control(bench, delivery, needs_user_id=needs_user_id).run()
+    await control(bench, delivering(bench, delivery), needs_user_id=needs_user_id).run()
     return delivery
 
 
@@ -95,18 +76,7 @@ async def test_cancellations_that_displaced_earlier_ones_are_counted_and_logged_
         FakeDelivery(Message(body=b'{"cancel":"m-%d"}' % each, type="cancel", routing_key="cancel"), bench.log)
         for each in range(3)
     ]
-    reading = Control(
-        FakeDeliveries(FakeSession(bench.log, deliveries, ends=True)),
-        claiming=bench.claiming,
-        settler=bench.settler,
-        answers=answers_of(bench),
-        now_ms=lambda: NOW_MS,
-        ready=none_waits,
-        kept_s=86_400,
-        per_tenant_s=100,
-        speakers=(),
-        needs_user_id=False,
-    )
+    reading = control(bench, delivering(bench, *deliveries))
     with structlog.testing.capture_logs() as logs:
         await reading.run()
 
@@ -272,7 +242,8 @@ async def test_an_internal_error_does_not_lose_a_cancellation_and_is_answered_af
     await read(bench, {"cancel": "m-1"})
     assert bench.log == ["reject"]
     message = Message(body=b'{"cancel": "m-1"}', type="cancel", routing_key="cancel", reply_to=ASKER)
-    await control(bench, FakeDelivery(message, bench.log, times_delivered=5)).run()
+    delivery = FakeDelivery(message, bench.log, times_delivered=5)
+    await control(bench, delivering(bench, delivery)).run()
     assert bench.log == ["reject", "confirmed: reply", "ack"]
     assert (told(bench)["code"], told(bench)["request"]) == ("internal", "m-1")
 

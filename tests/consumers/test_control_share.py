@@ -3,10 +3,10 @@
 import asyncio
 import json
 from collections import Counter
-from typing import Any
 
 import pytest
 import structlog
+from typing_extensions import override
 
 from consumers.control import command
 from consumers.control import queue as control_module
@@ -14,38 +14,19 @@ from consumers.control.allowance import AT_ONCE_S
 from consumers.control.answer import Answers
 from consumers.control.queue import Control
 from consumers.rate_limit import LOGGED_EVERY_S, NAMES_KEPT, LogThrottle, RateLimit
-from consumers.replies.address import ReplyRule
 from consumers.state.base import Identity
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import AccessRefused, BrokerError
 from lanekeeper.telemetry import signals
-from tests.support.control_queue import FakeDeliveries, FakeSession, none_waits
-from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery
+from tests.support.control_queue import FakeSession, answers_of, control
+from tests.support.jobs import Bench, FakeDelivery
 
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"
 BURST = 2
 PER_S = BURST / AT_ONCE_S
 """So low that no message is regained while a test runs, however long it takes."""
 FLOOD = 200
-
-
-def answers_of(bench: Bench) -> Answers:
-    return Answers(bench.publisher, direct=bench.direct, rule=ReplyRule(names=NAMES))
-
-
-def control(bench: Bench, session: FakeSession, ready: Any, *, answers: Answers | None = None) -> Control:
-    return Control(
-        FakeDeliveries(session),
-        claiming=bench.claiming,
-        settler=bench.settler,
-        answers=answers or answers_of(bench),
-        now_ms=lambda: NOW_MS,
-        ready=ready,
-        kept_s=60,
-        per_tenant_s=PER_S,
-        speakers=("gateway",),
-    )
 
 
 def cancellations(bench: Bench, *users: str | None, first: int = 1, **said: str) -> list[FakeDelivery]:
@@ -76,7 +57,7 @@ async def read(bench: Bench, deliveries: list[FakeDelivery]) -> tuple[Answers, F
     """Read all messages to the end."""
     session = FakeSession(bench.log, deliveries, ends=True)
     answers = answers_of(bench)
-    await control(bench, session, none_waits, answers=answers).run()
+    await control(bench, session, answers=answers, per_tenant_s=PER_S).run()
     return answers, session
 
 
@@ -137,7 +118,7 @@ async def test_a_start_waits_for_an_endless_control_queue_up_to_a_limit_and_logs
     monkeypatch.setattr(control_module, "CATCH_UP_WITHIN_S", 1)
     monkeypatch.setattr(control_module, "QUIET_S", 60)
     bench = Bench()
-    reader = control(bench, FakeSession(bench.log, []), ready)
+    reader = control(bench, FakeSession(bench.log, []), ready=ready, per_tenant_s=PER_S)
     with structlog.testing.capture_logs() as logs:
         running = asyncio.create_task(reader.run())
         await asyncio.sleep(0)
@@ -158,7 +139,7 @@ async def test_without_the_right_to_see_its_length_the_queue_counts_as_empty_whe
 
     bench = Bench()
     monkeypatch.setattr(control_module, "QUIET_S", 1)
-    reader = control(bench, FakeSession(bench.log, cancellations(bench, "shop")), ready)
+    reader = control(bench, FakeSession(bench.log, cancellations(bench, "shop")), ready=ready, per_tenant_s=PER_S)
     running = asyncio.create_task(reader.run())
     await asyncio.sleep(0)
     assert reader.behind is not None, "refused access is no empty queue"
@@ -174,6 +155,7 @@ class UnderWay(FakeSession):
     looked = False
 
     @property
+    @override
     def waiting(self) -> int:
         return 0
 
@@ -181,6 +163,7 @@ class UnderWay(FakeSession):
         self.looked = True
         return {"lane.control": 0}
 
+    @override
     async def __anext__(self) -> FakeDelivery:
         while not self.looked:  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -191,7 +174,7 @@ class UnderWay(FakeSession):
 async def test_a_start_waits_for_messages_that_are_on_their_way_when_the_queue_is_empty() -> None:
     bench = Bench()
     session = UnderWay(bench.log, cancellations(bench, "shop"))
-    reader = control(bench, session, session.ready)
+    reader = control(bench, session, ready=session.ready, per_tenant_s=PER_S)
     running = asyncio.create_task(reader.run())
     await caught_up(reader)
     assert await bench.store.find(Identity("shop", "m-1")) is not None

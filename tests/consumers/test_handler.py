@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from consumers.attempt import SLACK_S
 from consumers.capacity.pausing import Pausing
@@ -280,6 +281,7 @@ async def test_after_a_failed_attempt_retry_is_decided(bench: Bench, error: Exce
 class Down(Breakers):
     """Breakers that allow every call, and are all open after it failed."""
 
+    @override
     def least_wait_s(self, routes: Iterable[Route]) -> float:
         return 2.0
 
@@ -287,6 +289,7 @@ class Down(Breakers):
 class Shut(Down):
     """Breakers that allow no call."""
 
+    @override
     async def enter(self, *_: Any, **__: Any) -> None: ...
 
 
@@ -364,6 +367,7 @@ async def test_all_gates_are_left_although_one_is_cancelled_while_it_gives_back(
     log: list[str] = []
 
     class Slow(FakeGate):
+        @override
         async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
             await super().leave(job, decoded, outcome)
             await asyncio.sleep(30)

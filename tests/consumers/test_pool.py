@@ -27,7 +27,7 @@ from service.telemetry import logs
 from tests.support.jobs import Bench, FakeDelivery
 from tests.support.waiting import until
 from topology.broker.deliveries import Deliveries
-from topology.broker.session import ChannelLost
+from topology.broker.session import ChannelLost, Delivery
 
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
 
@@ -81,13 +81,14 @@ class Working:
         *,
         entrance: QueueEntrance | None = None,
         tracing: Tracing | None = None,
+        job_of: Callable[[Delivery], Job] | None = None,
     ) -> None:
         self.bench = bench
         self.deliveries = FakeDeliveries()
         self.activity = LaneActivity("critical", slots=4, due_slots=1)
         self.pool = Pool(
             self.deliveries,
-            job_of=lambda delivery: bench.job(delivery=delivery),
+            job_of=job_of or (lambda delivery: bench.job(delivery=delivery)),
             handle=handle,
             settler=bench.settler,
             activity=self.activity,
@@ -166,9 +167,11 @@ async def test_a_request_that_cannot_even_be_dead_lettered_is_requeued_and_the_l
 
 
 async def test_a_delivery_that_cannot_become_a_job_is_requeued() -> None:
+    def fail(delivery: Delivery) -> Job:
+        raise ValueError("a fault")
+
     bench = Bench()
-    working = Working(bench, answer)
-    working.pool._job_of = lambda delivery: 1 / 0  # type: ignore[assignment, return-value]
+    working = Working(bench, answer, job_of=fail)
     working.deliver(bench.delivery())
     await until(lambda: bench.log == ["reject"])
     assert working.activity.running == 0
@@ -177,9 +180,11 @@ async def test_a_delivery_that_cannot_become_a_job_is_requeued() -> None:
 
 async def test_a_request_that_was_set_aside_is_acknowledged_and_neither_handled_nor_counted() -> None:
     class Moving(QueueEntrance):
+        @override
         async def enter(self, job: Job) -> Admission:
             return Admission.ASIDE
 
+        @override
         async def set_aside(self, job: Job) -> Outcome | None:
             bench.log.append("moved")
             return None
@@ -194,9 +199,11 @@ async def test_a_request_that_was_set_aside_is_acknowledged_and_neither_handled_
 
 async def test_an_internal_error_while_setting_aside_requeues_the_delivery_and_the_lane_continues() -> None:
     class Broken(QueueEntrance):
+        @override
         async def enter(self, job: Job) -> Admission:
             return Admission.ASIDE
 
+        @override
         async def set_aside(self, job: Job) -> Outcome | None:
             raise ZeroDivisionError
 
@@ -314,13 +321,16 @@ async def test_on_a_stop_a_request_with_an_outcome_is_settled_although_others_ar
     async def refuse(job: Job) -> Outcome:
         return Refused(RequestProblem("deadline_exceeded", "too late"))
 
+    settling = asyncio.Event()
+
     async def publish(*_: Any, **__: Any) -> None:
+        settling.set()
         await confirmed.wait()
 
     bench.publisher.publish_surely = publish  # type: ignore[method-assign]
     working = Working(bench, refuse)
     working.deliver(bench.delivery())
-    await until(lambda: working.pool._undecided == {} and working.activity.running)
+    await asyncio.wait_for(settling.wait(), 30)
     await working.pool.stop()
     working.pool.give_back_waiting()
     await asyncio.sleep(0.01)

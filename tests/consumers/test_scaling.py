@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
 from structlog.testing import capture_logs
+from typing_extensions import override
 
 from consumers.capacity import scaling
 from consumers.capacity.activity import LaneActivity
@@ -16,28 +16,19 @@ from consumers.job import Job
 from lanekeeper.contract.problems import BrokerUnreachable
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS, Bench
+from tests.support.pools import FakePool
 from tests.support.waiting import until
 
 
-@dataclass(eq=False)
-class FakePool:
-    """Holds its deliveries until it is released."""
+class HoldingPool(FakePool):
+    """Ends when it was told to stop and its last request has ended."""
 
-    queue: str
-    slots: int
-    running: int = 0
-    in_hand: int = 0
-    jobs: set[Job] = field(default_factory=set)
-    is_stopped: bool = False
-    is_over: bool = False
-
+    @override
     async def run(self) -> None:
         await until(lambda: self.is_stopped and not self.in_hand, within_s=60)
         self.is_over = True
 
-    async def stop(self) -> None:
-        self.is_stopped = True
-
+    @override
     def give_back_waiting(self) -> None:
         assert self.is_stopped
         self.in_hand = 0
@@ -50,7 +41,8 @@ class World:
         self.waiting: dict[str, int] = {}
         self.held: dict[str, str] = {}
         self.asked: list[list[str]] = []
-        self.added: list[FakePool] = []
+        self.added: list[HoldingPool] = []
+        self.pools: dict[str, HoldingPool] = {}
         self.is_broker_away = False
         self.answers = asyncio.Event()
         self.answers.set()
@@ -62,13 +54,14 @@ class World:
         )
 
     def _line(self, lane: str, *, slots: int, kept: int, most: int) -> ScaledQueue:
-        def more(count: int) -> FakePool:
-            self.added.append(FakePool(lane, count))
+        def more(count: int) -> HoldingPool:
+            self.added.append(HoldingPool(lane, count))
             return self.added[-1]
 
+        self.pools[lane] = HoldingPool(lane, slots)
         return ScaledQueue(
             lane=lane,
-            pool=FakePool(lane, slots),
+            pool=self.pools[lane],
             new_pool=more,
             reserved=kept,
             max_slots=most,
@@ -85,7 +78,7 @@ class World:
 
     def flood(self) -> None:
         """All slots of the less urgent lane are in use, and many more requests wait."""
-        self.low.pool.in_hand = 2  # type: ignore[misc]
+        self.pools["low"].in_hand = 2
         self.waiting["low"] = 500
 
     @property
@@ -121,7 +114,7 @@ async def test_the_length_is_asked_only_of_queues_whose_slots_are_all_in_use() -
     async with world.watched():
         await asyncio.sleep(0.06)
         assert not world.asked
-        world.low.pool.in_hand = 2  # type: ignore[misc]
+        world.pools["low"].in_hand = 2
         await until(lambda: world.asked)
     assert world.asked[0] == ["low"]
 
@@ -148,10 +141,10 @@ async def test_lent_slots_are_taken_back_at_once_and_their_running_requests_end(
     async with world.lending():
         first, second = world.added
         first.in_hand, second.in_hand = 4, 2
-        world.high.pool.in_hand = 8  # type: ignore[misc]
+        world.pools["high"].in_hand = 8
         await until(lambda: first.is_stopped and second.is_stopped)
         ends_later = not first.is_over
-        world.high.pool.in_hand = 0  # type: ignore[misc]
+        world.pools["high"].in_hand = 0
         await asyncio.sleep(0.15)
         assert world.open == [], "what still runs on them is not lent a second time"
         first.in_hand = 0
@@ -180,7 +173,7 @@ async def test_no_more_slots_are_taken_back_than_needed() -> None:
     async with world.lending():
         for each in world.added:
             each.in_hand = each.slots
-        world.high.pool.in_hand = 2  # type: ignore[misc]
+        world.pools["high"].in_hand = 2
         await until(lambda: world.added[1].is_stopped)
         await asyncio.sleep(0.05)
         assert world.open == [4]
@@ -190,7 +183,7 @@ async def test_borrowed_slots_that_are_unused_are_given_up() -> None:
     world = World()
     async with world.lending():
         world.waiting.clear()
-        world.low.pool.in_hand = 1  # type: ignore[misc]
+        world.pools["low"].in_hand = 1
         await until(lambda: all(each.is_over for each in world.added))
         assert world.low.activity.snapshot()["extra_slots"] == 0
 
@@ -204,12 +197,12 @@ def job(bench: Bench, *, waited_ms: int) -> Job:
 async def test_a_queue_grows_while_its_deliveries_have_waited_too_long() -> None:
     world = World()
     world.flood()
-    world.high.pool.in_hand = 8  # type: ignore[misc]
-    world.low.pool.jobs = {job(Bench(), waited_ms=900)}  # type: ignore[misc]
+    world.pools["high"].in_hand = 8
+    world.pools["low"].jobs = {job(Bench(), waited_ms=900)}
     async with world.watched():
         await until(lambda: len(world.asked) > 3)
         assert not world.added, "within the target"
-        world.low.pool.jobs = {job(Bench(), waited_ms=1100)}  # type: ignore[misc]
+        world.pools["low"].jobs = {job(Bench(), waited_ms=1100)}
         await until(lambda: world.open == [1])
         world.added[0].in_hand = 1
         await until(lambda: world.open == [1, 1])
@@ -218,7 +211,7 @@ async def test_a_queue_grows_while_its_deliveries_have_waited_too_long() -> None
 async def test_a_queue_grows_if_nothing_was_delivered_for_too_long() -> None:
     world = World()
     world.flood()
-    world.high.pool.in_hand = 8  # type: ignore[misc]
+    world.pools["high"].in_hand = 8
     async with world.watched():
         await until(lambda: len(world.asked) > 3)
         assert not world.added
@@ -229,8 +222,8 @@ async def test_a_queue_grows_if_nothing_was_delivered_for_too_long() -> None:
 async def test_a_queue_does_not_grow_while_the_provider_is_the_limit_and_that_is_reported_once() -> None:
     world = World()
     world.flood()
-    world.high.pool.in_hand = 8  # type: ignore[misc]
-    world.low.pool.jobs = {job(Bench(), waited_ms=9000)}  # type: ignore[misc]
+    world.pools["high"].in_hand = 8
+    world.pools["low"].jobs = {job(Bench(), waited_ms=9000)}
     world.held["low"] = "itpm"
     with capture_logs() as logs:
         async with world.watched():

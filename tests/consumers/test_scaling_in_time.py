@@ -7,32 +7,10 @@ from structlog.testing import capture_logs
 
 from consumers.capacity.activity import LaneActivity
 from consumers.capacity.scaling import ScaledQueue, Scaling
-from consumers.job import Job
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS
+from tests.support.pools import FakePool
 from tests.support.virtual_time import virtually
-
-
-class FakePool:
-    def __init__(self, queue: str, slots: int, in_hand: int = 0) -> None:
-        self.queue, self.slots, self.in_hand = queue, slots, in_hand
-        self.jobs: set[Job] = set()
-        self._stopped = asyncio.Event()
-        self.began_s = self.stopped_s = 0.0
-
-    @property
-    def running(self) -> int:
-        return self.in_hand
-
-    async def run(self) -> None:
-        self.began_s = asyncio.get_running_loop().time()
-        await self._stopped.wait()
-
-    async def stop(self) -> None:
-        self.stopped_s = asyncio.get_running_loop().time()
-        self._stopped.set()
-
-    def give_back_waiting(self) -> None: ...
 
 
 class World:
@@ -44,8 +22,9 @@ class World:
         self.waiting, self.held = 500, dict[str, str]()
         self.asked_s: list[float] = []
         self.added: list[FakePool] = []
+        self.pools: dict[str, FakePool] = {}
         self.high, self.low = self._line("high", 4, 4), self._line("low", 2, most)
-        self.low.pool.in_hand = 2  # type: ignore[misc]
+        self.pools["low"].in_hand = 2
         self.slots = Scaling(
             [self.high, self.low],
             depths=self._depths,
@@ -64,7 +43,7 @@ class World:
             return self.added[-1]
 
         activity = LaneActivity(lane, slots=slots, due_slots=0)
-        pool = FakePool(lane, slots)
+        pool = self.pools[lane] = FakePool(lane, slots)
         return ScaledQueue(
             lane=lane,
             pool=pool,
@@ -133,7 +112,7 @@ def test_lent_slots_are_back_within_a_second_when_their_lane_needs_them() -> Non
         await asyncio.sleep(4.1)
         assert world.added
         needed_s = world.loop.time()
-        world.high.pool.in_hand = 4  # type: ignore[misc]
+        world.pools["high"].in_hand = 4
         await asyncio.sleep(1)
         assert all(0 < each.stopped_s - needed_s < 0.3 for each in world.added)
         await world.end()

@@ -13,6 +13,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from consumers.failures import RejectedError
 from consumers.job import Job
@@ -183,6 +184,7 @@ def test_a_request_to_be_parked_is_parked_although_its_redelivery_is_past_the_de
 
 
 class AcknowledgesFirst(Settler):
+    @override
     async def settle(self, job: Job, outcome: Outcome) -> Outcome | None:
         with suppress(ChannelLost):
             await job.delivery.ack()
@@ -197,12 +199,15 @@ class Settled(Delivery):
         self.message, self.queue, self.redelivered = delivery.message, delivery.queue, delivery.redelivered
         self.tag = delivery.tag
 
+    @override
     async def ack(self) -> None: ...
 
+    @override
     async def reject(self) -> None: ...
 
 
 class TellsItsOwn(Settler):
+    @override
     async def _stored(self, job: Job, outcome: Outcome) -> Outcome:
         stored = await super()._stored(job, outcome)
         return outcome if isinstance(stored, Replayed) else stored
@@ -211,6 +216,7 @@ class TellsItsOwn(Settler):
 class Unfenced(Requests):
     """A store that accepts every token."""
 
+    @override
     def complete(
         self, at: Times, identity: Identity, message: Fingerprint, completion: Completion, token: int | None
     ) -> Completion | None:
@@ -222,6 +228,7 @@ class Unfenced(Requests):
 class LastOneStays(Requests):
     """A store that keeps the last completion instead of the first."""
 
+    @override
     def complete(
         self, at: Times, identity: Identity, message: Fingerprint, completion: Completion, token: int | None
     ) -> Completion | None:

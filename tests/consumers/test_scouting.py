@@ -10,32 +10,10 @@ import pytest
 from consumers.fairness import scouting
 from consumers.fairness.lane_slots import LaneSlots, QueueSlots
 from consumers.fairness.scouting import Scouted, Scouting
+from tests.support.pools import FakePool
 from tests.support.waiting import until
 
 QUEUE = "lane.normal"
-
-
-class FakeScout:
-    """Runs until it is told to stop."""
-
-    queue = QUEUE
-    slots = running = in_hand = 0
-    jobs = ()
-
-    def __init__(self) -> None:
-        self._stopped = asyncio.Event()
-        self.is_out = False
-
-    async def run(self) -> None:
-        self.is_out = True
-        await self._stopped.wait()
-        self.is_out = False
-
-    async def stop(self) -> None:
-        self._stopped.set()
-
-    def give_back_waiting(self) -> None:
-        """Does nothing: the scout holds no delivery."""
 
 
 class Lane:
@@ -44,7 +22,7 @@ class Lane:
     def __init__(self) -> None:
         self.slots: QueueSlots = LaneSlots().queue(2)
         self.waiting = 10
-        self.scouts: list[FakeScout] = []
+        self.scouts: list[FakePool] = []
         self.looks = 0
         self.turned = 0
         self.scouting = Scouting(
@@ -54,14 +32,14 @@ class Lane:
 
     @property
     def out(self) -> int:
-        return sum(each.is_out for each in self.scouts)
+        return sum(bool(each.began_s) and not each.is_over for each in self.scouts)
 
     def fill(self) -> None:
         while self.slots.begin("crm"):
             pass
 
-    def _scout(self) -> FakeScout:
-        self.scouts.append(FakeScout())
+    def _scout(self) -> FakePool:
+        self.scouts.append(FakePool(QUEUE))
         return self.scouts[-1]
 
     async def _depths(self, queues: list[str]) -> Mapping[str, int]:

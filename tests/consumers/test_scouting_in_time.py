@@ -7,29 +7,10 @@ import pytest
 
 from consumers.fairness.lane_slots import LaneSlots, QueueSlots
 from consumers.fairness.scouting import Scouted, Scouting
+from tests.support.pools import FakePool
 from tests.support.virtual_time import virtually
 
 QUEUE = "lane.normal"
-
-
-class FakeScout:
-    queue = QUEUE
-    slots = running = in_hand = 0
-    jobs = ()
-
-    def __init__(self) -> None:
-        self._stopped = asyncio.Event()
-        self.began_s = self.ended_s = 0.0
-
-    async def run(self) -> None:
-        self.began_s = asyncio.get_running_loop().time()
-        await self._stopped.wait()
-
-    async def stop(self) -> None:
-        self.ended_s = asyncio.get_running_loop().time()
-        self._stopped.set()
-
-    def give_back_waiting(self) -> None: ...
 
 
 class Lane:
@@ -39,13 +20,13 @@ class Lane:
         self.loop = asyncio.get_running_loop()
         self.waiting = waiting
         self.slots: QueueSlots = LaneSlots().queue(2)
-        self.scouts: list[FakeScout] = []
+        self.scouts: list[FakePool] = []
         self._scouting = Scouting([Scouted(queue=QUEUE, slots=self.slots, scout=self._scout)], depths=self._depths)
         self._running = asyncio.create_task(self._scouting.run())
         self.began_s = self.loop.time()
 
-    def _scout(self) -> FakeScout:
-        self.scouts.append(FakeScout())
+    def _scout(self) -> FakePool:
+        self.scouts.append(FakePool(QUEUE))
         return self.scouts[-1]
 
     async def _depths(self, queues: list[str]) -> Mapping[str, int]:
@@ -97,9 +78,9 @@ def test_a_scout_comes_back_when_slots_were_free_for_two_seconds() -> None:
         free_s = lane.loop.time()
         lane.slots.end("crm")
         await asyncio.sleep(1.5)
-        assert not scout.ended_s
+        assert not scout.stopped_s
         await asyncio.sleep(1.5)
-        assert 1.75 <= scout.ended_s - free_s <= 2.01
+        assert 1.75 <= scout.stopped_s - free_s <= 2.01
         await lane.end()
 
     virtually(story())

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typing_extensions import override
 
 from consumers.bodies.answers import AnswerBodies
 from consumers.outcomes import Answered, Buried
@@ -22,6 +23,7 @@ LARGE = Answered(body=b'{"text": "%b"}' % (b"x" * 100), model="m", provider="p")
 class Hangs(BodyStore):
     """A store on a file system that does not answer."""
 
+    @override
     async def keep_answer(self, body: bytes, *, for_s: float) -> BodyAddress:
         await asyncio.Event().wait()
         raise AssertionError

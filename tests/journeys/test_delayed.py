@@ -101,6 +101,7 @@ async def test_delayed_requests_start_in_the_order_of_their_due_times(vhost: Vho
         assert [call.prompt for call in worker.api.calls] == [f"due {each:04d}" for each in sorted(delays)]
 
 
+@pytest.mark.all_delay_levels
 async def test_beyond_the_limit_of_waiting_requests_a_long_delay_is_refused_and_a_short_one_is_not(
     vhost: Vhost,
 ) -> None:
@@ -123,6 +124,7 @@ async def test_beyond_the_limit_of_waiting_requests_a_long_delay_is_refused_and_
         assert not worker.calls("too many")
 
 
+@pytest.mark.all_delay_levels
 async def test_a_request_cancelled_before_it_arrives_ends_without_its_delay(vhost: Vhost) -> None:
     async with (
         serving(vhost.amqp_url) as worker,

@@ -114,6 +114,7 @@ async def test_a_stream_that_breaks_is_started_again_by_another_provider_after_a
         assert not [each for each in parts[at + 1 :] if each.headers["x-lane-part"] == "restart"]
 
 
+@pytest.mark.all_delay_levels
 async def test_a_request_above_its_tenants_cap_is_refused_with_the_figures_or_waits_for_the_next_day(
     vhost: Vhost,
 ) -> None:

@@ -37,6 +37,7 @@ async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vh
             requester(vhost.amqp_url) as app,
         ):
             await worker.ready()
+            began_s = time.monotonic()
             sent = {"x-lane-sent-ms": time.time_ns() // 1_000_000}
             for n in range(20):
                 assert (await app.ask({"prompt": f"chat {n}"}, headers=sent)).status == "ok"
@@ -67,9 +68,11 @@ async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vh
             assert batch["wait_p50_ms"] is None, "nothing has ended there yet"
             assert (critical["depth"], critical["running"]) == (0, 0)
             assert (critical["consumers"], critical["workers"], critical["slots"]) == (2, 2, 32)
-            assert (critical["answered"], critical["failed"], critical["throughput_per_min"]) == (20, 1, 21)
+            assert (critical["answered"], critical["failed"]) == (20, 1)
             assert 0 <= critical["wait_p50_ms"] <= critical["wait_p95_ms"] < 60_000
-            assert (normal["answered"], normal["retried"], normal["throughput_per_min"]) == (1, 1, 1)
+            assert (normal["answered"], normal["retried"]) == (1, 1)
+            if time.monotonic() - began_s < 60:  # on a busy machine the first may be more than a minute ago
+                assert (critical["throughput_per_min"], normal["throughput_per_min"]) == (21, 1)
 
             async def told_in_words() -> list[str] | None:
                 code, lines = await run("status", environ=environ, folder=tmp_path)

@@ -207,7 +207,7 @@ def test_a_command_that_sends_spans_logs_it_only_to_standard_error(monkeypatch: 
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=180,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
 

@@ -2,10 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Sequence
+from typing import Any
 
 from typing_extensions import override
 
-from tests.support.jobs import FakeDelivery
+from consumers.control.answer import Answers
+from consumers.control.queue import Control
+from consumers.replies.address import ReplyRule
+from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery
 from topology.broker.deliveries import Deliveries
 from topology.broker.session import Delivery, Session
 
@@ -67,3 +71,20 @@ class FakeDeliveries(Deliveries):
 
 async def none_waits() -> dict[str, int]:
     return {"lane.control": 0}
+
+
+def answers_of(bench: Bench, *, bound: bool = False) -> Answers:
+    return Answers(bench.publisher, direct=bench.direct, rule=ReplyRule(names=NAMES, bound=bound))
+
+
+def control(bench: Bench, session: FakeSession, **given: Any) -> Control:
+    """The reader of a control queue whose deliveries are those of `session`."""
+    given = {"answers": answers_of(bench), "ready": none_waits, "kept_s": 86_400, "per_tenant_s": 100, **given}
+    return Control(
+        FakeDeliveries(session),
+        claiming=bench.claiming,
+        settler=bench.settler,
+        now_ms=lambda: NOW_MS,
+        speakers=("gateway",),
+        **given,
+    )

@@ -8,6 +8,7 @@ async with serving(url) as worker:
 import asyncio
 
 from aiohttp import web
+from typing_extensions import override
 
 from service.simulated import messages
 from service.simulated.app import SimulatedAPI
@@ -27,6 +28,7 @@ class HeldCalls(SimulatedAPI):
         self._released = Released()
         self.configure(self.options)
 
+    @override
     def configure(self, options: SimulatedOptions) -> None:
         self._routes = HeldRoutes(options, self._calls, self._released)
 
@@ -57,6 +59,7 @@ class HeldRoutes(Routes):
         super().__init__(options, calls)
         self._released = released
 
+    @override
     async def _answer(
         self, request: web.BaseRequest, asked: messages.Asked, fault: Fault | None, request_id: str
     ) -> web.StreamResponse:

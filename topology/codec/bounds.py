@@ -27,8 +27,9 @@ _MARKS: Final = (b",", b":", b"[", b"{")
 _ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
 _STEP: Final = 16
 _RUN: Final = b"0" * (DIGITS // _STEP)
-"""The pattern that finds too long numbers. The search looks only at every 16th byte of the text, in which all digits
-were replaced by zeros: a number with more than `DIGITS` digits then shows as this many successive zeros."""
+"""What to search for to find too long numbers: a run of zeros. Before the search all digits of the text are replaced by
+zeros, and only every 16th byte is kept. A number with more than `DIGITS` digits then has at least this many zeros in a
+row."""
 
 
 class Measure:

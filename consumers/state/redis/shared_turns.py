@@ -126,8 +126,8 @@ class SharedTurns:
             )
 
     async def decided(self, waiter: Waiter) -> None:
-        """Wait until it is decided whether a new waiting request is granted at once (`Turns.decided`). Returns without
-        a decision if Redis does not answer within `AT_ONCE_S`."""
+        """Wait until the script in Redis has decided whether a new request gets the account's budget at once
+        (`Turns.decided`). Returns without a decision if Redis does not answer within `AT_ONCE_S`."""
         try:
             async with asyncio.timeout(AT_ONCE_S):
                 # The running step may have begun before this waiter joined the line; then wait for the next one.

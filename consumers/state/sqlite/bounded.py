@@ -23,8 +23,9 @@ _FORGET_UNSEEN = f"DELETE FROM request WHERE tenant = ? AND id = ? AND {IS_UNSEE
 _FORGET_UNTRIED = (
     "DELETE FROM request WHERE tenant = ? AND id = ? AND keep_ms <= ? AND status = 'error' AND lease_ms = 0"
 )
-"""`keep_ms <= ?` excludes a request whose dead letter was published again: its row is kept for longer than when it was
-counted."""
+"""The SQL statement that removes one result of an untried request (one that ended before any attempt). Its condition
+`keep_ms <= ?` excludes a request that ran again since it was counted, because its dead letter was published again: its
+row is kept for longer."""
 
 
 class Bounded:

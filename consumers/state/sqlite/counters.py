@@ -12,7 +12,7 @@ KEPT_AFTER_MS = 86_400_000
 
 class Counters:
     """Implements `Allowances` (how much was used in a period) and `Leases` (which process does a job) on one SQLite
-    connection. `at`: the time of the transaction."""
+    connection. `at`: the time, read once for the whole transaction."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._execute = connection.execute

@@ -52,7 +52,8 @@ CREATE TRIGGER request_removed AFTER DELETE ON request
     BEGIN DELETE FROM followed WHERE tenant = old.tenant AND id = old.id; END;
 """
 ENTRIES_IN_A_LOOK: Final = 5000
-"""The most entries that one call of `look` returns for all its requests; the next call returns the rest."""
+"""The most entries (steps and events) that one call of `look` returns for all its requests together; the next call
+returns the rest."""
 _FIELDS: Final = "body_hash, lane, streams, submitted_ms, due_ms, deadline_ms"
 _ADD: Final = (
     f"INSERT INTO followed (tenant, id, {_FIELDS}, last, events, bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0)"

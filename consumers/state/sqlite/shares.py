@@ -9,11 +9,11 @@ from consumers.state.spec import StoreSpec
 
 STEP_ROWS = 100
 UNSEEN: Final = "unseen"
-"""The kind of counted rows: cancellations of requests that no worker has seen."""
+"""The kind of counted items: cancellations of requests that no worker has seen."""
 UNTRIED: Final = "untried"
-"""The kind of counted rows: results of requests that ended before any attempt was made."""
+"""The kind of counted items: results of requests that ended before any attempt was made."""
 WAITING: Final = "waiting"
-"""The kind of counted rows: messages that wait in the broker because their publisher asked for a delay."""
+"""The kind of counted items: messages that wait in the broker because their publisher asked for a delay."""
 SCHEMA = """
 CREATE TABLE share (
     kind TEXT NOT NULL,

@@ -25,7 +25,8 @@ from lanekeeper.amqp.driver.quiet import QuietConnection, quietly
 OVERRIDDEN = ("_Connection__handle_connection_blocked", "_Connection__handle_connection_unblocked")
 
 OnAlarm = Callable[[str | None], None]
-"""Called with the broker's reason ("low on memory") when it blocks the connection, with None when it unblocks it."""
+"""A function that is called with the broker's reason ("low on memory") when the broker blocks the connection, and with
+None when it unblocks it."""
 
 
 class UnderlyingConnection(QuietConnection, Underlying):

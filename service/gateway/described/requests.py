@@ -1,16 +1,15 @@
-"""The OpenAPI of `/v1/requests` and `/v1/ws`."""
+"""Describes the gateway's paths `/v1/requests` and `/v1/ws` for its OpenAPI document."""
 
 from collections.abc import Iterable
 from typing import Any, get_args
 
 from lanekeeper.errors import Cancelled
 from service.gateway.described import schemas
-from service.gateway.described.schemas import PATH_ID, TEXT, WHOLE, Schema, content, operation, record, ref
+from service.gateway.described.schemas import PATH_ID, TEXT, TIME, WHOLE, Schema, content, operation, record, ref
 from service.gateway.documents import PROBLEM, path_of
 from service.gateway.events import LARGEST_NUMBER, LAST_EVENT_ID
 
 WORDS = ("queued", "delayed", "running", "retrying", "completed", "failed", "cancelled")
-_TIME: Schema = {"type": "string", "format": "date-time"}
 _NUMBER: Schema = {"type": "integer", "minimum": 0, "maximum": LARGEST_NUMBER}
 _ACCESS = (401, 403, 500, 503)
 
@@ -84,12 +83,12 @@ def status() -> Schema:
         "attempts": {**WHOLE, "description": "Attempts that have ended; one that is running is not counted."},
     }
     more: dict[str, Schema] = {
-        "submitted_at": _TIME,
-        "deadline_at": _TIME,
-        "due_at": _TIME,
-        "ended_at": _TIME,
+        "submitted_at": TIME,
+        "deadline_at": TIME,
+        "due_at": TIME,
+        "ended_at": TIME,
         "position": WHOLE,
-        "predicted_start_at": _TIME,
+        "predicted_start_at": TIME,
         "model": TEXT,
         "provider": TEXT,
         "wait_ms": WHOLE,

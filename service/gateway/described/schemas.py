@@ -11,6 +11,7 @@ Schema = dict[str, Any]
 SECURITY: list[dict[str, list[str]]] = [{"key": []}, {"bearer": []}, {}]
 """The security requirement of the documents: callers need an API key, unless no keys are configured."""
 TEXT: Schema = {"type": "string"}
+TIME: Schema = {"type": "string", "format": "date-time"}
 WHOLE: Schema = {"type": "integer", "minimum": 0}
 PATH_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
@@ -45,7 +46,7 @@ REPLY_HEADERS: Mapping[str, Schema] = {
 DEAD_HEADERS: Mapping[str, Schema] = {
     n.DEAD_CODE: {"enum": list(PROBLEMS)},
     n.DEAD_DETAIL: TEXT,
-    n.DEAD_AT: {"type": "string", "format": "date-time"},
+    n.DEAD_AT: TIME,
     n.ATTEMPT: WHOLE,
     n.ROUTING_KEY: TEXT,
     n.ERRORS: {"type": "array", "items": TEXT, "maxItems": 5},
@@ -110,5 +111,5 @@ def operation(
 
 
 def content(schema: Schema) -> dict[str, Any]:
-    """The OpenAPI content of a JSON body with this schema."""
+    """The value of OpenAPI's field `content` for a JSON body with this schema."""
     return {"content": {"application/json": {"schema": schema}}}

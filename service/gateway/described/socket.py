@@ -6,14 +6,13 @@ from typing import Any, Final, get_args
 
 from lanekeeper.errors import Cancelled
 from service.gateway.described import requests
-from service.gateway.described.schemas import EVENT, MESSAGE, TEXT, WHOLE, Schema, record
+from service.gateway.described.schemas import EVENT, MESSAGE, TEXT, TIME, WHOLE, Schema, record
 from service.gateway.documents import JSON
 from service.gateway.socket_messages import FIELDS, HEADERS_AT_MOST, LARGEST_NUMBER, LONGEST_HEADER, LONGEST_REF, NEEDED
 from topology.codec import schemas as codec
 
 CHANNEL: Final = "socket"
 PATH: Final = "/v1/ws"
-_TIME: Final[Schema] = {"type": "string", "format": "date-time"}
 _SHORT: Final[Schema] = {"type": ["string", "null"], "maxLength": LONGEST_REF}
 _FIELD_SCHEMAS: Final[Mapping[str, Schema]] = {
     "ref": {**_SHORT, "description": "Comes back with the answer."},
@@ -29,7 +28,7 @@ _FIELD_SCHEMAS: Final[Mapping[str, Schema]] = {
 }
 _END: Final = requests.status()
 DATA: Final[Mapping[str, Schema]] = {
-    "queued": record({"lane": TEXT, "submitted_at": _TIME, "due_at": _TIME}, optional=["due_at"]),
+    "queued": record({"lane": TEXT, "submitted_at": TIME, "due_at": TIME}, optional=["due_at"]),
     "started": record({"attempt": WHOLE, "wait_ms": WHOLE}),
     "event": EVENT,
     "restart": record({}),

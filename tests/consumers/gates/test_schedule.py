@@ -34,6 +34,7 @@ class FakeClaiming(Claiming):
         self.noted.append("long")
         return self.may_wait
 
+    @override
     async def reserve(self, job: Job, *, weight: int, until_ms: int) -> WaitingLimit:
         self.weights.append(weight)
         return self.limit

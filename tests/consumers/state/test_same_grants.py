@@ -18,6 +18,7 @@ import pytest
 import redis as redis_client
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from consumers.limits.account import Account
 from consumers.limits.amounts import NOTHING, Amounts
@@ -58,6 +59,7 @@ class ByTheLoop(RedisClient):
     def __init__(self, server: Any) -> None:
         self.server = server
 
+    @override
     async def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int | float) -> Any:
         micros = round(1e6 * asyncio.get_running_loop().time())
         time = json.dumps([micros // 1_000_000, micros % 1_000_000])
@@ -69,6 +71,7 @@ class Noted(Waiter):
 
     player: "Player"
 
+    @override
     def wake(self) -> bool:
         assert self.reservation is not None
         self.player.waiting.remove(self)

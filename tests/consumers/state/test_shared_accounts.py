@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from consumers.limits import adaptive
 from consumers.limits.account import Account
@@ -60,6 +61,7 @@ class FaultyClient(RedisClient):
     fault_after_s = 0.0
     next_answer: list[bytes] | None = None
 
+    @override
     async def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int | float) -> Any:
         if self.fault is not None:
             fault = self.fault

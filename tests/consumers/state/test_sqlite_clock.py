@@ -4,6 +4,7 @@ changed."""
 from pathlib import Path
 
 import pytest
+from typing_extensions import override
 
 from consumers.state.base import Ended, Granted, Identity, Running
 from consumers.state.clock import Clock
@@ -19,12 +20,15 @@ class Calendar(Clock):
         self.booted = "1"
         self.uptime_ms = 5_000
 
+    @override
     def since_1970_ms(self) -> int:
         return 1_790_000_000_000 + self.ahead_ms
 
+    @override
     def since_boot_ms(self) -> int:
         return self.uptime_ms
 
+    @override
     def boot(self) -> str:
         return self.booted
 

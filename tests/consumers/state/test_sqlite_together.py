@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from consumers.state.base import Completion, Conflict, Ended, Granted, Held, Identity, Running, Stop
 from consumers.state.clock import Clock
@@ -28,9 +29,11 @@ class Standing(Clock):
 
     ms = 1_000_000
 
+    @override
     def since_boot_ms(self) -> int:
         return self.ms
 
+    @override
     def since_1970_ms(self) -> int:
         return self.ms
 

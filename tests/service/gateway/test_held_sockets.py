@@ -61,6 +61,7 @@ class Endless(Following):
         super().__init__(known, looking)
         self.begins = asyncio.Event()
 
+    @override
     async def entries(self, id: str, caller: GatewayKey, *, after: int) -> AsyncGenerator[Entry, None]:
         await self.begins.wait()
         while True:

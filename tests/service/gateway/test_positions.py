@@ -1,6 +1,7 @@
 """The place of a request in its lane, and when it may start: told where they are known."""
 
 import pytest
+from typing_extensions import override
 
 from consumers.capacity import pace
 from consumers.state.base import StoreUnavailable, Taken
@@ -19,6 +20,7 @@ class Lane(Client):
         self.consumers = consumers
         self.asked = 0
 
+    @override
     async def depth(self, lane: str) -> Depth | None:
         self.asked += 1
         return None if self.ready is None else Depth(self.ready, self.consumers)

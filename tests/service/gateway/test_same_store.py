@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 from structlog.testing import capture_logs
+from typing_extensions import override
 
 from consumers.state.base import Identity
 from lanekeeper import Client, Final
@@ -27,6 +28,7 @@ class Worker(Client):
         self.asked: list[str] = []
         self.has_answered = False
 
+    @override
     async def result(self, id: str, *, tenant: str | None = None, wait_s: float = 0) -> Final:
         self.asked.append(id)
         try:

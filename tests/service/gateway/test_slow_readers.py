@@ -9,6 +9,7 @@ from typing import Unpack
 import aiohttp
 import pytest
 from pydantic import SecretStr
+from typing_extensions import override
 
 from lanekeeper import Client, Final, Part
 from lanekeeper.client import Body
@@ -41,6 +42,7 @@ class Told(Client):
         self.most_bytes = 0
         """The most that one endless answer has given."""
 
+    @override
     async def stream(
         self,
         body: Body,

@@ -7,6 +7,7 @@ from typing import Unpack
 
 import aiohttp
 from pydantic import SecretStr
+from typing_extensions import override
 
 from lanekeeper import Client, Final
 from lanekeeper.bodies import BodyStore
@@ -34,6 +35,7 @@ class Told(Client):
         super().__init__(settings.broker_url)
         self._kept = kept
 
+    @override
     async def request(
         self,
         body: Body,

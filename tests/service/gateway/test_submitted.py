@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, Unpack
 import aiohttp
 import pytest
 from pydantic import SecretStr
+from typing_extensions import override
 
 from lanekeeper import Client
 from lanekeeper.bodies import BodiesUnavailable
@@ -36,6 +37,7 @@ class Publishing(Client):
         self.bodies: list[bytes] = []
         self.is_full = False
 
+    @override
     async def publish(self, body: Mapping[str, Any] | bytes | BinaryIO, *, key: str, **options: Unpack[Options]) -> str:
         self.begun += 1
         if self.is_full:
