@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 
 from typing_extensions import override
 
@@ -17,11 +18,13 @@ from consumers.state.base import (
     Conflict,
     Ended,
     Fingerprint,
+    Found,
     Granted,
     Held,
     Identity,
     Running,
     Stop,
+    StoreUnavailable,
 )
 from consumers.state.following import Part, Refused
 from tests.support.jobs import NOW_MS, Bench, decoded, read
@@ -150,3 +153,27 @@ async def test_an_answer_is_stored_although_the_delivery_is_lost_while_entries_a
     answer = Completion(status="ok", body=b"{}", headers={}, ended_ms=NOW_MS)
     await lost_while_its_entries_are_written(store, Answered(body=b"{}", model="m", provider="p"), answer)
     assert store.log == ["claim", "stored"]
+
+
+def test_a_store_that_is_unavailable_is_asked_again_at_least_once_a_second() -> None:
+    class Away(MemoryStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked_s: list[float] = []
+
+        async def find(self, identity: Identity) -> Found | None:
+            self.asked_s.append(asyncio.get_running_loop().time())
+            if len(self.asked_s) < 15:
+                raise StoreUnavailable("locked")
+            return None
+
+    async def story() -> None:
+        store = Away()
+
+        assert await Claiming(store).find(Identity("", "m-1")) is None
+
+        pauses_s = [after - before for before, after in pairwise(store.asked_s)]
+        assert 0 < pauses_s[0] <= 0.05
+        assert max(pauses_s) <= 1
+
+    virtually(story())

@@ -48,6 +48,7 @@ def starts_s(account: Account, waiter: Waiter, now_s: float) -> float:
 )
 @example(lane=NORMAL, wanted=600, level=450, saved=(0, 0, 0.8)).via("batch has saved its reserve after 2 s")
 @example(lane=CRITICAL, wanted=300, level=150, saved=(0, 0, 0.8)).via("batch after 2 s, normal after 10 s")
+@example(lane=NORMAL, wanted=10, level=0, saved=(0, -0.5, 0)).via("the lane has a debt")
 def test_a_single_waiting_request_starts_when_predicted(
     lane: int, wanted: float, level: float, saved: tuple[float, ...]
 ) -> None:
