@@ -176,8 +176,8 @@ def vhost(broker: RunningBroker) -> Iterator[Vhost]:
 
 @pytest.fixture
 def few_delay_levels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the marks `all_delay_levels` and `timing`: what this process declares has only the lowest `DELAY_LEVELS` levels of the
-    delay cascade. The processes that a test starts declare all of them."""
+    """Without the marks `all_delay_levels` and `timing`: what this process declares has only the lowest `DELAY_LEVELS`
+    levels of the delay cascade. The processes that a test starts declare all of them."""
     if not any(map(request.node.get_closest_marker, ("all_delay_levels", "timing"))):
         monkeypatch.setattr(delays, "LEVELS", DELAY_LEVELS)
 
