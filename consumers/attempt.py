@@ -54,7 +54,7 @@ class _FailedCall(NamedTuple):
     error: ProviderError
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Attempts:
     """Makes one attempt to get an answer for a job that has passed the gates: calls a provider, and another one if that
     call fails. The job's delivery is settled later, by `settle.py`."""

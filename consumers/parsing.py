@@ -17,8 +17,8 @@ from topology.codec import bounds
 
 T = TypeVar("T")
 AT_ONCE_S: Final = 0.01
-"""For how many seconds a process that has not parsed lately may parse without a pause: enough for about twenty bodies
-of 100 KB."""
+"""How many seconds of parsing a process may do before it must pause for other tasks; the allowance refills with time.
+Enough for about twenty bodies of 100 KB."""
 TINY_BYTES: Final = 4096
 """A body up to this size is parsed at once, without waiting: it takes at most a millisecond, whatever its content."""
 _WITHIN_LIMITS: Final = ""

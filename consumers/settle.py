@@ -50,7 +50,7 @@ again at once, and without this pause a message that always fails would keep the
 log = logs.logger()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Settler:
     """Settles deliveries: carries out the outcome of each (stores it, publishes the reply, a delayed copy or a dead
     letter), and then acknowledges the delivery."""

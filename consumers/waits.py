@@ -16,8 +16,8 @@ SHORTEST_NS: Final = 1 * MS
 """Waits outside a worker of fewer nanoseconds than this are not recorded, because most times are known only in whole
 milliseconds."""
 SHORTEST_IN_WORKER_NS: Final = 5 * MS
-"""Waits inside a worker of fewer nanoseconds than this are not recorded: to get a claim from the store takes about as
-long."""
+"""A shorter wait inside a worker, in nanoseconds, is not recorded as one: every request spends about as long on getting
+its claim from the store."""
 
 
 @dataclass(frozen=True, slots=True)

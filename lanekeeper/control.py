@@ -40,7 +40,7 @@ WORKERS_COUNTED_AFTER_S = 0.5
 _START_ONE = "start one with `lanekeeper serve` or `lanekeeper consume`"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Control:
     """Sends control messages, which cancel a request or ask for its result, and reads the workers' answers. `user`: the
     connection's AMQP user."""

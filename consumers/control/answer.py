@@ -27,7 +27,7 @@ from topology.broker.notices import Notices
 log = logs.logger()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Answers:
     """Publishes the answers to control messages (cancel, result). `notices`: sends all answers except results, many of
     them in one write and without confirms, because a client that gets no answer asks again."""

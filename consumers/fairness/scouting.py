@@ -79,8 +79,8 @@ class Scouting:
                     await self._look(scouted)
 
     async def stop(self) -> None:
-        """Stop all scouts (consumers without slots) and start no more; `run` returns when their running requests have
-        ended."""
+        """Stop all scouts and start no more. `run` returns when the requests that they took, and that run in slots of
+        their queues, have ended."""
         self._stopping.set()
         await self._call_all_back()
 

@@ -40,7 +40,7 @@ not come at the same time."""
 OnWait = Callable[[Job, Wait], None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BudgetGate:
     """Reserves a provider's budget (requests and tokens per minute) for the call of a job: of the first provider in its
     chain that has enough soon, else of the one with the shortest wait. `on_wait` is called when a wait begins that is

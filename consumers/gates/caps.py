@@ -23,7 +23,7 @@ STORE_AWAY_MS = 1000
 Estimate = Callable[[Job, Request, Route], Amounts]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class CapsGate:
     """Lets a request pass if its lane and its tenant have enough left of their daily caps (limits of requests, tokens
     and dollars, set by the operator). `estimate`: the amounts that a request is expected to use on a route

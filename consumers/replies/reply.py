@@ -31,7 +31,7 @@ PART_TIMEOUT_S = 5.0
 log = logs.logger()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Replies:
     """Publishes replies to the default exchange. `loses_large_parts`: what happens to a part of a stream that is larger
     than a message may be. True: it is left out, because a large final answer can be stored beside the broker. False: it

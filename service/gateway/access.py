@@ -34,7 +34,7 @@ def hash_of(key: str) -> str:
 def is_loopback(host: str) -> bool:
     """Whether an address or host name is a loopback address: only programs on this machine can use it."""
     try:
-        return ip_address(host.partition("%")[0]).is_loopback
+        return ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
 

@@ -113,7 +113,7 @@ def refusal(error: ApiError | LanekeeperError, id: str | None = None) -> web.Res
     about."""
     status, document, headers = problem_of(error, id)
     body = json.dumps(document, ensure_ascii=False).encode()
-    return answer(body, status=status, **{**headers, "content-type": PROBLEM})
+    return answer(body, status=status, **{**headers, "content-type": PROBLEM, "cache-control": "no-store"})
 
 
 def answer(body: bytes, *, status: int = 200, **headers: str) -> web.Response:

@@ -24,6 +24,8 @@ def test_each_key_is_new_and_long() -> None:
         ("127.0.0.1", True),
         ("127.9.9.9", True),
         ("::1", True),
+        ("::1%lo", True),
+        ("127.0.0.1%2eevil.example", False),
         ("localhost", True),
         ("LOCALHOST", True),
         ("0.0.0.0", False),
