@@ -69,7 +69,7 @@ class Kind(StrEnum):
     OVERLOADED = "overloaded"
     SPEND_LIMIT = "spend_limit"
     FAILED = "failed"
-    """The response is an error of none of these kinds: only its headers may say something about the account's limits."""
+    """The response is an error of none of these kinds: only its headers may tell the account's limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

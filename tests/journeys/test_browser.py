@@ -3,7 +3,6 @@ restarted."""
 
 import asyncio
 import json
-import shutil
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.brokers import Vhost
-from tests.support.chromium import PROGRAM, Page, opened
+from tests.support.chromium import Page, opened
 from tests.support.held_provider import HeldProvider
 from tests.support.http_calls import call, submit
 from tests.support.processes import Running, environment, lanekeeper
@@ -26,12 +25,7 @@ LANE = {"x-lane-name": "batch"}
 """Its deadline and its time between two events are longer than a gateway takes to start on a busy machine."""
 BOTH = ("byEvents", "bySocket")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        shutil.which(PROGRAM) is None, reason=f"{PROGRAM} is not installed (Debian: apt install chromium)"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("chromium")]
 
 
 class Story:

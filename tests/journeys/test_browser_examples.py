@@ -1,13 +1,12 @@
 """The browser programs in docs/clients.md follow a request to its end."""
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.support.brokers import Vhost
-from tests.support.chromium import PROGRAM, opened
+from tests.support.chromium import opened
 from tests.support.gate import gate
 from tests.support.serving import serving
 from tests.support.sources import ROOT
@@ -16,12 +15,7 @@ from tests.support.waiting import STARTED_S, until
 PROGRAMS = re.findall(r"```typescript\n(.*?)```", (ROOT / "docs/clients.md").read_text(), re.DOTALL)
 PAGE = "<!doctype html><script>const told = []; console.log = (...said) => told.push(JSON.stringify(said));</script>"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        shutil.which(PROGRAM) is None, reason=f"{PROGRAM} is not installed (Debian: apt install chromium)"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("chromium")]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=["EventSource", "WebSocket"])

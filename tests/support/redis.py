@@ -1,20 +1,14 @@
 """A private Redis for tests: on loopback, nothing stored on disk, ended when its starter ends."""
 
-import fcntl
-import os
-import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
-from service.private_broker.install import install
-from service.private_broker.source import LOOPBACK, Steps, Unavailable, free_ports
+from service.private_broker.source import LOOPBACK, free_ports
+from tests.support.packages import see_that_it_is_installed
 
 SERVER = "redis-server"
 START_S = 60
@@ -62,23 +56,10 @@ class RedisServer:
 @contextmanager
 def redis_server(folder: Path) -> Iterator[RedisServer]:
     """A running server. If there is none and none can be installed, the test is skipped; in CI it fails."""
-    _see_that_it_is_installed()
+    see_that_it_is_installed(SERVER)
     server = RedisServer(folder)
     try:
         server.start()
         yield server
     finally:
         server.kill()
-
-
-def _see_that_it_is_installed() -> None:
-    if shutil.which(SERVER) is None:
-        with Path(tempfile.gettempdir(), "lanekeeper-tests-redis.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # only one process of the test session installs it
-            try:
-                if shutil.which(SERVER) is None:
-                    install(Steps(), SERVER)
-            except Unavailable as error:
-                if os.environ.get("CI") == "true":
-                    pytest.fail(str(error))
-                pytest.skip(f"{error} (apt install {SERVER})")
