@@ -109,6 +109,17 @@ def test_a_header_of_any_type_may_come_before_those_that_are_read(type: int, val
     assert json.loads(data)["error"] == {"type": "rate_limit_error", "message": "Too many"}
 
 
+@pytest.mark.parametrize(("fields", "is_read"), [(45, True), (55, False)])
+def test_a_payload_with_more_than_a_hundred_keys_and_values_is_not_read(fields: int, is_read: bool) -> None:
+    payload = json.dumps({"message": "Too many"} | {str(each): each for each in range(fields)}).encode()
+
+    (data,) = FrameSplitter(max_event_bytes=10_000).feed(
+        frame(payload, message_type="exception", exception_type="throttlingException")
+    )
+
+    assert json.loads(data)["error"]["message"] == ("Too many" if is_read else "throttlingException")
+
+
 @given(st.integers(0, 200), st.integers(1, 255))
 def test_a_damaged_byte_is_detected(at: int, flip: int) -> None:
     damaged = bytearray(event(EVENTS[0]))
