@@ -187,6 +187,7 @@ async def test_a_request_that_had_ended_is_answered_with_the_stored_reply(bench:
     assert isinstance(await bench.settler.settle(bench.job(), later), Replayed)
     first, second = (each.message for each in bench.publisher.sent)
     assert first.body == second.body == ANSWERED.body
+    assert n.REPLAYED not in first.headers
     assert second.headers == {**first.headers, n.REPLAYED: True}
     assert bench.log[-2:] == ["ack", "event: replayed"]
 

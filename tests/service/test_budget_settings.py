@@ -403,3 +403,12 @@ def test_a_region_that_would_change_the_providers_host_is_refused(region: str) -
 @pytest.mark.parametrize("toml", ["providers = 5", "[providers]\neu = 5", "[models]\nfallbacks = 5", "caps = []"])
 def test_a_value_in_place_of_a_table_is_refused(toml: str) -> None:
     assert re.match(r"wrong setting: [a-z.]+ in given.toml: found (5|\[\]), allowed is a table", wrong(toml))
+
+
+@pytest.mark.parametrize("share", ["in_flight = 1.5", "in_flight = 0", "weight = 0", "weight = 2\nin_flight = 0.5"])
+def test_a_tenants_share_is_above_zero_and_its_requests_in_flight_are_a_whole_number(share: str) -> None:
+    assert load("[fair.tenants.shop]\nweight = 0.5\nin_flight = 2").fair.tenants["shop"].in_flight == 2
+
+    told = wrong(f"[fair.tenants.shop]\n{share}")
+
+    assert "numbers above 0: weight, in_flight (a whole one)" in told
