@@ -16,8 +16,8 @@ from consumers.limits.turns import Turns
 from consumers.limits.waiter import Waiter
 
 MOST: Final = 256
-"""For how many accounts (a provider with a class of models) budgets are kept: if a new account would exceed this
-number, idle accounts are removed."""
+"""The budgets of at most this many accounts (a provider with a class of models) are kept: before a new one would exceed
+this number, those that are not in use are removed."""
 AnyTurns = TypeVar("AnyTurns", bound=Turns)
 
 
@@ -140,12 +140,13 @@ class Accounts(Generic[AnyTurns]):
         return found
 
     def paused(self) -> Mapping[str, float]:
-        """For each account that a spend limit has paused: the seconds until the pause ends."""
+        """For each account that is paused because its spend limit is reached: the seconds until the pause ends."""
         left_s = {name: turns.account.paused_s(turns.now_s()) for name, turns in self._known.items()}
         return {name: seconds for name, seconds in left_s.items() if seconds > 0}
 
     async def aclose(self) -> None:
-        """Stop all timers, and send the remaining changes to Redis. Call it when no request waits any more."""
+        """Stop all timers, and send Redis the changes of the budgets that it does not know yet. Call it when no request
+        waits for budget any more."""
         for turns in list(self._known.values()):
             await turns.aclose()
 
@@ -170,7 +171,8 @@ Budgets = Accounts[Any]
 
 
 async def _turn_of(waiter: Waiter, turns: Turns, until: float | None) -> Reservation:
-    """Wait until a request is granted its budget. Returns its reservation; raises WaitTooLong at `until`."""
+    """Wait until a request is granted its budget, at most until the time `until`; then WaitTooLong is raised. Returns
+    the request's reservation."""
     waiter.turn = asyncio.get_running_loop().create_future()
     try:
         async with asyncio.timeout_at(until):

@@ -62,7 +62,7 @@ class Buckets:
         )
 
     def settle(self, lane: int, taken: Amounts, *, from_savings: Amounts, used: Amounts) -> None:
-        """After a call: give back what was taken for it and not used, and take what it used beyond that.
+        """After a call: give back to the buckets what was taken for it and not used, and take what it used beyond that.
         `from_savings`: the result of `take`."""
         for bucket, amount, saved, spent in zip(self._all, taken, from_savings, used, strict=True):
             if amount > spent:
