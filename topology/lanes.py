@@ -37,7 +37,7 @@ class LaneSpec:
     delay) to the final answer."""
     max_attempts: int
     model: str
-    """The model for requests that do not name a model."""
+    """The model that is called for requests that do not name one."""
     max_tokens: int = 1024
     """The value of `max_tokens` for requests that do not set it."""
     models: frozenset[str] | None = None

@@ -54,7 +54,7 @@ class RequestHeaders:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopHeaders:
     """The headers that a worker writes when it publishes a request again: to the wait queues of a delay, or to a side
-    queue. They are read only from messages of queues to which only workers can publish."""
+    queue. They are read only from messages of queues to which nobody but workers can publish."""
 
     attempts: int = 0
     """How many attempts to call the provider were made for this request so far."""
