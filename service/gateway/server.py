@@ -48,7 +48,7 @@ class Routes(Protocol):
         ...
 
     async def drained(self) -> None:
-        """Refuse new calls, and return when the last one has been answered."""
+        """Refuse new HTTP calls, and return when the last call in progress has been answered."""
         ...
 
     async def aclose(self) -> None:
