@@ -107,7 +107,7 @@ class Pool:
         await self._deliveries.pause(reason)
 
     async def resume(self) -> None:
-        """Take deliveries again, unless this pool holds more than its prefetch.
+        """Take deliveries again, unless this pool holds more deliveries than its prefetch.
 
         After several pauses it can hold more, because each pause cancels the consumer, and the broker does not count
         deliveries of a cancelled consumer against the prefetch of the next one.

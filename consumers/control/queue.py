@@ -28,8 +28,8 @@ from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
 
 FAULTS_AT_MOST = 5
-"""If a control message causes an internal error each time it is delivered, it is refused at this delivery. There are
-not more tries, because requests wait until the control queue is empty."""
+"""A control message that causes an internal error at each delivery is refused at the last of this many deliveries.
+There are no further tries, because requests wait until the control queue is empty."""
 LOOK_EVERY_S = 0.05
 CATCH_UP_WITHIN_S = 5.0
 """How many seconds requests wait until the worker has stored the cancellations that were in the queue when it

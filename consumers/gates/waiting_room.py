@@ -10,11 +10,11 @@ that account follow, the patience doubles each time, because deferring then help
 from collections import Counter, OrderedDict
 
 SHORTEST_S = 0.25
-"""A request that waits for budget while other requests need its slot may always wait for this many seconds: the
-patience of its lane is never shorter."""
+"""A request may always wait for budget for this many seconds, even if other requests need its slot: the shortest
+patience of a lane."""
 LONGEST_S = 15.0
-"""A request that waits for budget while other requests need its slot may wait for at most this many seconds: the
-patience of its lane is never longer."""
+"""If other requests need its slot, a request may wait for budget for at most this many seconds: the longest patience of
+a lane."""
 LANES_KNOWN = 64
 """The most lanes for which the current patience (how long a request may wait for budget) is kept."""
 

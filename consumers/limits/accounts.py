@@ -109,8 +109,8 @@ class Accounts(Generic[AnyTurns]):
         return waiter.reservation
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
-        """After a call: return what was reserved and not used to the account's budget, and take what was used beyond
-        the reservation. `used`: None if the provider has counted nothing."""
+        """After a call: return to the account's budget what was reserved and not used, and take from it what was used
+        beyond the reservation. `used`: None if the provider has counted nothing."""
         if not reservation.is_settled:
             self.turns(reservation.account).settle(reservation, used)
 

@@ -1,5 +1,5 @@
-"""The three token buckets of a provider's account. A request waits for the bucket that makes it wait longest. Without
-I/O."""
+"""The three token buckets of a provider's account. A request waits until it may take what it needs from all three.
+Without I/O."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,7 @@
 """Gives each lane its share of an account's calls while the number of calls at a time is the bottleneck. Without I/O.
 
 Whenever a call begins, the credit of every lane with a waiter grows by the lane's share, up to one call. A lane with a
-credit of one call is due: it is granted before the lanes above it.
+credit of one call is due: its request is granted before those of more urgent lanes.
 """
 
 from collections.abc import Sequence

@@ -37,8 +37,9 @@ class Deliveries:
     the tries.
 
     `counted`: whether the queue counts deliveries (quorum queues do). `on_missing` is called if the queue does not
-    exist, or if the broker ended the consumer. `heads`: several queues whose messages are fetched with `basic.get`, one
-    at a time for each (`heads.py`), in place of consuming one queue; `queue` is then only a name for logs.
+    exist, or if the broker ended the consumer. `heads`: the lengths and first messages of several queues, whose
+    messages are fetched with `basic.get`, one at a time for each (`heads.py`), in place of consuming one queue; `queue`
+    is then only a name for logs.
     """
 
     def __init__(

@@ -116,7 +116,8 @@ class Writer:
     async def do(
         self, operation: Operation[T], *, batchable: Claim | Complete | None = None, durable: bool = True
     ) -> T:
-        """Run an operation in the thread. Returns its result when the operation is durable. Raises StoreUnavailable.
+        """Run an operation in the writing thread. Returns its result when the operation is durable. Raises
+        StoreUnavailable.
 
         `batchable`: the operation's arguments, if `Together` can write it. `durable`: False if the operation need not
         survive a power cut; its result is then returned when all processes can see the operation.
