@@ -168,7 +168,7 @@ class Attempts:
     async def _call(
         self, job: Job, permit: Permit, request: Request, *, timeout_s: float, parts: Parts | None, until_s: float
     ) -> Answer:
-        """Make one call to the provider for which `permit` is, and report the result to the provider's circuit
+        """Make one call to the provider that `permit` names, and report the result to the provider's circuit
         breaker."""
         clock = asyncio.get_running_loop().time
         began_s = clock()

@@ -33,7 +33,7 @@ class Retry(Enum):
     """No further attempt is made, because its answer would be too large again: the request ends with the error
     `answer_too_large`."""
     SOON = auto()
-    """Another attempt may help, and the first one is made after a short pause."""
+    """Another attempt may help, and the pause before the first retry is short."""
     BACK_OFF = auto()
     """Another attempt may help. The pause before it is the usual one, or the provider's `retry-after` if that is
     longer."""

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 AS_OF: Final = "2026-11-21"
-"""The date for which the default prices were looked up (docs/facts.md, section 10)."""
+"""The date on which the default prices were valid (docs/facts.md, section 10)."""
 MILLION: Final = 1_000_000
 _DATE_SUFFIX: Final = re.compile(r"[-@]\d{8}$")
 

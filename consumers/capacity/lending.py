@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 GROWTH = 4
-"""When a queue gets additional slots, their number is this part of the slots that it has, and at least one."""
+"""When a queue gets additional slots, it gets at a time this part of the slots that it has, but at least one."""
 AT_MOST = "slots_max"
 
 
@@ -90,8 +90,8 @@ def decide(queues: Sequence[QueueLoad]) -> list[ExtraSlots]:
 
 
 def _wanted(queue: QueueLoad) -> int:
-    """How many additional slots the queue could use: one for each waiting request. None for requests that would then
-    only wait for a provider's budget."""
+    """How many additional slots the queue could use: one for each waiting request. A request that would then only wait
+    for a provider's budget does not count."""
     if not queue.waiting:
         wanted = min(queue.extra, max(0, queue.busiest - queue.slots))
     elif queue.bottleneck is None:

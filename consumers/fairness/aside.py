@@ -120,7 +120,7 @@ class SideQueues:
 
     def _place(self, tenant: str) -> int:
         """The number of the side queue for a tenant's requests: the queue that has some of them already; else the first
-        queue without requests, in an order that depends on the tenant; else the shortest queue."""
+        queue that is free (no requests, no tenant), in an order that depends on the tenant; else the shortest queue."""
         now_s = asyncio.get_running_loop().time()
         for number, owner in self._tenants.items():
             if owner == tenant:

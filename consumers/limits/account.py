@@ -273,7 +273,8 @@ class Account:
 
     def _refused(self, rate: RateHeaders | None, now_s: float) -> None:
         """React to a 429. If the response says how much of the limits is left, make the token buckets smaller, and
-        lower the limits only if smaller buckets have not helped. If it does not say so, lower the limits."""
+        lower the limits only if smaller buckets have not helped. If the response does not say that, lower the limits.
+        """
         if rate is None or all(header.remaining is None for header in rate):
             self._adaptive.refused(now_s)
         elif self._is_large(rate):

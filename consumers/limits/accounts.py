@@ -16,8 +16,8 @@ from consumers.limits.turns import Turns
 from consumers.limits.waiter import Waiter
 
 MOST: Final = 256
-"""The budgets of at most this many accounts (a provider with a class of models) are kept: before a new one would exceed
-this number, those that are not in use are removed."""
+"""If the budgets of this many accounts (a provider with a class of models) are kept, those that are not in use are
+removed before a further one is added."""
 AnyTurns = TypeVar("AnyTurns", bound=Turns)
 
 

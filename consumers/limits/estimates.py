@@ -67,8 +67,8 @@ class Estimates:
         return max(1.0, min(float(max_tokens), expected))
 
     def run_s(self, kind: UsageClass) -> float:
-        """How many seconds a call of this kind takes at most: few take longer. 0 if no call of the kind has ended
-        yet."""
+        """How many seconds a call of this kind is expected to take: few calls take longer. 0 if no call of the kind has
+        ended yet."""
         known = self._runs.get(kind)
         return 0.0 if known is None else known.expected
 

@@ -75,8 +75,8 @@ class ReplyRetries:
         log.warning(signals.REPLY_GIVEN_UP, tries=tries, given_up=self.given_up)
 
     def wrap(self, handle: Handle) -> Handle:
-        """Return a function that calls `handle` for each delivery, except if it is a reply that waited because its
-        queue was full: then the request has ended, and the function returns how, so that only the reply is sent again.
+        """Return a function that calls `handle` for each delivery, except if the request has ended and only its reply
+        must be sent again: then the function returns how the request ended.
         """
 
         async def reply_or_handle(job: Job) -> Outcome:
