@@ -53,7 +53,7 @@ class Failover(Enum):
     SAME_MODEL = auto()
     """After the failed call, another provider may be called, but only with the same model."""
     ACCOUNT = auto()
-    """Another account may be called (an account is the limits of one provider for a class of models), with any
+    """After the failed call, another account (the limits of one provider for a class of models) may be called, with any
     model."""
     SAME_MODEL_FIRST = auto()
     """After the failed call, another account (one provider's limits for a class of models) may be called with the same

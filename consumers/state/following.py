@@ -95,9 +95,11 @@ class Refused(StrEnum):
     """The reason why the store did not append entries to the stored progress of a request."""
 
     FENCED = "fenced"
-    """The claim was taken over or forgotten, or the request has ended."""
+    """The store does not append the entries, because the worker's claim was taken over or is lost, or the request has
+    ended."""
     FULL = "full"
-    """The request's events would exceed the limit of their number or bytes."""
+    """The store does not append the entries, because the request's events would exceed the limit of their number or
+    bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,13 +31,13 @@ class LimitsSettings(Section):
     """Limits on the use of each of a provider's accounts. They hold even where the provider allows more."""
 
     requests_per_min: Number[float] | None = Field(default=None, ge=1)
-    """The most requests a minute. None: only the provider's own limit applies. Example: 300"""
+    """The most requests a minute with one account. None: only the provider's own limit applies. Example: 300"""
     input_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
-    """The most input tokens a minute. None: only the provider's own limit applies. Example: 200000"""
+    """The most input tokens a minute with one account. None: only the provider's own limit applies. Example: 200000"""
     output_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
-    """The most output tokens a minute. None: only the provider's own limit applies. Example: 40000"""
+    """The most output tokens a minute with one account. None: only the provider's own limit applies. Example: 40000"""
     concurrency: Number[int] | None = Field(default=None, ge=1)
-    """The most calls of one account at the same time. None: no limit. Example: 50"""
+    """The most calls at the same time with one account. None: no limit. Example: 50"""
 
     def limits(self) -> AccountCaps:
         return AccountCaps(
@@ -113,11 +113,11 @@ class CapSettings(Section):
     """Limits for what a lane or a tenant may use in one day (UTC)."""
 
     requests: Number[float] | None = Field(default=None, gt=0)
-    """The most requests a day (UTC). Example: 10000"""
+    """The most requests in a day (UTC) for this lane or tenant. Example: 10000"""
     tokens: Number[float] | None = Field(default=None, gt=0)
-    """The most input and output tokens together a day (UTC). Example: 5000000"""
+    """The most input and output tokens together in a day (UTC) for this lane or tenant. Example: 5000000"""
     usd: Number[float] | None = Field(default=None, gt=0)
-    """The most US dollars a day (UTC). Example: 25"""
+    """The most US dollars in a day (UTC) for this lane or tenant. Example: 25"""
 
 
 class LaneBudgetSettings(Section):

@@ -214,7 +214,7 @@ class WaitingSettings(Section):
 
     per_tenant: Number[int] = Field(default=StoreSpec().waiting_per_tenant, ge=1, le=100_000_000)
     """How many requests of one tenant may wait for a delay of more than a minute. Each begun 16 KiB of a body counts as
-    one request, so the default is at most 160 MiB on the broker's disks. Further ones are answered
+    one request, so the default is at most 160 MiB on the broker's disks. Further requests are answered
     `too_many_waiting`."""
     in_all: Number[int] = Field(default=StoreSpec().waiting_in_all, ge=1, le=1_000_000_000)
     """How many requests of all tenants together may wait for a delay of more than a minute. The default is enough for

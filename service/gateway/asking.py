@@ -93,7 +93,7 @@ class CallReader:
     lanes: Mapping[str, LaneSpec]
     app: str
     max_values: int
-    """The most keys and values that a body may have."""
+    """The most JSON keys and values that the body of a call may have."""
     cancel_abandoned: bool
 
     def read(
