@@ -66,7 +66,7 @@ class SideQueues:
         headers = message.headers
         return (
             message.exchange == self._names.requests
-            and message.routing_key.split(".", 1)[0] == self._lane.name
+            and message.routing_key.partition(".")[0] == self._lane.name
             and (message.priority or 0) <= HIGHEST
             and not any(header in headers for header in (UNREADABLE, n.DEATH, n.CC, n.BCC))
         )

@@ -48,6 +48,16 @@ def test_only_the_latest_waits_and_run_times_are_kept() -> None:
     assert told["answered"] == told["throughput_per_min"] == 10_000
 
 
+@pytest.mark.parametrize(("later_s", "told"), [(59, 1), (61, 0)])
+def test_the_throughput_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch, later_s: float, told: int) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    activity = LaneActivity("critical", slots=16, due_slots=4)
+    activity.record(ANSWERED, wait_ms=5, run_ms=1)
+    now_s += later_s
+    assert activity.snapshot()["throughput_per_min"] == told
+
+
 @pytest.mark.parametrize(
     ("values", "share", "expected"),
     [

@@ -110,6 +110,7 @@ async def test_a_full_side_queue_refuses_fresh_requests_and_defers_those_with_at
     side.bench.publisher.failing = {NAMES.side_exchange(each): PublishRefused("full") for each in range(4)}
     refused = await side.aside.put(side.job("crm"))
     assert isinstance(refused, Refused)
+    assert side.bench.publisher.refused_within_s == [0], "the request is not held until there is room"
     assert refused.problem.code == "too_many_waiting"
     again = await side.aside.put(side.job("crm", exchange=NAMES.due_exchange))
     assert isinstance(again, Deferred)
@@ -156,6 +157,21 @@ def test_a_tenant_keeps_its_side_queue_for_a_second_after_its_last_request() -> 
     async def story() -> list[bool]:
         side, found = Side(), []
         await side.aside.put(side.job("crm"))
+        for pause_s in (0.9, 0.2):
+            await asyncio.sleep(pause_s)
+            found.append(side.aside.has("crm"))
+        return found
+
+    assert virtually(story()) == [True, False]
+
+
+def test_a_tenant_keeps_its_side_queue_for_a_second_after_its_head_got_a_slot() -> None:
+    async def story() -> list[bool]:
+        side, found = Side(), []
+        head = side.head("crm", 1)
+        side.aside.head_arrived(head)
+        await asyncio.sleep(5)
+        side.aside.head_left(head)
         for pause_s in (0.9, 0.2):
             await asyncio.sleep(pause_s)
             found.append(side.aside.has("crm"))

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 from typing_extensions import override
@@ -13,6 +14,7 @@ from typing_extensions import override
 from consumers.attempt import Attempts
 from consumers.capacity.pausing import Pausing
 from consumers.chain import Chain, Route
+from consumers.failures import TIMEOUT
 from consumers.gates.budget import BudgetGate
 from consumers.gates.route import RouteGate
 from consumers.job import Decoded, Job, Reserved
@@ -97,11 +99,12 @@ class TwoProviders:
         id: str = "m-1",
         stream: bool = False,
         deadline_ms: int = 60_000,
+        call_timeout_s: float = NORMAL.call_timeout_s,
     ) -> Outcome:
         """Make one attempt; with both providers if no routes are given."""
         content = [{"role": "user", "content": prompt}]
         job = self.bench.job(
-            lane=NORMAL,
+            lane=replace(NORMAL, call_timeout_s=call_timeout_s),
             routing_key="normal.shop.chat",
             body=json.dumps({"model": MODEL, "max_tokens": 500, "messages": content}).encode(),
             message_id=id,
@@ -218,6 +221,16 @@ async def test_without_budget_or_time_for_another_provider_the_first_failure_is_
 
     assert two.calls == (2, 0)
     assert len(two.moves.asked) == 1
+
+
+async def test_the_second_call_of_an_attempt_has_the_lanes_time_limit_too(providers: Open) -> None:
+    two = await providers(failing("overloaded"), failing("hang"))
+
+    async with asyncio.timeout(20):
+        outcome = await two.ask(call_timeout_s=0.3)
+
+    assert failed_with(outcome) == TIMEOUT
+    assert two.calls == (1, 1)
 
 
 async def test_an_attempt_makes_two_calls_at_most(providers: Open) -> None:

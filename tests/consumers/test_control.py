@@ -265,6 +265,15 @@ async def test_a_refusal_without_an_address_is_counted(bench: Bench) -> None:
     assert (answers.refused, answers.unanswered) == (1, 1)
 
 
+async def test_a_result_that_no_one_can_be_sent_counts_as_unanswered_only_if_it_had_an_address(bench: Bench) -> None:
+    answers, found = answers_of(bench), Completion(status="ok", body=b"{}", headers={}, ended_ms=NOW_MS)
+    await answers.replay(Message(body=b""), found, id="m-1")
+    assert answers.unanswered == 0
+    await answers.replay(Message(body=b"", reply_to="my.queue"), found, id="m-1")
+    assert answers.unanswered == 1
+    assert bench.log == []
+
+
 async def test_a_stored_result_that_the_broker_no_longer_accepts_is_answered_as_too_large(bench: Bench) -> None:
     await bench.settler.settle(bench.job(), ANSWERED)
     bench.publisher.sent.clear()

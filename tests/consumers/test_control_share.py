@@ -21,6 +21,7 @@ from lanekeeper.contract.problems import AccessRefused, BrokerError
 from lanekeeper.telemetry import signals
 from tests.support.control_queue import FakeSession, answers_of, control
 from tests.support.jobs import Bench, FakeDelivery
+from tests.support.virtual_time import virtually
 
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"
 BURST = 2
@@ -147,6 +148,24 @@ async def test_without_the_right_to_see_its_length_the_queue_counts_as_empty_whe
     assert await bench.store.find(Identity("shop", "m-1")) is not None
     await reader.stop()
     await running
+
+
+def test_without_that_right_requests_wait_for_less_than_a_second_after_the_last_cancellation() -> None:
+    async def ready() -> dict[str, int]:
+        raise AccessRefused("no right to look")
+
+    async def story() -> list[bool]:
+        bench = Bench()
+        reader = control(bench, FakeSession(bench.log, []), ready=ready, per_tenant_s=PER_S)
+        running, found = asyncio.create_task(reader.run()), []
+        for pause_s in (0.4, 0.4):
+            await asyncio.sleep(pause_s)
+            found.append(reader.behind is None)
+        await reader.stop()
+        await running
+        return found
+
+    assert virtually(story()) == [False, True]
 
 
 class UnderWay(FakeSession):

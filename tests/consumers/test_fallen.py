@@ -53,6 +53,8 @@ def death(queue: str, reason: str, **more: Any) -> dict[str, Any]:
         ("lane.delay.03", "critical.a.b", death("lane.critical", "expired"), Buried, "internal", "lane.delay.03"),
         ("lane.fallen", "critical.a.b", {"x-death": "rubbish"}, Buried, "internal", "None"),
         ("lane.fallen", "critical.a.b", {"x-death": ["rubbish"]}, Buried, "internal", "None"),
+        ("lane.fallen", "critical.a.b", {"x-death": []}, Buried, "internal", "None"),
+        ("lane.fallen", "critical.a.b", {"x-death": 7}, Buried, "internal", "None"),
         ("lane.fallen", "critical.a.b", {"x-death": [{"queue": 5, "reason": []}]}, Buried, "internal", "5"),
     ],
 )

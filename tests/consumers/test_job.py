@@ -2,7 +2,7 @@
 
 import pytest
 
-from consumers.job import Attempted, Job, dead_at_ms, moment_text, tenant_of
+from consumers.job import Attempted, Job, content_hash, dead_at_ms, moment_text, tenant_of
 from lanekeeper.contract import names as n
 from tests.support.jobs import NOW_MS, Bench, read
 
@@ -80,3 +80,10 @@ def test_a_time_survives_being_written_as_text() -> None:
 @pytest.mark.parametrize("text", [None, 7, "", "yesterday", b"2026-09-21T14:13:20Z"])
 def test_a_malformed_time_is_no_time(text: object) -> None:
     assert dead_at_ms(text) is None
+
+
+def test_a_body_has_the_hash_that_earlier_versions_have_stored() -> None:
+    """Another one would make a conflict of every request that a worker of the next version sees again."""
+    assert content_hash(b'{"a":1}').hex() == "2c6b113b8dd15ffbded9860b43eb0c6c"
+    sha256 = "015abd7f5cc57a2dd94b7590f04ad8084273905ee33ec5cebeae62276a97f862"
+    assert content_hash(sha256).hex() == content_hash(sha256.upper()).hex() == "3fe3283ebc8678e8117e8042d3422810"

@@ -57,6 +57,12 @@ async def test_a_refused_reply_is_sent_again_with_the_same_content(bench: Bench,
     assert [each.exchange for each in bench.publisher.sent] == [""], "and is not parked again"
 
 
+async def test_a_refused_reply_does_not_hold_the_slot_of_its_request(bench: Bench) -> None:
+    bench.publisher.failing = FULL
+    await bench.settler.settle(bench.job(), ANSWERED)
+    assert bench.publisher.refused_within_s == [0], "it is repeated by way of a delay alone"
+
+
 async def test_a_refused_reply_is_retried_for_a_minute_and_then_stays_available_under_its_id(bench: Bench) -> None:
     bench.publisher.failing = FULL
     job = bench.job()

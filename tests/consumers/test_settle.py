@@ -2,15 +2,19 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 import structlog
 
 from consumers import claiming, settle
+from consumers.bodies.answers import AnswerBodies
 from consumers.job import Attempted
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.parking import Parking
+from consumers.replies.sendable import Sendable
 from consumers.state.base import StoreUnavailable
+from lanekeeper.bodies import BodyStore
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import (
     AccessRefused,
@@ -21,6 +25,7 @@ from lanekeeper.contract.problems import (
     Unroutable,
 )
 from tests.support.jobs import BODY, NOW_MS, Bench, decoded, read
+from tests.support.waiting import until
 from topology.codec import decoding
 from topology.codec.headers import HopHeaders, read_hop
 from topology.lanes import CRITICAL
@@ -184,6 +189,24 @@ async def test_a_request_that_had_ended_is_answered_with_the_stored_reply(bench:
     assert first.body == second.body == ANSWERED.body
     assert second.headers == {**first.headers, n.REPLAYED: True}
     assert bench.log[-2:] == ["ack", "event: replayed"]
+
+
+async def test_a_large_answer_kept_beside_the_broker_is_deleted_if_the_request_had_ended(
+    bench: Bench, tmp_path: Path
+) -> None:
+    store = BodyStore(f"file://{tmp_path}/bodies", in_all_bytes=10_000)
+    bench.settler.sendable = Sendable(bench.publisher, bodies=AnswerBodies(store, over_bytes=100, keep_s=60))
+    kept = tmp_path / "bodies"
+
+    def large(text: bytes) -> Answered:
+        return Answered(body=b'{"text":"%b"}' % (text * 200), model="m", provider="p")
+
+    await bench.settler.settle(bench.job(), large(b"a"))
+    first = list(kept.iterdir())
+    assert len(first) == 1
+    assert isinstance(await bench.settler.settle(bench.job(), large(b"b")), Replayed)
+    await until(lambda: list(kept.iterdir()) == first)
+    store.close()
 
 
 async def test_a_model_name_in_an_unusual_form_is_shown_only_to_the_requester(bench: Bench) -> None:

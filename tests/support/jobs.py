@@ -43,7 +43,7 @@ from lanekeeper.amqp.confirming import Answer
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import MessageTooLarge
+from lanekeeper.contract.problems import MessageTooLarge, PublishRefused
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.memory_store import MemoryStore
 from topology.broker.notices import Notices
@@ -106,6 +106,8 @@ class FakePublisher(Publisher):
     largest: int | None = None
     too_large: set[bytes] = field(default_factory=set)
     """Bodies for which it raises MessageTooLarge."""
+    refused_within_s: list[float] = field(default_factory=list)
+    """For how many seconds each message would have been repeated that was refused; here none is."""
 
     @override
     async def publish(self, message: Message, *, exchange: str, routing_key: str, **_: Any) -> None:
@@ -118,8 +120,14 @@ class FakePublisher(Publisher):
         self.log.append(f"confirmed: {exchange or 'reply'}")
 
     @override
-    async def publish_surely(self, message: Message, *, exchange: str, routing_key: str, **_: Any) -> None:
-        await self.publish(message, exchange=exchange, routing_key=routing_key)
+    async def publish_surely(
+        self, message: Message, *, exchange: str, routing_key: str, refused_within_s: float = 60, **_: Any
+    ) -> None:
+        try:
+            await self.publish(message, exchange=exchange, routing_key=routing_key)
+        except PublishRefused:
+            self.refused_within_s.append(refused_within_s)
+            raise
 
     @override
     async def write(

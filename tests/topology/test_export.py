@@ -35,6 +35,12 @@ def test_a_user_name_must_be_usable_as_one_word_of_a_routing_key(name: str) -> N
         User(name, "application", HASH)
 
 
+def test_an_application_may_have_200_connections_and_2000_channels_and_a_worker_any_number() -> None:
+    users = [User("support", "application", HASH), User("worker", "worker", HASH)]
+    exported = definitions(TOPOLOGY, "/", users)
+    assert [each.get("limits") for each in exported["users"]] == [{"max-connections": 200, "max-channels": 2000}, None]
+
+
 def test_a_password_hash_is_not_in_the_repr() -> None:
     assert HASH not in repr(User("support", "application", HASH))
 

@@ -83,6 +83,16 @@ async def test_failures_far_apart_do_not_open_a_breaker() -> None:
     assert these.wait_s(HERE, 3 * FAILURES * WINDOW_S) == 0
 
 
+@pytest.mark.parametrize(("over_s", "opens"), [(110, True), (130, False)])
+async def test_the_failures_that_open_a_breaker_come_within_two_minutes(over_s: float, opens: bool) -> None:
+    these = breakers()
+
+    await fail(these, 0, times=FAILURES - 1)
+    await fail(these, over_s)
+
+    assert (these.wait_s(HERE, over_s) > 0) is opens
+
+
 async def test_failures_caused_by_the_request_or_the_budget_do_not_open_a_breaker() -> None:
     these = breakers()
 
