@@ -32,8 +32,8 @@ class ControlRefused(LanekeeperError):
 
     @property
     def is_passing(self) -> bool:
-        """Whether the worker may accept the same control message later: it was refused because the tenant has sent too
-        many control messages."""
+        """Whether the control message was refused only because the tenant has sent too many of them: the same message
+        may be accepted later."""
         return bool(self.fields.get("retryable"))
 
 

@@ -93,7 +93,7 @@ class ScaledQueue:
     extra_slots: ExtraSlots = field(default_factory=ExtraSlots)
     """How many slots the queue should have in addition to its own, by the latest decision."""
     waiting_since_ms: int | None = None
-    """Since when messages have been waiting in the queue, as far as this worker has seen, in ms; None: none wait."""
+    """Since when messages have waited in the queue, as far as this worker has seen, in ms; None: no message waits."""
     limit_logged_s: float | None = None
     """When a limit that keeps the queue from getting more slots was last logged, by the event loop's clock."""
 

@@ -99,8 +99,8 @@ class AnthropicProvider:
         parsing: Parsing | None = None,
         http: httpx2.AsyncClient | None = None,
     ) -> None:
-        """`http`: the HTTP client of `client`, if the key does not change, so that later calls may repeat the headers
-        of the first one (`repeating.py`)."""
+        """`http`: the HTTP client that `client` uses. It is given only if the API key does not change: later calls then
+        repeat the headers of the first one (`repeating.py`)."""
         self.name = name
         self._client = client
         self._repeating = None if http is None else Repeating(client.post, http)

@@ -59,7 +59,7 @@ class HopHeaders:
     attempts: int = 0
     """How many attempts to call the provider were made for this request so far."""
     errors: tuple[str, ...] = ()
-    """The errors of earlier attempts, at most `ERRORS_KEPT`."""
+    """The errors of the request's earlier attempts: the last ones, at most `ERRORS_KEPT`."""
     first_seen_ms: int | None = None
     """When a worker first received the request; ms since 1970."""
     due_ms: int | None = None
