@@ -1,9 +1,8 @@
 """Adds slots to queues and takes them back, as `lending.decide` computes. A slot works on one request at a time.
 
 To add slots, a worker starts a further consumer of the queue, on a channel of its own, whose prefetch is the number of
-these slots. The prefetch of the existing consumer stays, because changing it would have no effect (docs/facts.md,
-section 2). To take slots back, the further consumer is cancelled, and its running requests end in their own time. A
-lane whose slots were lent to another does not wait for that: its own consumer kept its prefetch all the time.
+these slots; changing an existing consumer's prefetch has no effect (docs/facts.md, section 2). To take slots back, the
+further consumer is cancelled, and its requests run to their end. The lender's own consumer keeps its prefetch.
 """
 
 import asyncio
@@ -20,8 +19,7 @@ from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.25
-"""The seconds between two decisions about additional slots: few, because lent slots must be back within a second. There
-is no decision at each delivery, because it depends on the load of the last seconds."""
+"""The seconds between two decisions about additional slots: few, because lent slots must be back within a second."""
 ASK_EVERY_S = 1.0
 """The seconds between two questions to the broker about how many messages wait in the queues whose slots are all in
 use. A queue can get further slots only after such a question."""

@@ -7,9 +7,8 @@
         intake.end(tenant)
 
 A free slot goes to the tenant that holds the fewest slots, divided by its weight; equal tenants take turns, in
-proportion to their weights. So tenants share the slots, however many requests each has. If a tenant's running and
-waiting requests here exceed its share of the slots, further ones are set aside (`consumers/fairness/aside.py`), so that
-the broker delivers the requests behind them.
+proportion to their weights, however many requests each has. If a tenant's requests in this process exceed its share of
+the slots, further ones are set aside (`aside.py`), so that the broker delivers the requests behind them.
 """
 
 import asyncio

@@ -1,13 +1,11 @@
 """START HERE for the budget: one account's token buckets, waiting requests and running calls, and which request is
 next. Without I/O; times are passed in.
 
-An account is the limits that a provider enforces together: requests, input tokens and output tokens per minute. It has
-a token bucket for each limit. After every change the account decides which request is granted next: it looks at the
-lanes in order of rank, and grants the first request of the first lane whose request may take from all three buckets
-(`bucket.py` has the rule). Each lane saves its share of what flows into a bucket, and may always spend these savings.
-Beyond them, it may spend only what leaves the reserves of more urgent lanes untouched. How long a request has waited
-does not matter between lanes. When concurrency is the bottleneck (`concurrency.py`), each lane has a share of the calls
-as well.
+An account is the limits that a provider enforces together: requests, input tokens and output tokens per minute, each
+with a token bucket. After every change it looks at the lanes in order of rank, and grants the first request of the
+first lane whose request may take from all three buckets (`bucket.py` has the rule). Each lane saves its share of what
+flows into a bucket, and may always spend these savings; beyond them, only what leaves the reserves of more urgent lanes
+untouched. When concurrency is the bottleneck (`concurrency.py`), each lane has a share of the calls as well.
 """
 
 from collections.abc import Sequence
