@@ -110,14 +110,14 @@ class PricesSettings(Section):
 
 
 class CapSettings(Section):
-    """Limits for what a lane or a tenant may use in one day (UTC)."""
+    """Limits for what a lane may use in one day (UTC)."""
 
     requests: Number[float] | None = Field(default=None, gt=0)
-    """The most requests in a day (UTC) for this lane or tenant. Example: 10000"""
+    """The most requests in a day (UTC) for this lane. Example: 10000"""
     tokens: Number[float] | None = Field(default=None, gt=0)
-    """The most input and output tokens together in a day (UTC) for this lane or tenant. Example: 5000000"""
+    """The most input and output tokens together in a day (UTC) for this lane. Example: 5000000"""
     usd: Number[float] | None = Field(default=None, gt=0)
-    """The most US dollars in a day (UTC) for this lane or tenant. Example: 25"""
+    """The most US dollars in a day (UTC) for this lane. Example: 25"""
 
 
 class LaneBudgetSettings(Section):
