@@ -134,8 +134,8 @@ class Job:
             self.waiting.end()
 
     def interruptible(self, seconds: float | None) -> Interruptible:
-        """A context that ends its block after `seconds`, or when `stop` is called: `async with job.interruptible(30):
-        …`. None: no time limit."""
+        """A context manager that ends the wait in its block when `stop` is called or `seconds` are over (None: no time
+        limit). Execution continues after the block, without an exception. `async with job.interruptible(30): …`"""
         return Interruptible(self, seconds)
 
     def log_fields(self) -> dict[str, str | int]:

@@ -110,7 +110,8 @@ class Accounts(Generic[AnyTurns]):
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         """After a call: return to the account's budget what was reserved and not used, and take from it what was used
-        beyond the reservation. `used`: None if the provider has counted nothing."""
+        beyond the reservation. `used`: what the call used; None: nothing, so
+        the whole reservation is returned."""
         if not reservation.is_settled:
             self.turns(reservation.account).settle(reservation, used)
 

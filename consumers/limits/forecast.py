@@ -24,9 +24,9 @@ def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
 
 
 def of(account: Account, waiter: Waiter, now_s: float) -> Wait:
-    """How long a request will wait for the account's budget, if it has just joined the waiting requests of its lane.
-    For a new request, the waiting requests of its lane in other processes count as before it; for a deferred request
-    that comes back they do not."""
+    """Estimate how long a request that has just joined its lane will wait for the account's budget. The requests of
+    its lane that wait in other processes are counted as ahead of a new request, but not of a deferred one that comes
+    back, because it keeps its earlier place."""
     account.refill(now_s)
     lane, amounts = waiter.lane, waiter.amounts
     ahead, count = account.lines.before(waiter)

@@ -82,8 +82,8 @@ ANTHROPIC: Final = Dialect()
 class AnthropicProvider:
     """Calls Claude at Anthropic, and at every cloud for which Anthropic's SDK has a client.
 
-    `secret`: the API key, which is removed from error texts. `traceparent` returns the header of that name for the
-    current span. `max_values`: the most keys and values of an answer's JSON.
+    `secret`: the API key, which is removed from error texts. `traceparent`: a function that returns the value of the
+    HTTP header `traceparent` for the current span. `max_values`: the most JSON keys and values of an answer.
     """
 
     def __init__(
