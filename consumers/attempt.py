@@ -33,12 +33,12 @@ from lanekeeper.telemetry import logs, signals
 from topology.codec.request import Request
 
 SLACK_S = 1.0
-"""The timeout of a call to a provider ends at most this many seconds after the request's deadline. So the deadline ends
-the call first; a timeout would count as a failure of the provider."""
+"""By how many seconds the timeout of a call to a provider may be later than the request's deadline. It is later so that
+the deadline ends the call first: a timeout would count as a failure of the provider."""
 LONG_RETRY_AFTER_S = 5.0
 """If a provider answers 429 with a `retry-after` of more seconds than this, a call to another model is allowed."""
 LEAST_LEFT_S = 1.0
-"""If less time than this is left until the request's deadline, no second provider is called."""
+"""If fewer seconds than this are left until the request's deadline, no second provider is called."""
 DEADLINE_TOLERANCE_S = 0.1
 """A call that was cancelled at most this many seconds before the request's deadline counts as ended by the deadline."""
 DEADLINE_PASSED = TransientError("no answer before the request's deadline", type=TIMEOUT)
@@ -48,7 +48,7 @@ log = logs.logger()
 
 
 class _FailedCall(NamedTuple):
-    """The first call of an attempt, which failed."""
+    """The first call to a provider within an attempt; it has failed."""
 
     route: Route
     error: ProviderError
@@ -168,7 +168,8 @@ class Attempts:
     async def _call(
         self, job: Job, permit: Permit, request: Request, *, timeout_s: float, parts: Parts | None, until_s: float
     ) -> Answer:
-        """Make one call to the provider of `permit.route`, and report its result to the circuit breaker."""
+        """Make one call to the provider that `permit` names, and report the result to the provider's circuit
+        breaker."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:
@@ -187,13 +188,14 @@ class Attempts:
         return answer
 
     def _publish_change(self, job: Job, change: Change | None) -> None:
-        """Publish the event `breaker` if a breaker has changed its state."""
+        """Publish the life-cycle event `breaker` if a circuit breaker has changed its state."""
         if change is not None:
             self.lifecycle.publish(job, "breaker", **change.figures())
 
     @staticmethod
     def _spent(job: Job, error: ProviderError | None) -> Amounts | None:
-        """How much of its reservation a failed call used; None if nothing was reserved, or no call was made."""
+        """How much of the budget reserved for it a failed call used; None if nothing was reserved, or no call was
+        made."""
         return None if job.reserved is None or error is None else spent(error, job.reserved.reservation.amounts)
 
     def _ended_early(self, job: Job, decoded: Decoded, *, is_past_deadline: bool) -> Outcome:

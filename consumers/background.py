@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 async def every(seconds: float, *, until: asyncio.Event) -> AsyncIterator[None]:
-    """An async iterator for a periodic loop: it yields at once, and again after each pause of `seconds`, until the
-    event is set."""
+    """An async iterator for a loop that runs periodically: it yields at once, and again after each pause of `seconds`,
+    until the event is set."""
     while not until.is_set():
         yield
         with suppress(TimeoutError):

@@ -51,14 +51,14 @@ class Claiming:
         self._store = store
         self._held: dict[Held, Job] = {}
         self._claim_tasks: dict[asyncio.Task[Granted | Running | Ended | Conflict], Identity] = {}
-        """Claims that the store has not answered yet."""
+        """The tasks that wait for the store's answer to a claim, each with the identity of its request."""
         self._has_claims = asyncio.Event()
         self._background = Background()
         self._trails = Trails(store, self._background)
 
     @property
     def is_away(self) -> bool:
-        """Whether the store counts as unavailable: the last call to it failed."""
+        """Whether the store counts as unavailable, because the last call to it failed."""
         return self._store.trouble is not None
 
     async def run(self) -> None:
@@ -207,8 +207,8 @@ class Claiming:
             self.forget(job)
 
     async def finish(self, *, within_s: float) -> None:
-        """Wait until the completions in progress are stored. A request whose completion is not stored in time is
-        delivered again, and its provider is called again."""
+        """Wait until the completions that are being stored (how requests ended) are stored. If one is not stored in
+        time, its request is delivered again, and its provider is called again."""
         await self._background.finish(within_s=within_s)
 
     async def note(self, job: Job, completion: Completion) -> None:
@@ -217,8 +217,8 @@ class Claiming:
         await _until_stored(lambda: self._store.note(job.identity, completion))
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        """Record a cancellation. A request that runs in this process stops at once, even if the store has not granted
-        its claim yet. Raises StoreUnavailable."""
+        """Record that a request is cancelled. If it runs in this process it stops at once, even if the store has not
+        granted its claim yet. Raises StoreUnavailable."""
         result = await _until_stored(lambda: self._store.cancel(identity, completion))
         if result is Cancelling.TOLD:
             if claims := [task for task, claimed in self._claim_tasks.items() if claimed == identity]:
@@ -227,7 +227,7 @@ class Claiming:
         return result
 
     async def find(self, identity: Identity) -> Found | None:
-        """What the store knows about a request; None if it knows nothing. Raises StoreUnavailable."""
+        """What the store knows about a request; None if it does not know the request. Raises StoreUnavailable."""
         return await _until_stored(lambda: self._store.find(identity))
 
     def forget(self, job: Job) -> None:
@@ -245,7 +245,7 @@ async def _trail_written(job: Job) -> None:
 
 
 def _log_lost_completion(completing: "asyncio.Task[Completion | None]") -> None:
-    """Log that an outcome could not be stored after its caller was cancelled: the provider is called again for the
+    """Log that an outcome could not be stored after its job was cancelled: the provider will be called again for the
     request."""
     if completing.cancelled() or completing.exception() is not None:
         why = "" if completing.cancelled() else str(completing.exception())

@@ -26,8 +26,8 @@ from topology.lanes import GIB
 
 LOOK_EVERY_S = 60.0
 SAMPLE = 8
-"""The average size of a dead letter is estimated from this many of the oldest, because AMQP reports how many messages a
-queue has, but not their bytes."""
+"""The average size of a dead letter is estimated from this many of the oldest letters, because AMQP reports how many
+messages a queue has, but not their bytes."""
 MAX_REMOVED = 1000
 """The most dead letters that one call of `DeadLetters.look` removes."""
 LEASE = "dead letters"
@@ -35,7 +35,7 @@ WRITTEN = (
     "message_id", "routing_key", "headers", "content_type", "content_encoding", "reply_to", "correlation_id",
     "priority", "type", "app_id",
 )  # fmt: skip
-"""What a removed dead letter's line in the file holds, besides the body."""
+"""The fields, besides the body, of the line that is written to the file for a removed dead letter."""
 log = logs.logger()
 
 
@@ -76,7 +76,8 @@ class DeadLetters:
                 log.warning(signals.DEAD_LETTERS_UNKEPT, error=str(error))
 
     async def look(self) -> int:
-        """Remove the letters that exceed the limits, the oldest first; return how many. Raises BrokerError, OSError."""
+        """Remove the dead letters that exceed the limits, the oldest first; return how many were removed. Raises
+        BrokerError, OSError."""
         removed = 0
         async with self.oldest() as oldest:
             held: list[FetchedMessage] = []
@@ -119,8 +120,8 @@ class DeadLetters:
 
 
 def _write(folder: Path, letter: FetchedMessage, now_ms: int) -> None:
-    """Append the letter to the file of the day, as one line of JSON. The line is on the disk when this returns. If the
-    broker then fails to remove the letter, it is written again later."""
+    """Append a dead letter to the file of the day, as one line of JSON. The line is on the disk when this returns. If
+    the broker then fails to remove the letter, it is written again later."""
     line = {name: getattr(letter.message, name) for name in WRITTEN}
     line["body_base64"] = base64.b64encode(letter.message.body).decode()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -28,14 +28,15 @@ class Retry(Enum):
     """Whether another attempt may help, and how long to wait before it. Read by `retry.decide`."""
 
     REJECTED = auto()
-    """Another attempt does not help: the request ends with the error `provider_rejected`."""
+    """No further attempt is made, because it would not help: the request ends with the error `provider_rejected`."""
     TOO_LARGE = auto()
-    """Another attempt does not help, because its answer would be too large again: the request ends with the error
+    """No further attempt is made, because its answer would be too large again: the request ends with the error
     `answer_too_large`."""
     SOON = auto()
     """Another attempt may help, and the pause before the first retry is short."""
     BACK_OFF = auto()
-    """Another attempt may help. The pause is the usual one, or the provider's `retry-after` if that is longer."""
+    """Another attempt may help. The pause before it is the usual one, or the provider's `retry-after` if that is
+    longer."""
     RETRY_AFTER = auto()
     """Another attempt may help when the provider's `retry-after` is over, even if that is shorter than the usual
     pause."""
@@ -46,13 +47,13 @@ class Failover(Enum):
     `attempt.py`."""
 
     NOBODY = auto()
-    """Do not call another provider or model within this attempt: that call would fail as well."""
+    """Do not call another provider or model within this attempt: that call would fail for the same reason."""
     PROVIDER = auto()
     """After the failed call, another provider may be called, with any model."""
     SAME_MODEL = auto()
     """After the failed call, another provider may be called, but only with the same model."""
     ACCOUNT = auto()
-    """Another account may be called (an account is the limits of one provider for a class of models), with any
+    """After the failed call, another account (the limits of one provider for a class of models) may be called, with any
     model."""
     SAME_MODEL_FIRST = auto()
     """After the failed call, another account (one provider's limits for a class of models) may be called with the same
@@ -68,10 +69,10 @@ class Trips(Enum):
     YES = auto()
     """The circuit breaker counts the error as a failure of the provider."""
     IN_TIME = auto()
-    """The error is a timeout. The circuit breaker counts it only if the call's timeout was long enough."""
+    """The failed call is a timeout. The circuit breaker counts it only if the call was given enough time."""
     UNREACHED = auto()
-    """The provider was not reached. The circuit breaker counts the error, and opens after a few such failures in a
-    row."""
+    """No connection to the provider could be opened. The circuit breaker counts the error, and opens after a few such
+    failures in a row."""
 
 
 class Paid(Enum):
@@ -115,10 +116,10 @@ TOO_LARGE    = Meaning(Retry.TOO_LARGE,   Failover.NOBODY,           Trips.NO,  
 # fmt: on
 
 UNREACHABLE: Final = "unreachable"
-"""The error type if no connection to the provider could be opened. If the connection was lost after sending, the type
-is `connection`."""
+"""The error type of a failed call for which no connection to the provider could be opened. (If the connection was lost
+after the request was sent, the type is `connection`.)"""
 TIMEOUT: Final = "timeout"
-"""The error type if the call reached its timeout, or its request's deadline."""
+"""The error type of a call that was ended by its timeout or by its request's deadline."""
 _BY_TYPE: Final = {UNREACHABLE: UNSENT, "credentials": UNSENT, TIMEOUT: TIMED_OUT}
 """The row of the table for a TransientError without an HTTP status, by the error's type. `credentials` means that there
 were none to sign the request with, so nothing was sent."""
@@ -148,12 +149,12 @@ class ProviderError(LanekeeperError):
         self.type = type
         """Anthropic's error type (`overloaded_error`, …), or one of ours (`timeout`, `unreachable`, …)."""
         self.request_id = request_id
-        """The provider's id of the call; None if there was no response."""
+        """The provider's id of the failed call; None if there was no response."""
         self.retry_after_s = retry_after_s
         self.had_begun = False
         """Whether the answer had begun when the call failed; set by the adapter."""
         self.rate: RateHeaders | None = None
-        """The account's limits, as the response's headers give them; set by the adapter."""
+        """The account's limits, as the headers of the error response give them; set by the adapter."""
 
     @property
     def paid(self) -> Paid:
@@ -181,7 +182,8 @@ class ProviderError(LanekeeperError):
 
 
 class TransientError(ProviderError):
-    """No connection, a lost connection, a timeout, a 5xx, or an answer that is malformed or incomplete."""
+    """A failure that may be over soon: no connection, a lost connection, a timeout, a 5xx, or an answer that is
+    malformed or incomplete."""
 
     def __init__(self, detail: str, *, status: int = 0, type: str = "", request_id: str | None = None) -> None:
         means = SERVER_ERROR if status >= 400 else _BY_TYPE.get(type, BROKEN_OFF)
@@ -222,7 +224,7 @@ class SpendLimitError(ProviderError):
 
 
 class RejectedError(ProviderError):
-    """The provider refused the request, and would refuse it again."""
+    """The provider refused the request, and would refuse it again if it were sent again."""
 
     def __init__(self, detail: str, *, status: int = 0, type: str = "", request_id: str | None = None) -> None:
         means = _BY_STATUS.get(status, REJECTED)
@@ -249,5 +251,5 @@ class BreakerOpen(LanekeeperError):
 
     def __init__(self, retry_in_s: float) -> None:
         self.retry_in_s = retry_in_s
-        """After this time the first of the breakers allows a call."""
+        """After how many seconds the first of the circuit breakers allows a call."""
         super().__init__(f"no provider may be called for {retry_in_s:.1f} s: their last calls failed")

@@ -29,7 +29,7 @@ class Handler:
     failpoints: Failpoints
     decoding: Decoding
     needs_user_id: bool = False
-    """Refuse requests without the property `user_id`, because their tenant is unknown."""
+    """Whether requests without the property `user_id` are refused, because their tenant is unknown."""
 
     async def handle(self, job: Job, *, lane: LaneSpec) -> Outcome:
         """Check the delivery → decode it → enter the gates → make one attempt → leave the gates."""

@@ -8,7 +8,7 @@ from consumers.state.base import Stop
 
 
 class Waiter(Protocol):
-    """The attributes of a job that an interruptible wait needs."""
+    """The attributes of a job that a wait needs so that `job.stop` can end it."""
 
     stopped: Stop | None
     waiting: "Interruptible | None"

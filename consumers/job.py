@@ -45,8 +45,8 @@ def now_ms() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A decoded request, its lane, and the providers that may be called for it. It is made once for a delivery; only
-    the body gate replaces it, by one with the fetched body."""
+    """A request that was decoded from its delivery, its lane, and the providers that may be called for it. It is made
+    once for a delivery; only the gate that fetches large bodies replaces it."""
 
     request: Request
     lane: LaneSpec
@@ -70,13 +70,13 @@ class Attempted:
     run_ms: int = 0
     """How many ms the attempt ran; 0 while it runs."""
     usage: Amounts | None = None
-    """How many tokens the provider counted for the call; None: unknown."""
+    """How many requests and tokens the provider counted for the call; None: unknown."""
     cost_usd: float | None = None
     """What the answer cost; None if there is no answer, or its model has no price."""
     lost: tuple[tuple[str, Amounts], ...] = ()
     """Those failed calls before the last one that may have to be paid: the model and the used amounts of each."""
     counts: bool = True
-    """False if the attempt does not count against the request's limit of attempts, because the provider was down."""
+    """Whether the attempt counts against the request's limit of attempts. False if the provider was down."""
 
 
 class Job:
@@ -96,7 +96,7 @@ class Job:
     ) -> None:
         self.delivery = delivery
         self.lane = lane
-        """None for a message without a lane (an unknown routing key)."""
+        """The lane whose request this is; None if the message's routing key names no lane."""
         self.trusted = trusted
         self.id = delivery.message.message_id or uuid.uuid4().hex
         self.hop = read_hop(delivery.message.headers) if trusted else HopHeaders()
@@ -108,20 +108,20 @@ class Job:
         self.identity = Identity(tenant_of(self.user_id, stated, speakers), self.id)
         self.taken_ms = taken_ms
         self.decoded: Decoded | None = None
-        """None until the message is decoded."""
+        """The request, decoded from the message; None until then."""
         self.claim: Held | None = None
         """The claim that this process holds for the request; None: it holds none."""
         self.trail: Trail | None = None
         """The entries that are written for clients who follow the request; None: none are written."""
         self.reserved: Reserved | None = None
-        """None while no budget is reserved."""
+        """The budget that is reserved for the call to the provider; None while none is reserved."""
         self.attempted: Attempted | None = None
-        """None until the first call of the attempt has begun."""
+        """What is known about this delivery's attempt; None until its first call to a provider has begun."""
         self.completion: Completion | None = None
         """How the request ended, as it is stored and sent; None until it has ended."""
         self._fingerprint: Fingerprint | None = None
         self.span: Span = INVALID_SPAN
-        """The span of this delivery."""
+        """The trace span of this delivery."""
         self.stopped: Stop | None = None
         """Why the job must stop; None: it may continue."""
         self.waiting: Interruptible | None = None
@@ -134,12 +134,12 @@ class Job:
             self.waiting.end()
 
     def interruptible(self, seconds: float | None) -> Interruptible:
-        """A context that ends its block after `seconds`, or when `stop` is called: `async with job.interruptible(30):
-        …`. None: no time limit."""
+        """A context manager that ends the wait in its block when `stop` is called or `seconds` are over (None: no time
+        limit). Execution continues after the block, without an exception. `async with job.interruptible(30): …`"""
         return Interruptible(self, seconds)
 
     def log_fields(self) -> dict[str, str | int]:
-        """The fields of each log line about this job; `trace_id` only if there is a trace."""
+        """The fields of each log line about this job, among them `trace_id` if there is a trace."""
         fields: dict[str, str | int] = {"request": self.id, "lane": self.lane_name, "attempt": self.attempts}
         if (trace_id := propagation.trace_id(self.span, self.message.headers)) is not None:
             fields["trace_id"] = trace_id
@@ -203,7 +203,8 @@ class Job:
 
     @property
     def routing_key(self) -> str:
-        """The routing key with which the request was published; delays and side queues keep it."""
+        """The routing key with which the requester published the request. It stays the same when the request is delayed
+        or moved to a side queue."""
         return self.message.routing_key
 
     @property
@@ -223,7 +224,7 @@ class Job:
         return 0 if self.attempted is None else self.attempted.run_ms
 
     def waited_ms(self, until_ms: int) -> int:
-        """How long the request had waited at `until_ms`, since publishing or its due time."""
+        """How many ms the request had waited at the time `until_ms`, since publishing or its due time."""
         if self.decoded is not None:
             return max(0, until_ms - self.decoded.request.start_ms)
         return max(0, until_ms - max(self.published.ms, self.hop.due_ms or 0))

@@ -118,8 +118,8 @@ class Lifecycle:
 
 
 def _is_first(job: Job, completion: Completion) -> bool:
-    """Whether no event was published yet about this completion: it was stored before the request arrived, or while this
-    message waited, or the worker that had this message died."""
+    """Whether no event about this completion was published yet. That is so if the completion was stored before the
+    request arrived or while this message waited, or if the worker that had this message before died."""
     return completion.mark is None or (job.came_before and completion.mark == job.fingerprint().mark)
 
 

@@ -8,7 +8,8 @@ from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.problems import RequestProblem
 
 LATER_MS = 1000
-"""For how many ms a request is deferred if another worker runs it, or if the worker's work is paused."""
+"""If another worker has the claim of a request, or this worker's work is paused, the request is deferred by this many
+ms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +27,15 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deferred:
-    """The request waits in the broker's delay queues, and no attempt is counted."""
+    """The request waits in the broker's delay queues and is delivered again later. It does not count as an attempt."""
 
     delay_ms: int
     reason: str
     due_ms: int | None = None
     """The due time of the request, ms since 1970; None if it has none."""
     redelivered: bool = False
-    """True for a redelivered message from a queue that does not count deliveries; the next worker must know it."""
+    """True if the deferred message was redelivered from a queue for which the broker counts no deliveries: the next
+    worker must know it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,21 +51,21 @@ class Retried:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request ended with an error; the message is not kept."""
+    """The request ended with an error, and its message is not kept as a dead letter."""
 
     problem: RequestProblem
 
 
 @dataclass(frozen=True, slots=True)
 class Buried:
-    """The request ended with an error; the message is kept in the queue `lane.dead`."""
+    """The request ended with an error, and its message is kept in the queue `lane.dead`."""
 
     problem: RequestProblem
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The request was cancelled. The requester gets an error, and the message is not kept."""
+    """The request was cancelled. The requester gets an error, and the message is not kept as a dead letter."""
 
     problem: RequestProblem
 

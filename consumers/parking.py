@@ -20,7 +20,7 @@ class Parking:
         self._limit = RateLimit(per_s=invalid_per_hour / HOUR_S, at_once=invalid_per_hour)
         self._log_throttle = LogThrottle()
         self.unparked = 0
-        """Invalid messages that were answered but not kept."""
+        """How many invalid messages were answered with an error but not kept in `lane.dead`."""
 
     def takes(self, tenant: str, size: int, *, code: str) -> bool:
         """Whether an invalid message of `size` bytes is kept. If not, it is counted in `unparked`, and logged at most

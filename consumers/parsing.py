@@ -17,8 +17,8 @@ from topology.codec import bounds
 
 T = TypeVar("T")
 AT_ONCE_S: Final = 0.01
-"""How many seconds of parsing a process may do before it must pause for other tasks; the allowance refills with time.
-Enough for about twenty bodies of 100 KB."""
+"""How many seconds of parsing a process may do before it must pause for other tasks. While it does not parse, the
+allowance grows again up to this, which is enough for about twenty bodies of 100 KB."""
 TINY_BYTES: Final = 4096
 """A body up to this size is parsed at once, without waiting: it takes at most a millisecond, whatever its content."""
 _WITHIN_LIMITS: Final = ""
@@ -34,9 +34,10 @@ class Parsing:
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._left_s = AT_ONCE_S
-        """How long may be parsed now without a pause; below 0: the pause that is needed. It grows with time."""
+        """For how many seconds this process may parse now before it must pause. Below 0: for how many seconds it must
+        pause. The value grows with time."""
         self._at_s = clock()
-        """When `_left_s` was computed."""
+        """When the value of `_left_s` was computed."""
         self._is_taken = False
         self._waiting: list[tuple[tuple[int, int], int, asyncio.Future[None]]] = []
         self._numbers = count()
@@ -60,8 +61,8 @@ class Parsing:
             self._pass_on(began_s, self._clock())
 
     async def excess(self, raw: bytes, *, max_values: int, rank: tuple[int, int]) -> str | None:
-        """Which limit the body exceeds (as `bounds.excess`), or None. A large body is checked in steps, so that other
-        work can run between them."""
+        """Returns a text that names the limit that the body exceeds (see `bounds.excess`), or None. A large body is
+        checked in steps, so that other work can run between them."""
         steps = bounds.excess_in_steps(raw, max_values=max_values)
         while True:
             # each step yields the exceeded limit, or None if it found none so far

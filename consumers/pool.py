@@ -62,14 +62,14 @@ class Pool:
         """How many deliveries this pool has taken and not finished: at most the prefetch, or more after pauses (see
         `resume`)."""
         self.running = 0
-        """How many deliveries have a slot."""
+        """How many of the pool's deliveries have a slot and are worked on."""
         self.jobs: set[Job] = set()
-        """The jobs of these deliveries."""
+        """The jobs of the deliveries that have a slot."""
         self._undecided: dict[asyncio.Task[Any], Job] = {}
         """The tasks whose job has no outcome yet, each with its job."""
         self._stopping = False
         self._gives_back = False
-        """True after `give_back_waiting`."""
+        """True after `give_back_waiting` was called: requests whose call has not begun are returned to the broker."""
 
     @property
     def trouble(self) -> str | None:
@@ -107,7 +107,7 @@ class Pool:
         await self._deliveries.pause(reason)
 
     async def resume(self) -> None:
-        """Take deliveries again, unless this pool holds more than its prefetch.
+        """Take deliveries again, unless this pool holds more deliveries than its prefetch.
 
         After several pauses it can hold more, because each pause cancels the consumer, and the broker does not count
         deliveries of a cancelled consumer against the prefetch of the next one.
@@ -154,7 +154,8 @@ class Pool:
             self.in_hand -= 1
 
     async def _job(self, delivery: Delivery) -> Job | None:
-        """The job of a delivery. None if its message cannot be read: it is rejected, and does not stop the lane."""
+        """The job for a delivery. None if its message cannot be read: then the delivery is rejected, so that it does
+        not stop the lane."""
         try:
             return self._job_of(delivery)
         except Exception:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 NAMES_KEPT = 10_000
-"""For how many names a limit or a throttle keeps its state. Beyond that, the name that was used longest ago is
-forgotten."""
+"""For how many names a `RateLimit` or a `LogThrottle` keeps its state. When there are more, the name that was used
+longest ago is forgotten."""
 LOGGED_EVERY_S = 60.0
 Clock = Callable[[], float]
 
@@ -24,7 +24,7 @@ class RateLimit:
         self._at_once = at_once
         self._clock = clock
         self._left: dict[str, tuple[float, float]] = {}
-        """For each name: what its bucket held after the last `take`, and when that was."""
+        """For each name: what was left in its token bucket after the last `take`, and when that was."""
 
     def take(self, name: str, amount: float = 1) -> bool:
         """Take `amount` from the token bucket of a name; False if it holds less."""
@@ -48,8 +48,8 @@ class LogThrottle:
         """For each name: how many events were not logged yet, and when the last line was logged."""
 
     def count(self, name: str) -> int:
-        """Count one event for this name. If it is to be logged now, return how many there were since the last log line;
-        else 0."""
+        """Count one event for this name. If a log line is due now, return how many events there were since the last
+        line; otherwise 0."""
         now_s = self._clock()
         count, logged_s = self._counted.pop(name, (0, -LOGGED_EVERY_S))
         is_due = now_s - logged_s >= LOGGED_EVERY_S

@@ -34,7 +34,7 @@ class RetryPolicy:
 
     @property
     def floor_s(self) -> float:
-        """The shortest pause before a retry. A momentary fault is over by then."""
+        """The shortest pause before a retry: a momentary fault is over after it."""
         return self.base_s / 4
 
 

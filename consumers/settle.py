@@ -36,13 +36,13 @@ from topology.codec.headers import ERRORS_KEPT, HopHeaders
 from topology.delays import MAX_DELAY_MS, hop
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
-"""The codes of errors that are not stored as a request's outcome, because they concern one message and not the request
-that owns its id."""
+"""Errors with these codes are not stored as a request's outcome, because they are about one message, and not about the
+request that owns its id."""
 NOTED = frozenset(
     {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable"}
 )
-"""The codes of errors of messages that are not a valid request. `Claiming.note` stores them, and leaves the id free for
-a valid request."""
+"""The codes of the errors with which a message ends that is not a valid request. `Claiming.note` stores them; a valid
+request may still use the same id."""
 TAKEN_OVER_WAIT_MS = 1000
 RETURN_AFTER_S = 1.0
 """The pause, in seconds, before a message that could not be settled is returned to its queue. The broker delivers it
@@ -107,7 +107,8 @@ class Settler:
         return outcome
 
     async def ack(self, delivery: Delivery) -> None:
-        """Acknowledge a delivery without an outcome: a request that was moved to a side queue, or a control message."""
+        """Acknowledge a delivery that has no outcome: the request was moved to a side queue, or the message is a
+        control message."""
         with suppress(ChannelLost):
             await delivery.ack()
 

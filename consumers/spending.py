@@ -20,8 +20,8 @@ from consumers.state.spec import DAY_S
 from lanekeeper.telemetry import logs, signals
 
 LEVELS = (50, 80, 100)
-"""The percentages of a daily cap at which its use is logged and published as an event: once a day each, by one of all
-processes."""
+"""When the use of a daily cap reaches these percentages, it is logged and published as an event: once a day for each,
+by one of all processes."""
 EVERY_TENANT = "*"
 TENANTS_COUNTED = 10_000
 """For how many lanes and tenants the totals, and the reported levels of caps, are kept: those that were used last."""
@@ -85,11 +85,11 @@ class Over:
 
     bound: Bound
     wanted: float
-    """The amount that the refused request was expected to use."""
+    """The amount that the refused request was expected to use of the cap."""
     used: float
-    """The amount that the lane or tenant used today, without the refused request."""
+    """The amount of the cap that the lane or tenant has used today, without the refused request."""
     resets_in_s: float
-    """The seconds until the (UTC) day ends, and with it the cap's period."""
+    """The seconds until the end of the day (UTC), when the cap can be used in full again."""
 
     def __str__(self) -> str:
         bound = self.bound
@@ -120,11 +120,12 @@ class Spending:
         self._reported: OrderedDict[str, tuple[int, float]] = OrderedDict()
         """For each limit, by name: the highest of `LEVELS` that was reported, and when that day ends."""
         self._totals: OrderedDict[tuple[str, str], Spent] = OrderedDict()
-        """What each ("lane" or "tenant", name) has used; the one that was used last comes last."""
+        """What each lane and tenant has used, by "lane" or "tenant" and the name; the one that was used last comes
+        last."""
         self._background = Background()
 
     def bounds(self, lane: str, tenant: str) -> tuple[Bound, ...]:
-        """The limits of the daily caps that apply to a request of this lane and tenant."""
+        """The limits of the daily caps that apply to requests of this lane and this tenant."""
         of_lane = self._bounds_of(LANE, lane, self._spec.lanes.get(lane))
         return (*of_lane, *self._bounds_of(TENANT, tenant, self._cap_of_tenant(tenant)))
 
@@ -203,7 +204,7 @@ class Spending:
                 return
 
     def _give_back(self, taking: "asyncio.Task[Hold | Over]") -> None:
-        """After the caller of `take` was cancelled: subtract the estimate again, if it was counted."""
+        """Subtract a request's estimate again, if it was counted, because the caller of `take` was cancelled."""
         if not taking.cancelled() and taking.exception() is None and isinstance(hold := taking.result(), Hold):
             self.correct(hold, Spent())
 

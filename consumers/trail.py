@@ -24,7 +24,7 @@ FLUSH_WITHIN_S = 2.0
 UNWRITTEN_BYTES = 1024 * 1024
 """How many bytes the unwritten events of one trail may have in memory. If there are more, they are discarded."""
 PARTS_AT_ONCE = 100
-"""For how many requests one write to the store includes entries."""
+"""One write to the store includes entries of at most this many requests."""
 TRUNCATED = NewEntry("truncated", b"{}")
 log = logs.logger()
 
@@ -39,14 +39,15 @@ class Trail:
         self._submission = submission
         self._unwritten: list[NewEntry] = []
         self._bytes = 0
-        """The bytes of the events in `_unwritten`."""
+        """How many bytes the events in `_unwritten` have."""
         self._must_restart = is_takeover
-        """True if the store may have events of an earlier holder's call. A `restart` goes before the first event."""
+        """True if the store may have events of a call that an earlier worker made. An entry `restart` is then written
+        before the first event."""
         self._has_stopped = False
-        """True if no more events are written, until a `restart`."""
+        """True if events are not written any more, until a `restart`."""
         self._is_writing = False
         self._is_over = False
-        """True if no more entries of any kind are written."""
+        """True if entries of no kind are written any more."""
 
     @property
     def is_written(self) -> bool:
@@ -141,7 +142,7 @@ class Trails:
             self._writing = self._background.begin(self._write(), name="trails")
 
     async def flush(self, trail: Trail) -> None:
-        """Write without pauses until all entries of this request are written, for at most `FLUSH_WITHIN_S`."""
+        """Write to the store without pauses until it has all entries of this request, for at most `FLUSH_WITHIN_S`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_WITHIN_S):
                 while not trail.is_written:

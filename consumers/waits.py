@@ -13,11 +13,11 @@ from lanekeeper.telemetry import signals
 
 MS: Final = 1_000_000
 SHORTEST_NS: Final = 1 * MS
-"""Waits outside a worker of fewer nanoseconds than this are not recorded, because most times are known only in whole
-milliseconds."""
+"""A wait outside a worker is recorded only if it is at least this many nanoseconds long, because most of the times are
+known only in whole milliseconds."""
 SHORTEST_IN_WORKER_NS: Final = 5 * MS
-"""A shorter wait inside a worker, in nanoseconds, is not recorded as one: every request spends about as long on getting
-its claim from the store."""
+"""A wait inside a worker is recorded only if it is at least this many nanoseconds long. Every request needs about this
+time to get its claim from the store, which is not counted as waiting."""
 
 
 @dataclass(frozen=True, slots=True)

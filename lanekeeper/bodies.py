@@ -110,11 +110,13 @@ class BodyStore:
         await self._drop(kept, _REQUEST_NAME)
 
     async def drop_answer(self, kept: BodyAddress) -> None:
-        """Remove the body of an answer, under the same conditions as `drop`. Raises BodiesUnavailable."""
+        """Remove the body of an answer from the store. Does nothing if the address is not that of an answer in this
+        store, or if the body was removed already. Raises BodiesUnavailable."""
         await self._drop(kept, _ANSWER_NAME)
 
     async def sweep(self) -> None:
-        """Remove all expired bodies from the store, even if it was scanned just before. Raises BodiesUnavailable."""
+        """Search the store for expired bodies and remove them, even if the last search was a moment ago. Raises
+        BodiesUnavailable."""
         self._scanned_s = None
         await self._in_thread(self._scan)
 
@@ -252,7 +254,8 @@ def checked(body: bytes, kept: BodyAddress, *, most_bytes: int) -> bytes:
 
 
 def without_secrets(text: str) -> str:
-    """Remove from an error's text what may be a password, key or signature, and cut the text to `LONGEST_CAUSE`."""
+    """Remove from an error's text everything that may be a password, key or signature, and cut the text to
+    `LONGEST_CAUSE` characters."""
     return _NAMED_SECRET.sub(r"\1…", _IN_URL.sub(r"\1…\2", text[:LONGEST_CAUSE]))
 
 

@@ -33,8 +33,8 @@ store for large bodies, it is read in pieces, so that it is never in memory as a
 PUBLISH_WITHIN_S = 30.0
 """The default time limit, in seconds, for publishing one request, including all repetitions."""
 FULL_WITHIN_S = 2.0
-"""For how many seconds, by default, a client tries to publish to a lane whose queue is full. It is short, because a
-full queue seldom has room soon."""
+"""For how many seconds, by default, a client tries to publish to a lane whose queue is full. The time is short because
+a full queue seldom has room soon."""
 
 
 class Client:
@@ -232,6 +232,6 @@ class Client:
         )
 
     def _abandon(self, outgoing: OutgoingRequest, options: Options) -> None:
-        """Cancel a request whose caller no longer waits."""
+        """Cancel a request whose caller does not wait for the answer any more."""
         if options.get("cancel_abandoned", True):
             self._abandoned.cancel(outgoing.id, tenant=outgoing.tenant)

@@ -35,7 +35,8 @@ ANSWERED_WITHIN_S = 5.0
 """For how many seconds a client waits for a worker's answer to a control message. A worker answers from its store
 within milliseconds; if no answer came after this time, no worker is running."""
 WORKERS_COUNTED_AFTER_S = 0.5
-"""After how many seconds without an answer a client that sent a cancellation asks the broker whether any worker runs.
+"""If a client has sent a cancellation, and no answer came within this many seconds, it asks the broker whether any
+worker runs.
 """
 _START_ONE = "start one with `lanekeeper serve` or `lanekeeper consume`"
 

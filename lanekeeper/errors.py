@@ -32,18 +32,20 @@ class ControlRefused(LanekeeperError):
 
     @property
     def is_passing(self) -> bool:
-        """Whether the same control message may succeed later: true if the tenant has sent too many control messages."""
+        """Whether the control message was refused only because the tenant has sent too many of them: the same message
+        may be accepted later."""
         return bool(self.fields.get("retryable"))
 
 
 class NotEnded(LanekeeperError):
-    """The request has no result yet. `status` is its state: `running`, `waiting`, or `unknown`."""
+    """The request has no result yet. `status` says whether it is `running` or `waiting`, or `unknown` to the
+    workers."""
 
     def __init__(self, id: str, status: str, *, attempts: int = 0, due_at: datetime | None = None) -> None:
         self.id = id
         self.status = status
         self.attempts = attempts
-        """How many attempts have ended; one that is running is not counted."""
+        """How many attempts to call the provider have ended; one that runs now is not counted."""
         self.due_at = due_at
         """The earliest start of the next attempt; None if it is not known."""
         super().__init__(

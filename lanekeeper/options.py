@@ -15,8 +15,8 @@ PRIORITY = 4
 """The default priority of a request. A client always sets it, because RabbitMQ treats messages without a priority
 differently: as 4 in quorum queues, as 0 in classic queues (docs/facts.md, section 1)."""
 ANSWER_LATE_S = 5.0
-"""How many seconds after its deadline a client still waits for a request's reply. A running worker answers sooner that
-the deadline has passed."""
+"""A client waits for a request's reply until this many seconds after the request's deadline. If a worker runs, its
+error reply (the deadline has passed) comes sooner."""
 
 
 class Options(TypedDict, total=False):

@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 
 REQUESTS = "/v1/requests"
 WAIT_S = 20.0
-"""How many seconds one HTTP call waits for a request to end. Proxies close a call only after a longer silence."""
+"""For how many seconds one HTTP call waits for a request to end. The time is short enough that proxies do not close the
+silent connection."""
 CONTROL_WITHIN_S = 5.0
 """The time limit, in seconds, for a call that cancels a request or reads its result, in addition to the time that it
 asks the gateway to wait."""
 AWAY_S = 30.0
-"""For how many seconds the gateway may be unreachable while a client waits for an answer without a time limit. After
-that the client gives up."""
+"""If a client waits for an answer without a time limit, and the gateway cannot be reached for this many seconds, the
+client gives up."""
 
 
 class OverHttp:
@@ -217,7 +218,7 @@ class OverHttp:
 
 
 def _path(id: str) -> str:
-    """The URL path of a request. Raises ControlRefused for an id that no request can have."""
+    """The URL path of the request with this id. Raises ControlRefused for an id that no request can have."""
     if not is_request_id(id) or not id.strip("."):  # `.` and `..` would name another path
         raise ControlRefused({"code": "invalid_request", "status": 400, "detail": f"the request's id: {REQUEST_ID}"})
     return f"{REQUESTS}/{quote(id, safe='')}"

@@ -52,7 +52,7 @@ class Part:
 
     @property
     def text(self) -> str:
-        """The text that this event adds, or an empty string."""
+        """The text that this part of the answer adds; an empty string if it adds none."""
         delta = self.event.get("delta")
         return str(delta.get("text", "")) if isinstance(delta, Mapping) else ""
 

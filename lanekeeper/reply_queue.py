@@ -22,8 +22,8 @@ from lanekeeper.contract.problems import BrokerError
 from lanekeeper.errors import ReplyLost
 
 UNREAD_BYTES = 1024 * 1024
-"""How many bytes of one streamed answer may be received before the caller reads them. A model needs many seconds to
-write this much."""
+"""How many bytes of one streamed answer may be received and not yet read by the caller. A model needs many seconds to
+write as much."""
 
 
 class Arrivals:
@@ -86,7 +86,8 @@ class ReplyQueue:
             del self._expected[message.correlation_id]
 
     def published(self, arrived: Arrivals) -> None:
-        """Note that the broker has confirmed the message: if the channel closes from now on, its reply is lost."""
+        """Note that the broker has confirmed the message: from now on, the loss of the channel means that the reply is
+        lost."""
         arrived.is_published = True
         if not self.direct.is_open:
             arrived.lose(_lost())

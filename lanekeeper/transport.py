@@ -26,12 +26,13 @@ class OutgoingRequest:
     chose_id: bool
     """Whether the caller chose the request's id."""
     publish_within_s: float
-    """The time limit for publishing in seconds, including all repetitions."""
+    """For how many seconds to try to publish the request, all repetitions included."""
     absent_within_s: float | None
-    """A shorter limit in seconds, used while there is no connection and nothing was sent yet. None: no shorter limit.
+    """A shorter limit in seconds for publishing, for the time in which there is no connection and nothing was sent yet.
+    None: no shorter limit.
     """
     full_within_s: float
-    """A shorter limit for publishing in seconds, used while the lane's queue is full."""
+    """A shorter limit in seconds for publishing, for the time in which the lane's queue is full."""
     timeout_s: float | None
     """How many seconds the caller waits for the answer; None: without a limit."""
     end: float | None
@@ -39,9 +40,9 @@ class OutgoingRequest:
     never."""
 
     may_be_published: bool = False
-    """Whether an earlier try to publish may have reached the broker."""
+    """Whether one of the earlier tries to publish the request may have reached the broker."""
     kept: BodyAddress | None = None
-    """The address and digest of the body, if it was put into the store for large bodies."""
+    """The address and digest of the request's body, if it was put into the store for large bodies."""
 
     @property
     def id(self) -> str:

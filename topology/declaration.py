@@ -74,7 +74,7 @@ class Broker:
 
 
 def is_before(version: str, floor: tuple[int, ...]) -> bool:
-    """Whether the version that a broker reports ("4.3.6+deb") is older than `floor`."""
+    """Whether a broker's version ("4.3.6+deb") is older than the version `floor`."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[: len(floor)]) < floor
 
 

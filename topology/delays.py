@@ -26,8 +26,8 @@ _V = TypeVar("_V")
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Where a delayed message enters the wait queues: the exchange to which it is published, and the delay headers that
-    it needs in addition to its own."""
+    """The first step of a delayed message into the wait queues: the exchange to which it is published, and the headers
+    that it needs for the delay in addition to its own."""
 
     exchange: str
     headers: Mapping[str, bool]
@@ -36,7 +36,7 @@ class Hop:
 
     @property
     def delay_ms(self) -> int:
-        """How long the message is delayed: the requested delay, rounded up to 100 ms."""
+        """For how many milliseconds the message is delayed: the requested delay, rounded up to 100 ms."""
         return sum(wait_ms(level) for level, waits in enumerate(self.headers.values()) if waits)
 
 

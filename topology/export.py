@@ -72,12 +72,12 @@ class User:
     role: Role
     password_hash: str = field(repr=False)
     lanes: tuple[str, ...] = (NORMAL.name, BATCH.name)
-    """The lanes that an application or client may publish into. Critical has to be granted explicitly."""
+    """The lanes to which an application or client may publish. The lane `critical` must be named here to be allowed."""
     connections: int = 200
     """How many connections an application or client may have at the same time; each takes some 100 kB of the broker's
     memory. `rabbitmqctl set_user_limits` changes the limit until definitions are imported again."""
     channels: int = 2000
-    """How many channels an application or client may have at the same time."""
+    """How many AMQP channels an application or client may have open at the same time."""
 
     def __post_init__(self) -> None:
         # the name is one word of a routing key, and the broker inserts it into a regular expression

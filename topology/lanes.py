@@ -37,7 +37,7 @@ class LaneSpec:
     delay) to the final answer."""
     max_attempts: int
     model: str
-    """The model for requests that do not name a model."""
+    """The model that is called for requests that do not name one."""
     max_tokens: int = 1024
     """The value of `max_tokens` for requests that do not set it."""
     models: frozenset[str] | None = None
@@ -46,8 +46,8 @@ class LaneSpec:
     """How many messages the lane's intake queue holds at most. The broker refuses a publish to a full intake (nack)."""
     max_length_bytes: int = GIB
     side_queues: int = 8
-    """How many side queues the lane has: workers move requests of tenants with many waiting requests there
-    (docs/fairness.md). 0: they are not moved."""
+    """How many side queues the lane has. If a tenant has many waiting requests, workers move them into one of these
+    queues (docs/fairness.md). 0: no requests are moved."""
 
     @property
     def due_slots(self) -> int:

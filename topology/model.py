@@ -61,7 +61,7 @@ class Binding:
 
     @property
     def label(self) -> str:
-        """One line of text that no other binding has: `lane.due → queue lane.batch.due, key 'batch.#'`."""
+        """One line of text that identifies the binding: `lane.due → queue lane.batch.due, key 'batch.#'`."""
         text = f"{self.source} → {self.destination_kind} {self.destination}, key {self.routing_key!r}"
         matches = ", ".join(f"{key}={str(value).lower()}" for key, value in sorted(self.arguments.items()))
         return f"{text}, {matches}" if matches else text
@@ -84,7 +84,7 @@ class Topology:
     nodes: tuple[str, ...] = ()
     """All nodes of the cluster, running or not. Empty in a declaration, or if the user may not see the nodes."""
     note: str = ""
-    """A line for people: which features the declared queues have with this RabbitMQ version."""
+    """A line for people: which features of queues this RabbitMQ version offers or lacks."""
 
     def exchange(self, name: str) -> Exchange:
         """The exchange with this name. Raises KeyError."""

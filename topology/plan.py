@@ -51,7 +51,7 @@ class Difference:
     """The property that differs: `type`, `durable`, `argument x-max-length`, `policy message-ttl`; None if the whole
     object is missing or extra."""
     wanted: Value | None = None
-    """The declared value; None if the declaration does not set this property."""
+    """The value in the declaration; None if the declaration does not set this property."""
     found: Value | None = None
     """The value on the broker; None if the property is not set there."""
     remedy: str | None = None
@@ -199,7 +199,8 @@ def _compare_fields(
 
 
 def _identity(binding: Binding) -> tuple[str, ...]:
-    """A key that is equal for equal bindings. As on the broker, bindings with different arguments are different."""
+    """A key that is equal for equal bindings. Bindings that differ only in their arguments are different ones, as on
+    the broker."""
     return (
         binding.source,
         binding.destination_kind,

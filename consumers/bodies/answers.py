@@ -10,8 +10,8 @@ from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.telemetry import logs, signals
 
 MARGIN_S: Final = 3600.0
-"""A large answer is kept this many seconds longer than the stored result that has its address, because a client may
-read it some time after the result."""
+"""How many seconds longer a large answer is kept than the stored result that has its address: a client may read the
+answer some time after the result."""
 PAUSE_S: Final = 0.5
 """The pause, in seconds, between two attempts to write an answer to the store."""
 log = logs.logger()

@@ -21,9 +21,9 @@ from lanekeeper.contract.messages import BodyAddress
 _PORTS: Final = {"https": 443, "http": 80}
 _NAT64: Final = ip_network("64:ff9b::/96")
 _GONE: Final = range(400, 500)
-"""HTTP statuses that mean: the body does not exist at this address."""
+"""The HTTP statuses with which a server says that the body does not exist at this address."""
 _TEMPORARY: Final = frozenset({408, 425, 429})
-"""HTTP statuses of failed fetches after which another try may succeed."""
+"""The HTTP statuses of a failed fetch after which another try may succeed."""
 
 
 class PrivateAddress(OSError):

@@ -11,7 +11,7 @@ from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Ref
 SAMPLES = 256
 """How many of the latest waits and run times are kept for each lane."""
 WINDOW_S = 60
-"""The throughput is computed from the requests that ended within this many seconds."""
+"""A lane's throughput is computed from the requests that ended within this many seconds."""
 SHOWN = (
     "extra_slots", "slots_limit", "running", "answered", "failed", "retried", "deferred", "dropped", "replayed",
 )  # fmt: skip
@@ -27,7 +27,8 @@ class LaneActivity:
         self._slots = slots
         self._due_slots = due_slots
         self.extra_slots = 0
-        """How many slots the lane's two queues have in addition to their own (`lending.py`)."""
+        """How many slots the lane's two queues (intake and due queue) have in addition to the configured ones
+        (`lending.py`)."""
         self.slots_limit: str | None = None
         """Why the lane gets no more slots although its requests wait longer than its target; None: nothing prevents
         it."""
@@ -40,14 +41,15 @@ class LaneActivity:
         """How many requests were deferred, by reason."""
         self.dropped = 0
         self.ended = 0
-        """How many requests ended, with whatever outcome."""
+        """How many requests of the lane have ended, with any outcome."""
         self.replayed = 0
         self._waits_ms: deque[int] = deque(maxlen=SAMPLES)
         self._runs_ms: deque[int] = deque(maxlen=SAMPLES)
         self._since_delivery: deque[bool] = deque(maxlen=SAMPLES)
-        """For each of the latest waits: whether it counts from the first delivery."""
+        """For each of the latest waits: whether it was measured from the first delivery, because the time of publishing
+        is unknown."""
         self._ended_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
-        """How many requests ended in each second: (the second, how many); seconds without an end are left out."""
+        """For each second in which requests of the lane ended: the second, and how many requests."""
 
     def record(self, outcome: Outcome, *, wait_ms: int, run_ms: int | None, since_delivery: bool = False) -> None:
         """Count the outcome of a delivery. `run_ms`: how long the attempt ran; None if no provider was called, or the

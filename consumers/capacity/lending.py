@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 GROWTH = 4
-"""When a queue gets additional slots, it gets this part of its slots at a time, at least one."""
+"""When a queue gets additional slots, it gets at a time this part of the slots that it has, but at least one."""
 AT_MOST = "slots_max"
 
 
@@ -25,7 +25,7 @@ class QueueLoad:
     worker."""
 
     slots: int
-    """How many slots the queue has of its own: those that its lane's settings give it."""
+    """How many slots of its own the queue has: as many as its lane's settings say."""
     reserved: int
     """How many of its own slots the queue never lends, even if they are idle."""
     max_slots: int
@@ -44,7 +44,7 @@ class QueueLoad:
     waiting: int = 0
     """How many messages wait in the queue; 0 while it has free slots."""
     wait_s: float = 0.0
-    """How many seconds the waiting requests have waited."""
+    """For how many seconds the messages that wait in the queue have waited."""
     bottleneck: str | None = None
     """The part of a provider's budget for which the queue's requests wait; None: they do not wait for budget."""
 
@@ -54,7 +54,7 @@ class ExtraSlots:
     """The slots that a queue should have in addition to its own."""
 
     lent: int = 0
-    """How many idle slots of other queues the queue borrows."""
+    """How many idle slots of other queues this queue borrows."""
     grown: int = 0
     """How many new slots the queue gets, beyond those that all queues have of their own."""
     limit: str | None = None
@@ -90,8 +90,8 @@ def decide(queues: Sequence[QueueLoad]) -> list[ExtraSlots]:
 
 
 def _wanted(queue: QueueLoad) -> int:
-    """How many additional slots the queue could use: one for each waiting request, unless these would wait for a
-    provider's budget then."""
+    """How many additional slots the queue could use: one for each waiting request. A request that would then only wait
+    for a provider's budget does not count."""
     if not queue.waiting:
         wanted = min(queue.extra, max(0, queue.busiest - queue.slots))
     elif queue.bottleneck is None:

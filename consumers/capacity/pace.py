@@ -12,8 +12,8 @@ from consumers.state.base import Allowances, StoreUnavailable
 PERIOD_S: Final = 60
 NOTE_EVERY_S: Final = 5.0
 SEEN_AT_LEAST_S: Final = 20.0
-"""The rate counts as unknown until this many seconds of a period are over, because few requests give a random
-result."""
+"""In each period the rate counts as unknown for this many seconds, because the few requests that have ended by then
+give a random result."""
 UNLIMITED: Final = 1e15
 
 
@@ -31,8 +31,8 @@ async def noting(store: Allowances, activities: Sequence[LaneActivity]) -> None:
 
 
 async def per_s(store: Allowances, lane: str) -> float | None:
-    """How many requests of a lane end each second, by the count of the current period; None if that is unknown, or none
-    has ended. Raises StoreUnavailable."""
+    """How many requests of a lane end each second, as the workers have counted them in the store in the current period.
+    None if that is not known, or if none has ended. Raises StoreUnavailable."""
     taken = await store.take(_name(lane), 0, limit=UNLIMITED, period_s=PERIOD_S)
     seen_s = PERIOD_S - taken.resets_in_s
     return taken.used / seen_s if taken.used and seen_s >= SEEN_AT_LEAST_S else None

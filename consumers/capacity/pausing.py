@@ -17,7 +17,7 @@ LOOK_EVERY_S = 0.05
 """The time between two regular checks. The conditions are polled, because they read attributes of very different
 objects: four reads, 20 times a second, which take 0.01 % of a CPU."""
 LOGGED_AFTER_S = 0.5
-"""A pause of fewer seconds is not logged, because each start of a worker causes a short one."""
+"""Pauses of fewer seconds than this are not logged, because each start of a worker causes a short one."""
 Condition = Callable[[], str | None]
 log = logs.logger()
 
@@ -29,7 +29,7 @@ class Pausable(Protocol):
     def is_paused(self) -> bool: ...
 
     async def pause(self, reason: str) -> None:
-        """Take no new delivery; go on working on those that were taken."""
+        """Take no new delivery from the broker; go on with those that were taken."""
 
     async def resume(self) -> None:
         """Take deliveries again as soon as there is room."""
@@ -45,7 +45,8 @@ class Pausing:
         self._open = asyncio.Event()
 
     def reasons(self) -> dict[str, str]:
-        """What is wrong now, by the name of the condition; empty while work is not paused."""
+        """The conditions because of which work is paused, by name, each with what is wrong; empty while work is not
+        paused."""
         return {name: why for name, condition in self._conditions.items() if (why := condition()) is not None}
 
     async def opened(self) -> None:

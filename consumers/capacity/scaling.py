@@ -1,9 +1,8 @@
 """Adds slots to queues and takes them back, as `lending.decide` computes. A slot works on one request at a time.
 
 To add slots, a worker starts a further consumer of the queue, on a channel of its own, whose prefetch is the number of
-these slots. The prefetch of the existing consumer stays, because changing it would have no effect (docs/facts.md,
-section 2). To take slots back, the further consumer is cancelled, and its running requests end in their own time. A
-lane whose slots were lent to another does not wait for that: its own consumer kept its prefetch all the time.
+these slots; changing an existing consumer's prefetch has no effect (docs/facts.md, section 2). To take slots back, the
+further consumer is cancelled, and its requests run to their end. The lender's own consumer keeps its prefetch.
 """
 
 import asyncio
@@ -20,16 +19,15 @@ from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.25
-"""The seconds between two decisions about additional slots. The pause is short, because lent slots must be back within
-a second. The load is polled, because the decision depends on the last seconds and not on a single delivery."""
+"""The seconds between two decisions about additional slots: few, because lent slots must be back within a second."""
 ASK_EVERY_S = 1.0
-"""The time between two questions to the broker about how many messages wait in the queues whose slots are all in use. A
-queue can get further slots once in this time."""
+"""The seconds between two questions to the broker about how many messages wait in the queues whose slots are all in
+use. A queue can get further slots only after such a question."""
 STEADY_S = 3.0
 """A queue lends a slot to another after it was idle for this many seconds. An added slot is given up after it was
 unused for as long."""
 BOTTLENECK_FOR_S = 2.0
-"""How long a provider's budget counts as the bottleneck of a lane after a request was last seen waiting for it."""
+"""A provider's budget is a lane's bottleneck until so many seconds after a request was last seen waiting for it."""
 LIMIT_LOGGED_EVERY_S = 60.0
 log = logs.logger()
 
@@ -61,7 +59,7 @@ class SlotPool(Protocol):
 
 @dataclass(slots=True)
 class _Added:
-    """Slots that were added to a queue at one time. They are those of a pool of their own."""
+    """Slots that were added to a queue at one time. A separate pool works with them."""
 
     pool: SlotPool
     is_ending: bool = False
@@ -93,7 +91,7 @@ class ScaledQueue:
     extra_slots: ExtraSlots = field(default_factory=ExtraSlots)
     """How many slots the queue should have in addition to its own, by the latest decision."""
     waiting_since_ms: int | None = None
-    """Since when messages have been waiting in the queue, as far as this worker has seen, in ms; None: none wait."""
+    """Since when messages have waited in the queue, as far as this worker has seen, in ms; None: no message waits."""
     limit_logged_s: float | None = None
     """When a limit that keeps the queue from getting more slots was last logged, by the event loop's clock."""
 
@@ -171,15 +169,15 @@ class Scaling:
         await self._take_all_back()
 
     def give_back_waiting(self) -> None:
-        """After `stop`: return requests whose call has not begun to the broker (`Pool.give_back_waiting`), from all
-        pools with added slots."""
+        """After `stop`: return to the broker the requests on added slots whose call has not begun
+        (`Pool.give_back_waiting`)."""
         for queue in self._queues:
             for added in queue.added:
                 added.pool.give_back_waiting()
 
     async def pause(self, reason: str) -> None:
-        """Take back the slots that were added to queues, because all work pauses. The time of the pause does not count
-        as idle time of slots."""
+        """Take back the slots that were added to queues, because the worker pauses all its work. During the pause,
+        slots do not count as idle."""
         self.is_paused = True
         await self._take_all_back()
 

@@ -15,8 +15,8 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
 
 AT_ONCE_S = 5
-"""A burst may have as many messages as are allowed in this number of seconds, so that a tenant can cancel all of its
-requests at once."""
+"""A tenant may send as many control messages at once as it may send in this number of seconds, so that it can cancel
+all of its requests at once."""
 
 
 class Verdict(Enum):

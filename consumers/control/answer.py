@@ -46,13 +46,14 @@ class Answers:
     async def tell(
         self, message: Message, body: Mapping[str, Any], *, id: str | None, control: Literal["accepted", "pending"]
     ) -> None:
-        """Answer a control message with a JSON object. `id`: of the request that the message is about. `control`:
-        "accepted" for a cancellation that was recorded, "pending" for the state of a request that has not ended."""
+        """Answer a control message with a JSON object. `id`: the id of the request that the message is about.
+        `control`: "accepted" for a cancellation that was recorded, "pending" for the state of a request that has not
+        ended."""
         await self._send(message, json.dumps(body).encode(), JSON, _headers(id, {n.CONTROL: control}))
 
     async def refuse(self, message: Message, problem: RequestProblem, *, id: str | None) -> None:
-        """Answer a control message that is invalid, over the limit or failed, with a problem document. `id`: of the
-        request that the message is about; None: unknown."""
+        """Answer a control message that is invalid, over the limit or failed, with a problem document. `id`: the id of
+        the request that the message is about; None: unknown."""
         self._log_refusal(message, problem)
         document = problem.document(request=id or "", attempts=0)
         await self._send(message, document, PROBLEM, _headers(id, {n.CONTROL: "error"}), must_answer=True)
@@ -100,8 +101,8 @@ class Answers:
             await self._publish(message, answer)
 
     def _may_answer(self, message: Message, *, must_answer: bool = False) -> bool:
-        """Whether an answer may be sent to the `reply_to` of a control message. If not, count and log that; if the
-        message has no `reply_to`, only if `must_answer`."""
+        """Whether an answer may be sent to the `reply_to` of a control message. If it may not, count and log that. If
+        the message has no `reply_to`, count and log it only if `must_answer`."""
         address = message.reply_to or ""
         may = self.rule.allows_control(address, user=message.user_id)
         if not may and (address or must_answer):

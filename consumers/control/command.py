@@ -23,7 +23,7 @@ from lanekeeper.contract.problems import invalid_request
 MESSAGE_BYTES = 4096
 KNOWN = (*n.CONTROL_KEYS, n.STATUS_KEY)
 SHOWN = 80
-"""How many characters of an invalid value an error's text quotes."""
+"""How many characters of an invalid value the text of an error quotes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,20 +28,21 @@ from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
 
 FAULTS_AT_MOST = 5
-"""A control message that causes an internal error is refused at its delivery with this number. It is not tried for
-longer, because requests wait until the control queue is empty."""
+"""A control message that causes an internal error at each delivery is refused at the last of this many deliveries.
+There are no further tries, because requests wait until the control queue is empty."""
 LOOK_EVERY_S = 0.05
 CATCH_UP_WITHIN_S = 5.0
 """How many seconds requests wait until the worker has stored the cancellations that were in the queue when it
 connected. Thousands are stored in that time. If there are more, they are stored while requests run, and a request may
 run although it was cancelled."""
 QUIET_S = 0.5
-"""If the worker's user may not read the queue's length, the queue counts as empty after this time without a
-delivery."""
+"""If the worker's user may not read the length of the control queue, the queue counts as empty when nothing was
+delivered for this many seconds."""
 GATHER_S = 0.01
-"""How many seconds the first finished control message waits for others, so that one write acknowledges all of them."""
+"""For how many seconds at most the first finished control message waits for others, so that one write acknowledges all
+of them."""
 REFUSED_AT_A_TIME = 32
-"""After refusing this many messages without an answer, the reader lets other tasks run."""
+"""After this many control messages in a row were refused without an answer, other tasks of the process run."""
 Ready = Callable[[], Awaitable[Mapping[str, int]]]
 """Asks the broker how many messages wait in the control queue: a mapping with its name as the only key. Raises
 BrokerError."""
@@ -77,12 +78,13 @@ class Control:
         self._allowance = Allowance(per_tenant_s=per_tenant_s, speakers=speakers, read_command=self._read_command)
         self._displaced_throttle = LogThrottle()
         self.displaced = 0
-        """How many cancellations of requests that had not arrived were deleted, because their tenant sent more."""
+        """How many cancellations of requests that had not arrived were deleted because their tenant sent more than are
+        kept."""
         self._is_behind = True
         """True while the queue may have cancellations that were sent while no worker was connected, or the store was
         unavailable."""
         self._received = 0
-        """How many messages have arrived."""
+        """How many control messages have arrived in this process."""
         self._in_hand: set[int] = set()
         self._done: list[Delivery] = []
         self._busy_at_s = 0.0

@@ -26,10 +26,10 @@ from topology.broker.heads import Heads
 from topology.lanes import LaneSpec
 
 PLACE_KEPT_S: Final = 1.0
-"""For how many seconds a side queue stays assigned to a tenant after the tenant's last request was published there. By
-then this process usually holds the queue's first message, which names the tenant."""
+"""For how many seconds after a tenant's last request was published to a side queue, the queue stays assigned to the
+tenant. By then this process usually holds the queue's first message, which names the tenant."""
 FULL_FOR_S: Final = 1.0
-"""For how many seconds nothing is published to a side queue that refused a message because it was full."""
+"""If a side queue refused a message because it was full, nothing is published to it for this many seconds."""
 LATER_MS: Final = 1000
 
 
@@ -44,13 +44,14 @@ class SideQueues:
         self._names = names
         self._now_ms = now_ms
         self._numbers = {names.side(lane.name, number): number for number in range(lane.side_queues)}
-        """For each side queue, by name: its number."""
+        """For each side queue, by its name: its number."""
         self._tenants: dict[int, str] = {}
-        """For each side queue: the tenant of the head that this process holds."""
+        """For each side queue, by its number: the tenant of the queue's first message, which this process holds while
+        it waits for a slot."""
         self._places: dict[str, tuple[int, float]] = {}
         """For each tenant: the side queue that is assigned to it, and since when."""
         self._full_until_s: dict[int, float] = {}
-        """For each side queue that was full: until when nothing is published there."""
+        """For each side queue that was full, by its number: until when nothing is published there."""
 
     def has(self, tenant: str) -> bool:
         """Whether a side queue has requests of the tenant, as far as this process knows."""
@@ -118,8 +119,8 @@ class SideQueues:
         return Deferred(delay_ms=LATER_MS, reason="too many waiting", due_ms=job.hop.due_ms)
 
     def _place(self, tenant: str) -> int:
-        """The number of the side queue for a tenant's requests: the queue that has them already; else the first free
-        one, in an order that depends on the tenant; else the shortest."""
+        """The number of the side queue for a tenant's requests: the queue that has some of them already; else the first
+        queue that is free (no requests, no tenant), in an order that depends on the tenant; else the shortest queue."""
         now_s = asyncio.get_running_loop().time()
         for number, owner in self._tenants.items():
             if owner == tenant:
@@ -142,7 +143,7 @@ class SideQueues:
         return number if at_s + PLACE_KEPT_S > asyncio.get_running_loop().time() else None
 
     def _keep(self, tenant: str, number: int) -> None:
-        """Assign a side queue (`number`) to the tenant from now on."""
+        """Assign the side queue with this number to the tenant from now on."""
         now_s = asyncio.get_running_loop().time()
         self._places.pop(tenant, None)
         self._places[tenant] = number, now_s

@@ -1,4 +1,4 @@
-"""How a delivery gets a slot: it waits for one, or is set aside (moved to a side queue)."""
+"""How a delivered request gets a slot: it waits for one, or is set aside (moved to a side queue)."""
 
 from typing import Protocol
 
@@ -14,16 +14,18 @@ class Entrance(Protocol):
     time."""
 
     async def enter(self, job: Job) -> Admission:
-        """Wait until the request holds a slot (BEGIN), or must be set aside, that is, moved to a side queue (ASIDE)."""
+        """Wait until the request holds a slot (the result is BEGIN), or must be set aside, that is, moved to a side
+        queue (ASIDE)."""
 
     def leave(self, job: Job) -> None:
-        """Give back the slot of a delivery that entered."""
+        """Give back the slot that a request got by `enter`."""
 
     def unread(self, queue: str) -> None:
         """Note that the last delivery of this queue could not be read, so that `enter` is not called for it."""
 
     async def set_aside(self, job: Job) -> Outcome | None:
-        """Move the request to a side queue. Return None if it was moved, else its outcome. Raises BrokerError."""
+        """Move the request to a side queue. Return None if it was moved; otherwise the request's outcome. Raises
+        BrokerError."""
 
 
 class QueueEntrance:
@@ -46,7 +48,7 @@ class QueueEntrance:
         self._slots.end(job.identity.tenant)
 
     def unread(self, queue: str) -> None:
-        """Does nothing: the broker sends the next delivery by itself."""
+        """Does nothing: when this delivery is settled, the broker sends the next one by itself."""
 
     async def set_aside(self, job: Job) -> Outcome | None:
         assert self._side_queues is not None
@@ -87,5 +89,5 @@ class SideQueueEntrance:
 
 
 def _rank(job: Job) -> int:
-    """The priority of a request among the waiting requests of its tenant."""
+    """The priority of a request among the waiting requests of its tenant: the highest goes first."""
     return rank(job.message.priority, is_fresh=job.is_fresh) or 0

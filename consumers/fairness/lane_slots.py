@@ -7,9 +7,8 @@
         intake.end(tenant)
 
 A free slot goes to the tenant that holds the fewest slots, divided by its weight; equal tenants take turns, in
-proportion to their weights. So tenants share the slots, however many requests each has. If a tenant's running and
-waiting requests here exceed its share of the slots, further ones are set aside (`consumers/fairness/aside.py`), so that
-the broker delivers the requests behind them.
+proportion to their weights, however many requests each has. If a tenant's requests in this process exceed its share of
+the slots, further ones are set aside (`aside.py`), so that the broker delivers the requests behind them.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ delivery may not be held without end (`consumers/job.py`), and another process m
 LATELY_S: Final = 600.0
 """A lane counts as shared if two tenants had requests within this many seconds."""
 TENANTS_COUNTED: Final = 256
-"""For how many tenants of a lane counts of their requests are kept: those that were active last."""
+"""Counts of requests are kept for this many tenants of each lane: those that were active last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,8 @@ class Figures:
 
 @dataclass(slots=True)
 class LaneSlots:
-    """The slots of one lane in this process: how many requests of the lane may be worked on at a time. Each queue of
-    the lane has its own slots (`QueueSlots`)."""
+    """The slots of one lane in this process. A slot is the right to work on one request at a time. Each queue of the
+    lane has its own slots (`QueueSlots`)."""
 
     shares: Shares = field(default_factory=Shares)
     side: SetAside | None = None
@@ -159,7 +158,7 @@ class QueueSlots:
         """For each tenant with running or waiting requests, its pass: how many slots it was granted so far, divided by
         its weight. Of tenants that hold equally many slots, the one with the lowest pass goes first."""
         self._floor = 0.0
-        """The pass with which a new tenant starts."""
+        """The pass (see `_passes`) with which a new tenant starts."""
         self._waiting: list[_Waiting] = []
         self.running = 0
         self.begun = 0
@@ -282,7 +281,7 @@ class QueueSlots:
             self._passes.pop(tenant, None)
 
     def _belongs_aside(self, tenant: str) -> bool:
-        """Whether a new request of the tenant is set aside (moved to a side queue) at once."""
+        """Whether a new request of the tenant is moved to a side queue at once, without waiting here for a slot."""
         if self._lane.is_at_its_cap(tenant):
             return True
         side = self._lane.side

@@ -25,25 +25,25 @@ LOOK_EVERY_S: Final = 0.25
 """The seconds between two checks whether a queue's slots are all in use."""
 SENT_AFTER_LOOKS: Final = 4
 """After this many checks in a row that found all slots of a queue in use, a scout (a further consumer of the queue) is
-started. Shorter bursts keep the queue's own order."""
+started. If the slots are all in use for a shorter time, requests are delivered in the queue's own order."""
 CALLED_BACK_AFTER_LOOKS: Final = 8
 """After this many checks in a row that found free slots, the queue's scout (its further consumer) is stopped."""
 SCOUT_PREFETCH: Final = 32
-"""The prefetch of a scout (a further consumer of a queue), and so how many requests it moves to side queues at a time:
-390 a second on a busy machine. With a prefetch of 64, a chat in another lane of the process waited twice as long
-meanwhile."""
+"""The prefetch of a scout (a further consumer of a queue): it moves this many requests to side queues at a time, on a
+busy machine 390 a second. With a prefetch of 64, a chat in another lane of the same process waited twice as long while
+requests were moved."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Scouted:
-    """A queue that may get a scout (a further consumer without slots), and the results of the regular checks of its
-    slots."""
+    """A queue that may get a scout (a further consumer, which brings no slots of its own), and the results of the
+    regular checks of the queue's slots."""
 
     queue: str
     slots: QueueSlots
     scout: Callable[[], SlotPool]
-    """A function that creates a scout for the queue: a pool without slots. Its requests get a slot of the queue's own
-    pool, or are moved to a side queue."""
+    """Creates a scout for the queue: a further pool, which consumes from it but has no slots of its own. A request that
+    it takes gets a slot of the queue's first pool, or is moved to a side queue."""
     begun: int = 0
     """How many requests of the queue had got a slot until the last check."""
     full_looks: int = 0
@@ -56,13 +56,13 @@ class Scouted:
     active: SlotPool | None = None
     """The running scout (a further consumer) of the queue; None: it has none."""
     ending: list[SlotPool] = field(default_factory=list)
-    """Scouts that were stopped and still have running requests."""
+    """Scouts that were stopped and whose requests have not all ended."""
 
 
 class Scouting:
-    """Starts a scout (a further consumer without slots) for each queue whose slots are all in use for long, so that
-    requests of other tenants behind are delivered, and stops it when slots are free. It is paused and stopped like a
-    pool."""
+    """Starts a scout (a further consumer) for each queue whose slots are all in use for long, so that requests of other
+    tenants that are further back in the queue are delivered; stops it when slots are free. It is paused and stopped
+    like a pool."""
 
     def __init__(self, queues: Sequence[Scouted], *, depths: Depths) -> None:
         self._queues = queues
@@ -72,7 +72,8 @@ class Scouting:
         self._group = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Start and stop scouts until `stop` is called and all have ended. Cancel it to end at once."""
+        """Start and stop scouts until `stop` is called and the requests of all scouts have ended. Cancel this task to
+        end at once."""
         async with self._group:
             async for _ in every(LOOK_EVERY_S, until=self._stopping):
                 for scouted in self._queues:
@@ -92,12 +93,12 @@ class Scouting:
                 scout.give_back_waiting()
 
     async def pause(self, reason: str) -> None:
-        """Stop all scouts (consumers without slots), and start none until `resume`."""
+        """Stop all scouts (the further consumers of full queues), and start none until `resume`."""
         self.is_paused = True
         await self._call_all_back()
 
     async def resume(self) -> None:
-        """After `pause`: start scouts (consumers without slots) again when they are needed."""
+        """After `pause`: start scouts (further consumers of full queues) again when they are needed."""
         self.is_paused = False
 
     async def _look(self, scouted: Scouted) -> None:

@@ -15,5 +15,5 @@ class Gate(Protocol):
         """Check the job. Return None to let it pass to the next gate, or the outcome of its delivery."""
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Give back what `enter` took. `outcome`: that of the delivery; None if the job was cancelled, because its
-        delivery was lost or the worker stops."""
+        """Give back what `enter` took. `outcome`: the outcome of the delivery; None if the job was cancelled, because
+        its delivery was lost or the worker stops."""

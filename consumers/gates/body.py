@@ -16,8 +16,8 @@ from lanekeeper.telemetry import logs, signals
 
 FETCH_WITHIN_S = 60.0
 AGAIN_MS = 2000
-"""If the store that has the body is unavailable, the request is deferred by this many ms. Then the body is fetched
-again, and so on until the request's deadline."""
+"""If the store that has a request's body is unavailable, the request is deferred by this many ms; then the body is
+fetched again, and so on until the request's deadline."""
 log = logs.logger()
 
 

@@ -25,11 +25,12 @@ from topology.codec.request import Request
 from topology.lanes import LaneSpec
 
 REPORTED_FROM_S = 1.0
-"""A wait for budget of fewer seconds is not reported."""
+"""A wait for budget is reported (by `BudgetGate.on_wait`) only if it is predicted to last at least this many
+seconds."""
 LATER_MS = 1000
 BACK_WITHIN_MS = 15_000
-"""The longest time, in ms, for which a request is deferred so that others can pass it. It is limited, because the
-predicted wait may be too long."""
+"""A request is deferred, so that others can pass it, for at most this many ms. There is a limit because its predicted
+wait may be too long."""
 AT_ONCE_S = 0.25
 """A call that could begin within this many seconds is always tried, even if it may not end before the request's
 deadline."""
@@ -142,7 +143,7 @@ class BudgetGate:
         return None
 
     async def _soonest(self, job: Job, request: Request, routes: Sequence[Route]) -> Route:
-        """The route with the shortest predicted wait for its account's budget."""
+        """The provider and model for which the wait for budget is predicted to be the shortest."""
         if len(routes) == 1:
             return routes[0]
         waits = [await self._wait(job, request, route) for route in routes]
@@ -196,8 +197,8 @@ class BudgetGate:
         return await self.budgets.predicted_wait(route.account, lane=job.lane_name, amounts=amounts)
 
     def _too_long(self, job: Job, request: Request, route: Route, wait: Wait) -> Outcome:
-        """The outcome if the call could not begin in time: the request is refused, or deferred if the account is paused
-        and works again before the deadline."""
+        """The outcome of a job whose call could not begin in time for its deadline: the request is refused; or
+        deferred, if the account is paused and works again before the deadline."""
         left_s = (request.deadline_ms - self.now_ms()) / 1000
         run_s = self.estimates.run_s(self._usage_class(job, route))
         if wait.reason == PAUSED and wait.seconds < left_s:

@@ -17,7 +17,7 @@ from consumers.state.base import StoreUnavailable
 from topology.codec.request import Request
 
 SPREAD_MS = 60_000
-"""Requests that wait for the next day, because a daily cap is used up, come back spread over this many ms."""
+"""If a daily cap is used up, the requests that wait for the next day come back spread over this many ms."""
 STORE_AWAY_MS = 1000
 """For how many ms a request is deferred if the store that counts the caps is unavailable."""
 Estimate = Callable[[Job, Request, Route], Amounts]
@@ -93,7 +93,7 @@ class CapsGate:
 
 
 def _may_be_paid(attempted: Attempted) -> bool:
-    """Whether a call without an answer may have to be paid: the used amounts are unknown, or include output tokens."""
+    """Whether a call that gave no answer may have to be paid: it is unknown what it used, or it used output tokens."""
     return attempted.usage is None or attempted.usage.output_tokens > 0
 
 

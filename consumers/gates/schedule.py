@@ -30,8 +30,8 @@ class ScheduleGate:
         self._now_ms = now_ms
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
-        """Return None if the request is due or has ended, else its deferral or refusal. Raises StoreUnavailable if a
-        long wait cannot be stored and counted."""
+        """Return None if the request is due or has ended; otherwise the outcome that defers or refuses it. Raises
+        StoreUnavailable if a long wait cannot be stored and counted."""
         due_ms = decoded.request.due_ms
         if due_ms is None:
             return None
@@ -48,8 +48,8 @@ class ScheduleGate:
         return Deferred(delay_ms=max(0, due_ms - self._now_ms()), reason="scheduled", due_ms=due_ms)
 
     async def _count(self, job: Job, due_ms: int) -> Outcome | None:
-        """Count a long wait against the limits of its tenant and of all tenants. Return the refusal if one of them is
-        exceeded, else None."""
+        """Count a request that waits long against the limits of its tenant and of all tenants. Return the refusal if a
+        limit is exceeded; otherwise None."""
         limit = await self._claiming.reserve(job, weight=1 + len(job.message.body) // UNIT_BYTES, until_ms=due_ms)
         if limit is WaitingLimit.WITHIN:
             return None

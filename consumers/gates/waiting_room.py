@@ -10,12 +10,13 @@ that account follow, the patience doubles each time, because deferring then help
 from collections import Counter, OrderedDict
 
 SHORTEST_S = 0.25
-"""The shortest patience: the number of seconds that a request may wait for budget while other requests need its
-slot."""
+"""A request may always wait for budget for this many seconds, even if other requests need its slot: the shortest
+patience of a lane."""
 LONGEST_S = 15.0
-"""The longest patience: the number of seconds that a request may wait for budget while other requests need its slot."""
+"""If other requests need its slot, a request may wait for budget for at most this many seconds: the longest patience of
+a lane."""
 LANES_KNOWN = 64
-"""For how many lanes the current patience (how long a request may wait for budget) is kept."""
+"""The most lanes for which the current patience (how long a request may wait for budget) is kept."""
 
 
 class WaitingRoom:
@@ -43,7 +44,7 @@ class WaitingRoom:
         return patience_s
 
     def leave(self, lane: str, account: str) -> None:
-        """Note that a request of this lane waits no longer for budget of this account, for whatever reason."""
+        """Note that a request of this lane no longer waits for budget of this account, whatever the reason."""
         self._waiting[lane, account] -= 1
         if not self._waiting[lane, account]:
             del self._waiting[lane, account]

@@ -1,13 +1,11 @@
 """START HERE for the budget: one account's token buckets, waiting requests and running calls, and which request is
 next. Without I/O; times are passed in.
 
-An account is the limits that a provider enforces together: requests, input tokens and output tokens per minute. It has
-a token bucket for each limit. After every change the account decides which request is granted next: it looks at the
-lanes in order of rank, and grants the first request of the first lane whose request may take from all three buckets
-(`bucket.py` has the rule). Each lane saves its share of what flows into a bucket, and may always spend these savings.
-Beyond them, it may spend only what leaves the reserves of more urgent lanes untouched. How long a request has waited
-does not matter between lanes. When concurrency is the bottleneck (`concurrency.py`), each lane has a share of the calls
-as well.
+An account is the limits that a provider enforces together: requests, input tokens and output tokens per minute, each
+with a token bucket. After every change it looks at the lanes in order of rank, and grants the first request of the
+first lane whose request may take from all three buckets (`bucket.py` has the rule). Each lane saves its share of what
+flows into a bucket, and may always spend these savings; beyond them, only what leaves the reserves of more urgent lanes
+untouched. When concurrency is the bottleneck (`concurrency.py`), each lane has a share of the calls as well.
 """
 
 from collections.abc import Sequence
@@ -45,7 +43,7 @@ class Account:
         self._adaptive = Adaptive(spec.start, caps, now_s=now_s)
         self._bursts = Bursts(spec.burst_s)
         self.guessed = self._adaptive.guessed()
-        """For each limit: True if it is a guess, neither announced by the provider nor set."""
+        """For each limit: True if it is a guess, neither announced by the provider nor set by the operator."""
         sizes = self._bursts.sizes(guessed=self.guessed)
         self.buckets = Buckets(self._adaptive.per_minute(), sizes=sizes, shares=self.shares, now_s=now_s)
         self.demand = Demand(len(self.lanes), now_s=now_s)
@@ -55,26 +53,26 @@ class Account:
         self._running_calls = RunningCalls()
         self.paused_until_s = self.held_until_s = -inf
         self.is_pressed = False
-        """True if a request has waited since a guessed limit was last raised."""
+        """True if a request has waited for the account's budget since a guessed limit was last raised."""
         self.waiting_elsewhere: Sequence[Sequence[float]] = ()
-        """For each lane: the amounts that its waiting requests in other processes need together."""
+        """For each lane: the requests and tokens that its waiting requests in other processes need together."""
         self.forget_elsewhere()
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits for this account, and no call runs."""
+        """True if no request waits for the account's budget, and no call to the account runs."""
         return self.lines.is_empty and not self.concurrency.running
 
     def refill(self, now_s: float) -> None:
         self.buckets.refill(now_s)
 
     def paused_s(self, now_s: float) -> float:
-        """For how many seconds from now no request is granted because the account's spend limit is reached."""
+        """For how many more seconds no request gets budget, because the account's spend limit is reached."""
         return _left_s(self.paused_until_s, now_s, self.spec.spend_pause_s)
 
     def stopped_s(self, now_s: float) -> float:
-        """For how many seconds from now no request is granted because of a spend limit or a provider's
-        `retry-after`."""
+        """For how many more seconds no request is granted budget, because the account's spend limit is reached or the
+        provider sent `retry-after`; 0: requests are granted."""
         return max(self.paused_s(now_s), _left_s(self.held_until_s, now_s, HOLD_AT_MOST_S))
 
     # ---- the line ----------------------------------------------------------------------------------------------------
@@ -197,7 +195,7 @@ class Account:
         return self._adaptive.per_minute()
 
     def reason(self, waiter: Waiter, now_s: float) -> str:
-        """The name of the limit for which the first waiting request of a lane waits, or `paused`."""
+        """The limit for which the first waiting request of a lane waits; `paused` if the spend limit is reached."""
         if self.paused_s(now_s) > 0:
             return PAUSED
         if self.stopped_s(now_s) == 0 and self.concurrency.is_full:
@@ -217,7 +215,7 @@ class Account:
         self._resize()
 
     def shift(self, jump_s: float) -> None:
-        """Move all times that this account has recorded by `jump_s` seconds, because the clock has jumped, so that
+        """The clock has jumped by `jump_s` seconds: move all times that this account has recorded by as much, so that
         learned limits get neither older nor younger."""
         self.lines.shift(jump_s)
         self.load(self.learned().shifted(jump_s))
@@ -226,7 +224,7 @@ class Account:
         self.demand.shift(jump_s)
 
     def forget_elsewhere(self) -> None:
-        """Stop counting the waiting requests of other processes, because the last report about them is too old."""
+        """Stop counting the requests that wait in other processes, because Redis reported their number too long ago."""
         self.waiting_elsewhere = [NOTHING for _ in self.lanes]
 
     def due_for_a_call(self) -> list[bool]:
@@ -248,7 +246,7 @@ class Account:
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _by_credit(self) -> Sequence[int]:
-        """The lanes by rank, but first those with a whole call saved from their share of calls (`call_credit.py`)."""
+        """The lanes by urgency, but those whose share of the calls adds up to a whole call (`call_credit.py`) first."""
         lanes = range(len(self.lanes))
         if not self.concurrency.is_limited:
             return lanes
@@ -272,8 +270,9 @@ class Account:
         self.buckets.want(lane, waiter.amounts if waiter else NOTHING)
 
     def _refused(self, rate: RateHeaders | None, now_s: float) -> None:
-        """React to a 429. If the response says how much is left: reduce the burst; the limits only if that did not
-        help. Otherwise reduce the limits."""
+        """React to a 429. If the response says how much of the limits is left, make the token buckets smaller, and
+        lower the limits only if smaller buckets have not helped. If the response does not say that, lower the limits.
+        """
         if rate is None or all(header.remaining is None for header in rate):
             self._adaptive.refused(now_s)
         elif self._is_large(rate):
@@ -283,7 +282,7 @@ class Account:
         self._resize()
 
     def _is_large(self, rate: RateHeaders) -> bool:
-        """True if much input was left at a refusal, but less than the largest running call may need."""
+        """True if a call was refused with much input left, but less than the largest running call may need."""
         left = rate.input_tokens.remaining
         return left is not None and not self._bursts.spent(rate)[1] and self._running_calls.needs(left)
 
@@ -295,7 +294,7 @@ class Account:
 
 
 def _left_s(until_s: float, now_s: float, most_s: float) -> float:
-    """Seconds until a stop of the account is over (`until_s`); 0 if it is over. Also 0 if it would last longer than
-    `most_s`, because then the clock was set back."""
+    """The seconds until `until_s`, when the account may be called again; 0 if that time is past. Also 0 if it is more
+    than `most_s` ahead, because then the clock was set back."""
     left_s = until_s - now_s
     return left_s if 0 < left_s < most_s + 1 else 0.0

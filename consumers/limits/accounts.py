@@ -16,8 +16,8 @@ from consumers.limits.turns import Turns
 from consumers.limits.waiter import Waiter
 
 MOST: Final = 256
-"""For how many accounts (a provider with a class of models) budgets are kept: if a new account would exceed this
-number, idle accounts are removed."""
+"""If the budgets of this many accounts (a provider with a class of models) are kept, those that are not in use are
+removed before a further one is added."""
 AnyTurns = TypeVar("AnyTurns", bound=Turns)
 
 
@@ -109,8 +109,9 @@ class Accounts(Generic[AnyTurns]):
         return waiter.reservation
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
-        """After a call: return what was reserved and not used to the account's budget, and take what was used beyond
-        the reservation. `used`: None if the provider has counted nothing."""
+        """After a call: return to the account's budget what was reserved and not used, and take from it what was used
+        beyond the reservation. `used`: what the call used; None: nothing, so
+        the whole reservation is returned."""
         if not reservation.is_settled:
             self.turns(reservation.account).settle(reservation, used)
 
@@ -140,12 +141,13 @@ class Accounts(Generic[AnyTurns]):
         return found
 
     def paused(self) -> Mapping[str, float]:
-        """For each account that a spend limit has paused: the seconds until the pause ends."""
+        """For each account that is paused because its spend limit is reached: the seconds until the pause ends."""
         left_s = {name: turns.account.paused_s(turns.now_s()) for name, turns in self._known.items()}
         return {name: seconds for name, seconds in left_s.items() if seconds > 0}
 
     async def aclose(self) -> None:
-        """Stop all timers, and send the remaining changes to Redis. Call it when no request waits any more."""
+        """Stop all timers, and send Redis the changes of the budgets that it does not know yet. Call it when no request
+        waits for budget any more."""
         for turns in list(self._known.values()):
             await turns.aclose()
 
@@ -170,7 +172,8 @@ Budgets = Accounts[Any]
 
 
 async def _turn_of(waiter: Waiter, turns: Turns, until: float | None) -> Reservation:
-    """Wait until a request is granted its budget. Returns its reservation; raises WaitTooLong at `until`."""
+    """Wait until a request is granted its budget, at most until the time `until`; then WaitTooLong is raised. Returns
+    the request's reservation."""
     waiter.turn = asyncio.get_running_loop().create_future()
     try:
         async with asyncio.timeout_at(until):

@@ -17,21 +17,21 @@ from consumers.limits.learned import LearnedLimits
 from consumers.limits.spec import AccountCaps
 
 STEP = 0.1
-"""The step by which an assumed limit rises: this part of the first guess, or of the whole limit if refusals lowered
-it."""
+"""By how much an assumed limit of an account is raised at a time: a guessed limit by this part of the first guess; a
+limit that refusals (429) have lowered by this part of its full value."""
 STEP_EVERY_S = 10.0
 PATIENCE_S = 5.0
-"""Refusals (429) within this many seconds count as one, because calls that began before the limits were halved may
-still be refused."""
+"""Refusals (429) within this many seconds lower the limits only once, because calls that began before the limits were
+lowered may still be refused."""
 LEAST_FACTOR = 1 / 64
 """Refusals never lower an assumed limit below this part of its full value."""
 LESS = 0.8
-"""The factor by which a limit is lowered if a refusal says that nothing of it is left, and smaller bursts have not
-helped."""
+"""If a refusal (429) says that nothing of a limit is left, and smaller bursts have not helped, the assumed limit is
+multiplied by this."""
 NEAR = 0.7
 NEAR_STEP = STEP / 4
-"""The step by which a lowered limit rises when it is above the part `NEAR` of its full value. It is smaller than
-`STEP`, because the next refusal is probably near."""
+"""Near its full value (above the part `NEAR` of it), a lowered limit is raised by this part of the full value at a
+time. It is less than `STEP`, because the next refusal is probably near."""
 FORGOTTEN_AFTER_S = 180.0
 """A limit that the provider announced and that is below the first guess is discarded if the provider does not announce
 it again within this many seconds."""
@@ -40,7 +40,7 @@ NEWS_S = 60.0
 many seconds."""
 NONE_SPENT = (False, False, False)
 NO_LIMIT = 1e9
-"""Stands for no limit. It is finite, so that buckets can be computed with it."""
+"""This number stands for "no limit". It is finite, so that buckets can compute with it."""
 
 
 class Adaptive:

@@ -13,7 +13,7 @@ class Amounts(NamedTuple):
 
 NOTHING: Final = Amounts()
 INPUT: Final = 1
-"""The index of the input tokens in `Amounts`."""
+"""The index of the input tokens in a value of `Amounts`."""
 REASONS: Final = ("rpm", "itpm", "otpm")
 """Names of the limits that a request may wait for: requests, input tokens, output tokens per minute."""
 CONCURRENCY: Final = "concurrency"

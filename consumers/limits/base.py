@@ -21,7 +21,7 @@ class Reservation:
     from_savings: Amounts = NOTHING
     """The part of `amounts` that came from the lane's savings (`bucket.py`)."""
     at_s: float = 0.0
-    """When the reservation was granted."""
+    """When the reservation was granted, by the clock of `Turns.now_s`."""
     is_settled: bool = False
 
 
@@ -45,7 +45,7 @@ class WaitTooLong(LanekeeperError):
 
     def __init__(self, wait: Wait) -> None:
         self.wait = wait
-        """The forecast that was the reason."""
+        """The forecast of the wait, because of which the request was refused."""
         super().__init__(f"{wait.least_s:.1f} s for {wait.reason}")
 
 
@@ -81,8 +81,8 @@ class Feedback:
     rate: RateHeaders | None = None
     retry_after_s: float | None = None
     counted: Amounts = NOTHING
-    """The amounts that the provider had counted for this call when it sent `rate`, which says what is left after
-    them."""
+    """The requests and tokens of this call that the provider had already subtracted from the account's limits when it
+    computed `rate`, the headers that say what is left."""
     took_s: float = 0.0
     """The seconds since the call began, and so the greatest possible age of `rate`."""
 

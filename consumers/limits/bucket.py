@@ -26,8 +26,8 @@ from math import inf
 from typing import Final
 
 ROUNDING: Final = 1e-6
-"""A request's need is increased by this part of it, so that rounding errors never make our bucket fuller than the
-provider's."""
+"""The need of a request is increased by this part of it, so that rounding errors never make our copy of a bucket fuller
+than the provider's bucket."""
 
 
 class Bucket:
@@ -41,16 +41,18 @@ class Bucket:
         self._at_s = now_s
         self.per_s = per_minute / 60
         self.burst = _burst(per_minute, burst_s)
-        """The bucket's size."""
+        """The size of the bucket: the most that it holds."""
         self.most = (1 - lost_part) * self.burst
-        """The highest level from which a call takes: a full bucket loses the part `lost_part` then (see `Size`)."""
+        """A call takes its amount from the bucket's level, but from no more than this: when a call begins, a full
+        bucket loses the part `lost_part` (see `Size`)."""
         self.level = self.burst
         self._wants = [0.0 for _ in self.shares]
         self.reserves = [share * self.burst for share in self.shares]
         self._caps = list(self.reserves)
         self._holds = list(self.reserves)
         self.savings = list(self.reserves)
-        """Each lane's savings; below 0: a debt, which the lane must pay before it saves again."""
+        """What each lane has saved of the bucket. A negative value is a debt, which the lane must pay before it saves
+        again."""
 
     def resize(self, per_minute: float, *, burst_s: float, lost_part: float, fills: bool) -> None:
         """Change the limit and the size; call `refill` before. If the bucket becomes smaller, the amount that no longer
@@ -110,7 +112,7 @@ class Bucket:
             room -= more
 
     def held(self, lane: int) -> float:
-        """The part of this lane's savings that more urgent lanes may not spend."""
+        """The part of this lane's savings that the calls of more urgent lanes may not use."""
         saved = self.savings[lane]
         if saved <= self._holds[lane] or saved >= self._caps[lane]:
             return saved if saved > 0 else 0.0
@@ -134,7 +136,7 @@ class Bucket:
 
     def lower(self, level: float) -> None:
         """Lower the bucket's level to `level`, the amount that the provider says is left of its limit. If the lanes'
-        savings add up to more, scale them down to that level; debts stay."""
+        savings together exceed that, they are scaled down to it; debts stay."""
         if level >= self.level:
             return
         self.level = level
@@ -203,5 +205,6 @@ class Bucket:
 
 
 def _burst(per_minute: float, burst_s: float) -> float:
-    """The size of a bucket: at least one request or token, because a smaller one could never be spent."""
+    """The size of a bucket in requests or tokens. It is at least one, because no call could take anything from a
+    smaller bucket."""
     return max(1.0, per_minute * burst_s / 60)

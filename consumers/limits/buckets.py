@@ -1,5 +1,5 @@
-"""The three token buckets of a provider's account. A request waits for the bucket that makes it wait longest. Without
-I/O."""
+"""The three token buckets of a provider's account. A request waits until it may take what it needs from all three.
+Without I/O."""
 
 from collections.abc import Iterator, Sequence
 
@@ -62,7 +62,7 @@ class Buckets:
         )
 
     def settle(self, lane: int, taken: Amounts, *, from_savings: Amounts, used: Amounts) -> None:
-        """After a call: give back what was taken for it and not used, and take what it used beyond that.
+        """After a call: give back to the buckets what was taken for it and not used, and take what it used beyond that.
         `from_savings`: the result of `take`."""
         for bucket, amount, saved, spent in zip(self._all, taken, from_savings, used, strict=True):
             if amount > spent:

@@ -26,33 +26,35 @@ UNPROVEN_S = 10.0
 """The size of a bucket, in seconds' worth of its limit, if the limit was announced or set, but no size is proven,
 because the provider does not say how much is left."""
 NEWS = 1.01
-"""A proven size that grows by less than this factor is not sent to other processes."""
+"""If the proven size of a bucket grows by less than this factor, the other processes are not told."""
 RECOVERY = 1.1
 """The size of a token bucket that was reduced after a refusal (429) grows by this factor every `RECOVERY_EVERY_S`
 seconds."""
 RECOVERY_EVERY_S = 10.0
 PATIENCE_S = 5.0
-"""Refusals (429) within this many seconds count as one, because calls that already run are refused for the same
-reason."""
+"""Refusals (429) within this many seconds reduce the sizes of the buckets only once, because calls that run already are
+refused for the same reason."""
 LEAST_S = 1.0
 """A refusal never reduces the size of a bucket below this many seconds' worth of its limit."""
 SMALL_S = 5.0
-"""A bucket of fewer seconds' worth of its limit counts as small: one request may need all that it holds."""
+"""If a bucket holds fewer seconds' worth of its limit than this, it counts as small: one request may need all that it
+holds."""
 MARGIN_STEP = 0.2
 MARGIN_MOST = 0.5
 OFTEN = 0.5
-"""If at least this part of the latest responses (a smoothed value) are refusals, smaller buckets have not helped."""
+"""If at least this part of the latest responses (a smoothed value) are refusals (429), reducing the buckets has not
+helped, and the limits are lowered."""
 MARGIN_DECAY = 0.99
-"""The margin (how much more input tokens a provider estimates than we) is multiplied by this at each step of the
-recovery."""
+"""At each step of the recovery after refusals (429), `Bursts.margin` (by what part the provider's estimates of input
+tokens exceed ours) is multiplied by this."""
 SPENT = 0.01
 SPENT_REQUESTS = 2.0
 """A token bucket counts as spent, and so explains a refusal (429), if less is left in it than the part `SPENT` of its
 limit, or than `SPENT_REQUESTS` average requests need."""
 WEIGHT = 0.1
-"""The weight of the latest response in smoothed values, such as the share of refusals."""
+"""The weight of the latest response in smoothed values, such as the share of responses that are refusals (429)."""
 LOST_PART = 0.05
-"""The value of `Size.lost_part` for a bucket that is smaller than the setting allows."""
+"""The value of `Size.lost_part` for a bucket that is smaller than the operator's setting allows."""
 
 
 class Size(NamedTuple):
@@ -74,14 +76,14 @@ class Bursts:
         self._most_s = most_s
         self._proven_s: list[float | None] = [None, None, None]
         self._cut = [1.0, 1.0, 1.0]
-        """Refusals reduce the proven sizes by these factors."""
+        """For each bucket: the factor by which refusals (429) have reduced its proven size; 1: not reduced."""
         self._cut_s = self._moved_s = -inf
         self._usual_input = 0.0
-        """Input tokens of a usual request, from the responses of this process."""
+        """How many input tokens a usual request has, from the responses that this process has received."""
         self._refusals = 0.0
         self.margin = 0.0
-        """By what part the provider's estimate of a request's input exceeds ours (0.2: by a fifth). Other processes do
-        not get it."""
+        """By what part the provider's estimate of a request's input exceeds ours (0.2: by a fifth). It is not sent to
+        other processes."""
 
     def learned(self) -> LearnedBursts:
         return LearnedBursts(tuple(self._proven_s), tuple(self._cut), self._cut_s, self._moved_s)
@@ -107,8 +109,8 @@ class Bursts:
         ]
 
     def learn(self, rate: RateHeaders, counted: Amounts) -> bool:
-        """Learn from a response how much the provider's buckets hold. Returns True if more is proven than before.
-        `counted`: see `Feedback`."""
+        """Learn from a response how much the provider's buckets hold. Returns True if a bucket is now proven to hold
+        more than before. `counted`: see `Feedback`."""
         if counted.input_tokens > 0:
             self._usual_input += (WEIGHT if self._usual_input else 1.0) * (counted.input_tokens - self._usual_input)
         changed = False

@@ -1,7 +1,7 @@
 """Gives each lane its share of an account's calls while the number of calls at a time is the bottleneck. Without I/O.
 
 Whenever a call begins, the credit of every lane with a waiter grows by the lane's share, up to one call. A lane with a
-credit of one call is due: it is granted before the lanes above it.
+credit of one call is due: its request is granted before those of more urgent lanes.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ from typing import Final
 from consumers.limits.waiter import Waiter
 
 WHOLE: Final = 1 - 1e-9
-"""A credit from this value on counts as one whole call; it is a little below 1 because of rounding errors."""
+"""A lane's credit of at least this value counts as one whole call. It is a little below 1 because of rounding
+errors."""
 
 
 class CallCredit:
@@ -35,6 +36,6 @@ class CallCredit:
                 self._credit[other] = min(1.0, self._credit[other] + self._shares[other])
 
     def calls_before(self, lane: int, count: int) -> int:
-        """The most calls of the account that can begin before the call of a request with `count` waiting requests of
-        its lane before it."""
+        """The most calls of the account that can begin before the call of a waiting request. `count`: how many requests
+        of its lane wait before it."""
         return ceil((count + 1 - self._credit[lane]) / self._shares[lane]) + 1

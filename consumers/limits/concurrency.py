@@ -31,11 +31,12 @@ class Concurrency:
         self._overloads = 0.0
         self._peak = 1
         self._regained_s = 0.0
-        """When the last overload came, or `regain` last raised the limit."""
+        """When the provider last answered 529 (overloaded), or `regain` last raised the limit of calls, whichever is
+        later."""
         self.limit = self._ceiling
         self.running = 0
         self.call_s = 0.0
-        """The duration of a call, smoothed."""
+        """The smoothed duration of a call in seconds."""
 
     @property
     def is_full(self) -> bool:
@@ -43,13 +44,14 @@ class Concurrency:
 
     @property
     def is_limited(self) -> bool:
-        """True if there is a limit of calls at a time, set by the operator or learned."""
+        """True if the number of calls that may run at a time is limited, by the operator's setting or because of
+        overloads (529)."""
         return self.limit < inf
 
     @property
     def is_set(self) -> bool:
-        """True if the limit is the operator's setting, or none; False if it was lowered by a guess, after overloads
-        (529)."""
+        """True if the limit of calls is the operator's setting, or there is none; False if overloads (529) have lowered
+        it, so that it is a guess."""
         return self.limit == self._ceiling
 
     def begin(self) -> None:
@@ -74,7 +76,8 @@ class Concurrency:
         return True
 
     def answered(self) -> None:
-        """Count an answer: raise a lowered limit by one call after as many answers as the limit allows calls."""
+        """Count an answer. After overloads (529), the lowered limit rises by one call after as many answers as it
+        allows calls at a time."""
         self._overloads -= self._overloads * SMOOTHING
         if not self.is_set:
             self._allow(1 / self.limit)
@@ -88,7 +91,8 @@ class Concurrency:
         self._allow(calls)
 
     def regains_in_s(self, now_s: float) -> float:
-        """The seconds until the limit of calls rises by one with time; infinite if it was not lowered."""
+        """The seconds until the limit of calls rises by one because no overload (529) came for `REGAIN_S`; infinite if
+        it was not lowered."""
         return inf if self.is_set else max(0.0, self._regained_s + REGAIN_S - now_s)
 
     def shift(self, jump_s: float) -> None:
@@ -101,7 +105,8 @@ class Concurrency:
             self.limit = self._ceiling
 
     def wait_s(self, ahead: int) -> float:
-        """Roughly the seconds until one more call may begin after `ahead` others; 0 if it may begin now."""
+        """About how many seconds pass until one more call may begin after `ahead` other calls have begun; 0 if it may
+        begin now."""
         if self.limit == inf:
             return 0.0
         missing = self.running + ahead + 1 - self.limit // 1

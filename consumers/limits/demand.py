@@ -7,7 +7,7 @@ from math import exp
 from consumers.limits.amounts import Amounts
 
 WITHIN_S = 60.0
-"""The weight of a used amount falls to about a third (1/e) within this many seconds."""
+"""How fast used amounts are forgotten: after this many seconds an amount has about a third (1/e) of its weight."""
 
 
 class Demand:
@@ -18,7 +18,8 @@ class Demand:
         self._at_s = [now_s for _ in range(lanes)]
 
     def add(self, lane: int, amounts: Amounts, now_s: float) -> None:
-        """Add the amounts that a lane was granted, or used beyond its reservation. Negative amounts were returned."""
+        """Add the requests and tokens that a lane's call has reserved, or used beyond its reservation. Negative
+        amounts: reserved and not used."""
         requests, input_tokens, output_tokens = self._spent[lane]
         passed_s = now_s - self._at_s[lane]
         self._at_s[lane] = now_s

@@ -9,11 +9,11 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 KINDS = 4096
-"""For how many kinds of requests (lane, task and model) estimates are kept: those that were used last."""
+"""Estimates are kept for this many kinds of requests (lane, task and model): those that were used last."""
 WEIGHT = 0.1
 """The weight of the latest value in a smoothed mean."""
 SPREAD = 1.0
-"""An estimate is the mean plus this many mean deviations, so that few answers use more."""
+"""An estimate is the mean plus this many mean deviations, so that few answers use more than estimated."""
 
 
 class UsageClass(NamedTuple):
@@ -31,7 +31,7 @@ def task_of(routing_key: str) -> str:
 
 
 class _Average:
-    """Mean and mean deviation of observed values; the latest values weigh most."""
+    """The mean and mean deviation of observed values; later values weigh more."""
 
     def __init__(self, first: float) -> None:
         self.mean = first
@@ -67,12 +67,13 @@ class Estimates:
         return max(1.0, min(float(max_tokens), expected))
 
     def run_s(self, kind: UsageClass) -> float:
-        """How long a call of this kind takes, in seconds: few take longer. 0 if no call of the kind has ended yet."""
+        """How many seconds a call of this kind is expected to take: few calls take longer. 0 if no call of the kind has
+        ended yet."""
         known = self._runs.get(kind)
         return 0.0 if known is None else known.expected
 
     def learn_run(self, kind: UsageClass, run_s: float, *, was_cut: bool) -> None:
-        """Learn how long a call took. `was_cut`: the deadline ended the call, which would have taken longer."""
+        """Learn from a call how long it took. `was_cut`: the deadline ended the call, which would have taken longer."""
         if not was_cut or run_s > self.run_s(kind):
             _learn_value(self._runs, kind, run_s)
 

@@ -24,9 +24,9 @@ def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
 
 
 def of(account: Account, waiter: Waiter, now_s: float) -> Wait:
-    """How long a request will wait for the account's budget, if it has just joined the waiting requests of its lane.
-    For a new request, the waiting requests of its lane in other processes count as before it; for a deferred request
-    that comes back they do not."""
+    """Estimate how long a request that has just joined its lane will wait for the account's budget. The requests of
+    its lane that wait in other processes are counted as ahead of a new request, but not of a deferred one that comes
+    back, because it keeps its earlier place."""
     account.refill(now_s)
     lane, amounts = waiter.lane, waiter.amounts
     ahead, count = account.lines.before(waiter)
@@ -125,18 +125,19 @@ class _Line:
         self._lane = lane
         self._is_top = not above
         self.taken_per_s = 0.0
-        """The rate at which the lanes above are expected to keep spending."""
+        """How much per second the lanes above (the more urgent ones) are expected to go on taking from the bucket."""
         self._above = self._held = 0.0
-        """`_above`: the amount that the lanes above will take. `_held`: the amount that the level must cover in
-        addition to the request."""
+        """`_above`: the amount that the lanes above will take from the bucket. `_held`: the amount that the bucket must
+        contain in addition to what the request needs."""
         for other, takes in enumerate(above):
             self._above += takes[index]
             self._held += bucket.reserves[other]
         self._slope = 1.0
-        """The part of the inflow that reaches this lane and those above, while lanes below spend or save their
-        shares."""
+        """The part of what flows into the bucket that this lane and those above get, while the lanes below spend or
+        save their shares."""
         self._filling: list[tuple[float, float]] = []
-        """For each lane below that saves and has no waiter: the seconds until its reserve is full, and its share."""
+        """For each lane below that still saves and has no waiting request: the seconds until it has saved all that it
+        may, and its share."""
         for other in range(lane + 1, len(bucket.shares)):
             held, share = bucket.held(other), bucket.shares[other]
             self._held += held

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 MOST = 1e12
-"""Larger numbers in a provider's headers about limits are ignored as impossible."""
+"""A larger number in a provider's headers about limits is ignored, because no account has such a limit."""
 FARTHEST_RESET_S = 86_400.0
 """If a header `reset` names a time more than this many seconds ahead, the bucket's headers are ignored, because a
 bucket refills within a minute."""
@@ -19,10 +19,10 @@ ROUNDED_BY: tuple[float, float, float] = (1.0, 500.0, 500.0)
 """By how much the header `remaining` may be below the true value, because it is rounded, in the order of `Amounts`.
 Requests are rounded to whole numbers."""
 ROUNDED_UP_BY: tuple[float, float, float] = (0.0, 500.0, 500.0)
-"""By how much the header `remaining` may be above the true value, because it is rounded."""
+"""By how much the header `remaining` may be above the true value, because it is rounded, in the order of `Amounts`."""
 LEAST: tuple[float, float, float] = (1.0, 1000.0, 1000.0)
-"""Lower limits per minute in a provider's headers are ignored (in the order of `Amounts`), because no account has them,
-and because they would block all calls."""
+"""If a provider's headers announce lower limits per minute than these (in the order of `Amounts`), they are ignored: no
+account has such limits, and they would block all calls."""
 _NAMES = ("requests", "input-tokens", "output-tokens")
 
 

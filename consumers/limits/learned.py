@@ -11,12 +11,13 @@ from math import inf
 from typing import Any, Final, NamedTuple
 
 VERSION: Final = 1
-"""The version of the text. Increase it whenever a field is added, is removed, or gets another meaning."""
+"""The version of the JSON text in which processes exchange learned limits. Increase it when a field is added, is
+removed, or gets another meaning."""
 MOST: Final = 1e12
 
 
 class UnreadableError(ValueError):
-    """A text about learned limits was written by another version of Lanekeeper, or is damaged."""
+    """A text about learned limits cannot be used: another version of Lanekeeper has written it, or it is damaged."""
 
 
 class LearnedLimits(NamedTuple):
@@ -24,15 +25,15 @@ class LearnedLimits(NamedTuple):
     names of the fields are part of the JSON that processes exchange."""
 
     told: tuple[float | None, ...]
-    """The limits that the provider announced; None: it announced none."""
+    """The limits per minute that the provider announced; None: it announced none."""
     told_s: tuple[float, ...]
-    """When the provider last announced its limits."""
+    """For each limit: when the provider last announced it."""
     grown: tuple[float, ...]
-    """By how much the guessed limits were raised above the first guess."""
+    """For each guessed limit: by how much it was raised above the first guess."""
     is_silent: bool
     """True if the provider's answers announce no limits, so that none are assumed."""
     factors: tuple[float, ...]
-    """The factors by which the limits are multiplied, because calls were refused: 1 or less."""
+    """For each limit: the factor (1 or less) by which it is multiplied, because the provider has refused calls."""
     halved_s: float
     """When a refusal (429) last lowered the limits."""
     moved_s: float
@@ -46,7 +47,8 @@ class LearnedBursts(NamedTuple):
     proven_s: tuple[float | None, ...]
     """What each bucket is proven to hold, in seconds' worth of its limit; None: nothing is proven."""
     cut: tuple[float, ...]
-    """The factors by which the sizes are multiplied, because calls were refused: 1 or less."""
+    """For each bucket: the factor (1 or less) by which its size is multiplied, because the provider has refused
+    calls."""
     cut_s: float
     """When a refusal (429) last reduced the bucket sizes."""
     moved_s: float

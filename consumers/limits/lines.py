@@ -21,7 +21,7 @@ class Lines:
         self._sums = [[0.0, 0.0, 0.0] for _ in range(lanes)]
         self._next = 0
         self.heads: list[Waiter | None] = [None for _ in range(lanes)]
-        """The first waiter of each lane."""
+        """For each lane: the request that has waited longest for budget, the first of its line; None if none waits."""
 
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines)
@@ -44,15 +44,15 @@ class Lines:
         return len(self._lines[lane])
 
     def firsts(self, lane: int, most: int) -> Sequence[Waiter]:
-        """The first waiting requests of a lane, at most `most`, in order."""
+        """The first requests of a lane's line, in order; at most `most`."""
         return self._lines[lane][:most]
 
     def sums(self, lane: int) -> Sequence[float]:
-        """What all waiting requests of a lane need together, in the order of `Amounts`."""
+        """The requests and tokens that all waiting requests of a lane need together."""
         return self._sums[lane]
 
     def before(self, waiter: Waiter) -> tuple[Sequence[float], int]:
-        """What the requests before this one in its line need together, and how many they are."""
+        """What the requests before this one in its lane's line need together, and how many they are."""
         line = self._lines[waiter.lane]
         if line[-1] is waiter:
             sums = self._sums[waiter.lane]
@@ -103,7 +103,7 @@ class Lines:
         return True
 
     def shift(self, jump_s: float) -> None:
-        """Move all times of the waiting requests by `jump_s`, because the clock has jumped."""
+        """The clock has jumped by `jump_s` seconds: move all times of the waiting requests by as much."""
         for line in self._lines:
             for waiter in line:
                 waiter.arrived_s += jump_s

@@ -26,9 +26,10 @@ class OwnTurns:
         self.account = Account(name, spec, now_s=self.now_s())
         self._timer: asyncio.Handle | None = None
         self._fires_s = inf
-        """When the timer fires. Kept here, because uvloop returns a handle without `when` for delays below 0.5 ms."""
+        """When the timer that calls `step` fires. Kept here, because uvloop returns a handle without `when` for delays
+        below 0.5 ms."""
         self.wake_ups = 0
-        """The number of times that the timer has fired, for tests."""
+        """How often the timer has fired; tests read it."""
 
     @property
     def is_idle(self) -> bool:

@@ -12,8 +12,8 @@ from consumers.limits.base import Reservation
 from consumers.limits.burst import MARGIN_MOST, PATIENCE_S
 
 HELD_EVERY_S = 60.0
-"""Running calls are accepted as the explanation of a refusal at most once in this many seconds. If refusals go on,
-there is another cause."""
+"""Running calls are accepted as the cause of a refusal (429) at most once in this many seconds. If calls are refused
+again sooner, there must be another cause."""
 
 
 class RunningCalls:
@@ -35,7 +35,7 @@ class RunningCalls:
             reservation.at_s += jump_s
 
     def needs(self, left: float) -> bool:
-        """True if one of the running calls may need more input tokens than the provider says are left (`left`)."""
+        """True if one of the running calls may need more input tokens than are left of the limit (`left`)."""
         largest = max((reservation.amounts.input_tokens for reservation in self._calls.values()), default=0.0)
         return left < (1 + MARGIN_MOST) * largest
 

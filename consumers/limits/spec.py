@@ -40,11 +40,13 @@ class BudgetSpec:
     """Caps by the name of an account (`Route.account`) or of a provider; those of a provider apply to each of its
     accounts."""
     start: Amounts = Amounts(50, 30_000, 8_000)  # noqa: RUF009  a value that cannot change
-    """The limits per minute until the provider has announced its own: those of the smallest accounts."""
+    """The limits per minute that are assumed until the provider has announced its own: those of the smallest
+    accounts."""
     first_output_tokens: int = 512
     """The expected length of an answer in tokens, while no request of the same lane, task and model has ended yet."""
     first_bytes_per_token: float = 3.5
-    """The expected bytes of a body for each input token, while no request for its model has ended yet."""
+    """How many bytes of a request's body are expected to make one input token, while no request for its model has ended
+    yet."""
     overflow_s: float | None = None
     """A request that would wait longer than this goes to the next provider of the chain, if the wait there is shorter.
     None: the time that the lane's requests should wait at most (`LaneSpec.target_wait_s`)."""

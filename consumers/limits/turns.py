@@ -14,7 +14,8 @@ from consumers.limits.waiter import Waiter
 from lanekeeper.telemetry import logs, signals
 
 LATE_S: Final = 0.0005
-"""A timer fires this much later than computed. If it fired slightly too early, it would have to be set again."""
+"""By how many seconds a timer is set later than computed. If it fired slightly too early, it would have to be set
+again."""
 log = logs.logger()
 
 
@@ -25,11 +26,11 @@ class Turns(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits for this account, no call runs, and nothing has to be sent to Redis, so that the
-        account may be removed."""
+        """True if the account may be removed: no request waits for its budget, no call runs, and nothing has to be sent
+        to Redis."""
 
     def now_s(self) -> float:
-        """The time in seconds, by the clock that the account's times use."""
+        """The current time in seconds, by the clock that the account's recorded times use."""
 
     def step(self) -> None:
         """Grant all waiting requests that may be granted now, and set a timer for the next one. It may return before
@@ -47,17 +48,19 @@ class Turns(Protocol):
         """Learn the account's limits from one response of the provider."""
 
     async def aclose(self) -> None:
-        """Stop the timer, and send the remaining changes to Redis. Call it when no request waits any more."""
+        """Stop the timer, and send Redis the changes of the budget that it does not know yet. Call it when no request
+        waits for the budget any more."""
 
 
 def refuse(account: Account, waiter: Waiter, wait: Wait) -> None:
-    """Take a waiting request out of its line; its task gets WaitTooLong with this forecast."""
+    """Take a request out of the line that waits for budget; its task gets the exception WaitTooLong with this
+    forecast."""
     account.leave(waiter)
     waiter.refuse(wait)
 
 
 def refuse_hopeless(account: Account, now_s: float) -> None:
-    """Refuse the waiting requests that will certainly get their budget too late for their deadline."""
+    """Refuse the waiting requests that would certainly get their budget too late for their deadline."""
     for waiter, wait in list(forecast.hopeless(account, now_s)):
         refuse(account, waiter, wait)
 

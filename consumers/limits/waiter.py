@@ -16,14 +16,15 @@ class Waiter:
     amounts: Amounts
     _: KW_ONLY
     arrived_s: float
-    """When the request first joined the line; earlier than now if it was deferred and came back."""
+    """When the request first began to wait for the account's budget. If it was deferred and came back, this is before
+    the deferral."""
     until_s: float | None = None
     number: int = 0
     """The number of this waiter among all that have joined a line of the account."""
     reservation: Reservation | None = None
-    """The waiter's reservation, set when it is granted."""
+    """The request's reservation; None until it is granted."""
     turn: "asyncio.Future[None] | None" = None
-    """The future that its task awaits. None before the task waits, and for a request that does not wait."""
+    """The future that the request's task awaits. None before the task waits, and for a request that does not wait."""
 
     def wake(self) -> bool:
         """Wake the task of this request, because it was granted its budget. Returns False if the task was cancelled:

@@ -33,17 +33,18 @@ from topology.codec.request import Request
 from topology.lanes import urgency
 
 MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
-"""A request with more `max_tokens` is always streamed, because its answer may take longer than ten minutes at the rate
-that the vendor's client assumes."""
+"""A request with more `max_tokens` than this is always streamed: the vendor's client assumes a rate at which its answer
+could take longer than ten minutes."""
 _LEAST_EVENTS: Final = 4
 """The largest accepted event of a stream is the largest accepted answer, in bytes, divided by this number."""
 _OVERHEAD: Final = 4
 """A stream may have this many times the bytes of the largest accepted answer, because each token is an event of some
 130 bytes."""
 _SLICE_BYTES: Final = 16 * 1024
-"""How many bytes of a stream are parsed at once: up to two thousand of the smallest events, which takes 10 ms."""
+"""How many bytes of a stream are parsed before other tasks get the event loop: up to two thousand of the smallest
+events, which takes 10 ms."""
 DRAIN_S: Final = 0.1
-"""How many seconds to wait for the end of a streamed HTTP body after its last event."""
+"""For how many seconds at most to wait for the end of a streamed HTTP body after its last event."""
 
 
 class Client(Protocol):
@@ -72,7 +73,7 @@ class Dialect:
     splitter: Callable[[int], Splitter] = EventSplitter
     """Creates the splitter of a stream. Its argument is the largest size of one event, in bytes."""
     signing_errors: tuple[type[Exception], ...] = ()
-    """The exceptions that the client raises if it finds no credentials."""
+    """The exceptions that the cloud's client raises if it finds no credentials."""
 
 
 ANTHROPIC: Final = Dialect()
@@ -81,8 +82,8 @@ ANTHROPIC: Final = Dialect()
 class AnthropicProvider:
     """Calls Claude at Anthropic, and at every cloud for which Anthropic's SDK has a client.
 
-    `secret`: the API key, which is removed from error texts. `traceparent` returns the header of that name for the
-    current span. `max_values`: the most keys and values of an answer's JSON.
+    `secret`: the API key, which is removed from error texts. `traceparent`: a function that returns the value of the
+    HTTP header `traceparent` for the current span. `max_values`: the most JSON keys and values of an answer.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class AnthropicProvider:
         parsing: Parsing | None = None,
         http: httpx2.AsyncClient | None = None,
     ) -> None:
-        """`http`: the HTTP client of `client`, if the key does not change, so that later calls may repeat the headers
-        of the first one (`repeating.py`)."""
+        """`http`: the HTTP client that `client` uses. It is given only if the API key does not change: later calls then
+        repeat the headers of the first one (`repeating.py`)."""
         self.name = name
         self._client = client
         self._repeating = None if http is None else Repeating(client.post, http)

@@ -20,10 +20,10 @@ FAILURES = 10
 """The number of failures in a row that opens a breaker. If 30 % of all calls fail by chance, that happens once in
 240,000 calls."""
 REQUESTS = 3
-"""The failures that open a breaker must come from at least this many requests, because one request that the provider
-cannot handle must not block others."""
+"""The failures in a row that open a breaker must come from at least this many requests: otherwise one request that the
+provider cannot handle would block all others."""
 UNREACHED = 3
-"""The number of failures to connect in a row that opens a breaker, whatever requests they come from."""
+"""A breaker opens after this many failures to connect in a row, even if they all come from one request."""
 DOUBTED_FROM = 3
 """From this many failures in a row on, the process checks at each failure whether another process has opened its
 breaker for the same provider and model."""
@@ -33,7 +33,7 @@ may take (60 s in the lane critical, 120 s in normal)."""
 OPEN_S = 1.0
 """How many seconds a breaker stays open at first; the time doubles each time that the probe (the trial call) fails."""
 OPEN_MOST_S = 5.0
-"""The longest time, in seconds, that a circuit breaker stays open before a trial call."""
+"""The longest time, in seconds, that a circuit breaker stays open before a probe (a trial call)."""
 PROBE_WITHIN_S = 30.0
 """After this many seconds another call may be the probe (the trial call after an outage), even if the first probe has
 not ended."""
@@ -68,7 +68,7 @@ class Breaker:
         self._openings = 0
         self._until_s = -inf
         self.down_since_s = inf
-        """When the breaker was first opened."""
+        """When the breaker was opened first; it has not been closed since."""
         self._rng = rng
 
     def wait_s(self, now_s: float) -> float:

@@ -58,7 +58,7 @@ class Permit:
     request: str
     is_probe: bool = False
     change: Change | None = None
-    """The change of the breaker that this permit has caused: from open to probing."""
+    """The change of the circuit breaker, from open to probing, if this permit has caused it; otherwise None."""
 
 
 class Breakers:

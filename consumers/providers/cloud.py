@@ -27,8 +27,8 @@ MISSING: Final = "needs packages that are not installed; run: pip install 'lanek
 
 
 class ExtraMissing(Exception):
-    """A provider cannot be used, because packages are not installed. The error's text names the extra of `lanekeeper`
-    to install."""
+    """A provider cannot be used, because Python packages that it needs are not installed. The error's text names the
+    extra of `lanekeeper` to install."""
 
 
 def bedrock(

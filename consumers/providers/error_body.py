@@ -1,4 +1,4 @@
-"""Limits how much of an error answer is read: its first 64 KiB, decompressed."""
+"""Limits how much of the body of a provider's error response is read: its first 64 KiB, decompressed."""
 
 import zlib
 from collections.abc import AsyncIterator

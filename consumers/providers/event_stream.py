@@ -22,7 +22,7 @@ _SIZES: Final = {0: 0, 1: 0, 2: 1, 3: 2, 4: 4, 5: 8, 8: 8, 9: 16}
 """For a frame header's value: its length in bytes, by the value's type. Values of the types 6 (bytes) and 7 (text)
 begin with their length."""
 _FIELDS: Final = 100
-"""The most keys and values of a frame's payload, which has two or three."""
+"""The most keys and values that the payload of a frame may have. A valid payload has two or three."""
 _TYPES: Final[Mapping[str, str]] = {
     "throttlingException": "rate_limit_error",
     "validationException": "invalid_request_error",

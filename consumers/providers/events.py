@@ -8,7 +8,8 @@ from consumers.failures import AnswerTooLargeError
 
 _BOM = b"\xef\xbb\xbf"
 _LINES = 1000
-"""The most lines of one Server-Sent Event. An event has one or two lines, or more if its JSON is indented."""
+"""The most lines that one Server-Sent Event may have. Usually it has one or two; it has more if its JSON is
+indented."""
 
 
 class EventSplitter:

@@ -16,8 +16,8 @@ from consumers.providers.translation import border, plain
 
 WITHIN_S: Final = 30.0
 ANSWER_BYTES: Final = 4 * 1024 * 1024
-"""The largest answer, in bytes, that is read from such a call. A page has at most a thousand models, which take
-less."""
+"""The largest answer, in bytes, that is read from a call such as listing the models. A page has at most a thousand
+models, which take less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

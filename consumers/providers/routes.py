@@ -14,12 +14,13 @@ from typing import NamedTuple
 from consumers.chain import Chain, Route
 
 MODEL_CLASSES = ("fable", "mythos", "opus", "sonnet", "haiku")
-"""Anthropic's limits are for a class of models: all Sonnet models share one limit (docs/facts.md, section 10)."""
+"""The classes of Anthropic's models. Limits are for a class: all Sonnet models share one limit (docs/facts.md, section
+10)."""
 CACHED = 10_000
-"""For how many combinations of lane, tenant and model the computed chain of providers is kept."""
+"""The most combinations of lane, tenant and model for which the computed chain of providers is kept in memory."""
 UNCONFIGURED = 256
-"""How many models that no setting names get a budget of their own. All further ones share one budget for each provider,
-so that requests with invented model names do not fill the memory."""
+"""For how many models that no setting names a provider has a budget of their own. All further models share one budget
+of the provider, so that requests with invented model names do not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +47,8 @@ class RoutesSpec:
     providers: tuple[ProviderModels, ...]
     """The providers in the order in which they are called."""
     lanes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The names of a lane's providers, in the order in which they are called, for lanes that do not use all providers
-    in the usual order."""
+    """For lanes that do not use all providers in the usual order: the names of the lane's providers, in the order in
+    which they are called."""
     lane_models: Mapping[str, Collection[str] | None] = field(default_factory=dict)
     """The allowed models of a lane, for lanes that may use only some. Here they limit fallback models; the model that a
     request names is checked earlier, by the codec."""
@@ -128,7 +129,7 @@ class Routes:
         )
         self._unconfigured: set[str] = set()
         self.of = lru_cache(maxsize=CACHED)(self._of)
-        """The chain for a lane, a tenant and a model."""
+        """Returns the chain for a lane, a tenant and a model; it keeps the chains that it has computed."""
 
     def _of(self, lane: str, tenant: str, model: str) -> Chain:
         spec = self._spec
@@ -159,7 +160,8 @@ class Routes:
                 yield Route(provider=name, model=model, name=called, account=f"{name}/{self._class(model)}")
 
     def _class(self, model: str) -> str:
-        """The second part of the name of a route's budget account: the model's class, or the model, or `other`."""
+        """The part of the name of a route's budget account that follows the provider's name: the model's class, or the
+        model, or `other`."""
         found = model_class(model)
         if found != model or model in self._configured or model in self._unconfigured:
             return found

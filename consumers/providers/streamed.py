@@ -13,9 +13,9 @@ _JSON_DELTA = "input_json_delta"
 _JSON = "partial_json"
 _WITH_CONTENT = frozenset({"content_block_delta", "content_block_start", "message_start", "message_delta"})
 _REPLACED = frozenset({"signature"})
-"""String fields whose value a delta replaces; to the value of all other string fields it appends."""
+"""The string fields whose value is replaced by a delta's; to all other string fields a delta's text is appended."""
 _MALFORMED = (KeyError, TypeError, AttributeError, ValueError)
-"""The exceptions that reading a malformed event may raise."""
+"""The exceptions that may be raised when a malformed event is read."""
 
 
 class StreamedMessage:
@@ -123,7 +123,7 @@ class _Block:
         self._fields = {**fields}
         self._lists: dict[str, list[Any]] = {}
         self.measure = Measure(0)
-        """Counts the keys and values in the JSON of a tool's input."""
+        """Counts the keys and values in the JSON that the model sends as input of a tool."""
         self._strings: dict[str, list[str]] = {}
         self._json: list[str] = []
 

@@ -52,10 +52,10 @@ _LONGEST_WAIT_S: Final = 86_400.0
 _MESSAGE_CHARACTERS: Final = 300
 _TYPE_CHARACTERS: Final = 60
 _READ_CHARACTERS: Final = 10_000
-"""The most characters of an error's message that are read: it may have millions."""
+"""The most characters that are read of the message in a provider's error, which may have millions."""
 NETWORK_ERRORS: Final = (httpx2.RequestError, aiohttp.ClientError, OSError)
-"""The exceptions of the client's transport if the network fails. The client raises them, or its own with one of them as
-the cause."""
+"""The exceptions of the HTTP client's transport if the network fails. The client raises them as they are, or its own
+exception with one of them as the cause."""
 
 
 @contextmanager

@@ -29,7 +29,7 @@ _SHOWN = 100
 
 
 def is_direct(address: str) -> bool:
-    """Whether an address has the form of a direct reply-to address."""
+    """Whether a reply address has the form of a direct reply-to address (`amq.rabbitmq.reply-to.…`)."""
     return _DIRECT.fullmatch(address) is not None
 
 
@@ -58,7 +58,7 @@ class ReplyRule:
         return self._is_bound(address, user) or (not self.bound and _BROKER_NAMED.fullmatch(address) is not None)
 
     def refusal(self, address: str, *, user: str | None) -> RequestProblem:
-        """The error for a reply address that is not allowed. Its detail says which are."""
+        """The error for a reply address that is not allowed. Its text says which addresses are allowed."""
         reply = self.names.reply_prefix
         if not self.bound:
             may = f"a queue that the broker named, direct reply-to, {reply}…, or a queue of the application's own"

@@ -18,7 +18,8 @@ from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
 KILLED_WITHIN_S = 2.0
 TRIES = 3
 KEPT = 1000
-"""How many forged addresses are remembered, so that each closes the connection only once, and how many genuine ones."""
+"""How many addresses are remembered as forged, so that each closes the connection only once; and how many as
+genuine."""
 
 
 class DirectSender:

@@ -20,9 +20,9 @@ UNCONFIRMED_BYTES = 256 * 1024
 """`UNCONFIRMED` parts of a stream with `UNCONFIRMED_BYTES` together may be published and not confirmed yet. A single
 part may be larger."""
 FIRST_UNCONFIRMED = 4
-"""How many parts may be unconfirmed at first. The limit doubles each time it is reached. A stream begins with three
-events and then the first piece of the answer. With this limit that piece reaches the client early, even if the provider
-sends the whole answer at once."""
+"""How many parts of a stream may be published and not confirmed at first. The limit doubles each time it is reached. A
+stream begins with three events and then the first piece of the answer. With this limit that piece reaches the client
+early, even if the provider sends the whole answer at once."""
 log = logs.logger()
 
 
@@ -45,7 +45,7 @@ class Parts:
         self._bytes = 0
         self._most = FIRST_UNCONFIRMED
         self.has_sent = False
-        """Whether an event was sent, which the requester must forget if another attempt follows."""
+        """Whether an event of the answer was sent to the requester, who must forget it if another attempt follows."""
 
     async def __call__(self, event: bytes, /) -> None:
         address, trail = self._job.message.reply_to, self._job.trail
@@ -88,8 +88,8 @@ class Parts:
         self._bytes += len(body)
 
     async def _make_room(self, size: int) -> None:
-        """Wait until one more part of the stream, of `size` bytes, may be sent without exceeding the limits of
-        unconfirmed parts."""
+        """Wait until one more part of the stream, of `size` bytes, may be sent: parts that the broker has not confirmed
+        yet are limited in number and bytes."""
         while self._unconfirmed:
             oldest, _ = self._unconfirmed[0]
             if not oldest.done():

@@ -44,7 +44,8 @@ class Replies:
     loses_large_parts: bool = False
 
     def refusal(self, job: Job) -> RequestProblem | None:
-        """Why no reply may go to the request's address; None if it may, or if the request wants no reply."""
+        """The error because of which no reply may be sent to the request's reply address; None if replies may be sent
+        there, or if the request asks for none."""
         address = job.message.reply_to
         if not address:
             return None

@@ -43,7 +43,7 @@ class ReplyRetries:
         self._waiting_of: Counter[tuple[str, str]] = Counter()
         self._next_warning_ms = 0
         self.given_up = 0
-        """How many replies were given up."""
+        """The number of replies that were given up because their queue stayed full."""
 
     def pause_ms(self, job: Job, *, now_ms: int) -> int | None:
         """Decide how long a reply that its full queue has refused waits before it is sent again; None: it must be given
@@ -75,8 +75,9 @@ class ReplyRetries:
         log.warning(signals.REPLY_GIVEN_UP, tries=tries, given_up=self.given_up)
 
     def wrap(self, handle: Handle) -> Handle:
-        """Return a function that calls `handle`, except for a request that has ended and whose reply is only to be sent
-        again: that one is answered with its completion."""
+        """Return a function that calls `handle` for each delivery, except if the request has ended and only its reply
+        must be sent again: then the function returns how the request ended.
+        """
 
         async def reply_or_handle(job: Job) -> Outcome:
             if job.hop.reply_try and (completion := await self._completion(job)) is not None:
@@ -86,8 +87,8 @@ class ReplyRetries:
         return reply_or_handle
 
     async def _completion(self, job: Job) -> Completion | None:
-        """How a request ended whose reply is to be sent again, from the store or from its header. Raises
-        StoreUnavailable."""
+        """How the request ended whose reply must be sent again; read from the store, or from a header of the delivery.
+        Raises StoreUnavailable."""
         if (error := job.hop.reply_error) is None:
             found = await self._claiming.find(job.identity)
             return None if found is None else found.completion

@@ -17,8 +17,8 @@ SOON_S: Final = 5.0
 """For how many seconds a worker tries to store a large answer outside the broker. If that fails, the answer is sent in
 a message, if the broker accepts its size."""
 KEEP_WITHIN_S: Final = 60.0
-"""For how many more seconds a worker tries to store an answer that the broker does not accept, because the call was
-paid for."""
+"""If the broker does not accept an answer of this size, a worker tries for this many seconds longer to store it,
+because the provider's call was paid for."""
 
 
 class Sendable:
@@ -54,7 +54,8 @@ class Sendable:
         return replace(outcome, body=place_of(kept, size), kept=kept)
 
     def forget(self, outcome: Outcome) -> None:
-        """Delete the stored answer of an outcome that is not used, because another one was stored first."""
+        """Delete the stored answer of this outcome. It is not used, because the store already had another outcome of
+        the request."""
         if self._bodies is not None and isinstance(outcome, Answered) and outcome.kept is not None:
             self._bodies.forget(outcome.kept)
 

@@ -44,7 +44,8 @@ class Fingerprint:
     body_hash: bytes
     """A hash (16 bytes) of the body as it was published: the same id with another body is a conflict."""
     mark: bytes
-    """A hash (16 bytes) of what differs between two publishes of a request, such as reply address and send time."""
+    """A hash (16 bytes) of the properties in which two publishes of the same request differ, such as reply address and
+    send time."""
     redelivered: bool
     """True if an earlier delivery of the message was not settled: its worker died, or lost its channel."""
     nonce: bytes = b""
@@ -73,7 +74,7 @@ class Completion:
 
     @property
     def is_untried(self) -> bool:
-        """True if the request ended with an error before any attempt was made."""
+        """True if the request ended with an error before any call to a provider was attempted."""
         return self.status == "error" and self.headers.get(ATTEMPT) == 0
 
 
@@ -87,7 +88,7 @@ class Granted:
     deaths: int = 0
     """How many workers that held the claim earlier did not release it, because they died or hung."""
     followed: bool = field(default=False, repr=False)
-    """True if clients can follow the request: the store keeps entries of its progress (`following.py`)."""
+    """True if clients can follow the request: the store keeps the steps and events of its progress (`following.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,14 +150,15 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What the store knows about a request: how it ended, or whether it runs or waits."""
+    """What the store knows about a request: that it has ended, and how; or that it runs or waits."""
 
     completion: Completion | None
     """How the request ended. None: it runs, or waits for its next attempt."""
     running: bool
     attempts: int = 0
     due_ms: int | None = None
-    """When its next attempt may begin (ms since 1970), if it waits and this is known."""
+    """If the request waits for its next attempt: when that may begin (ms since 1970). None: not known, or the request
+    does not wait."""
 
 
 class WaitingLimit(StrEnum):
@@ -172,8 +174,8 @@ class WaitingLimit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """The result of `Allowances.take`: whether the amount was counted as used, and how much of the allowance is
-    used."""
+    """The result of `Allowances.take`: whether the amount was counted as used, and how much of the allowance is used in
+    this period."""
 
     granted: bool
     used: float
@@ -198,8 +200,8 @@ class Leases(Protocol):
     """Decide which process does a job that only one may do at a time, for example the removal of expired results."""
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
-        """Take or renew a lease. Returns its fencing token, which rises with each new owner; None if another owner
-        holds the lease."""
+        """Take a lease, or renew it if the caller has it. Returns the lease's fencing token, which rises with each new
+        owner; None if another owner has the lease."""
 
     async def let_go(self, name: str, owner: str) -> None:
         """Release a lease before it ends. Does nothing if another owner holds it."""
@@ -213,10 +215,10 @@ class Store(Allowances, Leases, Protocol):
 
     @property
     def trouble(self) -> str | None:
-        """Why the last call failed, as text for operators; None if it succeeded."""
+        """Why the last call of the store failed, as text for operators; None if it succeeded."""
 
     async def probe(self) -> None:
-        """Check that the store can be written durably. Raises StoreUnavailable."""
+        """Check that values can be written to the store and are kept. Raises StoreUnavailable."""
 
     async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
         """Ask for the claim of a request, before its provider is called.
@@ -271,7 +273,8 @@ class Store(Allowances, Leases, Protocol):
         next renewal."""
 
     async def find(self, identity: Identity) -> Found | None:
-        """What the store knows about a request; None if no worker has seen it, or if its keeping time is over."""
+        """What the store knows about a request; None if no worker has received it, or if the time is over for which its
+        result is kept."""
 
     async def sweep(self) -> int:
         """Remove results whose retention time is over; if the store is too large, the oldest results as well. Returns

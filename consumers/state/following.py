@@ -21,8 +21,8 @@ EVENT = "event"
 """The kind of an entry that is an event of the provider's stream. Entries of all other kinds are steps of the request,
 such as `queued`."""
 RESTART = "restart"
-"""The kind of an entry that says: another call begins. The events before it are removed, and readers must discard
-them."""
+"""The kind of the entry that is added when another call to a provider begins: the events of the call before are
+removed, and readers must discard them."""
 ENTRIES_AT_ONCE = 200
 """The most entries of one request that one call of `Following.look` returns."""
 
@@ -95,14 +95,17 @@ class Refused(StrEnum):
     """The reason why the store did not append entries to the stored progress of a request."""
 
     FENCED = "fenced"
-    """The claim was taken over or forgotten, or the request has ended."""
+    """The store does not append the entries, because the worker's claim was taken over or is lost, or the request has
+    ended."""
     FULL = "full"
-    """The request's events would exceed the limit of their number or bytes."""
+    """The store does not append the entries, because the request's events would exceed the limit of their number or
+    bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What has happened to a followed request since the entry that a client has read last."""
+    """The entries that the store has added to the progress of a followed request since the one that a client has read
+    last."""
 
     entries: Sequence[Entry] = ()
     last: int = 0
@@ -127,7 +130,7 @@ class Following(Protocol):
         """Remove the submission of a request that could not be published. Does nothing if a worker has seen it."""
 
     async def submission(self, identity: Identity) -> Submission | None:
-        """A followed request as it was submitted; None if the store does not have it."""
+        """A followed request as its client submitted it; None if the store does not have it (any more)."""
 
     async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
         """Append entries to several requests, each request's in one `Part`; they are appended together or not at all.

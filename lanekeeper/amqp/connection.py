@@ -27,8 +27,8 @@ from lanekeeper.telemetry import logs, signals
 
 CONNECT_TIMEOUT_S = 10
 NODE_TIMEOUT_S = 4
-"""How many seconds opening a connection to one node of a cluster may take before the next node is tried. A frozen node
-accepts connections and never answers."""
+"""For how many seconds to try to open a connection to one node of a cluster before the next node is tried. There is a
+limit because a frozen node accepts connections and never answers."""
 CLOSE_TIMEOUT_S = 3
 BACKOFF_CAP_S = 2.5
 """The longest pause between two tries to connect, and so the longest delay after the broker has started. With this cap,
@@ -67,7 +67,8 @@ class Connection:
         """Why the broker accepts no publishes at present ("low on memory"); None if it accepts them. The broker reports
         this only to connections that have published."""
         self.openings = 0
-        """How often the connection was opened. When it changes, facts found out about the broker may be out of date."""
+        """How often the connection was opened. If this has changed, what was found out about the broker before may no
+        longer be true."""
 
     def another(self, purpose: str) -> "Connection":
         """Create a second `Connection` to the same broker, without opening it. `purpose` becomes part of the

@@ -18,8 +18,8 @@ from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import BrokerUnreachable, MessageTooLarge
 
 SMALL_BYTES = 1024 * 1024
-"""Messages up to this many bytes are not checked against the broker's limit: requests may be this large, so every
-broker must accept them."""
+"""Messages up to this many bytes are published without a check of the broker's limit: requests may be this large, so
+every broker must accept them."""
 PROBE_BYTES = 16 * 1024 * 1024
 """The smallest test message, in bytes: the default limit of RabbitMQ 4, so that one test message is enough in most
 cases."""

@@ -39,8 +39,8 @@ SURELY_WITHIN_S = 100.0
 """For how many seconds a worker tries to publish a reply: long enough for a restart of the broker. After that, the
 worker returns the request to its queue; when the request is delivered again, its stored result is published."""
 DEFAULT_EXCHANGE = "amq.default"
-"""How RabbitMQ's error texts call the default exchange. A channel error fails all publishes on the channel; its text
-names the exchange of the one publish that caused it."""
+"""The name of the default exchange in RabbitMQ's error texts. An error of the channel fails all publishes on it; the
+text names the exchange of the one publish that caused the error."""
 _LOST = (AMQPError, ChannelInvalidStateError, RuntimeError, OSError)
 """The exceptions that a publish raises if its channel is lost or its time limit is over (TimeoutError is an OSError).
 """

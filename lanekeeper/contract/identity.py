@@ -3,7 +3,7 @@
 import re
 
 REQUEST_ID = "allowed are 1 to 128 of A-Z a-z 0-9 . _ : -"
-"""The rule for request ids, as the text that error messages contain."""
+"""The rule for ids of requests, as the text that error messages contain."""
 ID_PATTERN = r"[A-Za-z0-9._:-]{1,128}"
 _ID = re.compile(ID_PATTERN)
 _WORD = re.compile(r"[A-Za-z0-9._:/@-]{1,100}")

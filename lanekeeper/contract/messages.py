@@ -30,7 +30,8 @@ class Headers(dict[str, Any]):
         self.places: dict[str, tuple[int, int]] = {}
 
     def encoded(self, name: str) -> Any:
-        """The value of a header in its original encoding; the plain value if it was not received but set here."""
+        """The value of a header in the encoding in which it was received; the plain value if the header was set in this
+        process."""
         if (place := self.places.get(name)) is None:
             return self[name]
         return Encoded(self.wire[place[0] : place[1]])

@@ -138,7 +138,7 @@ CONTROL = "x-lane-control"
 """The header of answers to control messages: `accepted`, `pending` or `error`. A message never has both this header and
 `x-lane-status` (STATUS)."""
 CODE = "x-lane-code"
-"""The HTTP header of a gateway's error answer that contains the `code` of the problem document."""
+"""The header of a gateway's HTTP error answer whose value is the `code` of the problem document."""
 
 # On dead letters.
 DEAD_CODE = "x-lane-dead-code"
@@ -169,7 +169,7 @@ OURS = frozenset(
         REPLY_TRY, REPLY_ERROR,
     }
 )  # fmt: skip
-"""The headers that only workers set. If a requester sends a header with one of these names, it is removed."""
+"""The headers that only workers set. If a requester sends one of them, it is removed."""
 
 # Set by the broker; docs/facts.md, sections 3 and 7.
 BROKER_TIMESTAMP_MS = "timestamp_in_ms"

@@ -27,8 +27,8 @@ class BrokerError(LanekeeperError):
     """The broker, or the connection to it, failed or refused an operation."""
 
     maybe_published = False
-    """Whether the message may have been published although the publish raised this error: by the last try, or by an
-    earlier one."""
+    """Whether the broker may have got the message although the publish failed with this error: a publish is tried
+    several times, and the broker's answer to one of the tries may be lost."""
 
 
 class BrokerUnreachable(BrokerError):
@@ -36,8 +36,8 @@ class BrokerUnreachable(BrokerError):
 
 
 class BrokerBlocked(BrokerError):
-    """The broker accepts no publishes from this connection because of a memory or disk alarm. The message was not
-    published."""
+    """The broker accepts no publishes from this connection, because it is low on memory or disk (an alarm). The message
+    was not published."""
 
 
 class MessageTooLarge(BrokerError):
@@ -55,7 +55,7 @@ class PublishRefused(BrokerError):
     """The broker refused a publish (nack): a queue that the message is routed to is full."""
 
     retry_after_s = 2.0
-    """How many seconds to wait before the next try. A full queue seldom has room sooner."""
+    """After how many seconds to publish again. A full queue seldom has room sooner."""
 
 
 class Unroutable(BrokerError):
@@ -63,7 +63,8 @@ class Unroutable(BrokerError):
 
 
 class ConfirmUnknown(BrokerError):
-    """No confirm came: the message may or may not be published. Publish it again under the same id."""
+    """The broker has not confirmed the message in time, so it is unknown whether it was published. Publish it again
+    under the same id."""
 
     maybe_published = True
 
@@ -94,8 +95,8 @@ class ProblemType:
     answered: bool = True
     """Whether the requester gets the problem document as a reply."""
     kept: bool = True
-    """Whether this outcome is stored under the request's id, so that a later message with the same id gets the same
-    reply."""
+    """Whether this error is stored as the outcome of the request's id, so that a later message with the same id gets
+    the same reply."""
 
     @property
     def advice(self) -> str:

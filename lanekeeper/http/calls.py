@@ -19,8 +19,8 @@ from lanekeeper.http.documents import document_of
 ANSWERED_WITHIN_S = 10.0
 """How many seconds a gateway may take to answer, in addition to the time that the call asks it to wait."""
 SLOWEST_BYTES_S = 256 * 1024
-"""The slowest accepted rate of sending a request body, in bytes a second. It sets the time limit of a call with a large
-body."""
+"""The slowest accepted rate of sending a request body, in bytes a second. The time limit of a call with a large body is
+computed from it."""
 SILENT_S = 60.0
 """After how many seconds an event stream that sends nothing, not even a comment, counts as lost."""
 LARGEST_BYTES = 64 * 1024 * 1024

@@ -30,7 +30,7 @@ class Events:
     def __init__(self) -> None:
         self._rest = bytearray()
         self._searched = 0
-        """The position up to which `_rest` has no end of a line."""
+        """How many bytes at the beginning of `_rest` were searched for the end of a line, without finding one."""
         self._kind = ""
         self._data: list[bytes] = []
         self._size = 0

@@ -197,7 +197,7 @@ class Tracing:
         return propagation.traceparent(current) if current.is_valid else None
 
     def trace_id(self) -> str | None:
-        """The id of the current trace for logs, 32 hexadecimal digits; None without one."""
+        """The id of the current trace, for logs: 32 hexadecimal digits; None if there is no trace."""
         current = trace.get_current_span().get_span_context()
         return f"{current.trace_id:032x}" if current.is_valid else None
 
@@ -232,7 +232,7 @@ class Tracing:
 
 
 class _NoSpan(Scope):
-    """A scope without a span, which leaves the current context unchanged."""
+    """A scope that creates no span and leaves the current context unchanged."""
 
     __slots__ = ()
 
@@ -252,7 +252,8 @@ def _tracer_of(provider: TracerProvider) -> Tracer | None:
 
 
 def _is_sampled_out(span: Span) -> bool:
-    """Whether `span` is from this process and not recorded: its children would not be recorded either."""
+    """Whether `span` was made by this process and is not recorded (not sampled): then its children would not be
+    recorded either."""
     return not span.is_recording() and (of := span.get_span_context()).is_valid and not of.is_remote
 
 

@@ -27,7 +27,8 @@ from topology.declaration import RECOMMENDED, is_before
 
 log = logger()
 PLAIN = frozenset({"amqp", "http", "redis"})
-"""The URL schemes of connections without encryption: anybody on the network can read passwords, prompts and answers."""
+"""The URL schemes of connections without encryption: anybody on the network can read what is sent (passwords, prompts,
+answers)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ async def _of_broker(settings: Settings, broker: Connection) -> AsyncIterator[Ri
 
 
 def _plain_to(url: str) -> str | None:
-    """The host that a URL reaches without TLS; None if the URL uses TLS, or the host is this machine."""
+    """The host to which a URL leads without TLS; None if the URL uses TLS, or the host is this machine."""
     parts = urlsplit(url)
     host = parts.hostname or "localhost"
     return host if parts.scheme in PLAIN and not is_loopback(host) else None

@@ -25,7 +25,8 @@ class Finding:
 
     what: str
     well: bool | None
-    """Whether the check passed. None: it does not apply, or is only a warning; neither is a failure."""
+    """Whether the check passed. None: the check does not apply here, or its result is only a warning; neither counts as
+    a failure."""
     text: str
 
 
@@ -67,8 +68,8 @@ async def _provider(settings: Settings, name: str, models: list[str]) -> Finding
 
 
 async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) -> str | None:
-    """Call a provider's model for one token. Returns why the call failed; None if it worked, or if the error is
-    temporary."""
+    """Call a provider's model with an answer of one token. Returns why the call failed; None if it worked, or if the
+    error is temporary."""
     name = provider.name
     try:
         async with asyncio.timeout(WITHIN_S):

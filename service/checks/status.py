@@ -26,14 +26,14 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.lanes import LaneSpec
 
 QUIET_S = 0.3
-"""When no further answer of a worker has arrived for this many seconds, all are assumed to have arrived."""
+"""If no further answer of a worker arrives for this many seconds, all workers are assumed to have answered."""
 LONGEST_S = 2.0
 """How many seconds `lanekeeper status` waits at most for the workers' answers."""
 ADDED = (
     "running", "due_slots", "extra_slots", "waits_since_delivery", "answered", "failed", "retried",
     "throughput_per_min",
 )  # fmt: skip
-"""The names of the figures of a lane that are added up over its workers."""
+"""The figures of a lane (by name) that are added up over all workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class Status:
     waiting: tuple[str, ...] = ()
     """Requests that wait for a provider's budget: one entry for each lane, reason and account."""
     paused: tuple[str, ...] = ()
-    """Accounts that are not used until a given time because of their spend limit."""
+    """The accounts that are not called until a given time, because their spend limit is reached."""
     breakers: tuple[str, ...] = ()
     """The providers whose circuit breaker is open, so that they are not called at present."""
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)

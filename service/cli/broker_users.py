@@ -12,8 +12,8 @@ from topology.export import SALT_BYTES, Role, User, hash_password
 from topology.lanes import DEFAULT_LANES
 
 DEFAULT = ("worker:worker", "operator:operator", "deployer:deployer")
-"""The users that `export` creates if none are named. An application's user is not among them: its name must be chosen,
-because it is the second word of the application's routing keys."""
+"""The users that `topology export` creates if none are named. None of them is an application's: such a user's name must
+be chosen, because it is the second word of the application's routing keys."""
 ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 
 

@@ -1,4 +1,5 @@
-"""Commands of later versions. They report that they are not available yet, instead of `No such command`."""
+"""Names that are reserved for commands of later versions. They report that they are not available yet; without them,
+the error would be `No such command`."""
 
 import sys
 

@@ -102,7 +102,7 @@ def send(
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """Keep only the options that were given: those whose value is not None."""
+    """The options whose value is not None: those that the user has given."""
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -45,9 +45,10 @@ class BodiesSettings(Section):
     requesters over AMQP cannot reach the store: smaller answers are sent in the reply itself, up to the broker's limit
     for a message (16 MiB on RabbitMQ 4)."""
     most_bytes: Number[int] = Field(default=MOST_BYTES, ge=MIB, le=512 * MIB)
-    """The largest body of a request. Anthropic takes 32 MiB."""
+    """The most bytes that a request's body may have. Anthropic accepts 32 MiB."""
     in_all_bytes: Number[int] = Field(default=IN_ALL_BYTES, ge=MIB, le=1024 * GIB)
-    """The most bytes that the store holds. While it is full, large bodies are refused."""
+    """The most bytes that all bodies in the store may have together. While the store is full, large bodies are
+    refused."""
     keep_s: Number[float] = Field(default=KEEP_S, ge=60, le=10 * YEAR_S)
     """The longest time that a request's body stays in the store. It is removed as soon as its request has ended, unless
     the request became a dead letter, which can be replayed. An answer stays as long as its result
@@ -57,7 +58,7 @@ class BodiesSettings(Section):
     any that fsspec reads). Gateways also fetch stored answers from those that fsspec reads: if you change
     LANEKEEPER_BODIES__URL, list the old one here. Example: s3://crm-bodies/lane,https://files.example.com/prompts"""
     allow_private: bool = False
-    """Whether hosts of `allow` may have private, loopback or link-local addresses. Example: true"""
+    """Whether the hosts in `allow` may have private, loopback or link-local addresses. Example: true"""
 
     def allowed_stores(self) -> list[BodyStore]:
         """The stores of `allow`, which make and open nothing before they are used."""

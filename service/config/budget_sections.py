@@ -15,9 +15,9 @@ from service.config.value_types import HttpUrl, Key, Number, PlaceName
 from topology.lanes import BATCH, CRITICAL, NORMAL
 
 LEAST_TOKENS_PER_MIN = LEAST[1]
-"""The lowest limit of tokens a minute that may be set. A single request could exceed a lower one."""
+"""The lowest limit of tokens a minute that an operator may set: a single request could need more than a lower one."""
 FIRST = "anthropic"
-"""The provider of ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL."""
+"""The name of the provider that ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL configure."""
 _NEEDS = {
     "anthropic": ("api_key", "base_url"),
     "bedrock": ("region",),
@@ -31,13 +31,13 @@ class LimitsSettings(Section):
     """Limits on the use of each of a provider's accounts. They hold even where the provider allows more."""
 
     requests_per_min: Number[float] | None = Field(default=None, ge=1)
-    """The most requests a minute. None: only the provider's own limit applies. Example: 300"""
+    """The most requests a minute with one account. None: only the provider's own limit applies. Example: 300"""
     input_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
-    """The most input tokens a minute. None: only the provider's own limit applies. Example: 200000"""
+    """The most input tokens a minute with one account. None: only the provider's own limit applies. Example: 200000"""
     output_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
-    """The most output tokens a minute. None: only the provider's own limit applies. Example: 40000"""
+    """The most output tokens a minute with one account. None: only the provider's own limit applies. Example: 40000"""
     concurrency: Number[int] | None = Field(default=None, ge=1)
-    """The most calls at the same time. None: no limit. Example: 50"""
+    """The most calls at the same time with one account. None: no limit. Example: 50"""
 
     def limits(self) -> AccountCaps:
         return AccountCaps(
@@ -89,7 +89,7 @@ class ModelsSettings(Section):
     """Fallback models, and the models that a tenant may use."""
 
     fallbacks: ModelNames = Field(default_factory=dict)
-    """For a model, another model that is called when no provider can answer with the first. Example:
+    """For a model: the model that is called in its place when no provider can answer with it. Example:
     claude-sonnet-5-5=claude-haiku-5-5"""
     tenants: ModelLists = Field(default_factory=dict)
     """For a tenant, the only models that it may use. Tenants not listed may use all. Example: {"crm":
@@ -102,30 +102,30 @@ class PricesSettings(Section):
     as_of: Day = AS_OF
     """The day on which these prices were valid; shown beside amounts in dollars. Example: 2026-11-01"""
     models: PriceTable = Field(default_factory=dict)
-    """US dollars per million tokens. Added to the built-in table; a model that is in both gets this price. Example:
-    {"my-model": {"input": 1, "output": 5}}"""
+    """Prices in US dollars per million tokens. They are added to the built-in table; a model that is in both gets this
+    price. Example: {"my-model": {"input": 1, "output": 5}}"""
 
     def table(self) -> Prices:
         return Prices(self.models, as_of=self.as_of)
 
 
 class CapSettings(Section):
-    """Limits for what a lane or a tenant may use in one day (UTC)."""
+    """Limits for what a lane may use in one day (UTC)."""
 
     requests: Number[float] | None = Field(default=None, gt=0)
-    """The most requests a day (UTC). Example: 10000"""
+    """The most requests in a day (UTC) for this lane. Example: 10000"""
     tokens: Number[float] | None = Field(default=None, gt=0)
-    """The most input and output tokens together a day (UTC). Example: 5000000"""
+    """The most input and output tokens together in a day (UTC) for this lane. Example: 5000000"""
     usd: Number[float] | None = Field(default=None, gt=0)
-    """The most US dollars a day (UTC). Example: 25"""
+    """The most US dollars in a day (UTC) for this lane. Example: 25"""
 
 
 class LaneBudgetSettings(Section):
     """One lane's part of the providers' budgets; `consumers/limits/spec.py` gives the reasons."""
 
     share: Number[float] = Field(gt=0, le=1)
-    """The part of each budget that only this lane may use. What no lane's part covers goes to the most urgent
-    request."""
+    """The part of each budget that only this lane may use. The part of a budget that belongs to no lane goes to the
+    most urgent request."""
 
 
 class LaneBudgetsSettings(Section):
@@ -184,8 +184,8 @@ class FairSettings(Section):
 
     tenants: ShareTable = Field(default_factory=dict)
     """`weight`: a tenant's share relative to the others, 1 by default. `in_flight`: how many of its requests a process
-    works on at a time in one lane; further ones wait without a slot. `*`: each tenant that is not listed. Example:
-    {"*": {"in_flight": 8}, "crm": {"weight": 2}}"""
+    works on at a time in one lane; its further requests wait. `*`: each tenant that is not listed. Example: {"*":
+    {"in_flight": 8}, "crm": {"weight": 2}}"""
 
 
 class CapsSettings(Section):

@@ -21,10 +21,10 @@ class Effective:
     """One setting with the value in effect, and where that comes from: a row of `lanekeeper settings`."""
 
     name: str
-    """The name in a TOML file and for `--set`: `lanes.batch.slots`."""
+    """The setting's name in a TOML file and for `--set`, such as `lanes.batch.slots`."""
     variable: str
     value: Any
-    """The setting's value, as a value that JSON can express."""
+    """The setting's value in effect, in a form that JSON can express."""
     source: str
     """Where the setting's value comes from: `default`, `environment`, `option`, or the file's name."""
 

@@ -69,17 +69,20 @@ class GatewaySettings(Section):
     """The address on which the server listens. If it is not a loopback address, the gateway requires `keys`; health
     checks never need a key. Example: 0.0.0.0"""
     port: Number[int] = Field(default=8080, ge=0, le=65_535)
-    """The port; 0: any free one."""
+    """The port on which the server listens; 0: any free port."""
     keys: KeyTable = Field(default={})
     """The keys of callers: for each key's SHA-256 its tenant, lanes and models. None: all programs on this machine may
     call, without a key. Example:
     {"9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08": {"tenant": "crm", "lanes": ["normal"]}}"""
     calls: Number[int] = Field(default=1000, ge=1, le=100_000)
-    """How many calls are answered at the same time. Further ones get 529, after which SDKs try again."""
+    """How many HTTP calls are answered at the same time. Further calls get the status 529, after which SDKs try
+    again."""
     followers: Number[int] = Field(default=1000, ge=1, le=100_000)
-    """How many calls follow requests at the same time (`?wait=`, events, WebSockets). Further ones get 529."""
+    """How many calls follow requests at the same time (`?wait=`, events, WebSockets). Further calls that would follow a
+    request get the status 529."""
     ping_every_s: Number[float] = Field(default=10, ge=0.05, le=600)
-    """A streamed call that waits for its answer gets a `ping` event after each silence of this length."""
+    """While a streamed call waits for its answer, it gets a `ping` event whenever nothing was sent to it for this many
+    seconds."""
     lookups_per_min: Number[float] = Field(default=2000, ge=1, le=1_000_000)
     """How many calls of `count_tokens` and `models` the gateway passes on to the provider in a minute. If several
     tenants call, each may use at most half of them. The provider has a separate limit for such calls, from 100 a minute

@@ -75,17 +75,18 @@ class LaneSettings(Section):
     model: ModelName
     """The model for requests that name none. It must have a price or be listed in a provider's table."""
     max_tokens: Number[int] = Field(ge=1, le=1_000_000)
-    """The longest answer, in tokens, to a request that sets no `max_tokens`."""
+    """The most tokens of the answer to a request that does not set `max_tokens`."""
     models: ModelWords | None = None
-    """The models that requests may name. None: every model. Example: claude-sonnet-5-5,claude-haiku-5-5"""
+    """The models that requests of the lane may name. None: every model. Example: claude-sonnet-5-5,claude-haiku-5-5"""
     providers: ProviderNames | None = None
     """The providers that the lane calls, in this order. None: all, the first provider first, then the others by name.
     Example: anthropic"""
     max_length: Number[int] = Field(ge=1, le=1_000_000_000)
-    """The most messages that the lane's intake holds. When it is full, the broker rejects further messages: their
-    publishers get a nack in place of a confirm."""
+    """The most messages that the lane's intake (the queue of new requests) holds. When it is full, the broker rejects
+    further messages: their publishers get a nack in place of a confirm."""
     max_length_bytes: Number[int] = Field(ge=MIB, le=1024 * GIB)  # at least the largest request
-    """The most bytes that the lane's intake holds. When it is full, the broker rejects further messages."""
+    """The most bytes that the lane's intake (the queue of new requests) holds. When it is full, the broker rejects
+    further messages."""
     side_queues: Number[int] = Field(ge=0, le=32)
     """The number of side queues. A tenant's backlog is moved there, so that other tenants do not wait behind it. If
     more tenants than this have a backlog, some share a queue. 0: nothing is moved. After a change run `lanekeeper
@@ -131,12 +132,12 @@ class TlsSettings(Section):
     certificate is always verified."""
 
     ca_file: ReadableFile | None = None
-    """Certificate authorities for checking the broker's certificate. None: the system's. Example:
-    /etc/lanekeeper/ca.pem"""
+    """A file with the certificate authorities by which the broker's certificate is checked. None: those of the system.
+    Example: /etc/lanekeeper/ca.pem"""
     cert_file: ReadableFile | None = None
-    """Our own certificate, for brokers that ask for one. Example: /etc/lanekeeper/client.pem"""
+    """A file with Lanekeeper's own certificate, for brokers that ask for one. Example: /etc/lanekeeper/client.pem"""
     key_file: ReadableFile | None = None
-    """The key of our certificate, not encrypted. None: it is in the certificate's file. Example:
+    """A file with the key of `cert_file`, not encrypted. None: the key is in the certificate's file. Example:
     /etc/lanekeeper/client.key"""
 
     def disagreements(self) -> Iterator[Disagreement]:
@@ -151,7 +152,7 @@ class TlsSettings(Section):
             )
 
     def given_context(self) -> ssl.SSLContext | None:
-        """The context for https. None if no file is set: the library's default is used then."""
+        """The TLS context for https. None if no file is set: then the HTTP library's default is used."""
         return None if self.ca_file is None and self.cert_file is None else self.context()
 
     def context(self) -> ssl.SSLContext:
@@ -213,7 +214,7 @@ class WaitingSettings(Section):
 
     per_tenant: Number[int] = Field(default=StoreSpec().waiting_per_tenant, ge=1, le=100_000_000)
     """How many requests of one tenant may wait for a delay of more than a minute. Each begun 16 KiB of a body counts as
-    one request, so the default is at most 160 MiB on the broker's disks. Further ones are answered
+    one request, so the default is at most 160 MiB on the broker's disks. Further requests are answered
     `too_many_waiting`."""
     in_all: Number[int] = Field(default=StoreSpec().waiting_in_all, ge=1, le=1_000_000_000)
     """How many requests of all tenants together may wait for a delay of more than a minute. The default is enough for
@@ -257,10 +258,10 @@ class RetrySettings(Section):
     """The first pause after an overload. A quarter of it is the shortest pause of all, and the first pause after any
     other failure."""
     span_s: Number[float] = Field(default=RetryPolicy().span_s, gt=0, le=86_400)
-    """All pauses of a request together last at least this long, if its deadline allows, so that its attempts outlast an
-    outage of this length."""
+    """All pauses of a request together last at least this long, if its deadline allows that: an outage of this length
+    is then over before the last attempt."""
     cap_s: Number[float] = Field(default=RetryPolicy().cap_s, gt=0, le=86_400)
-    """The longest pause. A random part of up to half of it is added."""
+    """The longest pause between two attempts. A random part of up to half of it is added."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.base_s > self.cap_s:

@@ -77,9 +77,9 @@ class Settings(BaseSettings):
     """The prefix of every name on the broker. Installations with different prefixes can share a virtual host. Example:
     staging"""
     anthropic_api_key: Key | None = Field(default=None, alias="ANTHROPIC_API_KEY")
-    """The first provider's key. `serve --simulate` needs none. Example: sk-ant-secret"""
+    """The API key of the first provider. `serve --simulate` needs none. Example: sk-ant-secret"""
     anthropic_base_url: HttpUrl | None = Field(default=None, alias="ANTHROPIC_BASE_URL")
-    """The first provider's address. None: https://api.anthropic.com. Example: https://gateway.example.com/anthropic"""
+    """The first provider's URL. None: https://api.anthropic.com. Example: https://gateway.example.com/anthropic"""
     providers: dict[str, ProviderSettings] = {}
     models: ModelsSettings = ModelsSettings()
     prices: PricesSettings = PricesSettings()
@@ -100,8 +100,8 @@ class Settings(BaseSettings):
     waiting: WaitingSettings = WaitingSettings()
     dead: DeadSettings = DeadSettings()
     speakers: UserNames = ()
-    """AMQP users that may act for other tenants: publish with `x-lane-tenant`, cancel, and fetch results. A gateway's
-    user, for example. Example: gateway"""
+    """AMQP users that may act for tenants other than themselves: publish with `x-lane-tenant`, cancel requests, and
+    fetch results; a gateway's user, for example. Example: gateway"""
     profile: Literal["production"] | None = None
     """`production`: a worker does not start if `lanekeeper check` finds anything on the list in docs/production.md.
     None: `check` only warns, and unencrypted connections are logged. Example: production"""

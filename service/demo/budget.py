@@ -67,14 +67,14 @@ class Spending:
     simulated provider measured it."""
 
     waits_ms: list[int] = field(default_factory=list)
-    """Waits of critical requests, without the provider's own time. A request without an answer counts with its wait so
-    far."""
+    """For each critical request, how long it waited, without the provider's own time; for a request without an answer,
+    how long it has waited so far."""
     answered: int = 0
     refused: int = 0
     """How many calls the simulated provider refused with 429."""
     calls: int = 0
     used: float = 0.0
-    """The used part of the limit that was used most, 0 to 1."""
+    """Of the limit that was used most: the part of it that was used, 0 to 1."""
     wrong: list[str] = field(default_factory=list)
 
     @property

@@ -51,7 +51,7 @@ Asking = Callable[[Ask], Awaitable[Result]]
 
 @dataclass(slots=True)
 class Score:
-    """The results so far of the demo's requests in one lane."""
+    """What has become of the demo's requests in one lane so far."""
 
     lane: str
     expected: int

@@ -28,7 +28,7 @@ UP_S = 0.5
 DOWN_S = 2.0
 """For how many seconds the first provider fails."""
 UP_AGAIN_CALLS = 20
-"""The demo's outage act ends when the first provider has answered this many requests after its failure."""
+"""The demo's outage act ends when the first provider, after its failure, has answered this many requests."""
 UP_AGAIN_WITHIN_S = 10.0
 ANSWER_WITHIN_S = 60.0
 CALLS_MOST = 1.5

@@ -19,7 +19,7 @@ from topology.lanes import BATCH
 JOBS = 60
 """The number of requests that are published in the demo's act in which a worker is killed."""
 TWICE = 20
-"""How many of the requests are published a second time."""
+"""How many of the published requests are published a second time."""
 ANSWER_WITHIN_S = 60.0
 READY_WITHIN_S = 30.0
 WORKS_FIRST_S = 0.45

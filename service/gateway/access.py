@@ -22,7 +22,7 @@ _LONGEST = 256
 
 
 def new_key() -> str:
-    """Make a random API key for a caller of the gateway. It is shown once; only its hash is stored."""
+    """Make a random API key for a caller of the gateway. Only its hash is stored, so the key is shown once."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
@@ -99,8 +99,8 @@ def _host_of(url: str) -> str:
 
 
 def only_value(headers: MultiMapping[str], name: str) -> str | None:
-    """The value of a header that has only one; None: it is absent. Raises RequestProblem if it is there with different
-    values, because a proxy could have read another one."""
+    """The value of a header that may have only one; None if it is absent. Raises RequestProblem if the header occurs
+    with different values, because a proxy could have read another of them than the gateway."""
     values = set(headers.getall(name, ()))
     if len(values) > 1:
         raise invalid_request(f"header {name}: there are {len(values)} different values; send one")

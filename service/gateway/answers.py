@@ -13,12 +13,12 @@ from lanekeeper.telemetry import logs, signals
 from service.gateway.problems import ApiError, refused
 
 AT_ONCE: Final = 64
-"""The most large answers in temporary files at the same time: 2 GiB, if each has 32 MiB."""
+"""How many large answers may be in temporary files at the same time: together 2 GiB, if each has 32 MiB."""
 IN_MEMORY_AT_ONCE: Final = 2
 """The most large answers that are in memory as a whole at the same time."""
 WITHIN_S: Final = 60.0
-"""How many seconds a call may wait until fewer answers are in files, and how many seconds fetching its answer may then
-take."""
+"""For how many seconds a call may wait for room among the temporary files, and for how many seconds its answer may then
+be fetched."""
 PIECE_BYTES: Final = 128 * 1024
 T = TypeVar("T")
 log = logs.logger()
@@ -67,7 +67,7 @@ class Answers:
 
     @asynccontextmanager
     async def converted(self, kept: BodyAddress, make: Callable[[bytes], Iterable[bytes]]) -> AsyncIterator[Answer]:
-        """An answer in a file, converted from the stored one by `make`, which is called in a thread."""
+        """The file of an answer that `make` (called in a thread) has converted from the stored answer."""
         async with self._filed() as file:
             async with self.in_memory(kept) as body:
                 await asyncio.to_thread(lambda: file.writelines(make(body)))

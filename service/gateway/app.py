@@ -37,8 +37,8 @@ from topology.codec.decoding import PACKED_BYTES
 
 _ROUTING_KEY_WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ABSENT_WITHIN_S = 5.0
-"""How many seconds an HTTP call waits for a connection to the broker. A lost connection is usually open again within
-this time."""
+"""For how many seconds an HTTP call waits for a connection to the broker. A connection that was lost is usually open
+again within this time."""
 ANYBODY = "gateway"
 """The second word (the application) of the routing keys of a gateway's requests, if the name of the gateway's AMQP user
 contains characters that are not allowed there."""

@@ -34,9 +34,9 @@ NOT_HERE = {
     n.BODY: "the body comes with the call",
     n.BODY_SHA256: "the body comes with the call",
 }
-"""HTTP headers that a call to the gateway may not have, each with the reason."""
+"""The HTTP headers with which a call to the gateway is refused, each with the reason."""
 _TAKEN = (n.PUBLIC | {n.LANE_NAME}) - NOT_HERE.keys()
-"""The `x-lane-` headers that an HTTP call to the gateway may have."""
+"""The headers beginning with `x-lane-` that an HTTP call to the gateway may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class CallReader:
     lanes: Mapping[str, LaneSpec]
     app: str
     max_values: int
-    """The most keys and values that a body may have."""
+    """The most JSON keys and values that the body of a call may have."""
     cancel_abandoned: bool
 
     def read(

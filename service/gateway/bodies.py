@@ -20,7 +20,7 @@ BODY_WITHIN_S: Final = 30.0
 HELD_BYTES: Final = 128 * 1024
 """How many bytes of a large body are in memory while the body arrives."""
 FILED_BYTES: Final = 2 * 1024 * 1024 * 1024
-"""The most bytes in all temporary files with arriving bodies together."""
+"""The most bytes that all temporary files with arriving bodies may have together."""
 ENCODINGS: Final = ("identity", "gzip", "deflate")
 LEAST_BYTES_PER_S: Final = 256 * 1024
 """The slowest accepted rate, in bytes a second, of the part of a body above `over_bytes`, after the first

@@ -20,7 +20,7 @@ LEAST_BYTES_PER_S: Final = 256 * 1024
 """The slowest accepted rate, in bytes a second, at which a client reads a large text, after the first `WRITE_WITHIN_S`
 seconds."""
 CLOSE_WITHIN_S: Final = 5.0
-"""How many seconds sending the last messages and closing the WebSocket may take together."""
+"""Within how many seconds the last messages must be sent and the WebSocket closed."""
 
 
 class BoundedSocket(web.WebSocketResponse):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from service.gateway.problems import refused, stopping
 
 BODIES_BYTES = 256 * 1024 * 1024
-"""The most bytes in memory for the bodies of all HTTP calls together."""
+"""The most bytes that the bodies of all HTTP calls may take in memory together."""
 
 
 class CallLimit:
@@ -24,7 +24,7 @@ class CallLimit:
 
     @contextmanager
     def counted(self, body_bytes: int) -> Iterator[None]:
-        """Count a call for as long as the block lasts. Raises ApiError if the limit is reached."""
+        """Count a call, and its body's bytes, while the block runs. Raises ApiError if a limit is reached."""
         if self.is_closed:
             raise stopping()
         if self.calls >= self._most or self._bytes + body_bytes > BODIES_BYTES:

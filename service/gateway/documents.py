@@ -38,7 +38,7 @@ class Status:
     """The address of a large result, which lies in the store for large bodies and is inserted between `text` and
     `end`."""
     end: bytes = b""
-    """The rest of the JSON, which follows the inserted large result."""
+    """The rest of the JSON of the status, after the inserted large result."""
 
 
 def status_of(

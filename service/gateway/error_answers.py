@@ -14,7 +14,8 @@ from service.gateway import documents
 from service.gateway.problems import ApiError
 
 LATER = ("/v1/", "/metrics")
-"""URL paths that begin with one of these are reserved for later versions; the answer 404 says so."""
+"""URL paths that begin with one of these are reserved for later versions of Lanekeeper; the gateway answers 404 and
+says so."""
 _ANTHROPICS = ("/v1/messages", "/v1/models")
 _HAS_BEGUN = web.RequestKey("has_begun", bool)
 log = logger()

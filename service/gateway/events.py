@@ -104,5 +104,6 @@ def _head(entry: Entry | LargeEnd) -> bytes:
 
 
 def _in_one_line(json: bytes) -> bytes:
-    """Replace line breaks, which would end the `data` field. In JSON they only occur between values."""
+    """Replace line breaks by spaces, because they would end the event's field `data`. In JSON they occur only between
+    values."""
     return json.replace(b"\r", b" ").replace(b"\n", b" ")

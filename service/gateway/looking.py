@@ -18,9 +18,9 @@ from service.gateway.problems import ApiError, refused, stopping
 
 EVERY_S = 0.05
 AGAIN_S = 0.5
-"""The pause, in seconds, after a query of the store that failed."""
+"""The pause, in seconds, before the store is asked again after a query has failed."""
 FAULTS_AT_MOST = 3
-"""After this many unexpected errors in a row, all clients that follow requests get an error."""
+"""After this many unexpected errors in a row, all clients that follow requests are answered with an error."""
 log = logger()
 
 
@@ -75,14 +75,14 @@ class Looking:
             self._waiters.discard(waiter)
 
     def close(self) -> None:
-        """Make all followers stop waiting, because the process stops."""
+        """Make all clients stop following requests, because the process stops."""
         self.closing.set()
         for waiter in self._waiters:
             if not waiter.news.done():
                 waiter.news.set_result(None)
 
     async def aclose(self) -> None:
-        """Stop polling the store."""
+        """Stop asking the store for new entries of followed requests."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):

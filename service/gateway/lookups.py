@@ -35,8 +35,8 @@ COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 MODELS: Final = "/v1/models"
 MODEL: Final = "/v1/models/{id}"
 AT_A_TIME: Final = 32
-"""The most calls of `count_tokens` and `models` in progress, so that one tenant's burst does not take all connections.
-The provider answers each in less than a second."""
+"""The most calls of `count_tokens` and `models` in progress at a time. Without a limit, one tenant could take all
+connections to the provider, which answers each call in less than a second."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _PASSED = frozenset({"content-type", "request-id", "retry-after", "x-should-retry"})
 _ALL = ""

@@ -131,8 +131,8 @@ class Writing:
             await self._write(data)
 
     async def write_all(self, pieces: AsyncIterable[bytes]) -> None:
-        """Write all pieces without a ping between them. Raises ConnectionError if the client has disconnected, or reads
-        nothing."""
+        """Write several pieces of the response, and no ping between them. Raises ConnectionError if the client has
+        disconnected, or reads nothing."""
         async with self._write_lock:
             async for piece in pieces:
                 if not piece:

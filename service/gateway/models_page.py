@@ -11,7 +11,7 @@ from service.gateway.problems import ApiError
 PAGE: Final = 20
 PAGE_AT_MOST: Final = 1000
 EVERY: Final = {"limit": str(PAGE_AT_MOST)}
-"""The query parameters with which the provider returns all models on one page."""
+"""Query parameters that make the provider return all its models on one page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from lanekeeper import Client
 AGE_S = 1.0
 """For how many seconds an estimate of a request's position is used again."""
 WITHIN_S = 0.5
-"""How many seconds the broker and the store may take to answer."""
+"""Within how many seconds the broker and the store must answer; otherwise the position is unknown."""
 PACE_AGE_S = 60.0
 """For how many seconds the last known pace of a lane (how many of its requests end in a second) is used if the store
 has no newer one."""
@@ -41,7 +41,7 @@ class Positions:
         self._paces: dict[str, tuple[float, float]] = {}
 
     async def of(self, lane: str) -> Place | None:
-        """An estimate for any request that waits in the lane; None: unknown."""
+        """The estimated place of a request that waits in the lane; None: unknown."""
         now_s = asyncio.get_running_loop().time()
         at_s, place = self._places.get(lane, (-AGE_S, None))
         if now_s - at_s >= AGE_S:

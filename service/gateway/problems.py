@@ -31,7 +31,7 @@ TYPES: Mapping[int, str] = {
     529: "overloaded_error",
 }
 AGAIN_AFTER_S = 2
-"""The value of the header `retry-after`, in seconds. A full lane or a restarting broker seldom accepts requests
+"""The value of the header `retry-after`, in seconds. A full lane, or a broker that restarts, seldom accepts requests
 sooner."""
 _TRIED_ALREADY = frozenset({"attempts_exhausted", "deadline_exceeded"})
 """The codes of errors after which a client should not repeat the call, because workers have retried it already."""

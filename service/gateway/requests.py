@@ -41,7 +41,8 @@ KEPT_AFTER_MS = 86_400_000
 _WAIT = re.compile(r"(?P<number>\d{1,6}(\.\d{1,3})?)(?P<unit>ms|s|m)?")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
 WITHOUT_LIMIT = 1 << 53
-"""A number above those of all entries: a caller that asks for later entries waits only for the end of the request."""
+"""An entry number that no request reaches: a caller that asks for the entries after it waits only for the end of the
+request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class Requests:
         return self.call_reader.read(headers, body, caller, request_id=id, chose_id=chose_id, task="requests")
 
     async def _submitted(self, asked: CheckedCall, caller: GatewayKey) -> None:
-        """Submit a request, and finish that even if the HTTP client disconnects meanwhile."""
+        """Submit a request, even if the HTTP client disconnects before that is done."""
         submitting = self._background.begin(self._submit(asked, caller), name=f"submit {asked.request.id}")
         try:
             await asyncio.shield(submitting)
@@ -155,7 +156,7 @@ class Requests:
         return Known(found, submission)
 
     async def status(self, id: str, caller: GatewayKey, *, wait_s: float = 0) -> Status:
-        """The status of a request. Waits for its end first, for up to `wait_s`. Raises ApiError."""
+        """The status of a request. The answer waits for the request's end, for up to `wait_s`. Raises ApiError."""
         known = await self.known(id, caller)
         if wait_s and known.found.completion is None:
             async with self.looking.following():

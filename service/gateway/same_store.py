@@ -36,7 +36,8 @@ class SameStore:
         self._asked_at_s: float | None = None
 
     def ask_soon(self, caller: GatewayKey) -> None:
-        """Begin a check in the background, in the name of this caller, unless one began in the last minute."""
+        """Start a check in the background, with this caller's identity, unless one was started within the last
+        minute."""
         now_s = asyncio.get_running_loop().time()
         if self._asked_at_s is None or now_s - self._asked_at_s >= ASK_EVERY_S:
             self._asked_at_s = now_s

@@ -27,8 +27,8 @@ KEEP_ALIVE_S = 75.0
 """How many seconds an HTTP connection may be idle, and how many seconds a client may take to send the headers of a
 request."""
 LINGER_S = 2.0
-"""For how many seconds the server reads on after it has refused a body. If it closed the connection at once, the client
-would get a TCP reset in place of the error answer."""
+"""For how many seconds the server goes on reading a body that it has refused. If it closed the connection at once, the
+client would get a TCP reset in place of the error answer."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -48,7 +48,7 @@ class Routes(Protocol):
         ...
 
     async def drained(self) -> None:
-        """Refuse new calls, and return when the last one has been answered."""
+        """Refuse new HTTP calls, and return when the last call in progress has been answered."""
         ...
 
     async def aclose(self) -> None:

@@ -31,7 +31,7 @@ FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "cancel": frozenset({"type", "ref", "id"}),
 }
 NEEDED: Final[Mapping[str, str]] = {"submit": "body", "subscribe": "id", "unsubscribe": "id", "cancel": "id"}
-"""For each type of WebSocket message: the field that it must have, besides `type`."""
+"""For each type of WebSocket message: the field that it must have in addition to `type`."""
 
 
 class InvalidMessage(Exception):
@@ -45,7 +45,7 @@ class InvalidMessage(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientMessage:
-    """One message that a client has sent over a WebSocket, checked."""
+    """One message that a client has sent over a WebSocket, after it was checked."""
 
     type: Literal["submit", "subscribe", "unsubscribe", "cancel"]
     ref: str | None = None

@@ -36,8 +36,8 @@ from service.side_tasks import beside
 from topology.codec.decoding import PACKED_BYTES
 
 AT_ONCE: Final = 16
-"""The most messages of one WebSocket connection that are processed at the same time. While so many are in progress, no
-further one is read."""
+"""The most messages of one WebSocket connection that are processed at the same time. The next message is read when one
+of them is done."""
 FOLLOWED_AT_MOST: Final = 100
 """The most requests that one WebSocket connection follows at the same time."""
 MESSAGE_BYTES: Final = PACKED_BYTES + 16 * 1024
@@ -87,7 +87,7 @@ class _Socket:
         self._working = asyncio.Semaphore(AT_ONCE)
         self._followed: dict[str, asyncio.Task[None]] = {}
         self._latest: dict[str, asyncio.Task[None]] = {}
-        """For each request id: the task of the last message about it, while that runs."""
+        """For each request id: the task that carries out the last message about the request, until it has ended."""
         self._group = asyncio.TaskGroup()
 
     async def serve(self) -> None:

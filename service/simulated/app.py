@@ -28,7 +28,7 @@ class SimulatedAPI:
         return self._routes.options
 
     def configure(self, options: SimulatedOptions) -> None:
-        """Use other options from now on, with full buckets; the recorded calls stay."""
+        """Use other options from now on. All token buckets are full again; the recorded calls stay."""
         self._routes = Routes(options, self._calls)
 
     @property

@@ -53,7 +53,7 @@ class Limits:
     def __init__(
         self, *, requests: int, input_tokens: int, output_tokens: int, burst_s: float, clock: Seconds = time.monotonic
     ) -> None:
-        """The arguments are the limits per minute. All token buckets are full at first."""
+        """The arguments are the limits per minute. At the start all token buckets are full."""
         self.requests, self.input_tokens, self.output_tokens = (
             Bucket(per_minute, burst_s=burst_s, clock=clock) for per_minute in (requests, input_tokens, output_tokens)
         )

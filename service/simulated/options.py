@@ -35,4 +35,4 @@ class SimulatedOptions:
     keep_calls: int = 2_000
     """How many of the latest calls `SimulatedAPI.calls` keeps."""
     max_body_bytes: int = 32 * 1024 * 1024
-    """Bodies of more bytes are answered with 413, as Anthropic does."""
+    """Bodies of more bytes than this are answered with 413, as Anthropic does."""

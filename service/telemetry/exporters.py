@@ -20,7 +20,7 @@ from lanekeeper.telemetry.logs import logger
 from service.telemetry import logs
 
 FLUSH_S: Final = 2.5
-"""How many seconds sending the last spans may take when the process ends."""
+"""When the process ends, sending the last spans may take this many seconds."""
 log = logger()
 
 

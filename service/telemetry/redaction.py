@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 GONE: Final = "…"
-"""The text that replaces removed text in logs."""
+"""The text that stands in logs in place of removed text."""
 _SECRETS: Final = re.compile(
     r"sk-ant-[A-Za-z0-9_\-]+"
     r"|(?P<bearer>\bbearer\s+)[^\s\"',;]+"

@@ -54,8 +54,8 @@ CONTROL_PREFETCH = 512
 control messages count against the prefetch too, until the broker has processed their acknowledgements, with an fsync
 for each."""
 FINISH_WITHIN_S = 2.0
-"""While the worker stops: how many seconds each kind of write in progress (results, daily caps, large bodies) may still
-take."""
+"""When the worker stops: for how many seconds the writes that have begun may go on. The limit is for each kind of
+write: results, daily caps, large bodies."""
 
 
 @asynccontextmanager

@@ -8,7 +8,8 @@ import gc
 from typing import Final
 
 THRESHOLD: Final = 10_000
-"""After how many new objects Python's garbage collector runs. A few requests create as many as its default of 700."""
+"""After how many new objects Python's garbage collector runs. Python's default is 700, and a few requests create as
+many."""
 
 
 def tune() -> None:

@@ -70,8 +70,8 @@ async def run(
 
 
 async def _stop(worker: Worker) -> None:
-    """Stop all consumers, then return the requests that wait for a slot. In the other order the broker would deliver
-    returned requests to this worker again."""
+    """Stop all consumers first, and then return the requests that wait for a slot: otherwise the broker would deliver
+    the returned requests to this worker again."""
     await asyncio.gather(*(pool.stop() for pool in worker.pools), worker.scaling.stop(), worker.scouting.stop())
     for pool in worker.pools:
         pool.give_back_waiting()
@@ -105,7 +105,8 @@ async def _answer_status(worker: Worker) -> None:
 
 
 async def _bind_again(inbox: Inbox) -> None:
-    """Repeat the inbox's binding, which is lost if somebody deletes the exchange and declares it again."""
+    """Repeat the binding of the worker's own queue for status questions: it is lost if somebody deletes the exchange
+    and declares it again."""
     while True:
         await asyncio.sleep(BIND_EVERY_S)
         with suppress(BrokerError):  # if the channel is lost, the loop that reads the inbox ends as well

@@ -51,7 +51,7 @@ class Worker:
     """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
     budgeting: Budgeting
     simulated: bool
-    """Whether answers come from a simulated provider, so that calls cost nothing."""
+    """Whether a simulated provider answers the requests, so that calls cost nothing."""
     activities: tuple[LaneActivity, ...]
 
     @property

@@ -28,7 +28,7 @@ OPEN_TIMEOUT_S = 5
 channel is open or this time is over."""
 BACKOFF_CAP_S = 5.0
 SHORT_S = 10
-"""If a channel is lost in less than this many seconds, the pause before opening the next one grows."""
+"""If a channel is lost within fewer seconds than this, the pause before the next one is opened gets longer."""
 log = logs.logger()
 
 
@@ -37,8 +37,9 @@ class Deliveries:
     the tries.
 
     `counted`: whether the queue counts deliveries (quorum queues do). `on_missing` is called if the queue does not
-    exist, or if the broker ended the consumer. `heads`: several queues whose messages are fetched with `basic.get`, one
-    at a time for each (`heads.py`), in place of consuming one queue; `queue` is then only a name for logs.
+    exist, or if the broker ended the consumer. `heads`: the lengths and first messages of several queues, whose
+    messages are fetched with `basic.get`, one at a time for each (`heads.py`), in place of consuming one queue; `queue`
+    is then only a name for logs.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class Deliveries:
         return self._paused is not None
 
     async def sessions(self) -> AsyncGenerator[Session, None]:
-        """Open a channel and yield its `Session`, which iterates over the deliveries; when the channel is lost, do so
-        again, until `stop`."""
+        """Open a channel, and yield its `Session`, from which the deliveries are read. When the channel is lost, open
+        another and yield its session, until `stop`."""
         failures = 0
         loop = asyncio.get_running_loop()
         while await self._may_open():
@@ -127,8 +128,8 @@ class Deliveries:
             await self._session.resume()
 
     async def _may_open(self) -> bool:
-        """Wait until a channel may be opened: the connection is open and consuming is not paused. Returns False after
-        `stop`."""
+        """Wait until the connection is open and consuming is not paused, so that a channel may be opened. Returns False
+        after `stop`."""
         while not self._stopping.is_set():
             if self._paused is not None:
                 await self._unless_stopped(self._unpaused.wait())

@@ -43,7 +43,7 @@ class Heads:
 
     @property
     def ready(self) -> int:
-        """How many messages wait in all the queues, without those that any process holds."""
+        """How many messages wait in all the side queues, without the first messages that any process holds."""
         return sum(self._ready.values())
 
     def ready_in(self, queue: str) -> int:
@@ -61,8 +61,8 @@ class Heads:
         self.changed.set()
 
     def next(self) -> str | None:
-        """The queue from which to fetch next: of those that have messages and whose head is not held, the one whose
-        last fetch is longest ago. None if there is none."""
+        """The side queue from which to fetch next: of those that have messages, and whose first message this process
+        does not hold, the one whose last fetch is longest ago. None if there is none."""
         for queue, ready in self._ready.items():
             if ready > 0 and queue not in self._held:
                 return queue

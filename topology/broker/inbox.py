@@ -22,10 +22,11 @@ from lanekeeper.contract.problems import BrokerUnreachable
 from topology.broker.session import CLOSE_TIMEOUT_S, RPC_TIMEOUT_S, ChannelLost
 
 WAITING = 1000
-"""The prefetch of the queue: how many messages may wait in this process to be read; further ones wait on the broker."""
+"""The prefetch of the queue: how many messages may wait in this process until they are read. Further messages wait on
+the broker."""
 TOGETHER = 50
-"""How many messages are acknowledged with one frame at most, which saves a third of the CPU time under load
-(docs/facts.md, section 12)."""
+"""One frame acknowledges at most this many messages. To acknowledge several at once saves a third of the CPU time under
+load (docs/facts.md, section 12)."""
 
 
 class Inbox:

@@ -20,15 +20,15 @@ from lanekeeper.contract.problems import BrokerBlocked, BrokerError
 from lanekeeper.telemetry import logs, signals
 
 WAITING = 1000
-"""How many messages may be queued for writing in this process; further ones are dropped."""
+"""How many messages may wait in this process until they are written to the connection. Further messages are dropped."""
 TOGETHER = 100
-"""How many messages are written to the connection together at most."""
+"""The most messages that are written to the connection at once."""
 GATHER_S = 0.025
 """How many seconds the first message waits for others that are written together with it. With 5 ms, a worker that
 handles one request after another wrote once for each request, and used a tenth more CPU."""
 WRITE_TIMEOUT_S = 5
 _Notice = tuple[str, str, bytes, bytes]
-"""A queued message: its exchange, routing key, encoded properties, and body."""
+"""A message that waits to be written: its exchange, routing key, encoded properties, and body."""
 log = logs.logger()
 
 

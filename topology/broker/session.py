@@ -88,8 +88,8 @@ class Session:
         self._lost: str | None = None
         self._stopped = False
         self.cancelled = False
-        """Whether the broker ended the consumer: the queue was deleted, its leader moved, or the consumer timeout was
-        reached."""
+        """Whether the broker has ended this consumer, because the queue was deleted, its leader moved, or the consumer
+        timeout was reached."""
 
     async def start(self, *, prefetch: int) -> None:
         self._channel.closing.add_done_callback(self._on_closed)

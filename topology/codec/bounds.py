@@ -45,8 +45,8 @@ class Measure:
         self._carried = b""
 
     def add(self, piece: bytes) -> str | None:
-        """Count the next piece. Returns a text that names the limit that all pieces so far exceed; None: they exceed
-        none."""
+        """Count the next piece of the text. Returns a text that names the limit that the pieces so far exceed together;
+        None: they exceed none."""
         piece = self._carried + piece
         self._carried = b""
         if b"\\" in piece:

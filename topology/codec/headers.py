@@ -54,12 +54,12 @@ class RequestHeaders:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopHeaders:
     """The headers that a worker writes when it publishes a request again: to the wait queues of a delay, or to a side
-    queue. They are read only from messages of queues to which only workers can publish."""
+    queue. They are read only from messages of queues to which nobody but workers can publish."""
 
     attempts: int = 0
     """How many attempts to call the provider were made for this request so far."""
     errors: tuple[str, ...] = ()
-    """The errors of earlier attempts, at most `ERRORS_KEPT`."""
+    """The errors of the request's earlier attempts: the last ones, at most `ERRORS_KEPT`."""
     first_seen_ms: int | None = None
     """When a worker first received the request; ms since 1970."""
     due_ms: int | None = None

@@ -12,7 +12,7 @@ from consumers.limits.waiter import Waiter
 from consumers.state.redis.unsent import Sent
 
 TOGETHER: Final = 16
-"""How many waiting requests of each lane may be granted in one run of the script."""
+"""How many waiting requests of each lane may get budget in one run of the script in Redis."""
 
 
 def candidates(account: Account, now_s: float) -> tuple[Sequence[Waiter], int]:

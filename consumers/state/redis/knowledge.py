@@ -6,7 +6,7 @@ from consumers.limits.learned import Learned
 from lanekeeper.telemetry import logs, signals
 
 SHOWN: int = 200
-"""How many characters of an error's text are logged."""
+"""How many characters of an error's text are written to the log."""
 log = logs.logger()
 
 

@@ -41,14 +41,15 @@ LOOK_EVERY_S: Final = 0.5
 returned to the budget, and shows them that this one still waits. (Publish and subscribe would need another connection,
 and can lose messages.)"""
 FORGOTTEN_AFTER_S: Final = 4 * LOOK_EVERY_S
-"""The waiting requests of a process that has not run the script for this many seconds no longer count."""
+"""If a process has not run the script for this many seconds, its waiting requests are no longer counted."""
 SETTLE_WITHIN_S: Final = 0.05
-"""For how many seconds at most a returned amount of budget waits to be sent to Redis, so that one run of the script
-sends those of several calls."""
+"""For how many seconds at most budget that a call has returned waits to be sent to Redis, so that one run of the script
+sends what several calls returned."""
 RETRY_S: Final = 0.5
 """The pause, in seconds, after a run of the script that failed because Redis is unavailable."""
 AT_ONCE_S: Final = 1.0
-"""For how many seconds `try_reserve`, which does not wait for budget, waits for the answer of Redis."""
+"""`try_reserve` takes budget only if that is possible at once: it waits for the answer of Redis for at most this many
+seconds."""
 JUMP_S: Final = 0.5
 """If the difference between Redis's clock and this machine's has changed by more seconds than this since the last run
 of the script, a clock has jumped. A smaller change comes from the time that Redis's answer took."""
@@ -77,7 +78,7 @@ class SharedTurns:
         self._client = client
         self._key = key
         self._offset_s = clock() - asyncio.get_running_loop().time()
-        """Redis's clock minus the event loop's."""
+        """Redis's clock minus the event loop's clock, in seconds."""
         self._constant = {
             "process": secrets.token_hex(6),
             "form": FORM,
@@ -87,18 +88,20 @@ class SharedTurns:
         """The fields of the script's argument that are the same in each step."""
         self._unsent = Unsent()
         self._version = 0
-        """Redis numbers the changes of what was learned. This process has all changes up to this number."""
+        """The number of the latest change of learned limits that this process has taken over: Redis numbers these
+        changes."""
         self._knowledge = Knowledge(account)
         self._is_due = False
         self._task: asyncio.Task[None] | None = None
         self._stepped = asyncio.Event()
         self._timer: asyncio.Handle | None = None
         self._fires_s = -inf
-        """When the timer fires. Kept here, because uvloop returns a handle without `when` for delays below 0.5 ms."""
+        """When the timer for the next step fires. Kept here, because uvloop returns a handle without `when` for delays
+        below 0.5 ms."""
         self._answered_s = -inf
-        """The time of Redis's last answer."""
+        """When Redis last answered."""
         self.steps = 0
-        """The number of round trips, for tests."""
+        """How often the script was run in Redis; tests read it."""
 
     @property
     def is_idle(self) -> bool:

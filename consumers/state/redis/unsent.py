@@ -43,7 +43,8 @@ class Unsent:
         self.back.append({"lane": lane + 1, "over": list(unused), "own": list(from_savings)})
 
     def levels_fell(self, before: Sequence[float], after: Sequence[float]) -> bool:
-        """Note the buckets' levels that fell, because the provider has less left than was assumed. True if one fell."""
+        """Note to which levels the buckets fell because the provider has less left than was assumed. Returns True if a
+        level fell."""
         found = False
         for index, (was, now) in enumerate(zip(before, after, strict=True)):
             if now < was:
@@ -52,7 +53,8 @@ class Unsent:
         return found
 
     def take(self) -> Sent:
-        """Return the changes and remove them from here; the next run of the script (a step) sends them."""
+        """Return the changes that Redis does not know yet, for the next run of the script to send, and remove them from
+        here."""
         sent = Sent(self.back, self.lower, len(self.feedback), self.has_learned)
         self.back, self.lower, self.has_learned = [], [inf, inf, inf], False
         return sent

@@ -16,8 +16,8 @@ UNSEEN_BYTES = 800
 """The size, in bytes, that is assumed for the cancellation of a request that no worker has seen, including the row that
 counts it."""
 FORGOTTEN_AT_MOST = 10
-"""The most cancellations of unseen requests that one call of `count_unseen` removes. It removes more than one only
-after the tenant's limit was lowered."""
+"""One call of `count_unseen` removes at most this many cancellations of requests that no worker has seen. It removes
+more than one only after the tenant's limit was lowered."""
 STEP_ROWS = 200
 _FORGET_UNSEEN = f"DELETE FROM request WHERE tenant = ? AND id = ? AND {IS_UNSEEN}"
 _FORGET_UNTRIED = (

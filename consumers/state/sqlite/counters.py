@@ -7,7 +7,7 @@ from consumers.state.sqlite.requests import STEP_ROWS
 from consumers.state.sqlite.rows import Times
 
 KEPT_AFTER_MS = 86_400_000
-"""For how many ms after its end the count of a period is kept, in case the calendar is set back."""
+"""For how many ms after the end of a period its count of used amounts is kept, in case the calendar is set back."""
 
 
 class Counters:
@@ -58,7 +58,7 @@ class Counters:
         ).rowcount
 
     def _current(self, at: Times, name: str, period_s: int) -> tuple[int, float]:
-        """The number of an allowance's current period, and the amount used in it."""
+        """The number of the allowance's current period (such as today), and the amount used in it."""
         period = at.today // (period_s * 1000)
         found = self._execute(
             "SELECT used FROM allowance WHERE name = ? AND period_s = ? AND period = ?", (name, period_s, period)

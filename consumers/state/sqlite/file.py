@@ -26,14 +26,14 @@ VERSION = 4
 APPLICATION = 0x4C616E65
 """The file's `application_id`, which marks it as Lanekeeper's: the letters "Lane"."""
 BUSY_S = 3.0
-"""How many seconds to wait for the transaction of another process. Transactions take milliseconds, so a longer one
-hangs."""
+"""For how many seconds at most to wait for a transaction of another process. Transactions take milliseconds: if one
+takes longer than this, its process hangs."""
 LEASE_AT_MOST_MS = 3_600_000
-"""A time in ms that is longer than any lease. If the system provides no boot id, a lease that ends later than this from
-now is from an earlier boot."""
+"""A time in ms that is longer than any lease. If the system provides no boot id, and a lease ends later than this from
+now, the lease was granted before the machine was last started."""
 ROOM_BYTES = 1024 * 1024
-"""How many bytes must be free on the disk: an answer is larger than what `probe` writes, and is paid for before it is
-stored."""
+"""If fewer bytes than this are free on the disk, the store counts as full, although `probe` can still write its small
+value: an answer is larger, and is paid for before it is stored."""
 WAL_BYTES = 64 * 1024 * 1024
 """The size in bytes to which the write-ahead log is cut after a checkpoint."""
 
@@ -116,8 +116,8 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> int:
-    """The schema's version in the SQLite file. Raises StoreUnavailable if it is newer than this program's, or if the
-    file is not Lanekeeper's. Writes nothing."""
+    """The version of the schema that the SQLite file has. Raises StoreUnavailable if it is newer than this program's,
+    or if the file is not Lanekeeper's. Writes nothing."""
     version = _pragma(connection, "user_version")
     if version > VERSION:
         raise StoreUnavailable(

@@ -25,7 +25,7 @@ from consumers.state.sqlite.bounded import Bounded
 from consumers.state.sqlite.rows import Row, Times
 
 CANCELLED = "cancelled"
-"""The error code of a cancelled request."""
+"""The error code with which a cancelled request ends."""
 STEP_ROWS = 200
 
 
@@ -194,7 +194,7 @@ class Requests:
         )
 
     def _read(self, at: Times, identity: Identity) -> Row | None:
-        """The row of a request; None if it has no row, or if its keeping time is over."""
+        """The row of a request; None if it has no row, or if the time is over for which its result is kept."""
         found = self._execute(_READ, (identity.tenant, identity.id)).fetchone()
         if found is None:
             return None

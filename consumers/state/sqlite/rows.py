@@ -50,7 +50,8 @@ class Row(NamedTuple):
 
     @property
     def is_deferred(self) -> bool:
-        """True if the request waits until it is due, and no worker has claimed it yet."""
+        """True if the request waits for the time at which its next attempt may begin, and no worker has claimed it
+        yet."""
         return bool(self.noted) and self.status is None
 
     def is_held_against(self, message: Fingerprint, now: int) -> bool:

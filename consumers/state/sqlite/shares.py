@@ -51,12 +51,13 @@ class Shares:
         self._change(kind, tenant, weight)
 
     def used(self, kind: str, tenant: str | None = None) -> int:
-        """The sum of the weights of a tenant's counted items of one kind; tenant None: of all tenants."""
+        """The sum of the weights of the items of one kind that are counted for the tenant; tenant None: for all tenants
+        together."""
         found = self._execute("SELECT weight FROM share_sum WHERE kind = ? AND tenant IS ?", (kind, tenant)).fetchone()
         return 0 if found is None else int(found[0])
 
     def most(self, kind: str) -> tuple[str, int]:
-        """The tenant with the largest sum of weights of one kind, and that sum."""
+        """The tenant whose items of one kind have the largest sum of weights, and that sum."""
         found = self._execute(
             "SELECT tenant, weight FROM share_sum WHERE kind = ? AND tenant IS NOT NULL ORDER BY weight DESC LIMIT 1",
             (kind,),

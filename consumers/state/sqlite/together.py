@@ -34,7 +34,8 @@ _COMPLETE: Final = (
     " headers = excluded.headers, ended_ms = excluded.ended_ms, body = excluded.body"
     " WHERE request.token = excluded.token AND (request.status IS NULL OR request.cancelling)"
 )
-"""Inserts the row if the store has lost the claim, like `Requests.complete`."""
+"""The SQL statement that stores how requests ended. It inserts a request's row if the store has lost the claim, like
+`Requests.complete`."""
 _COMPLETE_ROW: Final = "(?1, ?2, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0)"
 _RENEW: Final = (
     "UPDATE request SET lease_ms = ?1 FROM (VALUES {}) AS held"
@@ -60,7 +61,8 @@ class Claim(NamedTuple):
 
 
 class Complete(NamedTuple):
-    """The arguments of `Requests.complete`, for a claim that the caller holds and a request that was attempted."""
+    """A request's completion that waits to be written together with others: the arguments of `Requests.complete`. The
+    caller holds the claim, and a call was attempted."""
 
     identity: Identity
     fingerprint: Fingerprint
@@ -112,8 +114,8 @@ class Together:
         return [complete.completion if is_all else None for complete in asked]
 
     def renew(self, at: Times, held: Sequence[Held]) -> bool:
-        """Renew several claims, by one statement for each part. Returns True if all were renewed, so that no worker
-        must stop its work, and the store has lost no claim."""
+        """Renew several claims, by a few SQL statements. Returns True if all were renewed. False: some claims are lost,
+        or their workers must stop; `Requests` must renew them one by one."""
         renewed = 0
         for part in parts(held):
             values: list[object] = [at.now + self._lease_ms]

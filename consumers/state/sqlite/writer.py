@@ -32,8 +32,8 @@ from consumers.state.sqlite.together import Claim, Complete, Together, parts
 
 T = TypeVar("T")
 WAITING_AT_MOST = 10_000
-"""The most operations that may wait for the writing thread; there is a limit, because each keeps in memory what it will
-write."""
+"""The most operations that may wait for the thread that writes. There is a limit because each operation keeps in memory
+what it will write."""
 TOGETHER_AT_MOST = 500
 """The most operations in one transaction, so that none waits too long."""
 REOPEN_S = 0.5
@@ -48,8 +48,8 @@ _INVALID_VALUES = (
     ValueError,
     OverflowError,
 )
-"""Errors caused by the values of one operation (a value too large for SQLite, invalid Unicode). Only that operation
-fails; the others in its transaction go on."""
+"""The errors of SQLite that come from the values of one operation (too large, or invalid Unicode). Only that operation
+fails; the others in its transaction are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Writer:
         self._waiting = 0
         self._gathered: list[_Waiting] = []
         self._is_busy = False
-        """True while the thread works on a group, or `_hand_over` is about to give it one."""
+        """True while the writing thread works on a group of operations, or `_hand_over` is about to give it one."""
         self._groups: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._tables: Tables | None = None
@@ -116,7 +116,8 @@ class Writer:
     async def do(
         self, operation: Operation[T], *, batchable: Claim | Complete | None = None, durable: bool = True
     ) -> T:
-        """Run an operation in the thread. Returns its result when the operation is durable. Raises StoreUnavailable.
+        """Run an operation in the writing thread. Returns its result when the operation is durable. Raises
+        StoreUnavailable.
 
         `batchable`: the operation's arguments, if `Together` can write it. `durable`: False if the operation need not
         survive a power cut; its result is then returned when all processes can see the operation.

@@ -33,7 +33,8 @@ def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable) -> Iterato
 
 
 def is_bare(error: Exception) -> bool:
-    """Whether an error is a bare `Exception`. aiormq raises one if it is called just after the connection closed."""
+    """Whether an error is of the class `Exception` itself: aiormq raises such an error if it is called just after the
+    connection closed."""
     return type(error) is Exception
 
 

@@ -41,7 +41,7 @@ class TableTooLarge(ValueError):
 
 
 class _ValuesLeft:
-    """Counts down how many more values a field table may have before reading it fails."""
+    """Counts how many more values may be read from a field table; raises an error when there are too many."""
 
     __slots__ = ("left",)
 

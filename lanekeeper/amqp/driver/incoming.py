@@ -119,7 +119,7 @@ class FrameReader(asyncio.StreamReader):
         self._taps = taps
         self._clock = loop.time
         self._rest = b""
-        """The beginning of a frame that has not arrived completely."""
+        """The received bytes of a frame whose end has not arrived yet."""
         self._is_not_amqp = False
         self._next_beat_s = 0.0
 

@@ -15,7 +15,7 @@ _IN_OWN_CONNECTION: ContextVar[bool] = ContextVar("aiormq_works_for_lanekeeper",
 
 
 class QuietConnection:
-    """Marker class for Lanekeeper's own connections: aiormq's log lines about them are dropped."""
+    """Marks a connection as Lanekeeper's own: aiormq's log lines about it are dropped."""
 
 
 class _OwnConnectionsFilter(logging.Filter):

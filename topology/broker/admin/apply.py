@@ -19,8 +19,8 @@ from lanekeeper.contract.problems import AccessRefused, BrokerError, TopologyMis
 from topology.model import Binding, Exchange, Queue, Topology
 
 DECLARE_TIMEOUT_S = 30
-"""The time limit, in seconds, for declaring one queue, exchange or binding. It takes seconds while the cluster elects a
-leader."""
+"""The time limit, in seconds, for declaring one queue, exchange or binding. A declaration takes seconds while the
+cluster elects a leader."""
 
 _DIFFERENT = re.compile(
     r"inequivalent arg '(?P<field>[^']+)' for (?P<what>\w+) '(?P<name>[^']*)' in vhost '(?P<vhost>[^']*)': "

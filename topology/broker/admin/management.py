@@ -197,8 +197,8 @@ def is_same_broker(overview: Overview, connection: AbstractConnection) -> bool:
 
 
 async def _answers_as_rabbitmq(url: URL, ssl_context: ssl.SSLContext | None) -> bool:
-    """Whether a server asks for a login as RabbitMQ's management API does. The request has no credentials, so that
-    another service on this port does not get them."""
+    """Whether the server at this address asks for a login as RabbitMQ's management API does. The request has no
+    credentials, because another service may listen on this port."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session,

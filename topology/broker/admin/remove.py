@@ -13,8 +13,8 @@ RPC_TIMEOUT_S = 30
 
 
 async def remove(topology: Topology, connection: Connection) -> None:
-    """Delete the exchanges and queues of `topology` from the broker. Errors are ignored: objects may be missing, or the
-    connection lost."""
+    """Delete the exchanges and queues of `topology` from the broker. Errors are ignored, because an object may be
+    missing, or the connection lost."""
     with suppress(BrokerError, AMQPError, RuntimeError, OSError, TimeoutError):
         channel = await connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
         for queue in topology.queues:

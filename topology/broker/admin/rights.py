@@ -39,7 +39,7 @@ class WritingRights:
         self.trouble = None
 
     async def run(self) -> None:
-        """Check again and again with pauses, until the user may publish to all routes."""
+        """Check the user's rights again and again, with pauses, until the user may publish to all routes."""
         while self.trouble is not None:
             await asyncio.sleep(CHECK_EVERY_S)
             with suppress(BrokerError):

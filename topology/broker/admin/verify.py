@@ -36,8 +36,8 @@ class Verification:
 
     @property
     def missing(self) -> tuple[Difference, ...]:
-        """The differences that are missing objects. Without these, requests cannot be served; other differences may be
-        intended."""
+        """The exchanges, queues and bindings that are missing on the broker. Without these, requests cannot be served;
+        objects that differ may be intended."""
         return tuple(difference for difference in self.differences if difference.change == "missing")
 
 

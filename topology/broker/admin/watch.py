@@ -31,8 +31,8 @@ check makes 75 passive declarations, and takes 30 ms of CPU."""
 AGAIN_AFTER_S = 2.0
 """The seconds between two checks of the topology while an exchange, queue or binding is missing."""
 SOONEST_S = 0.2
-"""The least seconds between two checks of the topology: a hundred publishes may fail at the same time, and each failure
-asks for a check."""
+"""The shortest pause, in seconds, between two checks of the topology: a hundred publishes may fail at the same time,
+and each failure asks for a check."""
 MANAGEMENT_WITHIN_S = 5.0
 COMMAND = "lanekeeper topology apply"
 log = logs.logger()
@@ -185,8 +185,8 @@ class TopologyWatch:
             await channel.close()
 
     def _report(self, kind: str, missing: tuple[Difference, ...]) -> None:
-        """Log each missing object once, and again only if it existed in between. `kind`: which kind of objects
-        `missing` lists, such as `bindings`; the logged ones are remembered for each kind."""
+        """Log each missing object once; log it again only if it has existed in between. `kind` says what `missing`
+        lists, for example `bindings`: for each kind, the objects that were logged are remembered."""
         known = self._reported.get(kind, frozenset())
         self._reported[kind] = frozenset(difference.line for difference in missing)
         new = [difference for difference in missing if difference.line not in known]
