@@ -10,9 +10,10 @@ from typing_extensions import override
 from consumers.bodies.fetching import Fetching
 from consumers.decoding import Decoding
 from consumers.gates.body import BodyGate
-from consumers.job import Job, Stop
+from consumers.job import Job
 from consumers.outcomes import Buried, Deferred, Dropped, Outcome, Refused
 from consumers.parsing import Parsing
+from consumers.state.base import Stop
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress
