@@ -29,12 +29,14 @@ from topology.codec.request import Request
 from topology.lanes import LaneSpec
 
 CLAIM_WITHIN_S = 60.0
+"""For how many seconds a delivery may wait for its claim while the store is unavailable."""
 ATTEMPT_WITHIN_S = 1200.0
+"""The longest time, in seconds, that one attempt of a request may take."""
 STORE_WITHIN_S = 180.0
-"""`CLAIM_WITHIN_S`, `RUN_WITHIN_S` and `STORE_WITHIN_S` limit three steps of a delivery: to get its claim, to run its
-attempt, to store its outcome. Together with the two publishes that follow (up to 100 s each), they take less than the
-broker's consumer timeout of 1800 s. The broker takes back a delivery that is held longer and delivers it again, without
-end: it does not count such deliveries (docs/facts.md, section 7)."""
+"""For how many seconds the outcome of a request waits for a store that is unavailable. Together with the two steps
+before it (`CLAIM_WITHIN_S`, `ATTEMPT_WITHIN_S`) and the two publishes after it (up to 100 s each), this is less than
+the broker's consumer timeout of 1800 s. The broker takes back a delivery that is held longer and delivers it again,
+without end: it does not count such deliveries (docs/facts.md, section 7)."""
 NowMs = Callable[[], int]
 """A function that returns the time in ms since 1970."""
 

@@ -26,6 +26,7 @@ from topology.broker.session import Delivery
 from topology.lanes import LaneSpec
 
 FALLEN_SLOTS = 8
+"""The number of slots for messages in `lane.fallen`."""
 SIDE_PREFETCH = 10_000
 """The prefetch of the pool that consumes a lane's side queues. It equals the largest number of slots: the pool takes
 the first messages of several side queues, and works on them with the slots of the lane's intake queue."""
