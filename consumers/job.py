@@ -106,7 +106,13 @@ class Job:
     )  # fmt: skip
 
     def __init__(
-        self, delivery: Delivery, *, lane: LaneSpec | None, source: Source, taken_ms: int, speakers: Collection[str] = ()
+        self,
+        delivery: Delivery,
+        *,
+        lane: LaneSpec | None,
+        source: Source,
+        taken_ms: int,
+        speakers: Collection[str] = (),
     ) -> None:
         self.delivery = delivery
         self.lane = lane

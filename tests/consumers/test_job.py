@@ -99,13 +99,12 @@ def test_a_request_and_its_copy_in_a_side_queue_are_one_request_but_not_one_mess
     original = bench.job(delivery=delivery)
     copy_delivery = bench.delivery()
     copy = set_aside(original, now_ms=NOW_MS, names=NAMES)
-    copy_delivery.message = replace(
-        copy, exchange=NAMES.side_exchange(1), routing_key=original.routing_key
-    )
+    copy_delivery.message = replace(copy, exchange=NAMES.side_exchange(1), routing_key=original.routing_key)
     moved = bench.job(delivery=copy_delivery)
 
     ours, theirs = original.fingerprint(), moved.fingerprint()
     assert (ours.body_hash, ours.mark) == (theirs.body_hash, theirs.mark)
     assert ours.nonce[:1] != theirs.nonce[:1]
-    assert ours.redelivered and not theirs.redelivered, "the copy is delivered for the first time"
+    assert ours.redelivered
+    assert not theirs.redelivered, "the copy is delivered for the first time"
     assert moved.redelivered, "so its outcome may be stored already"
