@@ -10,8 +10,8 @@ from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.telemetry import logs, signals
 
 MARGIN_S: Final = 3600.0
-"""How many seconds longer a large answer is kept than the stored result that has its address: a client may read the
-answer some time after the result."""
+"""A large answer is kept for this many seconds longer than the stored result that has its address: a client may read
+the answer some time after the result."""
 PAUSE_S: Final = 0.5
 """The pause, in seconds, between two attempts to write an answer to the store."""
 log = logs.logger()

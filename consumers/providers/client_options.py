@@ -13,6 +13,7 @@ from anthropic import DefaultAioHttpClient
 from consumers.providers.error_body import bound_error_body
 
 CONNECT_TIMEOUT_S: Final = 5.0
+"""The time limit, in seconds, for connecting to a provider."""
 
 
 def client_options(base_url: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Final
 import httpx2
 
 _BYTES: Final = 64 * 1024
+"""The most bytes that are read of the body of a provider's error."""
 
 
 async def bound_error_body(response: httpx2.Response) -> None:

@@ -39,8 +39,9 @@ local function runs_again(row, dead_at)
   return row.over and row.status == 'error' and dead_at ~= '' and dead_at == row.ended
 end
 local function other_body(row, hash) return row.hash ~= '' and row.hash ~= hash end
-local function is_held(row, mark, redelivered)
-  return row.lease > now and not (redelivered == '1' and row.mark == mark)
+local function is_held(row, mark, redelivered, nonce)
+  local is_own = row.mark == mark and row.nonce:sub(1, 1) == nonce:sub(1, 1)
+  return row.lease > now and not (redelivered == '1' and is_own)
 end
 local function ending_for(row, mark)
   local found = ending()

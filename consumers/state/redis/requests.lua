@@ -10,7 +10,7 @@ function run.claim(lease_ms, keep_ms, cancelled_ms, hash, mark, redelivered, dea
     if row.lease > 0 and nonce ~= '' and row.nonce == nonce then
       return {'granted', row.token, row.deaths, redis.call('EXISTS', followed)}
     end
-    if is_held(row, mark, redelivered) then return {'running', now - tonumber(row.claimed)} end
+    if is_held(row, mark, redelivered, nonce) then return {'running', now - tonumber(row.claimed)} end
     if row.cancelling then
       end_as_cancelled(cancelled_ms)
       return {'ended', 1, ending()}
@@ -67,7 +67,7 @@ function run.complete(keep_ms, token, hash, mark, redelivered, dead_at, nonce, .
     if row and not row.noted and not (not token and runs_again(row, dead_at)) then
       if other_body(row, hash) then return {token and 'fenced' or 'given'} end
       if row.over then return {'held', ending_for(row, mark)} end
-      if token or is_held(row, mark, redelivered) then return {'fenced'} end
+      if token or is_held(row, mark, redelivered, nonce) then return {'fenced'} end
     end
     write_new(row, 'hash', hash, 'mark', mark, 'nonce', nonce, 'claimed', now, ...)
     if row and row.over then restart_entries(keep_ms) end
