@@ -13,9 +13,6 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local run = {}
 """
-_ARGUMENTS_AT_MOST: Final = 30
-"""How many arguments a Lua function gets as parameters, because it cannot have thousands of them. If there may be more,
-it reads them from `ARGV`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,8 @@ def _functions(*names: str) -> dict[str, Script]:
     scripts = {}
     for function in functions:
         name = function[: function.index("(")]
-        call = f"return run.{name}(unpack(ARGV, 1, math.min(#ARGV, {_ARGUMENTS_AT_MOST})))"
+        # at most 30 parameters, because Lua cannot pass thousands: functions for many requests read the rest from ARGV
+        call = f"return run.{name}(unpack(ARGV, 1, math.min(#ARGV, 30)))"
         scripts[name] = Script(f"{_BEGIN}{shared}\nfunction run.{function}\n{call}")
     return scripts
 
