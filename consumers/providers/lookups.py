@@ -32,8 +32,8 @@ class Found:
 
 
 class Lookups:
-    """Makes calls of Anthropic's API other than Messages (count tokens, list models), to Anthropic or a compatible API at
-    `base_url`. The API key is kept out of answers and errors."""
+    """Makes calls of Anthropic's API other than Messages (count tokens, list models), to Anthropic or a compatible API
+    at `base_url`. The API key is kept out of answers and errors."""
 
     def __init__(self, base_url: str, *, api_key: str) -> None:
         self._client = anthropic.AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))

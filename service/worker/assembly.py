@@ -37,7 +37,7 @@ from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
 from service.worker import ready
-from service.worker.bodies import answers_of, fetching_of
+from service.worker.bodies import fetching_of
 from service.worker.broker import apply_or_check, connection_for, management_of, watched_rights
 from service.worker.budgeting import open_budgeting
 from service.worker.open_providers import open_providers
@@ -125,10 +125,16 @@ async def assemble(
         parking = Parking(invalid_per_hour=settings.dead.invalid_per_hour)
         decoding = Decoding(parsing, max_values=settings.json_values)
         body_store = settings.body_store()
-        bodies, answer_bodies = fetching_of(settings, body_store), answers_of(settings, body_store)
+        bodies = fetching_of(settings, body_store)
         stack.push_async_callback(bodies.aclose, within_s=FINISH_WITHIN_S)
-        if answer_bodies is not None:
-            stack.push_async_callback(answer_bodies.aclose, within_s=FINISH_WITHIN_S)
+        sendable = Sendable(
+            publisher,
+            answer_bytes=settings.answer_bytes,
+            bodies=body_store,
+            over_bytes=settings.bodies.answers_over_bytes,
+            keep_s=settings.results.keep_s,
+        )
+        stack.push_async_callback(sendable.aclose, within_s=FINISH_WITHIN_S)
         settler = Settler(
             publisher,
             replies=replies,
@@ -140,7 +146,7 @@ async def assemble(
             now_ms=now_ms,
             failpoints=failpoints,
             parking=parking,
-            sendable=Sendable(publisher, answer_bytes=settings.answer_bytes, bodies=answer_bodies),
+            sendable=sendable,
             bodies=bodies,
         )
         handler = Handler(
