@@ -27,10 +27,10 @@ from consumers.job import now_ms
 from consumers.lifecycle import Lifecycle
 from consumers.parking import Parking
 from consumers.parsing import Parsing
-from consumers.replies.direct import DirectSender
 from consumers.replies.reply import Replies
 from consumers.replies.reply_retries import ReplyRetries
 from consumers.replies.sendable import Sendable
+from consumers.replies.sender import ReplySender
 from consumers.settle import Settler
 from consumers.state.opening import open_store
 from lanekeeper.amqp.publisher import Publisher
@@ -97,7 +97,7 @@ async def assemble(
             direct_publisher = Publisher(
                 await stack.enter_async_context(connection_for("direct replies", settings)), tracing=tracing
             )
-        direct = DirectSender(publisher, own=direct_publisher)
+        reply_sender = ReplySender(publisher, own=direct_publisher)
         reply_rule = settings.reply_rule()
         store = await stack.enter_async_context(
             open_store(settings.store, namespace=names.namespace, spec=settings.store_spec())
@@ -115,7 +115,7 @@ async def assemble(
             }
         )
         rng = random.Random()
-        replies = Replies(publisher, direct=direct, rule=reply_rule, loses_large_parts=settings.bodies_url is not None)
+        replies = Replies(reply_sender, rule=reply_rule, loses_large_parts=settings.bodies_url is not None)
         lifecycle = Lifecycle(notices, names=names, now_ms=now_ms)
         budgeting = await stack.enter_async_context(
             open_budgeting(settings, providers, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng)
@@ -192,7 +192,7 @@ async def assemble(
         for lane in worked_lanes:
             pools.add_lane(lane, handler)
         pools.add_fallen(all_lanes)
-        answers = Answers(publisher, direct=direct, rule=reply_rule, notices=notices)
+        answers = Answers(reply_sender, rule=reply_rule, notices=notices)
         control = Control(
             Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
             claiming=claiming,
