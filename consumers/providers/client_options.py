@@ -13,6 +13,7 @@ import httpx2
 from anthropic import DefaultAioHttpClient
 
 CONNECT_TIMEOUT_S: Final = 5.0
+"""The time limit, in seconds, for connecting to a provider."""
 _ERROR_BYTES: Final = 64 * 1024
 """How much of the body of a provider's error response is read, in bytes after decompression."""
 

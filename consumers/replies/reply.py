@@ -27,6 +27,7 @@ from lanekeeper.telemetry import logs, signals
 JSON = "application/json"
 PROBLEM = "application/problem+json"
 PART_TIMEOUT_S = 5.0
+"""The time limit, in seconds, for publishing one part of a stream, and for its confirm."""
 log = logs.logger()
 
 

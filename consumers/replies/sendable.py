@@ -24,8 +24,8 @@ KEEP_WITHIN_S: Final = 60.0
 """If the broker does not accept an answer of this size, a worker tries for this many seconds longer to store it,
 because the provider's call was paid for."""
 MARGIN_S: Final = 3600.0
-"""How many seconds longer a large answer is kept than the stored result that has its address: a client may read the
-answer some time after the result."""
+"""A large answer is kept for this many seconds longer than the stored result that has its address: a client may read
+the answer some time after the result."""
 PAUSE_S: Final = 0.5
 """The pause, in seconds, between two attempts to store an answer."""
 log = logs.logger()

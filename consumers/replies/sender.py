@@ -18,7 +18,10 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
 
 KILLED_WITHIN_S = 2.0
+"""How many seconds to wait, after the confirm of a direct reply to an unknown address, whether the broker closes the
+connection because the address is forged."""
 TRIES = 3
+"""How often a direct reply is published at most if the broker closes the connection each time."""
 KEPT = 1000
 """How many addresses are remembered as forged, so that each closes the connection only once; and how many as
 genuine."""

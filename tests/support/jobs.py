@@ -22,7 +22,7 @@ from consumers.gates.base import Gate
 from consumers.gates.budget import BudgetGate
 from consumers.gates.route import RouteGate
 from consumers.handler import Handler
-from consumers.job import Decoded, Job, is_trusted
+from consumers.job import Decoded, Job, source_of
 from consumers.lifecycle import Lifecycle
 from consumers.limits.estimates import Estimates
 from consumers.limits.own_turns import own_accounts
@@ -203,7 +203,7 @@ class Bench:
 
     def job(self, *, lane: LaneSpec | None = CRITICAL, delivery: Delivery | None = None, **properties: Any) -> Job:
         found = delivery or self.delivery(**properties)
-        return Job(found, lane=lane, trusted=is_trusted(found.message, NAMES), taken_ms=NOW_MS)
+        return Job(found, lane=lane, source=source_of(found.message, NAMES), taken_ms=NOW_MS)
 
     def to(self, exchange: str) -> Message:
         """The only message published to `exchange`."""

@@ -14,9 +14,13 @@ from consumers.state.base import StoreUnavailable
 from consumers.state.redis.script import WRITE, Script
 
 CONNECT_S = 3.0
+"""The time limit, in seconds, for connecting to Redis."""
 CALL_S = 3.0
+"""The time limit, in seconds, for one call of Redis, and for waiting for a free connection before it."""
 CONNECTIONS = 32
-SHOWN = 200  # characters of Redis's error text that our own error text quotes
+"""The most connections of one process to Redis."""
+SHOWN = 200
+"""How many characters of Redis's error text our own error text quotes."""
 Argument = str | bytes | int | float
 
 

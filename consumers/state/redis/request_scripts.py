@@ -70,8 +70,9 @@ local function restart_entries(followed, entries, keep_ms)
   redis.call('PEXPIRE', followed, keep_ms)
   redis.call('PEXPIRE', entries, keep_ms)
 end
-local function is_held(row, mark, redelivered)
-  return row.lease > now and not (redelivered == '1' and row.mark == mark)
+local function is_held(row, mark, redelivered, nonce)
+  local is_own = row.mark == mark and row.nonce:sub(1, 1) == nonce:sub(1, 1)
+  return row.lease > now and not (redelivered == '1' and is_own)
 end
 """
 
@@ -92,7 +93,7 @@ if row and not row.noted and not runs_again(row, dead_at) then
   if row.lease > 0 and nonce ~= '' and row.nonce == nonce then
     return {'granted', row.token, row.deaths, redis.call('EXISTS', KEYS[2])}
   end
-  if is_held(row, mark, redelivered) then return {'running', now - tonumber(row.claimed)} end
+  if is_held(row, mark, redelivered, nonce) then return {'running', now - tonumber(row.claimed)} end
   if row.cancelling then
     end_as_cancelled(key, cancelled_ms)
     return {'ended', 1, ending(key)}
@@ -167,7 +168,7 @@ else
   if row and not row.noted and not (not token and runs_again(row, dead_at)) then
     if other_body(row, hash) then return {token and 'fenced' or 'given'} end
     if row.over then return {'held', ending_for(key, row, mark)} end
-    if token or is_held(row, mark, redelivered) then return {'fenced'} end
+    if token or is_held(row, mark, redelivered, nonce) then return {'fenced'} end
   end
   write_new(key, row, 'hash', hash, 'mark', mark, 'nonce', nonce, 'claimed', now,
     'status', status, 'code', code, 'headers', headers, 'ended', ended, 'body', body)

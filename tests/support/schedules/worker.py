@@ -15,7 +15,7 @@ from consumers.fallen import Fallen
 from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
-from consumers.job import Job, is_trusted
+from consumers.job import Job, source_of
 from consumers.lifecycle import Lifecycle
 from consumers.parsing import Parsing
 from consumers.pool import Pool
@@ -147,8 +147,8 @@ class Worker:
         )
 
     def _job_of(self, delivery: Delivery) -> Job:
-        trusted = is_trusted(delivery.message, NAMES)
-        return Job(delivery, lane=SPEC, trusted=trusted, taken_ms=self._world.now_ms())
+        source = source_of(delivery.message, NAMES)
+        return Job(delivery, lane=SPEC, source=source, taken_ms=self._world.now_ms())
 
 
 def _noted(job_of: Callable[[Delivery], Job], delivery: Delivery) -> Job:
