@@ -21,10 +21,10 @@ from consumers.parsing import Parsing
 from consumers.pool import Pool
 from consumers.providers.registry import Registry
 from consumers.replies.address import ReplyRule
-from consumers.replies.direct import DirectSender
 from consumers.replies.reply import Replies
 from consumers.replies.reply_retries import ReplyRetries
 from consumers.replies.sendable import Sendable
+from consumers.replies.sender import ReplySender
 from consumers.settle import Settler
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import attempts, handler
@@ -62,7 +62,7 @@ class Worker:
         self._world = world
         publisher = PublisherEdge(world, self.edge)
         claiming = Claiming(StoreEdge(world, self.edge))
-        replies = Replies(publisher, direct=DirectSender(publisher, own=None), rule=ReplyRule(names=NAMES))
+        replies = Replies(ReplySender(publisher, own=None), rule=ReplyRule(names=NAMES))
         reply_retries = ReplyRetries(claiming)
         lifecycle = Lifecycle(NoNotices(), names=NAMES, now_ms=world.now_ms)
         self._settler = settler(
