@@ -457,9 +457,10 @@ async def test_a_requeued_delivery_is_returned_after_a_moment(bench: Bench, monk
     [(ANSWERED, []), (DEFERRED, ["after_publish"]), (RETRIED, ["after_publish"]), (BURIED, ["after_publish"])],
 )
 async def test_the_fault_suite_can_kill_a_worker_after_each_step(
-    bench: Bench, outcome: Outcome, publishes: list[str]
+    bench: Bench, outcome: Outcome, publishes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached: list[str] = []
-    bench.settler.failpoints.reach = bench.settler.failpoints.reach_soon = reached.append  # type: ignore[method-assign]
+    monkeypatch.setattr(bench.settler.failpoints, "reach", reached.append)
+    monkeypatch.setattr(bench.settler.failpoints, "reach_soon", reached.append)
     await bench.settler.settle(bench.job(), outcome)
     assert reached == ["after_keep", "after_store", *publishes, "after_confirm", "after_ack"]
