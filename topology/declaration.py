@@ -29,6 +29,7 @@ DELIVERY_LIMIT = 20
 kill their worker before it has claimed them; for others, the worker itself ends the request at its fifth delivery."""
 NO_DELIVERY_LIMIT = -1
 CLASSIC_PRIORITIES = 9
+"""The highest priority in the lanes' intake queues if these are classic queues."""
 REPLICATION = "in a cluster, quorum queues are kept on three nodes"
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 

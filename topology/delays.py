@@ -18,8 +18,11 @@ from lanekeeper.contract.names import Names
 from topology.model import Binding, Exchange, Queue, Value
 
 LEVELS: Final = 29
+"""The number of wait queues of the delay cascade: enough for a year."""
 UNIT_MS: Final = 100
+"""The unit of delays, in ms: each delay is rounded up to a multiple of it."""
 MAX_DELAY_MS: Final = 365 * 24 * 3600 * 1000
+"""The longest delay, in ms: a year."""
 
 _V = TypeVar("_V")
 

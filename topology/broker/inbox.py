@@ -22,8 +22,8 @@ from lanekeeper.contract.problems import BrokerUnreachable
 from topology.broker.session import CLOSE_TIMEOUT_S, RPC_TIMEOUT_S, ChannelLost
 
 WAITING = 1000
-"""The prefetch of the queue: how many messages may wait in this process until they are read. Further messages wait on
-the broker."""
+"""The prefetch of a queue for replies or questions: how many messages may wait in this process until they are read.
+Further messages wait on the broker."""
 TOGETHER = 50
 """One frame acknowledges at most this many messages. To acknowledge several at once saves a third of the CPU time under
 load (docs/facts.md, section 12)."""
