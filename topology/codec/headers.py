@@ -12,7 +12,7 @@ from lanekeeper.contract import names
 from lanekeeper.contract.messages import BodyAddress, Headers
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem, invalid_request
-from topology.delays import UNIT_MS, strip_bits
+from topology.delays import MAX_DELAY_MS, UNIT_MS, strip_bits
 
 UNSUPPORTED = {
     names.DEBOUNCE: "debouncing is",
@@ -23,10 +23,13 @@ UNSUPPORTED = {
 """Headers that the contract reserves and this version does not support. A request with one of them is refused; the
 header is never ignored."""
 PREFIX = "x-lane-"
-YEAR_MS = 365 * 24 * 3600 * 1000
 SENT_AT_MOST_MS = 10**14
 BETA_LENGTH = 1024
-BOUNDS_MS = {names.DEADLINE_MS: (1, YEAR_MS), names.DELAY_MS: (UNIT_MS, YEAR_MS), names.SENT_MS: (0, SENT_AT_MOST_MS)}
+BOUNDS_MS = {
+    names.DEADLINE_MS: (1, MAX_DELAY_MS),
+    names.DELAY_MS: (UNIT_MS, MAX_DELAY_MS),
+    names.SENT_MS: (0, SENT_AT_MOST_MS),
+}
 """The lowest and highest allowed value of each header that is a number of milliseconds."""
 TIME_LENGTH = 40
 ERRORS_KEPT = 5
