@@ -80,7 +80,7 @@ class Topology:
     lanes: tuple[str, ...] = ()
     """The lanes that the topology is declared for. Empty in one found on a broker."""
     broker_version: str = ""
-    """The RabbitMQ version that the topology is declared for, or was found on."""
+    """The RabbitMQ version that the topology is declared for. Empty in one found on a broker."""
     nodes: tuple[str, ...] = ()
     """All nodes of the cluster, running or not. Empty in a declaration, or if the user may not see the nodes."""
     note: str = ""

@@ -161,7 +161,7 @@ class TopologyWatch:
     async def _missing_bindings_at(
         self, management: Management, underlying: AbstractConnection
     ) -> tuple[Difference, ...] | None:
-        if not is_same_broker(await management.overview(), underlying):
+        if not is_same_broker(await management.cluster_name(), underlying):
             return None
         found = compare(
             replace(self._topology, exchanges=(), queues=()), Topology(bindings=await management.bindings())
