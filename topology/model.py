@@ -12,6 +12,10 @@ Kind = Literal["queue", "exchange"]
 Value = str | int | float | bool
 Arguments = Mapping[str, Value]
 
+QUORUM: Arguments = {"x-queue-type": "quorum", "x-queue-leader-locator": "balanced"}
+"""The arguments that all our quorum queues share. Without `balanced`, the leaders of all 29 wait queues would be on the
+node where they are declared."""
+
 
 @dataclass(frozen=True, slots=True)
 class Exchange:

@@ -1,4 +1,4 @@
-"""A client for RabbitMQ's management HTTP API. It reads the broker's cluster name and topology, and imports definitions.
+"""A client for RabbitMQ's management HTTP API, to read the broker's cluster name and topology, and import definitions.
 
 Credentials are sent only to the configured URL, or to a server at the AMQP host that answers like RabbitMQ's management
 API. They are never sent to the target of a redirect, and without TLS only if AMQP has none either.
