@@ -34,6 +34,7 @@ EVENTS: Mapping[str, Set[str]] = {
 `COMMON`, which all have."""
 COMMON = ("event", "id", "lane", "app", "attempt", "at_ms")
 APP_LENGTH = 64
+"""The most characters of an application's name, of a lane's name and of an error's code in a life-cycle event."""
 ID_LENGTH = 128
 """The most characters of a request's id in an event's routing key, so that the key (lane, app, event and id) stays
 within AMQP's 255 bytes."""

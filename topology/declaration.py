@@ -31,6 +31,7 @@ LIMITED: Arguments = {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-strateg
 """The queue arguments for a delivery limit. A message that exceeds it is dead-lettered to `lane.fallen`, and is not
 lost on the way if the broker fails."""
 CLASSIC_PRIORITIES = 9
+"""The highest priority in the lanes' intake queues if these are classic queues."""
 _VERSION = re.compile(r"\d+\.\d+")
 
 

@@ -18,8 +18,11 @@ from lanekeeper.contract.names import Names
 from topology.model import QUORUM, Arguments, Binding, Exchange, Queue, Topology
 
 LEVELS: Final = 29
+"""The number of wait queues of the delay cascade: enough for a year."""
 UNIT_MS: Final = 100
+"""The unit of delays, in ms: each delay is rounded up to a multiple of it."""
 MAX_DELAY_MS: Final = 365 * 24 * 3600 * 1000
+"""The longest delay and deadline that a request's headers may set, in ms: a year."""
 
 _V = TypeVar("_V")
 

@@ -14,6 +14,7 @@ from topology.lanes import DEFAULT_LANES
 
 LANES = tuple(lane.name for lane in DEFAULT_LANES)
 KEYS_AT_MOST = 1000
+"""The most keys that the gateway's settings may have."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 

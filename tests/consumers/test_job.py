@@ -1,10 +1,13 @@
 """What a job knows of its delivery: how long it has waited, whose it is, when it ended before."""
 
+from dataclasses import replace
+
 import pytest
 
-from consumers.job import Attempted, Job, content_hash, dead_at_ms, moment_text, tenant_of
+from consumers.copies import set_aside
+from consumers.job import Attempted, Job, Source, content_hash, dead_at_ms, moment_text, tenant_of
 from lanekeeper.contract import names as n
-from tests.support.jobs import NOW_MS, Bench, read
+from tests.support.jobs import NAMES, NOW_MS, Bench, read
 
 
 def test_a_request_has_waited_since_it_was_published() -> None:
@@ -67,7 +70,7 @@ def test_only_a_dead_letter_that_is_published_again_names_its_tenant_by_the_user
 ) -> None:
     delivery = Bench().delivery(user_id="gateway", headers={n.USER_ID: "shop", **dead_at})
 
-    job = Job(delivery, lane=None, trusted=False, taken_ms=NOW_MS, speakers={"gateway"})
+    job = Job(delivery, lane=None, source=Source.REQUESTER, taken_ms=NOW_MS, speakers={"gateway"})
 
     assert job.identity.tenant == tenant
 
@@ -87,3 +90,21 @@ def test_a_body_has_the_hash_that_earlier_versions_have_stored() -> None:
     assert content_hash(b'{"a":1}').hex() == "2c6b113b8dd15ffbded9860b43eb0c6c"
     sha256 = "015abd7f5cc57a2dd94b7590f04ad8084273905ee33ec5cebeae62276a97f862"
     assert content_hash(sha256).hex() == content_hash(sha256.upper()).hex() == "3fe3283ebc8678e8117e8042d3422810"
+
+
+def test_a_request_and_its_copy_in_a_side_queue_are_one_request_but_not_one_message() -> None:
+    bench = Bench()
+    delivery = bench.delivery()
+    delivery.redelivered = True
+    original = bench.job(delivery=delivery)
+    copy_delivery = bench.delivery()
+    copy = set_aside(original, now_ms=NOW_MS, names=NAMES)
+    copy_delivery.message = replace(copy, exchange=NAMES.side_exchange(1), routing_key=original.routing_key)
+    moved = bench.job(delivery=copy_delivery)
+
+    ours, theirs = original.fingerprint(), moved.fingerprint()
+    assert (ours.body_hash, ours.mark) == (theirs.body_hash, theirs.mark)
+    assert ours.nonce[:1] != theirs.nonce[:1]
+    assert ours.redelivered
+    assert not theirs.redelivered, "the copy is delivered for the first time"
+    assert moved.redelivered, "so its outcome may be stored already"

@@ -8,7 +8,6 @@ import pytest
 import structlog
 
 from consumers import claiming, settle
-from consumers.bodies.answers import AnswerBodies
 from consumers.job import Attempted
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.parking import Parking
@@ -196,7 +195,7 @@ async def test_a_large_answer_kept_beside_the_broker_is_deleted_if_the_request_h
     bench: Bench, tmp_path: Path
 ) -> None:
     store = BodyStore(f"file://{tmp_path}/bodies", in_all_bytes=10_000)
-    bench.settler.sendable = Sendable(bench.publisher, bodies=AnswerBodies(store, over_bytes=100, keep_s=60))
+    bench.settler.sendable = Sendable(bench.publisher, bodies=store, over_bytes=100)
     kept = tmp_path / "bodies"
 
     def large(text: bytes) -> Answered:

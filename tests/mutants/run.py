@@ -55,8 +55,11 @@ NOT_CODE = (
 )
 """… without what needs a broker, a provider or Redis."""
 TESTS = ("tests/lanekeeper", "tests/topology", "tests/consumers", "tests/service", "tests/fuzz")
-PAGES = ("tests/service/test_settings_page.py::test_docs_settings_is",)
-"""They compare defaults with the documents, by importing every file."""
+PAGES = (
+    "tests/service/test_limits_page.py::test_docs_limits_is",
+    "tests/service/test_settings_page.py::test_docs_settings_is",
+)
+"""They compare limits and defaults with the documents, by importing every file."""
 CACHE = child.ROOT / ".cache/mutants"
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 LIBRARIES = (

@@ -17,8 +17,8 @@ from lanekeeper.contract.messages import Message
 from topology.broker.session import RPC_TIMEOUT_S, ChannelLost, Session
 
 WAITING = 1000
-"""The prefetch of the queue: how many messages may wait in this process until they are read. Further messages wait on
-the broker."""
+"""The prefetch of a queue for replies or questions: how many messages may wait in this process until they are read.
+Further messages wait on the broker."""
 
 
 class Inbox:

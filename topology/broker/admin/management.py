@@ -19,6 +19,7 @@ from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnrea
 from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
 
 TIMEOUT_S = 10
+"""The time limit, in seconds, for one call of the management API."""
 PORT = 15672
 TLS_PORT = 15671
 _REALM = "RabbitMQ"

@@ -34,6 +34,7 @@ SOONEST_S = 0.2
 """The shortest pause, in seconds, between two checks of the topology: a hundred publishes may fail at the same time,
 and each failure asks for a check."""
 MANAGEMENT_WITHIN_S = 5.0
+"""The time limit, in seconds, for checking the bindings over the management API."""
 COMMAND = "lanekeeper topology apply"
 log = logs.logger()
 
