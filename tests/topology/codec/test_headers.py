@@ -191,3 +191,9 @@ def test_any_headers_are_read_or_refused_with_a_problem(headers: dict[str, Any])
         assert isinstance(read(headers), RequestHeaders)
     except RequestProblem as problem:
         assert problem.code == "invalid_request"  # noqa: PT017 (either is right)
+
+
+def test_an_error_quotes_at_most_60_characters_of_a_wrong_header() -> None:
+    with pytest.raises(RequestProblem) as refused:
+        read({"x-lane-at": "x" * 59 + "secret"})
+    assert "found '" + "x" * 59 + ", allowed" in str(refused.value)
