@@ -50,7 +50,7 @@ NO_LIMITS = {
     "service/gateway/socket_messages.py": {"LARGEST_NUMBER"},
     "topology/broker/admin/management.py": {"PORT", "TLS_PORT"},
     "topology/codec/bounds.py": {"_STEP"},
-    "topology/declaration.py": {"NO_DELIVERY_LIMIT", "OLDEST", "RECOMMENDED"},
+    "topology/declaration.py": {"OLDEST", "RECOMMENDED"},
     "topology/export.py": {"SALT_BYTES"},
     "topology/lanes.py": {"GIB", "MIB"},
 }
