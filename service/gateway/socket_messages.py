@@ -15,10 +15,10 @@ from typing import Any, Final, Literal
 
 from aiohttp import WSCloseCode
 
+from service.gateway.looking import LARGEST_NUMBER
 from topology.codec import bounds
 
 LONGEST_REF: Final = 128
-LARGEST_NUMBER: Final = 1 << 53
 HEADERS_AT_MOST: Final = 20
 LONGEST_HEADER: Final = 1000
 VALUES_OUTSIDE_BODY: Final = 100
