@@ -19,6 +19,7 @@ from service.gateway.problems import ApiError, api_error_of
 
 PREFIX = "lane-"
 _LONGEST = 256
+"""The most characters of a key that are compared with the keys in the settings."""
 
 
 def new_key() -> str:

@@ -18,6 +18,7 @@ from service.gateway.problems import ApiError, refused
 from topology.codec.decoding import UNPACKED_TIMES
 
 BODY_WITHIN_S: Final = 30.0
+"""How many seconds the body of an HTTP call may take to arrive; a large body has longer."""
 HELD_BYTES: Final = 128 * 1024
 """How many bytes of a large body are in memory while the body arrives."""
 FILED_BYTES: Final = 2 * 1024 * 1024 * 1024

@@ -14,9 +14,10 @@ from aiohttp.abc import AbstractStreamWriter
 from service.gateway.writing import Drain
 
 LEAST_BYTES_PER_S: Final = 256 * 1024
-"""The slowest accepted rate, in bytes a second, at which a client reads a large text."""
+"""The slowest accepted rate, in bytes a second, at which a client reads a large text, after the first `WRITE_WITHIN_S`
+seconds."""
 CLOSE_WITHIN_S: Final = 5.0
-"""Within how many seconds the last messages must be sent and the WebSocket closed."""
+"""The last messages must be sent, and the WebSocket closed, within this many seconds."""
 
 
 class BoundedSocket(web.WebSocketResponse):

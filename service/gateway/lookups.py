@@ -135,7 +135,7 @@ def _provider_of(settings: Settings) -> Lookups | None:
     """The provider to which token counts and lists of models are passed: the first with a key that has these paths and
     uses Anthropic's names of models. None: there is none."""
     if settings.api_key is not None:
-        return Lookups.at(settings.provider_url, api_key=settings.api_key)
+        return Lookups(settings.provider_url, api_key=settings.api_key)
     for name in sorted(settings.providers.keys() - {FIRST}):
         provider = settings.providers[name]
         if (
@@ -144,7 +144,7 @@ def _provider_of(settings: Settings) -> Lookups | None:
             and provider.api_key is not None
             and provider.base_url is not None
         ):
-            return Lookups.at(provider.base_url.get_secret_value(), api_key=provider.api_key.get_secret_value())
+            return Lookups(provider.base_url.get_secret_value(), api_key=provider.api_key.get_secret_value())
     return None
 
 
