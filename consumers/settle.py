@@ -44,6 +44,7 @@ NOTED = frozenset(
 """The codes of the errors with which a message ends that is not a valid request. `Claiming.note` stores them; a valid
 request may still use the same id."""
 TAKEN_OVER_WAIT_MS = 1000
+"""For how many ms a request is deferred whose claim was taken over by another worker."""
 RETURN_AFTER_S = 1.0
 """The pause, in seconds, before a message that could not be settled is returned to its queue. The broker delivers it
 again at once, and without this pause a message that always fails would keep the worker busy."""

@@ -8,8 +8,9 @@ from lanekeeper.errors import ControlRefused, NoReply, NotEnded
 from lanekeeper.replies import Final
 
 FIRST_S = 0.1
+"""The first pause, in seconds, between two questions for the same result."""
 CAP_S = 5.0
-"""`FIRST_S` and `CAP_S` are the first and the longest pause, in seconds, between two questions for the same result."""
+"""The longest pause, in seconds, between two questions for the same result."""
 
 
 async def until_ended(ask: Callable[[float | None], Awaitable[Final]], *, end: float | None) -> Final:

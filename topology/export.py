@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 from lanekeeper.contract.names import CONTROL_KEYS, Names
 from topology.lanes import BATCH, MIB, NORMAL
-from topology.model import Arguments, Queue, Topology
+from topology.model import QUORUM, Arguments, Queue, Topology
 
 Role = Literal["application", "client", "worker", "operator", "deployer"]
 
@@ -48,14 +48,16 @@ SALT_BYTES = 4
 NOT_EXPORTED = ("exclusive", "policy", "members")
 """Fields of `Queue` that definitions do not contain, because they are only found on a broker."""
 CONTROL_MAX_MESSAGES = 5_000
+"""How many messages may wait in `lane.control`; then publishes are refused."""
 CONTROL_MAX_BYTES = 16 * 1024 * 1024
-"""How many messages and bytes may wait in `lane.control`; then publishes are refused. So a flood of control messages
-cannot fill the disk while no worker runs, and a worker needs only seconds to process all of them. The limits are a
-policy, because the arguments of an existing queue cannot be changed."""
+"""How many bytes the messages in `lane.control` may have together; then publishes are refused. Because of these two
+limits, a flood of control messages cannot fill the disk while no worker runs, and a worker needs only seconds to
+process all of them. The limits are a policy, because the arguments of an existing queue cannot be changed."""
 REPLIES_MAX_MESSAGES = 10_000
+"""How many messages may wait in a broker user's reply queue; then it refuses replies."""
 REPLIES_MAX_BYTES = 256 * MIB
-"""How many messages and bytes may wait in a broker user's reply queue. When the queue is full, it refuses replies; the
-results can still be fetched from the store."""
+"""How many bytes the messages in a broker user's reply queue may have together; then it refuses replies. The results
+can still be fetched from the store."""
 REPLIES_KEPT_MS = 86_400_000
 """For how many milliseconds a reply stays in a reply queue: as long as results are stored by default."""
 _USER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -177,8 +179,7 @@ def reply_queues(users: Sequence[User], names: Names) -> list[Queue]:
     """The reply queues to declare: one for each user with the role application or client. A full queue refuses replies.
     Expired replies are dropped, not dead-lettered."""
     arguments: Arguments = {
-        "x-queue-type": "quorum",
-        "x-queue-leader-locator": "balanced",
+        **QUORUM,
         "x-max-length": REPLIES_MAX_MESSAGES,
         "x-max-length-bytes": REPLIES_MAX_BYTES,
         "x-message-ttl": REPLIES_KEPT_MS,

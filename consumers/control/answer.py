@@ -13,11 +13,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from consumers.rate_limit import LogThrottle
-from consumers.replies.address import ReplyRule, is_direct
-from consumers.replies.direct import DirectSender
+from consumers.replies.address import ReplyRule
 from consumers.replies.reply import JSON, PROBLEM
+from consumers.replies.sender import ReplySender
 from consumers.state.base import Completion
-from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, MessageTooLarge, RequestProblem, answer_too_large
@@ -32,11 +31,10 @@ class Answers:
     """Publishes the answers to control messages (cancel, result). `notices`: sends all answers except results, many of
     them in one write and without confirms, because a client that gets no answer asks again."""
 
-    publisher: Publisher
+    sender: ReplySender
     _: KW_ONLY
-    direct: DirectSender
     rule: ReplyRule
-    notices: Notices | None = None
+    notices: Notices
     refused: int = field(default=0, init=False)
     """How many control messages were malformed, over the limit, or about another tenant's request."""
     unanswered: int = field(default=0, init=False)
@@ -96,8 +94,7 @@ class Answers:
             return
         answer = _answer(message, body, content_type, headers)
         address = message.reply_to or ""
-        needs_own_connection = self.direct.is_apart and is_direct(address)
-        if self.notices is None or needs_own_connection or not self.notices.send(answer, routing_key=address):
+        if self.sender.needs_own_connection(address) or not self.notices.send(answer, routing_key=address):
             await self._publish(message, answer)
 
     def _may_answer(self, message: Message, *, must_answer: bool = False) -> bool:
@@ -115,10 +112,7 @@ class Answers:
         """Publish the answer to a control message once. Raises MessageTooLarge; other errors are only logged."""
         address = message.reply_to or ""
         try:
-            if is_direct(address):
-                await self.direct.send(answer, address, traced=False)
-            else:
-                await self.publisher.publish(answer, exchange="", routing_key=address, mandatory=False, traced=False)
+            await self.sender.send(answer, address, traced=False)
         except MessageTooLarge:
             raise
         except (BrokerError, RequestProblem) as error:  # the client can ask again

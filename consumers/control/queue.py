@@ -31,6 +31,7 @@ FAULTS_AT_MOST = 5
 """A control message that causes an internal error at each delivery is refused at the last of this many deliveries.
 There are no further tries, because requests wait until the control queue is empty."""
 LOOK_EVERY_S = 0.05
+"""The seconds between two checks whether the control queue is empty, after the worker has connected."""
 CATCH_UP_WITHIN_S = 5.0
 """How many seconds requests wait until the worker has stored the cancellations that were in the queue when it
 connected. Thousands are stored in that time. If there are more, they are stored while requests run, and a request may

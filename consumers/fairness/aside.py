@@ -31,6 +31,7 @@ tenant. By then this process usually holds the queue's first message, which name
 FULL_FOR_S: Final = 1.0
 """If a side queue refused a message because it was full, nothing is published to it for this many seconds."""
 LATER_MS: Final = 1000
+"""For how many ms a request is deferred if the side queues are full."""
 
 
 class SideQueues:

@@ -28,6 +28,7 @@ REPORTED_FROM_S = 1.0
 """A wait for budget is reported (by `BudgetGate.on_wait`) only if it is predicted to last at least this many
 seconds."""
 LATER_MS = 1000
+"""The shortest time, in ms, for which a request that waits for budget is deferred."""
 BACK_WITHIN_MS = 15_000
 """A request is deferred, so that others can pass it, for at most this many ms. There is a limit because its predicted
 wait may be too long."""

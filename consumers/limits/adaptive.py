@@ -20,6 +20,7 @@ STEP = 0.1
 """By how much an assumed limit of an account is raised at a time: a guessed limit by this part of the first guess; a
 limit that refusals (429) have lowered by this part of its full value."""
 STEP_EVERY_S = 10.0
+"""The shortest time, in seconds, between two raises of an assumed or lowered limit."""
 PATIENCE_S = 5.0
 """Refusals (429) within this many seconds lower the limits only once, because calls that began before the limits were
 lowered may still be refused."""
@@ -29,6 +30,7 @@ LESS = 0.8
 """If a refusal (429) says that nothing of a limit is left, and smaller bursts have not helped, the assumed limit is
 multiplied by this."""
 NEAR = 0.7
+"""From this part of its full value on, a lowered limit is raised in smaller steps (`NEAR_STEP`)."""
 NEAR_STEP = STEP / 4
 """Near its full value (above the part `NEAR` of it), a lowered limit is raised by this part of the full value at a
 time. It is less than `STEP`, because the next refusal is probably near."""

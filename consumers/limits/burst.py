@@ -30,6 +30,7 @@ RECOVERY = 1.1
 """The size of a token bucket that was reduced after a refusal (429) grows by this factor every `RECOVERY_EVERY_S`
 seconds."""
 RECOVERY_EVERY_S = 10.0
+"""The shortest time, in seconds, between two steps of the recovery after refusals (429)."""
 PATIENCE_S = 5.0
 """Refusals (429) within this many seconds reduce the sizes of the buckets only once, because calls that run already are
 refused for the same reason."""
@@ -39,7 +40,10 @@ SMALL_S = 5.0
 """If a bucket holds fewer seconds' worth of its limit than this, it counts as small: one request may need all that it
 holds."""
 MARGIN_STEP = 0.2
+"""By how much `Bursts.margin` (the part by which more input tokens are reserved than estimated) is raised after a
+refusal (429) that shows that the provider estimates more than we do."""
 MARGIN_MOST = 0.5
+"""The highest value of `Bursts.margin` (the part by which more input tokens are reserved than estimated)."""
 OFTEN = 0.5
 """If at least this part of the latest responses (a smoothed value) are refusals (429), reducing the buckets has not
 helped, and the limits are lowered."""
@@ -47,9 +51,10 @@ MARGIN_DECAY = 0.99
 """At each step of the recovery after refusals (429), `Bursts.margin` (by what part the provider's estimates of input
 tokens exceed ours) is multiplied by this."""
 SPENT = 0.01
+"""A token bucket counts as spent, and so explains a refusal (429), if less than this part of its limit is left in
+it."""
 SPENT_REQUESTS = 2.0
-"""A token bucket counts as spent, and so explains a refusal (429), if less is left in it than the part `SPENT` of its
-limit, or than `SPENT_REQUESTS` average requests need."""
+"""A token bucket also counts as spent if less is left in it than this many average requests need."""
 WEIGHT = 0.1
 """The weight of the latest response in smoothed values, such as the share of responses that are refusals (429)."""
 LOST_PART = 0.05

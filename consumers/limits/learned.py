@@ -14,6 +14,7 @@ VERSION: Final = 1
 """The version of the JSON text in which processes exchange learned limits. Increase it when a field is added, is
 removed, or gets another meaning."""
 MOST: Final = 1e12
+"""The largest number that is accepted among the learned limits of another process."""
 
 
 class UnreadableError(ValueError):

@@ -49,8 +49,11 @@ _TEMPORARY: Final = frozenset({408, 409, 424, 425})
 _SPEND_LIMIT_TEXTS: Final = ("You have reached your specified API usage limits", "Your credit balance is too low")
 """Texts by which an error is recognised as a spend limit, if it comes as a 400 without an error code."""
 _LONGEST_WAIT_S: Final = 86_400.0
+"""A `retry-after` of more seconds than this is ignored."""
 _MESSAGE_CHARACTERS: Final = 300
+"""The most characters of the message in a provider's error that our own error quotes."""
 _TYPE_CHARACTERS: Final = 60
+"""The most characters of the type in a provider's error that our own error quotes."""
 _READ_CHARACTERS: Final = 10_000
 """The most characters that are read of the message in a provider's error, which may have millions."""
 NETWORK_ERRORS: Final = (httpx2.RequestError, aiohttp.ClientError, OSError)

@@ -27,6 +27,7 @@ MOST_OF_ONE = 10
 """How many of the replies that wait for room in a full queue may belong to one tenant, or, for requests without a
 tenant (no `user_id`), to one reply queue: a tenth of the limit."""
 WARN_EVERY_MS = 1000
+"""The shortest time, in ms, between two warnings about replies that are not sent again."""
 Handle = Callable[[Job], Awaitable[Outcome]]
 log = logs.logger()
 

@@ -20,7 +20,9 @@ from lanekeeper.contract.names import DIRECT_REPLY_TO
 from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable
 
 RPC_TIMEOUT_S = 30
+"""The time limit, in seconds, for beginning to consume direct replies."""
 CLOSE_TIMEOUT_S = 3
+"""The time limit, in seconds, for closing the channel of direct replies."""
 
 
 class DirectReplies:

@@ -27,17 +27,17 @@ from consumers.job import now_ms
 from consumers.lifecycle import Lifecycle
 from consumers.parking import Parking
 from consumers.parsing import Parsing
-from consumers.replies.direct import DirectSender
 from consumers.replies.reply import Replies
 from consumers.replies.reply_retries import ReplyRetries
 from consumers.replies.sendable import Sendable
+from consumers.replies.sender import ReplySender
 from consumers.settle import Settler
 from consumers.state.opening import open_store
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
 from service.worker import ready
-from service.worker.bodies import answers_of, fetching_of
+from service.worker.bodies import fetching_of
 from service.worker.broker import apply_or_check, connection_for, management_of, watched_rights
 from service.worker.budgeting import open_budgeting
 from service.worker.open_providers import open_providers
@@ -97,7 +97,7 @@ async def assemble(
             direct_publisher = Publisher(
                 await stack.enter_async_context(connection_for("direct replies", settings)), tracing=tracing
             )
-        direct = DirectSender(publisher, own=direct_publisher)
+        reply_sender = ReplySender(publisher, own=direct_publisher)
         reply_rule = settings.reply_rule()
         store = await stack.enter_async_context(
             open_store(settings.store, namespace=names.namespace, spec=settings.store_spec())
@@ -115,7 +115,7 @@ async def assemble(
             }
         )
         rng = random.Random()
-        replies = Replies(publisher, direct=direct, rule=reply_rule, loses_large_parts=settings.bodies_url is not None)
+        replies = Replies(reply_sender, rule=reply_rule, loses_large_parts=settings.bodies_url is not None)
         lifecycle = Lifecycle(notices, names=names, now_ms=now_ms)
         budgeting = await stack.enter_async_context(
             open_budgeting(settings, providers, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng)
@@ -125,10 +125,16 @@ async def assemble(
         parking = Parking(invalid_per_hour=settings.dead.invalid_per_hour)
         decoding = Decoding(parsing, max_values=settings.json_values)
         body_store = settings.body_store()
-        bodies, answer_bodies = fetching_of(settings, body_store), answers_of(settings, body_store)
+        bodies = fetching_of(settings, body_store)
         stack.push_async_callback(bodies.aclose, within_s=FINISH_WITHIN_S)
-        if answer_bodies is not None:
-            stack.push_async_callback(answer_bodies.aclose, within_s=FINISH_WITHIN_S)
+        sendable = Sendable(
+            publisher,
+            answer_bytes=settings.answer_bytes,
+            bodies=body_store,
+            over_bytes=settings.bodies.answers_over_bytes,
+            keep_s=settings.results.keep_s,
+        )
+        stack.push_async_callback(sendable.aclose, within_s=FINISH_WITHIN_S)
         settler = Settler(
             publisher,
             replies=replies,
@@ -140,7 +146,7 @@ async def assemble(
             now_ms=now_ms,
             failpoints=failpoints,
             parking=parking,
-            sendable=Sendable(publisher, answer_bytes=settings.answer_bytes, bodies=answer_bodies),
+            sendable=sendable,
             bodies=bodies,
         )
         handler = Handler(
@@ -186,7 +192,7 @@ async def assemble(
         for lane in worked_lanes:
             pools.add_lane(lane, handler)
         pools.add_fallen(all_lanes)
-        answers = Answers(publisher, direct=direct, rule=reply_rule, notices=notices)
+        answers = Answers(reply_sender, rule=reply_rule, notices=notices)
         control = Control(
             Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
             claiming=claiming,

@@ -13,7 +13,7 @@ from consumers.fairness.lane_slots import LaneSlots, Shares
 from consumers.fairness.scouting import SCOUT_PREFETCH, Scouted
 from consumers.fallen import Fallen
 from consumers.handler import Handler
-from consumers.job import Job, is_trusted, now_ms
+from consumers.job import Job, now_ms, source_of
 from consumers.pool import Pool
 from consumers.replies.reply_retries import ReplyRetries
 from consumers.settle import Settler
@@ -26,6 +26,7 @@ from topology.broker.session import Delivery
 from topology.lanes import LaneSpec
 
 FALLEN_SLOTS = 8
+"""The number of slots for messages in `lane.fallen`."""
 SIDE_PREFETCH = 10_000
 """The prefetch of the pool that consumes a lane's side queues. It equals the largest number of slots: the pool takes
 the first messages of several side queues, and works on them with the slots of the lane's intake queue."""
@@ -133,7 +134,7 @@ class PoolFactory:
         return lambda delivery: Job(
             delivery,
             lane=lane,
-            trusted=is_trusted(delivery.message, self.names),
+            source=source_of(delivery.message, self.names),
             taken_ms=now_ms(),
             speakers=self.speakers,
         )

@@ -27,6 +27,7 @@ GATHER_S = 0.025
 """How many seconds the first message waits for others that are written together with it. With 5 ms, a worker that
 handles one request after another wrote once for each request, and used a tenth more CPU."""
 WRITE_TIMEOUT_S = 5
+"""The time limit, in seconds, for opening the channel, and for writing the waiting messages to it."""
 _Notice = tuple[str, str, bytes, bytes]
 """A message that waits to be written: its exchange, routing key, encoded properties, and body."""
 log = logs.logger()

@@ -12,7 +12,7 @@ from lanekeeper.contract import names
 from lanekeeper.contract.messages import BodyAddress, Headers
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem, invalid_request
-from topology.delays import UNIT_MS, strip_bits
+from topology.delays import MAX_DELAY_MS, UNIT_MS, strip_bits
 
 UNSUPPORTED = {
     names.DEBOUNCE: "debouncing is",
@@ -23,14 +23,22 @@ UNSUPPORTED = {
 """Headers that the contract reserves and this version does not support. A request with one of them is refused; the
 header is never ignored."""
 PREFIX = "x-lane-"
-YEAR_MS = 365 * 24 * 3600 * 1000
 SENT_AT_MOST_MS = 10**14
+"""The latest time, in ms since 1970, that a header may state: in the year 5138."""
 BETA_LENGTH = 1024
-BOUNDS_MS = {names.DEADLINE_MS: (1, YEAR_MS), names.DELAY_MS: (UNIT_MS, YEAR_MS), names.SENT_MS: (0, SENT_AT_MOST_MS)}
+"""The most characters of the header `anthropic-beta`."""
+BOUNDS_MS = {
+    names.DEADLINE_MS: (1, MAX_DELAY_MS),
+    names.DELAY_MS: (UNIT_MS, MAX_DELAY_MS),
+    names.SENT_MS: (0, SENT_AT_MOST_MS),
+}
 """The lowest and highest allowed value of each header that is a number of milliseconds."""
 TIME_LENGTH = 40
+"""The most characters of a header that is a time."""
 ERRORS_KEPT = 5
+"""How many errors of earlier attempts a request carries along: the latest ones."""
 ADDRESS_LENGTH = 2048
+"""The most characters of the address of a request's body."""
 DIGITS = re.compile(r"[0-9]{1,15}")
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")

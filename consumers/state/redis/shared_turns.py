@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
-from importlib.resources import files
 from math import inf
 from typing import Any, Final
 
@@ -27,15 +26,13 @@ from consumers.state.base import StoreUnavailable
 from consumers.state.redis import asking
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.knowledge import Knowledge
-from consumers.state.redis.script import Script
+from consumers.state.redis.script import BUDGET
 from consumers.state.redis.unsent import Unsent
 from lanekeeper.telemetry import logs, signals
 
 FORM: Final = 2
 """The version of the format in which the script stores an account. It is part of the Redis key. So while processes with
 two versions run, each group uses the whole budget, until 429s lower the limits of both."""
-LUA: Final = files("consumers.state.redis")
-STEP: Final = Script("".join(LUA.joinpath(name).read_text(encoding="utf-8") for name in ("bucket.lua", "budget.lua")))
 LOOK_EVERY_S: Final = 0.5
 """The seconds between two runs of the script while a request of this process waits. A run shows what other processes
 returned to the budget, and shows them that this one still waits. (Publish and subscribe would need another connection,
@@ -224,7 +221,7 @@ class SharedTurns:
         argument["version"] = self._version
         self.steps += 1
         try:
-            answer = await self._client.run(STEP, [self._key], json.dumps(argument), self._knowledge.text())
+            answer = await self._client.run(BUDGET, [self._key], json.dumps(argument), self._knowledge.text())
         except BaseException:
             self._unsent.failed(sent)
             raise

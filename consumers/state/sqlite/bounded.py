@@ -19,6 +19,7 @@ FORGOTTEN_AT_MOST = 10
 """One call of `count_unseen` removes at most this many cancellations of requests that no worker has seen. It removes
 more than one only after the tenant's limit was lowered."""
 STEP_ROWS = 200
+"""The most results of untried requests that one step of sweeping removes."""
 _FORGET_UNSEEN = f"DELETE FROM request WHERE tenant = ? AND id = ? AND {IS_UNSEEN}"
 _FORGET_UNTRIED = (
     "DELETE FROM request WHERE tenant = ? AND id = ? AND keep_ms <= ? AND status = 'error' AND lease_ms = 0"

@@ -27,6 +27,7 @@ from consumers.state.sqlite.rows import Row, Times
 CANCELLED = "cancelled"
 """The error code with which a cancelled request ends."""
 STEP_ROWS = 200
+"""The most rows that one step of sweeping (removing expired rows) removes."""
 
 
 _READ = f"SELECT {', '.join(Row._fields)} FROM request WHERE tenant = ? AND id = ?"

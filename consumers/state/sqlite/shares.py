@@ -8,6 +8,7 @@ from consumers.state.base import Fingerprint, Identity, WaitingLimit
 from consumers.state.spec import StoreSpec
 
 STEP_ROWS = 100
+"""The most rows of the tenants' shares that one step of sweeping (removing expired rows) removes."""
 UNSEEN: Final = "unseen"
 """The kind of counted items: cancellations of requests that no worker has seen."""
 UNTRIED: Final = "untried"

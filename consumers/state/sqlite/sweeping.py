@@ -8,7 +8,8 @@ from consumers.state.sqlite.bounded import IS_UNSEEN, Bounded
 from consumers.state.sqlite.requests import STEP_ROWS
 from consumers.state.sqlite.rows import Times
 
-ROW_BYTES: Final = 300  # the rough size of a row without its body
+ROW_BYTES: Final = 300
+"""The size, in bytes, that is assumed for a row without its body."""
 STEP_BYTES: Final = 32 * 1024 * 1024
 """The most bytes that one step of sweeping (removing expired rows) removes, so that claims do not wait long for it."""
 _SIZE: Final = (

@@ -17,7 +17,8 @@ from topology.broker.admin.management import Management, is_same_broker
 from topology.model import Exchange, Queue, Topology
 from topology.plan import Difference, compare
 
-_SHOWN = 5  # how many unchecked objects a note names; for a user with few rights there are about sixty
+_SHOWN = 5
+"""How many unchecked objects a note names. For a user with few permissions there are about sixty."""
 NO_NODES = (
     "the nodes of the cluster could not be seen, nor so whether each queue has its replicas; "
     "the management API shows them to a user that has the tag `monitoring`"
@@ -50,7 +51,7 @@ async def verify(topology: Topology, management: Management | None, connection: 
     note = "no management API was found"
     if management is not None:
         try:
-            if is_same_broker(await management.overview(), connection):
+            if is_same_broker(await management.cluster_name(), connection):
                 found = await management.topology()
                 return Verification(tuple(compare(topology, found)), "everything", None if found.nodes else NO_NODES)
             note = f"the management API at {management.address} is another broker's"
