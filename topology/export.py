@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 from lanekeeper.contract.names import CONTROL_KEYS, Names
 from topology.lanes import BATCH, MIB, NORMAL
-from topology.model import Arguments, Queue, Topology
+from topology.model import QUORUM, Arguments, Queue, Topology
 
 Role = Literal["application", "client", "worker", "operator", "deployer"]
 
@@ -179,8 +179,7 @@ def reply_queues(users: Sequence[User], names: Names) -> list[Queue]:
     """The reply queues to declare: one for each user with the role application or client. A full queue refuses replies.
     Expired replies are dropped, not dead-lettered."""
     arguments: Arguments = {
-        "x-queue-type": "quorum",
-        "x-queue-leader-locator": "balanced",
+        **QUORUM,
         "x-max-length": REPLIES_MAX_MESSAGES,
         "x-max-length-bytes": REPLIES_MAX_BYTES,
         "x-message-ttl": REPLIES_KEPT_MS,

@@ -34,7 +34,7 @@ def wait_queues(topology: Topology) -> list[Queue]:
     ],
 )
 def test_the_features_follow_from_the_brokers_version(version: str, quorum_intake: bool, priorities: str) -> None:
-    broker = Broker.of(version)
+    broker = Broker(version)
 
     assert (broker.quorum_intake, broker.priorities) == (quorum_intake, priorities)
     assert priorities in declared(version).note

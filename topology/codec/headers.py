@@ -12,7 +12,7 @@ from lanekeeper.contract import names
 from lanekeeper.contract.messages import BodyAddress, Headers
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem, invalid_request
-from topology.delays import UNIT_MS, strip_bits
+from topology.delays import MAX_DELAY_MS, UNIT_MS, strip_bits
 
 UNSUPPORTED = {
     names.DEBOUNCE: "debouncing is",
@@ -23,13 +23,15 @@ UNSUPPORTED = {
 """Headers that the contract reserves and this version does not support. A request with one of them is refused; the
 header is never ignored."""
 PREFIX = "x-lane-"
-YEAR_MS = 365 * 24 * 3600 * 1000
-"""The longest deadline and delay, in ms, that a request's headers may set: a year."""
 SENT_AT_MOST_MS = 10**14
 """The latest time, in ms since 1970, that a header may state: in the year 5138."""
 BETA_LENGTH = 1024
 """The most characters of the header `anthropic-beta`."""
-BOUNDS_MS = {names.DEADLINE_MS: (1, YEAR_MS), names.DELAY_MS: (UNIT_MS, YEAR_MS), names.SENT_MS: (0, SENT_AT_MOST_MS)}
+BOUNDS_MS = {
+    names.DEADLINE_MS: (1, MAX_DELAY_MS),
+    names.DELAY_MS: (UNIT_MS, MAX_DELAY_MS),
+    names.SENT_MS: (0, SENT_AT_MOST_MS),
+}
 """The lowest and highest allowed value of each header that is a number of milliseconds."""
 TIME_LENGTH = 40
 """The most characters of a header that is a time."""

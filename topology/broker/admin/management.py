@@ -1,5 +1,4 @@
-"""A client for RabbitMQ's management HTTP API. It reads the broker's version, cluster name and topology, and imports
-definitions.
+"""A client for RabbitMQ's management HTTP API, to read the broker's cluster name and topology, and import definitions.
 
 Credentials are sent only to the configured URL, or to a server at the AMQP host that answers like RabbitMQ's management
 API. They are never sent to the target of a redirect, and without TLS only if AMQP has none either.
@@ -28,14 +27,6 @@ _QUEUE_COLUMNS = "name,arguments,durable,auto_delete,exclusive,effective_policy_
 
 
 @dataclass(frozen=True, slots=True)
-class Overview:
-    """A broker's version and cluster name, from the management API."""
-
-    version: str
-    cluster: str
-
-
-@dataclass(frozen=True, slots=True)
 class Management:
     """The management API of one broker, for one virtual host. Each call makes and closes its own HTTP session.
 
@@ -49,14 +40,12 @@ class Management:
     vhost: str
     ssl_context: ssl.SSLContext | None = field(default=None, repr=False)
 
-    async def overview(self) -> Overview:
-        found = await self._get("overview")
-        return Overview(version=str(found["rabbitmq_version"]), cluster=str(found["cluster_name"]))
+    async def cluster_name(self) -> str:
+        return str((await self._get("overview"))["cluster_name"])
 
     async def topology(self) -> Topology:
         """All exchanges, queues and bindings in the virtual host, except the broker's own (`amq.…`, the default
         exchange)."""
-        version = (await self.overview()).version
         exchanges = await self._get(f"exchanges/{self._vhost}")
         queues = await self._get(f"queues/{self._vhost}", columns=_QUEUE_COLUMNS)
         return Topology(
@@ -65,7 +54,6 @@ class Management:
             ),
             queues=tuple(_queue(queue) for queue in queues),
             bindings=await self.bindings(),
-            broker_version=version,
             nodes=await self._nodes(),
         )
 
@@ -183,18 +171,18 @@ async def _at_host(
         return None
     management = Management(str(url), *_access(amqp), ssl_context)
     try:
-        overview = await management.overview()
+        cluster_name = await management.cluster_name()
     except BrokerError:
         return None
-    return management if connection is None or is_same_broker(overview, connection) else None
+    return management if connection is None or is_same_broker(cluster_name, connection) else None
 
 
-def is_same_broker(overview: Overview, connection: AbstractConnection) -> bool:
-    """Whether the management API and the connection have reported the same cluster name."""
+def is_same_broker(cluster_name: str, connection: AbstractConnection) -> bool:
+    """Whether the broker of a connection has this cluster name, which a management API has reported."""
     if connection.transport is None:
         raise BrokerUnreachable("the connection was closed meanwhile")
     properties = connection.transport.connection.server_properties
-    return str(properties.get("cluster_name", overview.cluster)) == overview.cluster
+    return str(properties.get("cluster_name", cluster_name)) == cluster_name
 
 
 async def _answers_as_rabbitmq(url: URL, ssl_context: ssl.SSLContext | None) -> bool:
@@ -237,8 +225,6 @@ def _arguments(found: object) -> Arguments:
     """Convert arguments from JSON. Some RabbitMQ versions send an empty table as []; nested values become JSON text."""
     if not isinstance(found, dict):
         return {}
-    return {key: _value(value) for key, value in found.items()}
-
-
-def _value(found: object) -> Value:
-    return found if isinstance(found, str | int | float | bool) else json.dumps(found, sort_keys=True)
+    return {
+        key: value if isinstance(value, Value) else json.dumps(value, sort_keys=True) for key, value in found.items()
+    }

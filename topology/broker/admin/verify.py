@@ -51,7 +51,7 @@ async def verify(topology: Topology, management: Management | None, connection: 
     note = "no management API was found"
     if management is not None:
         try:
-            if is_same_broker(await management.overview(), connection):
+            if is_same_broker(await management.cluster_name(), connection):
                 found = await management.topology()
                 return Verification(tuple(compare(topology, found)), "everything", None if found.nodes else NO_NODES)
             note = f"the management API at {management.address} is another broker's"
