@@ -2,7 +2,6 @@
 load."""
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from consumers.capacity.activity import quantile
@@ -14,6 +13,7 @@ from topology.lanes import BATCH, CRITICAL, NORMAL
 BATCH_JOBS = 500
 CHATS = 40
 """The number of chats in each of the lanes critical and normal."""
+SENT = {CRITICAL.name: CHATS, NORMAL.name: CHATS, BATCH.name: BATCH_JOBS}
 CHAT_EVERY_S = 0.025
 FLOOD_FIRST_S = 0.2
 """The seconds between the first batch job and the first chat: by then all batch jobs are in the queue."""
@@ -59,7 +59,7 @@ class Score:
 class Board:
     """The results of the demo's load: the score of each lane, and how long the whole load took."""
 
-    lanes: dict[str, Score]
+    lanes: dict[str, Score] = field(default_factory=lambda: {lane: Score(count) for lane, count in SENT.items()})
     total_s: float = 0.0
 
     @property
@@ -71,12 +71,6 @@ class Board:
         return [request for score in self.lanes.values() for request in score.wrong]
 
 
-def board() -> Board:
-    """Create the board for a new run of the demo's load, without results; the most urgent lane is first."""
-    expected = {CRITICAL.name: CHATS, NORMAL.name: CHATS, BATCH.name: BATCH_JOBS}
-    return Board({lane: Score(count) for lane, count in expected.items()})
-
-
 async def send(client: Client, scores: Board, *, lane: str | None = None) -> None:
     """Send the demo's load, batch jobs and chats, and add the results to `scores`. Returns when every request has an
     outcome. `lane`: the lane to which all requests are sent; None: each request goes to its own lane."""
@@ -86,9 +80,10 @@ async def send(client: Client, scores: Board, *, lane: str | None = None) -> Non
         for number in range(BATCH_JOBS):
             group.create_task(_ask(client, Ask(BATCH.name, number), scores, lane=lane))
         await asyncio.sleep(FLOOD_FIRST_S)
-        for ask in _chats():
-            group.create_task(_ask(client, ask, scores, lane=lane))
-            await asyncio.sleep(CHAT_EVERY_S)
+        for number in range(CHATS):
+            for chat in (CRITICAL, NORMAL):
+                group.create_task(_ask(client, Ask(chat.name, number), scores, lane=lane))
+                await asyncio.sleep(CHAT_EVERY_S)
     scores.total_s = loop.time() - began_s
 
 
@@ -108,9 +103,3 @@ async def _ask(client: Client, ask: Ask, scores: Board, *, lane: str | None) -> 
         score.right += 1
     else:
         score.wrong.append(f"{ask.lane} {ask.number}: the answer is to another question")
-
-
-def _chats() -> Iterator[Ask]:
-    for number in range(CHATS):
-        yield Ask(CRITICAL.name, number)
-        yield Ask(NORMAL.name, number)

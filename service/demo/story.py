@@ -64,7 +64,7 @@ async def _tell(settings: Settings) -> bool:
                 style="dim",
                 highlight=False,
             )
-            lanes = load.board()
+            lanes = load.Board()
             async with watching(console, lanes, {activity.lane: activity for activity in parts.activities}):
                 await load.send(client, lanes)
             console.print("a second worker, which is killed in the middle of its work …", style="dim")
@@ -74,7 +74,7 @@ async def _tell(settings: Settings) -> bool:
         console.print("the first load again, through one first-come queue …", style="dim")
         api.configure(api.options)  # resets the counts, so that the same faults occur again
         async with working(_with_single_queue(settings), lanes=(BATCH.name,)) as (_, client):
-            queued = load.board()
+            queued = load.Board()
             await load.send(client, queued, lane=BATCH.name)
         console.print(
             f"a provider that allows {budget.ACCOUNT.requests_per_minute} requests a minute, {budget.JOBS} batch jobs "
