@@ -155,7 +155,7 @@ class Settler:
                 assert_never(outcome)
         if completion.code in NEVER_KEPT:
             return outcome
-        if completion.code in NOTED and job.claim is None and job.is_fresh:
+        if completion.code in NOTED and job.claim is None and job.hop.is_fresh:
             if job.redelivered and (before := await self.claiming.find(job.identity)) and before.completion:
                 # an earlier delivery of the message has stored an outcome, which stays the valid one
                 return Replayed(completion=before.completion, buries=True)
