@@ -8,7 +8,7 @@ from math import inf
 from typing import Any, Final
 
 from consumers.limits.account import Account
-from consumers.limits.waiter import Waiter
+from consumers.limits.lines import Waiter
 from consumers.state.redis.unsent import Sent
 
 TOGETHER: Final = 16
