@@ -7,6 +7,7 @@ understand raises `UnreadableError`; the reading process then keeps what it know
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -79,6 +80,7 @@ class Learned(NamedTuple):
         )
 
 
+@lru_cache(maxsize=64)  # the same text is sent to Redis many times a second
 def to_json(learned: Learned) -> str:
     """Convert what was learned about an account's limits to JSON text, which `read` reads."""
     return json.dumps(
