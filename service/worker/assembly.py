@@ -180,7 +180,7 @@ async def assemble(
         )
         pools = PoolFactory(
             deliveries=partial(Deliveries, consuming, on_missing=watch.look),
-            counted={queue.name for queue in topology.queues if queue.arguments.get("x-queue-type") == "quorum"},
+            counted={queue.name for queue in topology.queues if queue.type == "quorum"},
             names=names,
             speakers=settings.speakers,
             settler=settler,

@@ -34,7 +34,7 @@ class Router:
         return queues, waited
 
     def _queues(self, exchange: str, key: str, headers: Mapping[str, bool]) -> list[str]:
-        here = self._topology.exchange(exchange)
+        here = next(each for each in self._topology.exchanges if each.name == exchange)
         matching = [
             each
             for each in self._topology.bindings

@@ -54,7 +54,7 @@ async def verify(topology: Topology, management: Management | None, connection: 
             if is_same_broker(await management.cluster_name(), connection):
                 found = await management.topology()
                 return Verification(tuple(compare(topology, found)), "everything", None if found.nodes else NO_NODES)
-            note = f"the management API at {management.address} is another broker's"
+            note = f"the management API at {management.url} is another broker's"
         except BrokerError as error:
             note = str(error)
     missing, hidden = await _check_existence(topology, connection)
