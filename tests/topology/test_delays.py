@@ -118,12 +118,6 @@ def test_a_year_is_the_longest_delay() -> None:
         delays.hop(delays.MAX_DELAY_MS + 1, NAMES)
 
 
-def test_bits_of_an_earlier_delay_are_left_out() -> None:
-    headers = {"lane-d00": True, "lane-d28": False, "lane-d29": True, "x-mine": "kept", "traceparent": "kept"}
-
-    assert delays.strip_bits(headers, NAMES) == {"lane-d29": True, "x-mine": "kept", "traceparent": "kept"}
-
-
 def test_each_namespace_has_its_own_cascade() -> None:
     names = Names("other")
     hop = delays.hop(500, names)

@@ -12,6 +12,7 @@ finds out whether a queue has messages; the answer to a fetch says how many are 
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Final
 
 from aiormq.channel import Channel
@@ -128,11 +129,9 @@ class HeadsSession(Session):
                     await self._read_lengths()
                     self._next_reading_s = loop.time() + READ_LENGTHS_EVERY_S
                     continue
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout_at(self._next_reading_s if self._fetching else None):
                     await self._heads.changed.wait()
-            except TimeoutError:
-                pass
 
     async def _fetch(self, queue: str) -> Delivery | None:
         with border(f"cannot fetch from {queue!r}", lost=ChannelLost):
