@@ -55,13 +55,12 @@ class BudgetGate:
     spec: BudgetSpec
     now_ms: NowMs
     rng: random.Random
-    on_wait: OnWait | None = None
+    on_wait: OnWait
     _waiting_room: WaitingRoom = field(default_factory=WaitingRoom, init=False)
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
         routes = self.breakers.usable(decoded.chain.routes)
         route = routes[0]
-        until = self._start_by(job, decoded.request, route)
         began_s = asyncio.get_running_loop().time()
         try:
             async with job.interruptible(self.spec.hold_s) as limit:
@@ -182,7 +181,7 @@ class BudgetGate:
         patience_s = self._waiting_room.enter(lane.name, route.account, slots=lane.slots)
         if patience_s is not None:
             limit.reschedule(asyncio.get_running_loop().time() + min(patience_s, self.spec.hold_s))
-        if self.on_wait is not None and wait.seconds >= REPORTED_FROM_S:
+        if wait.seconds >= REPORTED_FROM_S:
             self.on_wait(job, wait)
 
     def _arrived(self, job: Job, request: Request) -> float | None:

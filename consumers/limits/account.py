@@ -206,12 +206,10 @@ class Account:
     # ---- shared with other processes ---------------------------------------------------------------------------------
 
     def learned(self) -> Learned:
-        return Learned(self._adaptive.learned(), self._bursts.learned(), self.paused_until_s, self.held_until_s)
+        return Learned(self._adaptive.learned, self._bursts.learned, self.paused_until_s, self.held_until_s)
 
     def load(self, learned: Learned) -> None:
-        limits, bursts, self.paused_until_s, self.held_until_s = learned
-        self._adaptive.load(limits)
-        self._bursts.load(bursts)
+        self._adaptive.learned, self._bursts.learned, self.paused_until_s, self.held_until_s = learned
         self._resize()
 
     def shift(self, jump_s: float) -> None:
