@@ -13,8 +13,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from consumers.chain import Chain, Route
 from consumers.interruptible import Interruptible
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Reservation
+from consumers.limits.base import Amounts, Reservation
 from consumers.rank import original_priority
 from consumers.state.base import Completion, Fingerprint, Held, Identity, Stop
 from consumers.trail import Trail

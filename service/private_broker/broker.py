@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 from lanekeeper.contract.problems import BrokerUnreachable
 from service.private_broker.guard import SOURCES
@@ -60,89 +60,67 @@ async def private_broker(
     `sources`: the sources to try, in this order. `image`: the Docker image to use. `say` is called, from another
     thread, with a text about each step that takes long.
     """
-    guard = _Guard(sources, image)
-    try:
-        # If this is cancelled, the thread keeps reading until the guard ends, which `release` below makes it do.
-        yield await asyncio.to_thread(guard.ready, say)
-    finally:
-        guard.release()
-        await _await_despite_cancellation(asyncio.to_thread(guard.wait))
+    with _Guard(sources, image, say) as guard:  # its end blocks the event loop, so that no cancellation interrupts it
+        # If this is cancelled, the thread keeps reading until the guard ends.
+        yield await asyncio.to_thread(guard.ready)
 
 
 @contextmanager
-def guarded_broker(*, sources: Sequence[str] = SOURCES, image: str | None = None) -> Iterator[PrivateBroker]:
+def guarded_broker(*, sources: Sequence[str] = SOURCES) -> Iterator[PrivateBroker]:
     """Run a private broker inside the block, for code without an event loop (see `private_broker`)."""
-    guard = _Guard(sources, image)
-    try:
-        yield guard.ready(say_on_stderr)
-    finally:
-        guard.release()
-        guard.wait()
-
-
-async def _await_despite_cancellation(ending: Any) -> None:
-    """Await `ending` until it is done, even if this task is cancelled meanwhile; raise the cancellation afterwards."""
-    task = asyncio.ensure_future(ending)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
+    with _Guard(sources, None, say_on_stderr) as guard:
+        yield guard.ready()
 
 
 class _Guard:
-    """Starts the guard, the process that owns the private broker, and talks to it over pipes. When the pipe is closed,
-    or this process ends, the guard removes the broker."""
+    """Runs the guard, the process that owns the private broker, and talks to it over pipes. When the block ends, or
+    this process, the pipe is closed, and the guard removes the broker."""
 
-    def __init__(self, sources: Sequence[str], image: str | None) -> None:
+    def __init__(self, sources: Sequence[str], image: str | None, say: Say) -> None:
         command = [sys.executable, "-m", "service.private_broker.guard", "--sources", ",".join(sources)]
         # Not an asyncio subprocess: an event loop that is closed early kills its children before they can clean up.
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             command if image is None else [*command, "--image", image],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[2],  # from this folder Python can import `service`, even if it is not installed
             start_new_session=True,
         )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._commands, self._answers, self._say = process, process.stdin, process.stdout, say
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(BrokenPipeError):
+            self._commands.close()
+        self._process.wait()
+        self._answers.close()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def ready(self, say: Say) -> PrivateBroker:
-        answer = self._answer("ready", say)
-        return PrivateBroker(answer["amqp_url"], answer["management_url"], answer["version"], self)
+    def ready(self) -> PrivateBroker:
+        return PrivateBroker(**self._answer(), guard=self)
 
     def order(self, command: str) -> None:
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(f"{command}\n".encode())
-            self._process.stdin.flush()
+            self._commands.write(f"{command}\n".encode())
+            self._commands.flush()
         except (BrokenPipeError, ValueError) as error:
             raise BrokerUnreachable("the private broker's guard has ended") from error
-        self._answer("done", say_on_stderr)
+        self._answer()
 
-    def release(self) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-
-    def wait(self) -> None:
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-
-    def _answer(self, kind: str, say: Say) -> Any:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            answer = json.loads(line)
+    def _answer(self) -> dict[str, str]:
+        for line in self._answers:
+            answer: dict[str, str] = json.loads(line)
             if "say" in answer:
-                say(answer["say"])
+                self._say(answer["say"])
             elif "error" in answer:
                 raise BrokerUnreachable(answer["error"])
             else:
-                return answer[kind]
+                return answer
         raise BrokerUnreachable("the private broker's guard ended without a word")

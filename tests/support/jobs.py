@@ -238,6 +238,7 @@ def attempts(
             spec=spec,
             now_ms=now_ms,
             rng=rng,
+            on_wait=lambda job, wait: None,
         ),
         replies=replies,
         lifecycle=lifecycle,
