@@ -126,4 +126,4 @@ def _is_first(job: Job, completion: Completion) -> bool:
 
 def _ascii(text: str, length: int) -> str:
     """The text as ASCII, cut to `length` characters: the routing key or id of a refused request can be any text."""
-    return text if len(text) <= length and text.isascii() else text[:length].encode("ascii", "replace").decode()
+    return text[:length].encode("ascii", "replace").decode()

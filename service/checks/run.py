@@ -108,7 +108,7 @@ async def _is_simulated(settings: Settings, connection: Connection) -> bool:
 
 def _broker(settings: Settings, connection: Connection) -> Finding:
     try:
-        Broker.of(connection.version)
+        Broker(connection.version)
     except ValueError as error:
         return Finding("broker", False, str(error))
     return Finding("broker", True, f"RabbitMQ {connection.version} at {settings.broker}")

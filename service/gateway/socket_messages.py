@@ -15,11 +15,11 @@ from typing import Any, Final, Literal
 
 from aiohttp import WSCloseCode
 
+from service.gateway.looking import LARGEST_NUMBER
 from topology.codec import bounds
 
 LONGEST_REF: Final = 128
 """The most characters of `ref` and of `id` in a client's WebSocket message."""
-LARGEST_NUMBER: Final = 1 << 53
 HEADERS_AT_MOST: Final = 20
 """The most headers in a client's WebSocket message."""
 LONGEST_HEADER: Final = 1000

@@ -89,7 +89,7 @@ async def assemble(
         topology = declare(all_lanes, names=names, broker_version=publishing.version)
         await apply_or_check(topology, publishing, declares=declares)
         watch = TopologyWatch(topology, consuming, declares=declares, find_management=partial(management_of, settings))
-        publisher = Publisher(publishing, tracing=tracing, on_missing=watch.look)
+        publisher = Publisher(publishing, tracing=tracing, on_missing=watch.check_soon)
         rights = await stack.enter_async_context(watched_rights(publishing, names))
         notices = await stack.enter_async_context(Notices(publishing))
         direct_publisher = None
@@ -181,8 +181,8 @@ async def assemble(
             needs_user_id=settings.needs_user_id,
         )
         pools = PoolFactory(
-            deliveries=partial(Deliveries, consuming, on_missing=watch.look),
-            counted={queue.name for queue in topology.queues if queue.arguments.get("x-queue-type") == "quorum"},
+            deliveries=partial(Deliveries, consuming, on_missing=watch.check_soon),
+            counted={queue.name for queue in topology.queues if queue.type == "quorum"},
             names=names,
             speakers=settings.speakers,
             settler=settler,
@@ -196,7 +196,7 @@ async def assemble(
         pools.add_fallen(all_lanes)
         answers = Answers(reply_sender, rule=reply_rule, notices=notices)
         control = Control(
-            Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
+            Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.check_soon),
             claiming=claiming,
             settler=settler,
             answers=answers,

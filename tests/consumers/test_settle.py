@@ -450,3 +450,17 @@ async def test_a_requeued_delivery_is_returned_after_a_moment(bench: Bench, monk
     await asyncio.sleep(0.01)
     assert bench.log == []
     putting.cancel()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "publishes"),
+    [(ANSWERED, []), (DEFERRED, ["after_publish"]), (RETRIED, ["after_publish"]), (BURIED, ["after_publish"])],
+)
+async def test_the_fault_suite_can_kill_a_worker_after_each_step(
+    bench: Bench, outcome: Outcome, publishes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached: list[str] = []
+    monkeypatch.setattr(bench.settler.failpoints, "reach", reached.append)
+    monkeypatch.setattr(bench.settler.failpoints, "reach_soon", reached.append)
+    await bench.settler.settle(bench.job(), outcome)
+    assert reached == ["after_keep", "after_store", *publishes, "after_confirm", "after_ack"]
