@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from service.config.settings import Settings
 
+SERVICE_NAME = "lanekeeper"
 AT_ONCE_S = 5.0
 """After a second signal, the process exits after this many seconds at most, even if a task has not ended."""
 
@@ -23,14 +24,17 @@ def run_with_telemetry(
 ) -> None:
     """Run `main` with logs and traces as configured in the settings. `main` gets the provider for `Tracing`, or None if
     no spans are sent."""
-    from service.telemetry import exporters
+    from service.telemetry import exporters, logs
 
-    with exporters.running(
-        traces_url=settings.traces_url,
-        log_level=settings.log_level,
-        log_format=settings.log_format,
-        log_content=settings.log_content,
-    ) as traces:
+    with (
+        logs.configured(
+            service=SERVICE_NAME,
+            level=settings.log_level,
+            format=settings.log_format,
+            with_content=settings.log_content,
+        ),
+        exporters.exporting(settings.traces_url, service_name=SERVICE_NAME) as traces,
+    ):
         run(main(traces))
 
 
