@@ -34,7 +34,7 @@ CREATE TABLE followed (
     id TEXT NOT NULL,
     body_hash BLOB NOT NULL,
     lane TEXT NOT NULL,
-    streams INTEGER NOT NULL,
+    streams INTEGER NOT NULL, -- not used
     submitted_ms INTEGER NOT NULL,
     due_ms INTEGER,
     deadline_ms INTEGER NOT NULL,
@@ -54,9 +54,10 @@ CREATE TRIGGER request_removed AFTER DELETE ON request
 ENTRIES_IN_A_LOOK: Final = 5000
 """The most entries (steps and events) that one call of `look` returns for all its requests together; the next call
 returns the rest."""
-_FIELDS: Final = "body_hash, lane, streams, submitted_ms, due_ms, deadline_ms"
+_FIELDS: Final = ", ".join(Submission._fields)
 _ADD: Final = (
-    f"INSERT INTO followed (tenant, id, {_FIELDS}, last, events, bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0)"
+    f"INSERT INTO followed (streams, last, events, bytes, tenant, id, {_FIELDS})"
+    " VALUES (0, 0, 0, 0, ?, ?, ?, ?, ?, ?, ?)"
 )
 _OF: Final = "tenant = ? AND id = ?"
 _HOLDS: Final = (
@@ -112,17 +113,7 @@ class Followed:
 
     def submission(self, identity: Identity) -> Submission | None:
         found = self._execute(f"SELECT {_FIELDS} FROM followed WHERE {_OF}", (identity.tenant, identity.id)).fetchone()
-        if found is None:
-            return None
-        body_hash, lane, streams, submitted_ms, due_ms, deadline_ms = found
-        return Submission(
-            body_hash=body_hash,
-            lane=lane,
-            streams=bool(streams),
-            submitted_ms=submitted_ms,
-            due_ms=due_ms,
-            deadline_ms=deadline_ms,
-        )
+        return None if found is None else Submission._make(found)
 
     def append(self, given: Sequence[Part]) -> list[Refused | None]:
         return [self._append(part) for part in given]
@@ -151,8 +142,7 @@ class Followed:
 
     def _add(self, me: Identity, given: Submission) -> int:
         """Store a request as it was submitted, so that clients can follow it. Returns the key of its row."""
-        values = (given.body_hash, given.lane, given.streams, given.submitted_ms, given.due_ms, given.deadline_ms)
-        key = self._execute(_ADD, (me.tenant, me.id, *values)).lastrowid
+        key = self._execute(_ADD, (me.tenant, me.id, *given)).lastrowid
         assert key is not None
         return key
 
