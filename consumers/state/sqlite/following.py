@@ -11,11 +11,8 @@ from typing import Final
 
 from consumers.state.base import Identity
 from consumers.state.following import (
-    ENTRIES_AT_ONCE,
     EVENT,
     RESTART,
-    Entry,
-    Look,
     NewEntry,
     Part,
     Refused,
@@ -25,7 +22,6 @@ from consumers.state.following import (
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.requests import FORGET_EVENTS, Requests
 from consumers.state.sqlite.rows import Times
-from consumers.state.sqlite.together import SIZES, parts
 
 SCHEMA = """
 CREATE TABLE followed (
@@ -51,9 +47,6 @@ CREATE TRIGGER followed_removed AFTER DELETE ON followed BEGIN DELETE FROM entry
 CREATE TRIGGER request_removed AFTER DELETE ON request
     BEGIN DELETE FROM followed WHERE tenant = old.tenant AND id = old.id; END;
 """
-ENTRIES_IN_A_LOOK: Final = 5000
-"""The most entries (steps and events) that one call of `look` returns for all its requests together; the next call
-returns the rest."""
 _FIELDS: Final = ", ".join(Submission._fields)
 _ADD: Final = (
     f"INSERT INTO followed (streams, last, events, bytes, tenant, id, {_FIELDS})"
@@ -64,18 +57,6 @@ _HOLDS: Final = (
     "SELECT f.key, f.last, f.events, f.bytes FROM request r LEFT JOIN followed f ON f.tenant = r.tenant AND f.id = r.id"
     " WHERE r.tenant = ? AND r.id = ? AND r.token = ? AND (r.status IS NULL OR r.cancelling)"
 )
-_NEWS: Final = {
-    size: (
-        "SELECT asked.column1, asked.column4, f.key, coalesce(f.last, 0),"
-        " r.status IS NOT NULL AND NOT r.cancelling, r.token IS NOT NULL"
-        f" FROM (VALUES {', '.join(['(?, ?, ?, ?)'] * size)}) AS asked"
-        " LEFT JOIN request r ON r.tenant = asked.column2 AND r.id = asked.column3"
-        " LEFT JOIN followed f ON f.tenant = r.tenant AND f.id = r.id"
-        " WHERE f.last > asked.column4 OR r.token IS NULL OR (r.status IS NOT NULL AND NOT r.cancelling)"
-    )
-    for size in SIZES
-}
-_ENTRIES: Final = "SELECT number, kind, body FROM entry WHERE followed = ? AND number > ? ORDER BY number LIMIT ?"
 
 
 class Followed:
@@ -152,21 +133,3 @@ class Followed:
         self._execute(
             "UPDATE followed SET last = ?, events = ?, bytes = ? WHERE key = ?", (last + len(rows), events, size, key)
         )
-
-
-def look(connection: sqlite3.Connection, wanted: Sequence[tuple[Identity, int]]) -> list[Look | None]:
-    """For each request, given with the number of the entry that its client has read last: the entries after it; None if
-    there is no news. It only reads, so that the connection may be another than the writer's."""
-    found: list[Look | None] = [None] * len(wanted)
-    numbered = [(at, identity, after) for at, (identity, after) in enumerate(wanted)]
-    left = ENTRIES_IN_A_LOOK
-    for batch in parts(numbered):
-        values = [value for at, identity, after in batch for value in (at, identity.tenant, identity.id, after)]
-        for at, after, key, last, ended, is_known in connection.execute(_NEWS[len(batch)], values).fetchall():
-            entries: list[Entry] = []
-            if key is not None and last > after:
-                read = connection.execute(_ENTRIES, (key, after, max(0, min(ENTRIES_AT_ONCE, left))))
-                entries = [Entry._make(row) for row in read]
-                left -= len(entries)
-            found[at] = Look(entries=entries, last=last, ended=bool(ended), is_known=bool(is_known))
-    return found
