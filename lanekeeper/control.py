@@ -21,6 +21,7 @@ from datetime import datetime
 
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.depth import depths
+from lanekeeper.amqp.direct import DirectReplies
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.asking_again import until_ended
 from lanekeeper.contract import names as n
@@ -29,7 +30,6 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import BrokerError, TopologyMismatch, Unroutable
 from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded
 from lanekeeper.replies import Final, final_of
-from lanekeeper.reply_queue import ReplyQueue, next_of
 
 ANSWERED_WITHIN_S = 5.0
 """For how many seconds a client waits for a worker's answer to a control message. A worker answers from its store
@@ -47,7 +47,7 @@ class Control:
     connection's AMQP user."""
 
     publisher: Publisher
-    replies: ReplyQueue
+    replies: DirectReplies
     _: KW_ONLY
     connection: Connection
     names: Names
@@ -99,11 +99,11 @@ class Control:
             if message.persistent:
                 # a cancellation: the broker keeps it, so without workers there is nothing to wait for
                 with suppress(TimeoutError):
-                    return await next_of(arrived, end=began_s + WORKERS_COUNTED_AFTER_S)
+                    return await arrived.next(end=began_s + WORKERS_COUNTED_AFTER_S)
                 if not await self._has_worker():
                     raise NoReply(f"no worker runs; it is recorded as soon as one runs: {_START_ONE}")
             try:
-                return await next_of(arrived, end=began_s + ANSWERED_WITHIN_S)
+                return await arrived.next(end=began_s + ANSWERED_WITHIN_S)
             except TimeoutError:
                 kept = "; it is recorded as soon as one runs" if message.persistent else ""
                 raise NoReply(f"no worker answered within {ANSWERED_WITHIN_S:g} s{kept}: {_START_ONE}") from None

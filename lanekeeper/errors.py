@@ -4,18 +4,13 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
 
-from lanekeeper.contract.problems import BrokerError, LanekeeperError
+from lanekeeper.contract.problems import LanekeeperError
 
 Cancelled: TypeAlias = Literal["recorded", "told", "ended", "unseen"]
 """What a cancellation did. `recorded`: the request was waiting, and will end as cancelled. `told`: the request is
 running, and its worker got the cancellation and will stop it. `ended`: the request had ended before the cancellation
 came. `unseen`: no worker knows the request; if a worker receives it within the longest deadline of all lanes, it ends
 as cancelled."""
-
-
-class ReplyLost(BrokerError):
-    """The reply to a request cannot be delivered: the connection was lost, or parts came faster than the caller read
-    them. The request itself continues."""
 
 
 class NoReply(LanekeeperError):

@@ -14,16 +14,23 @@ from urllib.parse import unquote, urlsplit
 
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.depth import Depth, depths
+from lanekeeper.amqp.direct import DirectReplies
 from lanekeeper.amqp.driver.urls import urls_of
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerError, PublishRefused, TopologyMismatch
+from lanekeeper.contract.problems import (
+    AccessRefused,
+    BrokerBlocked,
+    BrokerError,
+    PublishRefused,
+    ReplyLost,
+    TopologyMismatch,
+)
 from lanekeeper.control import Control
-from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded, ReplyLost
+from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded
 from lanekeeper.large_bodies import LargeBodies
 from lanekeeper.replies import Final, Part, final_of, part_of
-from lanekeeper.reply_queue import ReplyQueue, next_of
 from lanekeeper.telemetry.tracing import Tracing
 from lanekeeper.transport import OutgoingRequest
 
@@ -38,10 +45,10 @@ class OverAmqp:
         self._names = names
         self.user = unquote(urlsplit(urls_of(url)[0]).username or "guest")
         self._connection = Connection(url, name="lanekeeper client", ssl_context=ssl_context)
-        self._replies = ReplyQueue()
-        self._publisher = Publisher(self._connection, tracing=tracing, on_channel=self._replies.direct.consume)
-        answers = ReplyQueue()
-        asking = Publisher(self._connection, tracing=tracing, on_channel=answers.direct.consume)
+        self._replies = DirectReplies()
+        self._publisher = Publisher(self._connection, tracing=tracing, on_channel=self._replies.consume)
+        answers = DirectReplies()
+        asking = Publisher(self._connection, tracing=tracing, on_channel=answers.consume)
         self._control = Control(asking, answers, connection=self._connection, names=names, user=self.user)
 
     @property
@@ -107,7 +114,7 @@ class OverAmqp:
             await self.publish(outgoing)
             self._replies.published(arrived)
             while True:
-                reply = await next_of(arrived, end=outgoing.end)
+                reply = await arrived.next(end=outgoing.end)
                 if n.STATUS in reply.headers:
                     yield await self._bodies.whole(final_of(reply), end=outgoing.end)
                     return

@@ -14,8 +14,8 @@ from urllib.parse import quote
 from lanekeeper.amqp.driver.backoff import pause_s
 from lanekeeper.asking_again import until_ended
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
-from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
-from lanekeeper.errors import Cancelled, ControlRefused, NotEnded, ReplyLost
+from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, ReplyLost
+from lanekeeper.errors import Cancelled, ControlRefused, NotEnded
 from lanekeeper.http.calls import FIRST_PAUSE_S, PAUSE_CAP_S, Calls
 from lanekeeper.http.documents import check_accepted, check_access, final_of_status
 from lanekeeper.http.events import Event, Events, EventTooLarge

@@ -65,7 +65,6 @@ class Publisher:
         self._tracing = tracing
         self._confirming: Confirming | None = None
         self._opening = asyncio.Lock()
-        self._in_flight: dict[str, asyncio.Event] = {}
         self._on_missing = on_missing
         self._on_channel = on_channel
         self._limit = MessageLimit(connection)
@@ -97,25 +96,20 @@ class Publisher:
         ConfirmUnknown (no confirm came), BrokerBlocked (there was an alarm for all of `timeout_s`, so nothing was
         published), BrokerUnreachable, AccessRefused, MessageTooLarge (not sent), TopologyMismatch (no such exchange).
         """
-        if len(message.body) > SMALL_BYTES:
-            await self._limit.check(len(message.body))
+        await self._prepare(message)
         span: AbstractContextManager[Any] = (
             self._tracing.send(message, exchange=exchange, routing_key=routing_key) if traced else nullcontext()
         )
         with span:
             confirming, timeout_s = await self._ready_channel(timeout_s)
-            turn = await self._take_turn(message.message_id) if mandatory and message.message_id else None
             try:
                 async with asyncio.timeout(timeout_s):
-                    refused = await confirming.publish(
+                    answer = await confirming.write(
                         message, exchange=exchange, routing_key=routing_key, mandatory=mandatory
                     )
+                    refused = await answer
             except _LOST as error:
                 raise self._error_of(error, exchange, routing_key, timeout_s) from error
-            finally:
-                if turn is not None:
-                    del self._in_flight[message.message_id or ""]
-                    turn.set()
             if refused is Unroutable:
                 raise Unroutable(f"no queue takes {routing_key!r} from exchange {exchange!r}")
             if refused is not None:
@@ -133,15 +127,11 @@ class Publisher:
         `timeout_s`: how long to wait for the connection, and for room in the write queue. Raises the errors of
         `publish`; the future raises AMQPError if the channel is lost.
         """
-        if len(message.body) > SMALL_BYTES:
-            await self._limit.check(len(message.body))
+        await self._prepare(message)
         confirming, timeout_s = await self._ready_channel(timeout_s)
-        message_id = message.message_id or uuid.uuid4().hex
         try:
             async with asyncio.timeout(timeout_s):
-                return await confirming.write(
-                    message, exchange=exchange, routing_key=routing_key, mandatory=False, message_id=message_id
-                )
+                return await confirming.write(message, exchange=exchange, routing_key=routing_key, mandatory=False)
         except _LOST as error:
             raise self._error_of(error, exchange, routing_key, timeout_s) from error
 
@@ -209,6 +199,12 @@ class Publisher:
             else:
                 return
 
+    async def _prepare(self, message: Message) -> None:
+        """Give the message an id if it has none, and check its size."""
+        message.message_id = message.message_id or uuid.uuid4().hex
+        if len(message.body) > SMALL_BYTES:
+            await self._limit.check(len(message.body))
+
     async def _ready_channel(self, timeout_s: float) -> tuple[Confirming, float]:
         """Wait until the broker accepts publishes. Returns the channel to publish on, and how many of the `timeout_s`
         seconds are left to wait for the confirm."""
@@ -245,11 +241,3 @@ class Publisher:
                     await self._on_channel(channel)
                 self._confirming = Confirming(channel)
             return self._confirming
-
-    async def _take_turn(self, message_id: str) -> asyncio.Event:
-        """Wait until no other mandatory publish of this message id is in flight, because `Confirming` matches returned
-        messages by their id. Returns the event to set when this publish has ended."""
-        while (other := self._in_flight.get(message_id)) is not None:
-            await other.wait()
-        done = self._in_flight[message_id] = asyncio.Event()
-        return done
