@@ -17,9 +17,7 @@ import json
 import uuid
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
-from datetime import datetime
 
-from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.depth import depths
 from lanekeeper.amqp.direct import DirectReplies
 from lanekeeper.amqp.publisher import Publisher
@@ -49,7 +47,6 @@ class Control:
     publisher: Publisher
     replies: DirectReplies
     _: KW_ONLY
-    connection: Connection
     names: Names
     user: str
 
@@ -111,7 +108,7 @@ class Control:
     async def _has_worker(self) -> bool:
         """Whether a worker consumes control messages; true also if the broker does not say."""
         try:
-            return (await depths(self.connection, [self.names.control]))[self.names.control].consumers > 0
+            return (await depths(self.publisher.connection, [self.names.control]))[self.names.control].consumers > 0
         except BrokerError:
             return True
 
@@ -144,13 +141,8 @@ def result_of(reply: Message) -> Final:
     if n.STATUS in reply.headers:
         return final_of(reply)
     found = json.loads(reply.body)
-    due_at = found.get("due_at")
-    raise NotEnded(
-        str(found["id"]),
-        str(found["status"]),
-        attempts=int(found.get("attempts", 0)),
-        due_at=None if due_at is None else datetime.fromisoformat(due_at),
-    )
+    attempts = int(found.get("attempts", 0))
+    raise NotEnded(str(found["id"]), str(found["status"]), attempts=attempts, due_at=found.get("due_at"))
 
 
 def _message(key: str, id: str, *, tenant: str | None, user: str) -> Message:

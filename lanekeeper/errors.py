@@ -36,12 +36,12 @@ class NotEnded(LanekeeperError):
     """The request has no result yet. `status` says whether it is `running` or `waiting`, or `unknown` to the
     workers."""
 
-    def __init__(self, id: str, status: str, *, attempts: int = 0, due_at: datetime | None = None) -> None:
+    def __init__(self, id: str, status: str, *, attempts: int = 0, due_at: str | None = None) -> None:
         self.id = id
         self.status = status
         self.attempts = attempts
         """How many attempts to call the provider have ended; one that runs now is not counted."""
-        self.due_at = due_at
+        self.due_at = None if due_at is None else datetime.fromisoformat(due_at)
         """The earliest start of the next attempt; None if it is not known."""
         super().__init__(
             f"request {id} has no result yet: {status}, {self._hint()}; to wait: lanekeeper result --wait 20s {id}"

@@ -49,7 +49,7 @@ class OverAmqp:
         self._publisher = Publisher(self._connection, tracing=tracing, on_channel=self._replies.consume)
         answers = DirectReplies()
         asking = Publisher(self._connection, tracing=tracing, on_channel=answers.consume)
-        self._control = Control(asking, answers, connection=self._connection, names=names, user=self.user)
+        self._control = Control(asking, answers, names=names, user=self.user)
 
     @property
     def trouble(self) -> str | None:

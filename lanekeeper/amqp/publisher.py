@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from aiormq.channel import Channel
-from aiormq.exceptions import AMQPError, ChannelAccessRefused, ChannelInvalidStateError, ChannelNotFoundEntity
+from aiormq.exceptions import AMQPError, ChannelAccessRefused, ChannelNotFoundEntity
 
 from lanekeeper.amqp.confirming import Answer, Confirming
 from lanekeeper.amqp.connection import Connection
@@ -41,7 +41,7 @@ worker returns the request to its queue; when the request is delivered again, it
 DEFAULT_EXCHANGE = "amq.default"
 """The name of the default exchange in RabbitMQ's error texts. An error of the channel fails all publishes on it; the
 text names the exchange of the one publish that caused the error."""
-_LOST = (AMQPError, ChannelInvalidStateError, RuntimeError, OSError)
+_LOST = (AMQPError, RuntimeError, OSError)
 """The exceptions that a publish raises if its channel is lost or its time limit is over (TimeoutError is an OSError).
 """
 
@@ -164,18 +164,13 @@ class Publisher:
         pause_s = 0.05
         maybe_published = False
         while True:
-            if BrokerBlocked in gives_up_on and self.connection.blocked is not None:
-                blocked = BrokerBlocked(
-                    f"the broker at {self.connection.address} takes nothing: {self.connection.blocked} (a memory or "
-                    "disk alarm; `rabbitmqctl status` says which); try again later, under the same message_id"
-                )
-                blocked.maybe_published = maybe_published
-                raise blocked
             left_s = max(CONFIRM_LEAST_S, end - loop.time())
             if absent_within_s is not None and not maybe_published and not self.connection.is_open:
                 await self.connection.underlying(timeout_s=max(0.0, began + absent_within_s - loop.time()))
             try:
-                await self.publish(
+                if BrokerBlocked in gives_up_on and self.connection.blocked is not None:
+                    raise self.connection.blocked_error("try again later, under the same message_id")
+                return await self.publish(
                     message,
                     exchange=exchange,
                     routing_key=routing_key,
@@ -186,18 +181,14 @@ class Publisher:
                 maybe_published = error.maybe_published = maybe_published or error.maybe_published
                 if isinstance(error, TopologyMismatch | Unroutable) and exchange and self._on_missing is not None:
                     self._on_missing()
-                if isinstance(error, (AccessRefused, MessageTooLarge, *gives_up_on)) or (
-                    isinstance(error, Unroutable) and not exchange
-                ):
+                is_final = isinstance(error, (AccessRefused, MessageTooLarge, *gives_up_on))
+                if is_final or (isinstance(error, Unroutable) and not exchange):
                     raise
-                if isinstance(error, PublishRefused) and loop.time() + pause_s > began + refused_within_s:
+                tries_end = min(end, began + refused_within_s) if isinstance(error, PublishRefused) else end
+                if loop.time() + pause_s > tries_end:
                     raise
-                if loop.time() + pause_s > end:
-                    raise
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1))
-                pause_s = min(2.0, pause_s * 2)
-            else:
-                return
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1))
+            pause_s = min(2.0, pause_s * 2)
 
     async def _prepare(self, message: Message) -> None:
         """Give the message an id if it has none, and check its size."""
@@ -213,7 +204,14 @@ class Publisher:
             end = asyncio.get_running_loop().time() + timeout_s
             await self.connection.flowing(timeout_s=timeout_s)
             timeout_s = max(CONFIRM_LEAST_S, end - asyncio.get_running_loop().time())
-        return await self._confirm_channel(timeout_s=timeout_s), timeout_s
+        if self._confirming is None or self._confirming.channel.is_closed:
+            async with self._opening:
+                if self._confirming is None or self._confirming.channel.is_closed:
+                    channel = await self.connection.raw_channel(confirms=True, timeout_s=timeout_s)
+                    if self._on_channel is not None:
+                        await self._on_channel(channel)
+                    self._confirming = Confirming(channel)
+        return self._confirming, timeout_s
 
     def _error_of(self, error: Exception, exchange: str, routing_key: str, timeout_s: float) -> BrokerError:
         """Translate an exception that aiormq raised during a publish to a BrokerError."""
@@ -227,17 +225,3 @@ class Publisher:
             why = f": the broker reads nothing, {self.connection.blocked}" if self.connection.blocked else ""
             return ConfirmUnknown(f"no confirm for {routing_key!r} within {timeout_s:g} s{why}")
         return ConfirmUnknown(f"connection lost while publishing {routing_key!r}: {error}")
-
-    async def _confirm_channel(self, *, timeout_s: float) -> Confirming:
-        confirming = self._confirming
-        if confirming is not None and not confirming.channel.is_closed:
-            return confirming
-        # before the lock, so that several callers wait at the same time, each for at most `timeout_s`
-        await self.connection.underlying(timeout_s=timeout_s)
-        async with self._opening:
-            if self._confirming is None or self._confirming.channel.is_closed:
-                channel = await self.connection.raw_channel(confirms=True, timeout_s=timeout_s)
-                if self._on_channel is not None:
-                    await self._on_channel(channel)
-                self._confirming = Confirming(channel)
-            return self._confirming
