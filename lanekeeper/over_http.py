@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Self
 from urllib.parse import quote
 
 from lanekeeper.amqp.driver.backoff import pause_s
-from lanekeeper.asking_again import until_ended
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
 from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, ReplyLost
 from lanekeeper.errors import Cancelled, ControlRefused, NotEnded
@@ -23,7 +22,7 @@ from lanekeeper.http.events import Event, Events, EventTooLarge
 from lanekeeper.http.posting import body_of, headers_of
 from lanekeeper.replies import Final, Part
 from lanekeeper.telemetry.tracing import Tracing
-from lanekeeper.transport import OutgoingRequest
+from lanekeeper.transport import OutgoingRequest, until_ended
 
 if TYPE_CHECKING:
     from lanekeeper.amqp.depth import Depth
