@@ -20,11 +20,10 @@ from consumers.gates.deadline import exceeded
 from consumers.gates.route import RouteGate
 from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Job, NowMs
 from consumers.lifecycle import Lifecycle
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended_by, stopped_by
 from consumers.providers.base import Answer
 from consumers.providers.breakers import Breakers, Change, Permit
-from consumers.providers.counting import counted, spent
 from consumers.providers.registry import Registry
 from consumers.replies.parts import Parts
 from consumers.replies.reply import Replies
@@ -91,7 +90,7 @@ class Attempts:
                 await self.pausing.opened()  # make no call whose answer could not be sent
                 began_s = clock()
                 answer = await self._call_routes(job, decoded, parts)
-                _record_run(job, clock() - began_s, usage=counted(answer.usage), cost_usd=answer.cost_usd)
+                _record_run(job, clock() - began_s, usage=answer.counted, cost_usd=answer.cost_usd)
                 return Answered(body=answer.body, model=answer.model, provider=answer.provider)
         except RequestProblem as forbidden:  # raised while streaming, for a part that may not be sent
             _record_run(job, clock() - began_s)
@@ -196,7 +195,7 @@ class Attempts:
     def _spent(job: Job, error: ProviderError | None) -> Amounts | None:
         """How much of the budget reserved for it a failed call used; None if nothing was reserved, or no call was
         made."""
-        return None if job.reserved is None or error is None else spent(error, job.reserved.reservation.amounts)
+        return None if job.reserved is None or error is None else error.spent(job.reserved.reservation.amounts)
 
     def _ended_early(self, job: Job, decoded: Decoded, *, is_past_deadline: bool) -> Outcome:
         """The outcome of an attempt that ended without answer or error: the job was stopped, its deadline passed, or

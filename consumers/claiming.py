@@ -34,11 +34,14 @@ RENEW_EVERY_S = 0.5
 """The seconds between two renewals of the claims: a twentieth of the time after which a claim ends. The call of a
 cancelled request ends within this time and one round trip to the store."""
 RELEASE_WITHIN_S = 1.0
+"""The time limit, in seconds, for releasing the claim of a request; then the claim ends by itself."""
 DEFER_WITHIN_S = 1.0
+"""The time limit, in seconds, for noting in the store that a request is deferred."""
 DEFERRED_KEPT_MS = 60_000
 """For how many ms after a deferred request's deadline the store keeps the record of its deferral. By then the request's
 outcome is stored."""
 PAUSE_CAP_S = 1.0
+"""The longest pause, in seconds, between two calls of a store that is unavailable."""
 T = TypeVar("T")
 log = logs.logger()
 
@@ -156,7 +159,7 @@ class Claiming:
 
     async def _defer(self, job: Job, due_ms: int, deadline_ms: int) -> bool:
         may_wait = await self._store.defer(job.identity, due_ms=due_ms, keep_until_ms=deadline_ms + DEFERRED_KEPT_MS)
-        return may_wait or job.dead_at is not None  # a dead letter that is published again may run again
+        return may_wait or job.hop.dead_at is not None  # a dead letter that is published again may run again
 
     async def _request_claim(self, job: Job) -> Granted | Running | Ended | Conflict:
         found = await _until_stored(lambda: self._store.claim(job.identity, job.fingerprint()), within_s=CLAIM_WITHIN_S)

@@ -25,6 +25,7 @@ from topology.broker.admin.deadletters import FetchedMessage, OldestMessages
 from topology.lanes import GIB
 
 LOOK_EVERY_S = 60.0
+"""The seconds between two checks of the dead letters' age and size."""
 SAMPLE = 8
 """The average size of a dead letter is estimated from this many of the oldest letters, because AMQP reports how many
 messages a queue has, but not their bytes."""

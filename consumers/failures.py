@@ -10,15 +10,15 @@ ProviderError
 
 BreakerOpen                 no call was made: the circuit breakers of all providers that may be called are open
 
-Each ProviderError carries its row of the table. mypy reports a new class that passes no row, a new row that does not
-fill every column, and a new value of a column that the code which reads the column does not handle (`assert_never`).
+Each class gives its row of the table as `means`. mypy reports a new row that does not fill every column, and a new
+value of a column that the code which reads the column does not handle (`assert_never`).
 """
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final, TypedDict, Unpack
+from typing import Final, assert_never
 
-from consumers.limits.base import Kind
+from consumers.limits.base import NOTHING, Amounts, Kind
 from consumers.limits.headers import RateHeaders
 from lanekeeper.contract.identity import is_word, shown
 from lanekeeper.contract.problems import LanekeeperError
@@ -77,7 +77,7 @@ class Trips(Enum):
 
 class Paid(Enum):
     """What the provider has counted for a failed call against the account's limits of requests and tokens. Read by
-    `counting.spent`."""
+    `ProviderError.spent`."""
 
     NOTHING = auto()
     """The provider counted nothing against the account's limits: the call did not reach it."""
@@ -136,7 +136,6 @@ class ProviderError(LanekeeperError):
         self,
         detail: str,
         *,
-        means: Meaning,
         status: int = 0,
         type: str = "",
         request_id: str | None = None,
@@ -144,7 +143,6 @@ class ProviderError(LanekeeperError):
     ) -> None:
         super().__init__(detail)
         self.detail = detail
-        self.means = means
         self.status = status
         self.type = type
         """Anthropic's error type (`overloaded_error`, …), or one of ours (`timeout`, `unreachable`, …)."""
@@ -157,10 +155,28 @@ class ProviderError(LanekeeperError):
         """The account's limits, as the headers of the error response give them; set by the adapter."""
 
     @property
+    def means(self) -> Meaning:
+        """What follows from the error: its row of the table."""
+        raise NotImplementedError
+
+    @property
     def paid(self) -> Paid:
         """What the provider counted against the account's limits for this call: as the table says, but UNKNOWN if an
         answer had begun."""
         return Paid.UNKNOWN if self.had_begun else self.means.paid
+
+    def spent(self, reserved: Amounts) -> Amounts:
+        """What the failed call has used of its account's limits. `reserved`: what was reserved for it; all of it counts
+        if the usage is unknown, because the answer was cut off or did not come in time."""
+        match self.paid:
+            case Paid.NOTHING:
+                return NOTHING
+            case Paid.REQUEST:
+                return Amounts(requests=1)
+            case Paid.UNKNOWN:
+                return reserved
+            case never:
+                assert_never(never)
 
     @property
     def is_outage(self) -> bool:
@@ -185,61 +201,48 @@ class TransientError(ProviderError):
     """A failure that may be over soon: no connection, a lost connection, a timeout, a 5xx, or an answer that is
     malformed or incomplete."""
 
-    def __init__(self, detail: str, *, status: int = 0, type: str = "", request_id: str | None = None) -> None:
-        means = SERVER_ERROR if status >= 400 else _BY_TYPE.get(type, BROKEN_OFF)
-        super().__init__(detail, means=means, status=status, type=type, request_id=request_id)
-
-
-class ErrorFields(TypedDict, total=False):
-    """The optional keyword arguments of ProviderError, as a type for the signatures of its subclasses."""
-
-    request_id: str | None
-    retry_after_s: float | None
+    @property
+    def means(self) -> Meaning:
+        return SERVER_ERROR if self.status >= 400 else _BY_TYPE.get(self.type, BROKEN_OFF)
 
 
 class RateLimitedError(ProviderError):
     """The provider answered 429: the account has reached a rate limit."""
 
-    def __init__(
-        self, detail: str, *, status: int = 429, type: str = "rate_limit_error", **fields: Unpack[ErrorFields]
-    ) -> None:
-        super().__init__(detail, means=RATE_LIMITED, status=status, type=type, **fields)
+    means = RATE_LIMITED
 
 
 class OverloadedError(ProviderError):
     """The provider is overloaded: it answered 529, or sent an `overloaded_error` in the middle of a stream. It may have
     a `retry-after`."""
 
-    def __init__(
-        self, detail: str, *, status: int = 529, type: str = "overloaded_error", **fields: Unpack[ErrorFields]
-    ) -> None:
-        super().__init__(detail, means=OVERLOADED, status=status, type=type, **fields)
+    means = OVERLOADED
 
 
 class SpendLimitError(ProviderError):
     """The spend limit of the account or the workspace is reached: no retry helps until a person raises it."""
 
-    def __init__(self, detail: str, *, status: int = 0, type: str = "", request_id: str | None = None) -> None:
-        super().__init__(detail, means=SPEND_LIMIT, status=status, type=type, request_id=request_id)
+    means = SPEND_LIMIT
 
 
 class RejectedError(ProviderError):
     """The provider refused the request, and would refuse it again if it were sent again."""
 
-    def __init__(self, detail: str, *, status: int = 0, type: str = "", request_id: str | None = None) -> None:
-        means = _BY_STATUS.get(status, REJECTED)
-        super().__init__(detail, means=means, status=status, type=type, request_id=request_id)
+    @property
+    def means(self) -> Meaning:
+        return _BY_STATUS.get(self.status, REJECTED)
 
 
 class AnswerTooLargeError(ProviderError):
     """The provider's answer is larger than allowed. It is not retried: each further answer costs as much, and may be as
     large."""
 
+    means = TOO_LARGE
+
     def __init__(self, excess: str, *, request_id: str | None = None) -> None:
         super().__init__(
             f"the provider's answer has {excess}: ask for less "
             "(a smaller max_tokens, fewer or smaller results of tools)",
-            means=TOO_LARGE,
             type="too_large",
             request_id=request_id,
         )

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from consumers.job import Job, NowMs, is_trusted
+from consumers.job import Job, NowMs, Source, source_of
 from consumers.outcomes import Outcome, ended_by
 from lanekeeper.contract import names as n
 from lanekeeper.contract.names import Names
@@ -41,11 +41,11 @@ class Fallen:
         # otherwise a publisher may have written the first entry of the header x-death
         dead_lettered = message.exchange == self._names.fallen
         queue = str(_death(delivery).get("queue")) if dead_lettered else ""
-        trusted = queue in self._lane_by_workers_queue or is_trusted(message, self._names)
+        source = Source.DELAY if queue in self._lane_by_workers_queue else source_of(message, self._names)
         lane = self._lane_by_queue.get(queue) or self._lane_by_workers_queue.get(queue)
-        if lane is None and trusted:
+        if lane is None and source is not Source.REQUESTER:
             lane = self._lane_by_name.get(message.routing_key.split(".", 1)[0])
-        job = Job(delivery, lane=lane, trusted=trusted, taken_ms=self._now_ms(), speakers=self._speakers)
+        job = Job(delivery, lane=lane, source=source, taken_ms=self._now_ms(), speakers=self._speakers)
         if dead_lettered and _death(delivery).get("reason") == "delivery_limit":
             job.hop = replace(job.hop, redelivered=True)  # the worker that holds its claim has died
         return job

@@ -6,14 +6,14 @@ import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import Enum, auto
 from hashlib import blake2b
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from consumers.chain import Chain, Route
 from consumers.interruptible import Interruptible
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Reservation
+from consumers.limits.base import Amounts, Reservation
 from consumers.rank import original_priority
 from consumers.state.base import Completion, Fingerprint, Held, Identity, Stop
 from consumers.trail import Trail
@@ -28,12 +28,14 @@ from topology.codec.request import Request
 from topology.lanes import LaneSpec
 
 CLAIM_WITHIN_S = 60.0
+"""For how many seconds a delivery may wait for its claim while the store is unavailable."""
 ATTEMPT_WITHIN_S = 1200.0
+"""The longest time, in seconds, that one attempt of a request may take."""
 STORE_WITHIN_S = 180.0
-"""`CLAIM_WITHIN_S`, `RUN_WITHIN_S` and `STORE_WITHIN_S` limit three steps of a delivery: to get its claim, to run its
-attempt, to store its outcome. Together with the two publishes that follow (up to 100 s each), they take less than the
-broker's consumer timeout of 1800 s. The broker takes back a delivery that is held longer and delivers it again, without
-end: it does not count such deliveries (docs/facts.md, section 7)."""
+"""For how many seconds the outcome of a request waits for a store that is unavailable. Together with the two steps
+before it (`CLAIM_WITHIN_S`, `ATTEMPT_WITHIN_S`) and the two publishes after it (up to 100 s each), this is less than
+the broker's consumer timeout of 1800 s. The broker takes back a delivery that is held longer and delivers it again,
+without end: it does not count such deliveries (docs/facts.md, section 7)."""
 NowMs = Callable[[], int]
 """A function that returns the time in ms since 1970."""
 
@@ -79,33 +81,60 @@ class Attempted:
     """Whether the attempt counts against the request's limit of attempts. False if the provider was down."""
 
 
+class Source(Enum):
+    """Where a message was published, which tells who published it and what its headers are worth."""
+
+    REQUESTER = auto()
+    """To the exchange for requests (or as a dead letter): its internal headers are ignored, because anyone may set
+    them."""
+    DELAY = auto()
+    """To a delay exchange or to a due queue, where only workers may publish: its internal headers are used."""
+    SIDE = auto()
+    """To a side queue, where only workers may publish: its internal headers are used."""
+
+
 class Job:
     """One delivery while a worker works on it: its message, and what is known about its request so far.
 
-    `trusted`: a worker published the message, into the delay cascade or a side queue, so its internal headers are used.
     `speakers`: users that may name another tenant than themselves.
     """
 
     __slots__ = (
         "_fingerprint", "attempted", "claim", "completion", "decoded", "delivery", "hop", "id", "identity", "lane",
-        "reserved", "span", "stopped", "taken_ms", "trail", "trusted", "waiting",
+        "reserved", "source", "span", "stopped", "taken_ms", "trail", "waiting",
     )  # fmt: skip
 
     def __init__(
-        self, delivery: Delivery, *, lane: LaneSpec | None, trusted: bool, taken_ms: int, speakers: Collection[str] = ()
+        self,
+        delivery: Delivery,
+        *,
+        lane: LaneSpec | None,
+        source: Source,
+        taken_ms: int,
+        speakers: Collection[str] = (),
     ) -> None:
         self.delivery = delivery
         self.lane = lane
         """The lane whose request this is; None if the message's routing key names no lane."""
-        self.trusted = trusted
+        self.source = source
         self.id = delivery.message.message_id or uuid.uuid4().hex
-        self.hop = read_hop(delivery.message.headers) if trusted else HopHeaders()
-        if trusted:
-            delivery.message.priority = original_priority(delivery.message.priority)
-        headers = delivery.message.headers
+        message, headers = delivery.message, delivery.message.headers
+        if self.trusted:
+            self.hop = read_hop(headers)
+            message.priority = original_priority(message.priority)
+        else:
+            dead_at = headers.get(n.DEAD_AT)
+            self.hop = HopHeaders(
+                user_id=message.user_id,
+                expiration=message.expiration,
+                dead_at=dead_at if isinstance(dead_at, str) else None,
+                is_fresh=True,
+            )
+        """What is known about the request's past: from a worker's headers, or, of a message that comes directly from
+        its publisher, from the message's own properties."""
         # a republished dead letter names its tenant in a header, which counts if its sender may speak for others
         stated = headers.get(n.TENANT) or (headers.get(n.USER_ID) if n.DEAD_AT in headers else None)
-        self.identity = Identity(tenant_of(self.user_id, stated, speakers), self.id)
+        self.identity = Identity(tenant_of(self.hop.user_id, stated, speakers), self.id)
         self.taken_ms = taken_ms
         self.decoded: Decoded | None = None
         """The request, decoded from the message; None until then."""
@@ -146,16 +175,9 @@ class Job:
         return fields
 
     @property
-    def user_id(self) -> str | None:
-        """The user who published the request, as checked by the broker; None: unknown. A worker that publishes the
-        request again keeps the name in a header."""
-        return self.hop.user_id if self.trusted else self.message.user_id
-
-    @property
-    def dead_at(self) -> str | None:
-        """For a dead letter that was published again: when the request had ended, as its header says. Else None."""
-        dead_at = self.hop.dead_at if self.trusted else self.message.headers.get(n.DEAD_AT)
-        return dead_at if isinstance(dead_at, str) else None
+    def trusted(self) -> bool:
+        """Whether a worker published the message, so that its internal headers are genuine."""
+        return self.source is not Source.REQUESTER
 
     @property
     def redelivered(self) -> bool:
@@ -163,16 +185,10 @@ class Job:
         return self.delivery.redelivered or self.hop.redelivered
 
     @property
-    def is_fresh(self) -> bool:
-        """True if the request was never delayed or retried: it comes from the lane's intake, directly or through a side
-        queue."""
-        return not self.trusted or self.hop.is_fresh
-
-    @property
     def came_before(self) -> bool:
         """True if a worker had the request before. Its outcome may be stored already, but its reply not yet
         published."""
-        return self.redelivered or not self.is_fresh
+        return self.redelivered or not self.hop.is_fresh
 
     def fingerprint(self) -> Fingerprint:
         """The properties of this message (such as the hash of its body) by which the store detects another request with
@@ -187,9 +203,10 @@ class Job:
         self._fingerprint = Fingerprint(
             body_hash=_body_hash(message),
             mark=blake2b(repr(compared).encode(errors="replace"), digest_size=16).digest(),
-            redelivered=self.redelivered,
-            nonce=os.urandom(8),
-            dead_at_ms=dead_at_ms(self.dead_at),
+            # a message in a side queue that was not delivered before has no claim; only its original may have one
+            redelivered=self.delivery.redelivered if self.source is Source.SIDE else self.redelivered,
+            nonce=(b"s" if self.source is Source.SIDE else b"q") + os.urandom(7),
+            dead_at_ms=dead_at_ms(self.hop.dead_at),
         )
         return self._fingerprint
 
@@ -275,9 +292,10 @@ def dead_at_ms(text: object) -> int | None:
         return None
 
 
-def is_trusted(message: Message, names: Names) -> bool:
-    """Whether a worker published the message, so that the headers that only workers set are genuine: it came through
-    `lane.due` (an internal exchange), or through a delay or side exchange, to which only workers may publish."""
-    return message.exchange == names.due_exchange or message.exchange.startswith(
-        (names.delay_prefix, names.side_prefix)
-    )
+def source_of(message: Message, names: Names) -> Source:
+    """Where a message was published, by the exchange it came from."""
+    if message.exchange.startswith(names.side_prefix):
+        return Source.SIDE
+    if message.exchange == names.due_exchange or message.exchange.startswith(names.delay_prefix):
+        return Source.DELAY
+    return Source.REQUESTER

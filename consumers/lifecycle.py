@@ -34,6 +34,7 @@ EVENTS: Mapping[str, Set[str]] = {
 `COMMON`, which all have."""
 COMMON = ("event", "id", "lane", "app", "attempt", "at_ms")
 APP_LENGTH = 64
+"""The most characters of an application's name, of a lane's name and of an error's code in a life-cycle event."""
 ID_LENGTH = 128
 """The most characters of a request's id in an event's routing key, so that the key (lane, app, event and id) stays
 within AMQP's 255 bytes."""
@@ -125,4 +126,4 @@ def _is_first(job: Job, completion: Completion) -> bool:
 
 def _ascii(text: str, length: int) -> str:
     """The text as ASCII, cut to `length` characters: the routing key or id of a refused request can be any text."""
-    return text if len(text) <= length and text.isascii() else text[:length].encode("ascii", "replace").decode()
+    return text[:length].encode("ascii", "replace").decode()

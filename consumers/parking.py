@@ -8,6 +8,7 @@ UNIT_BYTES = 64 * 1024
 """Against the limit of kept invalid messages, a message counts as one, and as one more for each full 64 KiB of its
 body."""
 INVALID_PER_HOUR = 1000
+"""How many invalid messages of one user are kept in an hour by default; the others are dropped."""
 HOUR_S = 3600
 log = logs.logger()
 

@@ -17,7 +17,7 @@ from topology.codec import bounds
 
 T = TypeVar("T")
 AT_ONCE_S: Final = 0.01
-"""How many seconds of parsing a process may do before it must pause for other tasks. While it does not parse, the
+"""A process that has parsed for this many seconds pauses for other tasks. While it does not parse, the
 allowance grows again up to this, which is enough for about twenty bodies of 100 KB."""
 TINY_BYTES: Final = 4096
 """A body up to this size is parsed at once, without waiting: it takes at most a millisecond, whatever its content."""

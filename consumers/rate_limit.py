@@ -12,6 +12,7 @@ NAMES_KEPT = 10_000
 """For how many names a `RateLimit` or a `LogThrottle` keeps its state. When there are more, the name that was used
 longest ago is forgotten."""
 LOGGED_EVERY_S = 60.0
+"""The shortest time, in seconds, between two log events about the same name."""
 Clock = Callable[[], float]
 
 

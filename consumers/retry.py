@@ -13,6 +13,8 @@ JITTER = 0.5
 not come back together. Pauses between zero and the computed value (full jitter) were too short: four attempts took 0.8
 to 2.7 s in all."""
 LEAST_FACTOR = 2.0
+"""Each pause before a retry is at least this many times the one before it, unless a pause has reached its longest
+value."""
 STEP_PART_OF_TIME_LEFT = 0.5
 """The pause before a retry, without its random part, is at most this part of the time until the request's deadline, so
 that time is left for the next attempt and one more."""

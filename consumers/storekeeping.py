@@ -10,10 +10,12 @@ from lanekeeper.bodies import BodiesUnavailable, BodyStore
 from lanekeeper.telemetry import logs, signals
 
 PROBE_EVERY_S = 5.0
+"""The seconds between two checks whether the store works."""
 PROBE_AGAIN_S = 0.5
 """The pause, in seconds, between two checks of a store that is unavailable. No request is taken while it is
 unavailable, so only these checks notice when it works again."""
 SWEEP_EVERY_S = 60.0
+"""The seconds between two removals of expired results, on average; also the time limit for removing expired bodies."""
 STEP_PAUSE_S = 0.05
 """The pause, in seconds, between two steps of removing expired results, so that other writes are not blocked."""
 LEASE = "sweep"

@@ -21,6 +21,7 @@ GATHER_S = 0.02
 AGAIN_S = 0.5
 """The pause, in seconds, after a write of entries to the store that failed."""
 FLUSH_WITHIN_S = 2.0
+"""For how many seconds the end of a request waits until the store has all its entries."""
 UNWRITTEN_BYTES = 1024 * 1024
 """How many bytes the unwritten events of one trail may have in memory. If there are more, they are discarded."""
 PARTS_AT_ONCE = 100

@@ -35,7 +35,10 @@ PIECE_BYTES: Final = MIB
 THREADS: Final = 4
 """How many bodies a process reads or writes at the same time; each of them blocks one thread."""
 SCAN_EVERY_S: Final = 60.0
+"""The shortest time, in seconds, between two scans of the store of bodies, which remove expired bodies and add up the
+sizes of the others."""
 LONGEST_CAUSE: Final = 1000
+"""The most characters of the store's own error text that our error text quotes."""
 _IN_URL: Final = re.compile(r"(://)[^\s\"'<>]*(@)|(?<=\?)[^\s\"'<>]+")
 """Matches the parts of a URL that may contain secrets: user and password, and the query."""
 _NAMED_SECRET: Final = re.compile(

@@ -12,8 +12,10 @@ from lanekeeper.telemetry import logs, signals
 from lanekeeper.transport import OutgoingRequest
 
 DROP_WITHIN_S = 10.0
+"""The time limit, in seconds, for removing the stored body of a request that was not published."""
 FETCH_WITHIN_S = 60.0
-LARGEST_ANSWER = 512 * MIB
+"""The time limit, in seconds, for fetching a large answer from the store of bodies."""
+LARGEST_ANSWER_BYTES = 512 * MIB
 """The largest answer, in bytes, that a client fetches from the store. It is also the highest value of the setting
 `LANEKEEPER_RESULTS__ANSWER_BYTES`."""
 log = logs.logger()
@@ -73,7 +75,7 @@ class LargeBodies:
             async with asyncio.timeout_at(end):
                 try:
                     async with asyncio.timeout(FETCH_WITHIN_S):
-                        body = await self._store.fetch(kept, most_bytes=LARGEST_ANSWER)
+                        body = await self._store.fetch(kept, most_bytes=LARGEST_ANSWER_BYTES)
                 except TimeoutError:
                     raise BodiesUnavailable(f"the answer could not be fetched within {FETCH_WITHIN_S:g} s") from None
         except BodiesUnavailable as error:

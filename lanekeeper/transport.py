@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from lanekeeper.amqp.depth import Depth
 
 FIRST_PAUSE_S = 0.1
+"""The first pause, in seconds, between two questions for the same result."""
 PAUSE_CAP_S = 5.0
-"""`FIRST_PAUSE_S` and `PAUSE_CAP_S` are the first and the longest pause, in seconds, between two questions for the same result."""
+"""The longest pause, in seconds, between two questions for the same result."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from lanekeeper.contract.names import CONTROL_BINDING_KEYS, Names
 from topology import delays
 from topology.lanes import LaneSpec
-from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
+from topology.model import QUORUM, Arguments, Binding, Exchange, Queue, Topology
 
 OLDEST = (3, 10)
 RECOMMENDED = (4, 3, 5)
@@ -27,50 +27,48 @@ to a forged direct reply-to address kills the connection of the publisher."""
 DELIVERY_LIMIT = 20
 """After this many deliveries the broker moves a message to the queue `lane.fallen`. This limit is for requests that
 kill their worker before it has claimed them; for others, the worker itself ends the request at its fifth delivery."""
-NO_DELIVERY_LIMIT = -1
+LIMITED: Arguments = {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-strategy": "at-least-once"}
+"""The queue arguments for a delivery limit. A message that exceeds it is dead-lettered to `lane.fallen`, and is not
+lost on the way if the broker fails."""
 CLASSIC_PRIORITIES = 9
-REPLICATION = "in a cluster, quorum queues are kept on three nodes"
-_VERSION = re.compile(r"(\d+)\.(\d+)")
+"""The highest priority in the lanes' intake queues if these are classic queues."""
+_VERSION = re.compile(r"\d+\.\d+")
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Broker:
-    """A RabbitMQ version, and its features on which the declaration depends (docs/broker.md)."""
+    """The features of a RabbitMQ version on which the declaration depends (docs/broker.md). `version`: as a broker
+    reports it ("4.3.6", "3.10.8+deb"). Raises ValueError for one before 3.10."""
 
-    major: int
-    minor: int
+    version: str
 
-    @classmethod
-    def of(cls, version: str) -> "Broker":
-        """Read a version as a broker reports it ("4.3.6", "3.10.8+deb"). Raises ValueError for one before 3.10."""
-        found = _VERSION.match(version)
-        if found is None:
-            raise ValueError(f"not a RabbitMQ version: {version!r}; expected one like '4.3.6'")
-        broker = cls(int(found[1]), int(found[2]))
-        if (broker.major, broker.minor) < OLDEST:
+    def __post_init__(self) -> None:
+        if _VERSION.match(self.version) is None:
+            raise ValueError(f"not a RabbitMQ version: {self.version!r}; expected one like '4.3.6'")
+        if is_before(self.version, OLDEST):
             raise ValueError(
-                f"RabbitMQ {version} is too old: 3.10 or later is needed "
+                f"RabbitMQ {self.version} is too old: 3.10 or later is needed "
                 "(quorum queues with message TTL and at-least-once dead-lettering), 4.3.5 or later is recommended"
             )
-        return broker
 
     @property
     def quorum_intake(self) -> bool:
         """Whether the lanes' intake queues are quorum queues. Before RabbitMQ 4.0, only classic queues support
         priorities."""
-        return self.major >= 4
-
-    @property
-    def intakes(self) -> str:
-        """A phrase for people to read: the type of the lanes' intake queues, and what this means in a cluster."""
-        return "quorum intakes" if self.quorum_intake else "classic intakes, each on one node alone"
+        return not is_before(self.version, (4,))
 
     @property
     def priorities(self) -> str:
         """A phrase for people to read: how the property `priority` orders requests inside a lane (docs/contract.md)."""
-        if (self.major, self.minor) >= (4, 3):
-            return "strict, 0 to 31"
-        return "two classes, above 4 is high" if self.quorum_intake else f"strict, 0 to {CLASSIC_PRIORITIES}"
+        if not self.quorum_intake:
+            return f"strict, 0 to {CLASSIC_PRIORITIES}"
+        return "two classes, above 4 is high" if is_before(self.version, (4, 3)) else "strict, 0 to 31"
+
+    @property
+    def note(self) -> str:
+        """A line for people to read: the types of queues, what they mean in a cluster, and the order by priority."""
+        intakes = "quorum intakes" if self.quorum_intake else "classic intakes, each on one node alone"
+        return f"{intakes}, priorities {self.priorities}; in a cluster, quorum queues are kept on three nodes"
 
 
 def is_before(version: str, floor: tuple[int, ...]) -> bool:
@@ -81,24 +79,32 @@ def is_before(version: str, floor: tuple[int, ...]) -> bool:
 def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> Topology:
     """Compute the exchanges, queues and bindings that `lanes` need on a broker of this version; nothing is sent to a
     broker. Raises ValueError if the version is too old."""
-    broker = Broker.of(broker_version)
-    max_side_queues = max((lane.side_queues for lane in lanes), default=0)
+    broker = Broker(broker_version)
+    cascade = delays.cascade(names)
+    sides = [(lane, number) for lane in lanes for number in range(lane.side_queues)]
     return Topology(
         exchanges=(
             *_exchanges(names),
-            *(Exchange(names.side_exchange(number), "topic") for number in range(max_side_queues)),
-            *delays.exchanges(names),
+            *(Exchange(names.side_exchange(number), "topic") for number in sorted({number for _, number in sides})),
+            *cascade.exchanges,
         ),
         queues=(
             *(queue for lane in lanes for queue in (_intake(lane, names, broker), _due(lane, names))),
-            *(_side(lane, number, names, broker) for lane in lanes for number in range(lane.side_queues)),
-            *delays.queues(names, quorum=_quorum_arguments()),
+            *(Queue(names.side(lane.name, number), _intake(lane, names, broker).arguments) for lane, number in sides),
+            *cascade.queues,
             *(Queue(name, _unlimited(broker)) for name in (names.fallen, names.dead, names.control)),
         ),
         bindings=(
             *(binding for lane in lanes for binding in _lane_bindings(lane.name, names)),
-            *(binding for lane in lanes for binding in _side_bindings(lane, names)),
-            *delays.bindings(names),
+            *(
+                Binding(
+                    names.side_exchange(number),
+                    names.side(lane.name, number),
+                    routing_key=names.lane_pattern(lane.name),
+                )
+                for lane, number in sides
+            ),
+            *cascade.bindings,
             Binding(names.fallen, names.fallen),
             Binding(names.dead, names.dead, routing_key="#"),
             *(Binding(names.control, names.control, routing_key=key) for key in CONTROL_BINDING_KEYS),
@@ -106,7 +112,7 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
         namespace=names.namespace,
         lanes=tuple(lane.name for lane in lanes),
         broker_version=broker_version,
-        note=f"{broker.intakes}, priorities {broker.priorities}; {REPLICATION}",
+        note=broker.note,
     )
 
 
@@ -124,15 +130,16 @@ def _exchanges(names: Names) -> tuple[Exchange, ...]:
 
 def _intake(lane: LaneSpec, names: Names, broker: Broker) -> Queue:
     """The intake of a lane: the queue for the requests that applications publish to it. When it is full, it refuses
-    publishes, and drops no message."""
-    bounds: dict[str, Value] = {
+    publishes, and drops no message. The lane's side queues, to which workers move requests of tenants that have many
+    waiting requests, have the same arguments."""
+    bounds: Arguments = {
         "x-max-length": lane.max_length,
         "x-max-length-bytes": lane.max_length_bytes,
         "x-overflow": "reject-publish",
         "x-dead-letter-exchange": names.fallen,
     }
     if broker.quorum_intake:
-        return Queue(names.intake(lane.name), {**_quorum_arguments(), **bounds, **_with_delivery_limit()})
+        return Queue(names.intake(lane.name), {**QUORUM, **bounds, **LIMITED})
     # Before 4.0, quorum queues ignore priorities, so the intake is a classic queue. Classic queues have neither a
     # delivery limit nor at-least-once dead-lettering. So a worker moves a redelivered request to the due queue, which
     # counts deliveries.
@@ -153,24 +160,11 @@ def _due(lane: LaneSpec, names: Names) -> Queue:
     return Queue(
         names.due(lane.name),
         {
-            **_quorum_arguments(),
+            **QUORUM,
             "x-overflow": "reject-publish",
             "x-dead-letter-exchange": names.fallen,
-            **_with_delivery_limit(),
+            **LIMITED,
         },
-    )
-
-
-def _side(lane: LaneSpec, number: int, names: Names, broker: Broker) -> Queue:
-    """A side queue of a lane, to which workers move requests of tenants that have many waiting requests. It has the
-    same arguments as the lane's intake, among them a length limit and priorities."""
-    return Queue(names.side(lane.name, number), _intake(lane, names, broker).arguments)
-
-
-def _side_bindings(lane: LaneSpec, names: Names) -> tuple[Binding, ...]:
-    return tuple(
-        Binding(names.side_exchange(number), names.side(lane.name, number), routing_key=names.lane_pattern(lane.name))
-        for number in range(lane.side_queues)
     )
 
 
@@ -182,24 +176,10 @@ def _lane_bindings(lane: str, names: Names) -> tuple[Binding, Binding]:
     )
 
 
-def _quorum_arguments() -> dict[str, Value]:
-    """The queue arguments that all quorum queues share. Without `balanced`, the leaders of all 29 wait queues would be
-    on the node where they are declared."""
-    return {"x-queue-type": "quorum", "x-queue-leader-locator": "balanced"}
-
-
-def _with_delivery_limit() -> dict[str, Value]:
-    """The queue arguments for a delivery limit. A message that exceeds it is dead-lettered to `lane.fallen`, and is not
-    lost on the way if the broker fails."""
-    return {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-strategy": "at-least-once"}
-
-
-def _unlimited(broker: Broker) -> dict[str, Value]:
+def _unlimited(broker: Broker) -> Arguments:
     """The arguments of a queue that must never lose a message: it has neither a length limit nor a delivery limit.
 
     From 4.0 on, the default delivery limit is 20, and -1 means no limit. Before, no limit is the default, and with -1
     the broker would discard a message when it is returned for the first time.
     """
-    return (
-        {**_quorum_arguments(), "x-delivery-limit": NO_DELIVERY_LIMIT} if broker.quorum_intake else _quorum_arguments()
-    )
+    return {**QUORUM, "x-delivery-limit": -1} if broker.quorum_intake else QUORUM

@@ -12,16 +12,17 @@ so the message keeps its own key, by which `lane.due` routes it to its lane's du
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from lanekeeper.contract.names import Names
-from topology.model import Binding, Exchange, Queue, Value
+from topology.model import QUORUM, Arguments, Binding, Exchange, Queue, Topology
 
 LEVELS: Final = 29
+"""The number of wait queues of the delay cascade: enough for a year."""
 UNIT_MS: Final = 100
+"""The unit of delays, in ms: each delay is rounded up to a multiple of it."""
 MAX_DELAY_MS: Final = 365 * 24 * 3600 * 1000
-
-_V = TypeVar("_V")
+"""The longest delay and deadline that a request's headers may set, in ms: a year."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,81 +52,41 @@ def hop(delay_ms: int, names: Names) -> Hop:
     return Hop(names.delay(entry), {names.delay_bit(level): bool(units >> level & 1) for level in range(entry + 1)})
 
 
-def strip_bits(headers: Mapping[str, _V], names: Names) -> dict[str, _V]:
-    """Copy `headers` without delay bits (headers that say at which levels of the delay cascade the message waits),
-    because the bits of an earlier delay would make the message wait at wrong levels."""
-    bits = {names.delay_bit(level) for level in range(LEVELS)}
-    return {key: value for key, value in headers.items() if key not in bits}
-
-
 def wait_ms(level: int) -> int:
     """How long a message waits at a level of the delay cascade, in ms: 100 at level 0, and at each higher level twice
     as long."""
     return UNIT_MS << level
 
 
-def next_exchange(level: int, names: Names) -> str:
-    """The exchange that gets a message after a level of the delay cascade, whether it waited there or skipped the
-    level: that of the next lower level, or after level 0 the one that leads to the due queues."""
-    return names.delay(level - 1) if level else names.due_exchange
+def cascade(names: Names) -> Topology:
+    """The delay cascade. Each level has a headers exchange, a wait queue of the same name, and two bindings: a message
+    whose delay bit is true goes to the wait queue, one whose bit is false to the exchange of the next lower level.
 
-
-def exchanges(names: Names) -> tuple[Exchange, ...]:
-    """The headers exchanges of the delay cascade, one for each level.
-
-    Each has `lane.fallen` as its alternate exchange. Without it, a message whose delay bit is absent could not leave
-    the wait queue of the level above, and would block all messages behind it, of every lane (docs/facts.md, section 3).
+    - The alternate exchange is `lane.fallen`. Without it, a message whose delay bit is absent could not leave the wait
+      queue of the level above, and would block all messages behind it, of every lane (docs/facts.md, section 3).
+    - The wait queues use at-least-once dead-lettering (which needs `reject-publish`) with every RabbitMQ version:
+      without it, messages that expire while the broker is down are lost (640 of 680 in a test). They have no length
+      limit, because each is the dead-letter target of the queue above it.
+    - The bits are booleans, because numbers get different AMQP types when they are declared and when they are imported
+      as definitions: the broker would then have two bindings, and the one could not be removed by the other's client.
     """
-    return tuple(
-        Exchange(names.delay(level), "headers", arguments={"alternate-exchange": names.fallen})
-        for level in range(LEVELS)
-    )
-
-
-def queues(names: Names, *, quorum: Mapping[str, Value]) -> tuple[Queue, ...]:
-    """The wait queues of the delay cascade, one for each level. `quorum`: the arguments that all our quorum queues
-    share.
-
-    They use at-least-once dead-lettering (which needs `reject-publish`) with every RabbitMQ version: without it,
-    messages that expire while the broker is down are lost (640 of 680 in a test). They have no length limit, because
-    each is the dead-letter target of the queue above it.
-    """
-    return tuple(
-        Queue(
-            names.delay(level),
-            {
-                **quorum,
-                "x-message-ttl": wait_ms(level),
-                "x-dead-letter-exchange": next_exchange(level, names),
-                "x-dead-letter-strategy": "at-least-once",
-                "x-overflow": "reject-publish",
-            },
+    exchanges: list[Exchange] = []
+    queues: list[Queue] = []
+    bindings: list[Binding] = []
+    for level in range(LEVELS):
+        name, bit = names.delay(level), names.delay_bit(level)
+        next_lower = names.delay(level - 1) if level else names.due_exchange
+        exchanges.append(Exchange(name, "headers", arguments={"alternate-exchange": names.fallen}))
+        arguments: Arguments = {
+            **QUORUM,
+            "x-message-ttl": wait_ms(level),
+            "x-dead-letter-exchange": next_lower,
+            "x-dead-letter-strategy": "at-least-once",
+            "x-overflow": "reject-publish",
+        }
+        queues.append(Queue(name, arguments))
+        bindings += (
+            Binding(name, name, arguments={"x-match": "all", bit: True}),
+            Binding(name, next_lower, destination_kind="exchange", arguments={"x-match": "all", bit: False}),
         )
-        for level in range(LEVELS)
-    )
-
-
-def bindings(names: Names) -> tuple[Binding, ...]:
-    """The bindings of the delay cascade, two for each level: a message whose delay bit is true goes to the level's wait
-    queue, one whose bit is false to the exchange of the next lower level.
-
-    The bits are booleans, because numbers get different AMQP types when they are declared and when they are imported as
-    definitions: the broker would then have two bindings, and the one could not be removed by the other's client.
-    """
-    return tuple(
-        binding
-        for level in range(LEVELS)
-        for binding in (
-            Binding(names.delay(level), names.delay(level), arguments=_match(level, waits=True, names=names)),
-            Binding(
-                names.delay(level),
-                next_exchange(level, names),
-                destination_kind="exchange",
-                arguments=_match(level, waits=False, names=names),
-            ),
-        )
-    )
-
-
-def _match(level: int, *, waits: bool, names: Names) -> dict[str, Value]:
-    return {"x-match": "all", names.delay_bit(level): waits}
+    return Topology(tuple(exchanges), tuple(queues), tuple(bindings))

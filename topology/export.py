@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 from lanekeeper.contract.names import CONTROL_KEYS, Names
 from topology.lanes import BATCH, MIB, NORMAL
-from topology.model import Arguments, Queue, Topology
+from topology.model import QUORUM, Arguments, Queue, Topology
 
 Role = Literal["application", "client", "worker", "operator", "deployer"]
 
@@ -48,14 +48,16 @@ SALT_BYTES = 4
 NOT_EXPORTED = ("exclusive", "policy", "members")
 """Fields of `Queue` that definitions do not contain, because they are only found on a broker."""
 CONTROL_MAX_MESSAGES = 5_000
+"""How many messages may wait in `lane.control`; then publishes are refused."""
 CONTROL_MAX_BYTES = 16 * 1024 * 1024
-"""How many messages and bytes may wait in `lane.control`; then publishes are refused. So a flood of control messages
-cannot fill the disk while no worker runs, and a worker needs only seconds to process all of them. The limits are a
-policy, because the arguments of an existing queue cannot be changed."""
+"""How many bytes the messages in `lane.control` may have together; then publishes are refused. Because of these two
+limits, a flood of control messages cannot fill the disk while no worker runs, and a worker needs only seconds to
+process all of them. The limits are a policy, because the arguments of an existing queue cannot be changed."""
 REPLIES_MAX_MESSAGES = 10_000
+"""How many messages may wait in a broker user's reply queue; then it refuses replies."""
 REPLIES_MAX_BYTES = 256 * MIB
-"""How many messages and bytes may wait in a broker user's reply queue. When the queue is full, it refuses replies; the
-results can still be fetched from the store."""
+"""How many bytes the messages in a broker user's reply queue may have together; then it refuses replies. The results
+can still be fetched from the store."""
 REPLIES_KEPT_MS = 86_400_000
 """For how many milliseconds a reply stays in a reply queue: as long as results are stored by default."""
 _USER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -118,6 +120,7 @@ def rights(user: User, topology: Topology) -> Rights:
             may_write = _anchored(*map(re.escape, (names.requests, names.control)))
             return Rights(configure=NOTHING, write=may_write, read=_anchored(replies))
         case "worker":
+            consumed = [queue for lane in topology.lanes for queue in (names.intake(lane), names.due(lane))]
             return Rights(
                 configure=_anchored(OWN_QUEUES),
                 write=_anchored(
@@ -128,7 +131,7 @@ def rights(user: User, topology: Topology) -> Rights:
                     OWN_QUEUES,
                 ),
                 read=_anchored(
-                    *map(re.escape, (*_lane_queues(topology), names.fallen, names.dead, names.control)),
+                    *map(re.escape, (*consumed, names.fallen, names.dead, names.control)),
                     rf"{re.escape(names.namespace)}\.({'|'.join(map(re.escape, topology.lanes))})\.side\.\d\d",
                     OWN_QUEUES,
                 ),
@@ -158,7 +161,7 @@ def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> d
             }
             for user in users
         ],
-        "permissions": [_permission(user, topology, vhost) for user in users],
+        "permissions": [{"user": user.name, "vhost": vhost, **asdict(rights(user, topology))} for user in users],
         "topic_permissions": [permission for user in users for permission in _topic_permissions(user, topology, vhost)],
         "policies": [_control_policy(topology, vhost)],
         "exchanges": [{"vhost": vhost, **asdict(exchange)} for exchange in topology.exchanges],
@@ -177,8 +180,7 @@ def reply_queues(users: Sequence[User], names: Names) -> list[Queue]:
     """The reply queues to declare: one for each user with the role application or client. A full queue refuses replies.
     Expired replies are dropped, not dead-lettered."""
     arguments: Arguments = {
-        "x-queue-type": "quorum",
-        "x-queue-leader-locator": "balanced",
+        **QUORUM,
         "x-max-length": REPLIES_MAX_MESSAGES,
         "x-max-length-bytes": REPLIES_MAX_BYTES,
         "x-message-ttl": REPLIES_KEPT_MS,
@@ -193,10 +195,6 @@ def _limits(user: User) -> dict[str, dict[str, int]]:
     if user.role not in APPLICATIONS:
         return {}
     return {"limits": {"max-connections": user.connections, "max-channels": user.channels}}
-
-
-def _permission(user: User, topology: Topology, vhost: str) -> dict[str, str]:
-    return {"user": user.name, "vhost": vhost, **asdict(rights(user, topology))}
 
 
 def _topic_permissions(user: User, topology: Topology, vhost: str) -> list[dict[str, str]]:
@@ -236,8 +234,3 @@ def _anchored(*patterns: str) -> str:
     """One regular expression that matches any of `patterns`. It is anchored at both ends, because RabbitMQ otherwise
     accepts a match anywhere in the queue's or exchange's name."""
     return f"^({'|'.join(patterns)})$"
-
-
-def _lane_queues(topology: Topology) -> list[str]:
-    names = Names(topology.namespace)
-    return [queue for lane in topology.lanes for queue in (names.intake(lane), names.due(lane))]

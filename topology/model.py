@@ -12,6 +12,10 @@ Kind = Literal["queue", "exchange"]
 Value = str | int | float | bool
 Arguments = Mapping[str, Value]
 
+QUORUM: Arguments = {"x-queue-type": "quorum", "x-queue-leader-locator": "balanced"}
+"""The arguments that all our quorum queues share. Without `balanced`, the leaders of all 29 wait queues would be on the
+node where they are declared."""
+
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
@@ -80,15 +84,11 @@ class Topology:
     lanes: tuple[str, ...] = ()
     """The lanes that the topology is declared for. Empty in one found on a broker."""
     broker_version: str = ""
-    """The RabbitMQ version that the topology is declared for, or was found on."""
+    """The RabbitMQ version that the topology is declared for. Empty in one found on a broker."""
     nodes: tuple[str, ...] = ()
     """All nodes of the cluster, running or not. Empty in a declaration, or if the user may not see the nodes."""
     note: str = ""
     """A line for people: which features of queues this RabbitMQ version offers or lacks."""
-
-    def exchange(self, name: str) -> Exchange:
-        """The exchange with this name. Raises KeyError."""
-        return {exchange.name: exchange for exchange in self.exchanges}[name]
 
     def queue(self, name: str) -> Queue:
         """The queue with this name. Raises KeyError."""

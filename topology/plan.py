@@ -7,7 +7,7 @@ and never deleted. Objects outside our namespace are ignored.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from lanekeeper.contract.names import Names
@@ -19,9 +19,9 @@ argument (`x-quorum-initial-group-size`), because declaring an existing queue wi
 Change = Literal["missing", "differs", "extra"]
 What = Literal["exchange", "queue", "binding"]
 
-ALLOWED_CONTROL_POLICY = frozenset({"policy max-length", "policy max-length-bytes", "policy overflow"})
-"""Fields that a policy may set for `lane.control` without a difference being reported (`topology export` contains such
-a policy)."""
+CONTROL_POLICIES = frozenset({"max-length", "max-length-bytes", "overflow"})
+"""The policy keys that are not compared for `lane.control` if a full queue refuses publishes: `topology export`
+contains such a policy."""
 EFFECTIVE_POLICIES = frozenset(
     {
         "dead-letter-exchange",
@@ -74,12 +74,20 @@ class Difference:
 def compare(declared: Topology, found: Topology) -> list[Difference]:
     """List every difference between the declared topology and the one found on a broker, in the order of the
     declaration. Objects that are not declared come last."""
-    return [
-        *_compare_exchanges(declared, found),
-        *_compare_queues(declared, found),
-        *_compare_bindings(declared, found),
-        *_extra(declared, found),
-    ]
+    names = Names(declared.namespace)
+    wanted, existing = _by_identity(declared), _by_identity(found)
+    differences: list[Difference] = []
+    for (what, identity), thing in wanted.items():
+        actual = existing.get((what, identity))
+        if actual is None:
+            differences.append(Difference("missing", what, _name(thing)))
+        elif not isinstance(thing, Binding) and not isinstance(actual, Binding):
+            differences += _compare_fields(what, thing.name, _fields(thing, names), _fields(actual, names))
+            differences += _compare_members(actual, declared.namespace, found.nodes)
+    for (what, identity), thing in existing.items():
+        if (what, identity) not in wanted and _concerns_us(thing, names):
+            differences.append(Difference("extra", what, _name(thing)))
+    return differences
 
 
 def without_levels(differences: Sequence[Difference], names: Names) -> tuple[Sequence[Difference], int]:
@@ -93,98 +101,37 @@ def without_levels(differences: Sequence[Difference], names: Names) -> tuple[Seq
     return [one for one in differences if one.change != "missing" or level.search(one.name) is None], len(missing)
 
 
-def _compare_exchanges(declared: Topology, found: Topology) -> Iterator[Difference]:
-    by_name = {exchange.name: exchange for exchange in found.exchanges}
-    for exchange in declared.exchanges:
-        if exchange.name in by_name:
-            yield from _compare_fields("exchange", exchange.name, _fields(exchange), _fields(by_name[exchange.name]))
-        else:
-            yield Difference("missing", "exchange", exchange.name)
+def _by_identity(topology: Topology) -> dict[tuple[What, str], Exchange | Queue | Binding]:
+    """All objects of a topology by their kind and a text that is equal for equal objects: the name, or all properties
+    of a binding. Bindings that differ only in their arguments are different ones, as on the broker."""
+    return {
+        **{("exchange", exchange.name): exchange for exchange in topology.exchanges},
+        **{("queue", queue.name): queue for queue in topology.queues},
+        **{("binding", json.dumps(asdict(binding), sort_keys=True)): binding for binding in topology.bindings},
+    }
 
 
-def _compare_queues(declared: Topology, found: Topology) -> Iterator[Difference]:
-    by_name = {queue.name: queue for queue in found.queues}
-    for queue in declared.queues:
-        if queue.name in by_name:
-            actual = _fields(by_name[queue.name])
-            if queue.name == Names(declared.namespace).control and actual.get("policy overflow") == "reject-publish":
-                actual = {field: value for field, value in actual.items() if field not in ALLOWED_CONTROL_POLICY}
-            yield from _compare_fields("queue", queue.name, _fields(queue), actual)
-            yield from _compare_members(by_name[queue.name], declared.namespace, found.nodes)
-        else:
-            yield Difference("missing", "queue", queue.name)
+def _name(thing: Exchange | Queue | Binding) -> str:
+    return thing.label if isinstance(thing, Binding) else thing.name
 
 
-def _compare_members(found: Queue, namespace: str, nodes: tuple[str, ...]) -> Iterator[Difference]:
-    """Report a quorum queue that has too few replicas, because it was declared before nodes were added to the
-    cluster."""
-    wanted = min(REPLICAS, len(nodes))
-    if found.members and len(found.members) < wanted:
-        others = [node for node in nodes if node not in found.members][: wanted - len(found.members)]
-        pattern = re.escape(f"{namespace}.")
-        grow = " && ".join(f"rabbitmq-queues grow {node} all --queue-pattern '^{pattern}'" for node in others)
-        yield Difference(
-            "differs", "queue", found.name, field="members", wanted=wanted, found=len(found.members), remedy=grow
-        )
-
-
-def _compare_bindings(declared: Topology, found: Topology) -> Iterator[Difference]:
-    existing = {_identity(binding) for binding in found.bindings}
-    for binding in declared.bindings:
-        if _identity(binding) not in existing:
-            yield Difference("missing", "binding", binding.label)
-
-
-def _extra(declared: Topology, found: Topology) -> Iterator[Difference]:
-    names = Names(declared.namespace)
-    exchanges = {exchange.name for exchange in declared.exchanges}
-    queues = {queue.name for queue in declared.queues}
-    bindings = {_identity(binding) for binding in declared.bindings}
-    for exchange in found.exchanges:
-        if _is_ours(exchange.name, names) and exchange.name not in exchanges:
-            yield Difference("extra", "exchange", exchange.name)
-    for queue in found.queues:
-        if _is_ours(queue.name, names) and queue.name not in queues:
-            yield Difference("extra", "queue", queue.name)
-    for binding in found.bindings:
-        if _concerns_us(binding, names) and _identity(binding) not in bindings:
-            yield Difference("extra", "binding", binding.label)
-
-
-def _is_ours(name: str, names: Names) -> bool:
-    """Whether an exchange or queue belongs to our installation, by the first word of its name. Reply queues do not:
-    they belong to the requesters."""
-    return name.startswith(f"{names.namespace}.") and not name.startswith(names.reply_prefix)
-
-
-def _concerns_us(binding: Binding, names: Names) -> bool:
-    """Whether a binding begins or ends at an object of ours, and so is reported if it is not declared.
-
-    Bindings from `lane.events` and `lane.control` to foreign queues are allowed: anybody may bind to events, and
-    workers bind queues of their own to control. A foreign binding on `lane.requests` is reported, because its queue
-    gets prompts, and because requests without a lane would go there instead of to `lane.fallen`.
-    """
-    if _is_ours(binding.destination, names):
-        return True
-    return _is_ours(binding.source, names) and binding.source not in (names.events, names.control)
-
-
-def _fields(thing: Exchange | Queue) -> dict[str, Value]:
+def _fields(thing: Exchange | Queue, names: Names) -> dict[str, Value]:
     """The properties of an object that are compared. The keys are the names in `Difference.field`."""
     own: dict[str, Value]
-    match thing:
-        case Exchange():
-            own = {"type": thing.type, "internal": thing.internal}
-            policy: Arguments = {}
-        case Queue():
-            own = {"exclusive": thing.exclusive}
-            policy = thing.policy
+    policies: Arguments = {}
+    if isinstance(thing, Exchange):
+        own = {"type": thing.type, "internal": thing.internal}
+    else:
+        own = {"exclusive": thing.exclusive}
+        is_control = thing.name == names.control and thing.policy.get("overflow") == "reject-publish"
+        compared = EFFECTIVE_POLICIES - CONTROL_POLICIES if is_control else EFFECTIVE_POLICIES
+        policies = {key: value for key, value in thing.policy.items() if key in compared}
     return {
         **own,
         "durable": thing.durable,
         "auto_delete": thing.auto_delete,
         **{f"argument {key}": value for key, value in thing.arguments.items()},
-        **{f"policy {key}": value for key, value in policy.items() if key in EFFECTIVE_POLICIES},
+        **{f"policy {key}": value for key, value in policies.items()},
     }
 
 
@@ -198,16 +145,38 @@ def _compare_fields(
             yield Difference("differs", what, name, field=field, wanted=wanted, found=value)
 
 
-def _identity(binding: Binding) -> tuple[str, ...]:
-    """A key that is equal for equal bindings. Bindings that differ only in their arguments are different ones, as on
-    the broker."""
-    return (
-        binding.source,
-        binding.destination_kind,
-        binding.destination,
-        binding.routing_key,
-        json.dumps(dict(binding.arguments), sort_keys=True),
+def _compare_members(found: Exchange | Queue, namespace: str, nodes: tuple[str, ...]) -> Iterator[Difference]:
+    """Report a quorum queue that has too few replicas, because it was declared before nodes were added to the
+    cluster."""
+    wanted = min(REPLICAS, len(nodes))
+    if isinstance(found, Queue) and found.members and len(found.members) < wanted:
+        others = [node for node in nodes if node not in found.members][: wanted - len(found.members)]
+        pattern = re.escape(f"{namespace}.")
+        grow = " && ".join(f"rabbitmq-queues grow {node} all --queue-pattern '^{pattern}'" for node in others)
+        yield Difference(
+            "differs", "queue", found.name, field="members", wanted=wanted, found=len(found.members), remedy=grow
+        )
+
+
+def _concerns_us(thing: Exchange | Queue | Binding, names: Names) -> bool:
+    """Whether an object that is not declared is reported: an exchange or queue of ours, or a binding that begins or
+    ends at one.
+
+    Bindings from `lane.events` and `lane.control` to foreign queues are allowed: anybody may bind to events, and
+    workers bind queues of their own to control. A foreign binding on `lane.requests` is reported, because its queue
+    gets prompts, and because requests without a lane would go there instead of to `lane.fallen`.
+    """
+    if not isinstance(thing, Binding):
+        return _is_ours(thing.name, names)
+    return _is_ours(thing.destination, names) or (
+        _is_ours(thing.source, names) and thing.source not in (names.events, names.control)
     )
+
+
+def _is_ours(name: str, names: Names) -> bool:
+    """Whether an exchange or queue belongs to our installation, by the first word of its name. Reply queues do not:
+    they belong to the requesters."""
+    return name.startswith(f"{names.namespace}.") and not name.startswith(names.reply_prefix)
 
 
 def _value_text(value: Value | None) -> str:

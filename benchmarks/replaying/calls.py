@@ -7,12 +7,10 @@ from typing import Protocol
 from benchmarks.replaying.load import Ask
 from benchmarks.replaying.provider import Answer, Provider
 from consumers.failures import ProviderError, RateLimitedError, TransientError
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Feedback, Kind, Reservation
+from consumers.limits.base import Amounts, Feedback, Kind, Reservation
 from consumers.limits.estimates import Estimates, UsageClass
 from consumers.limits.spec import BudgetSpec
 from consumers.outcomes import Retried
-from consumers.providers import counting
 from consumers.providers.breaker import Breaker, Failure, State
 from consumers.retry import RetryPolicy, decide
 
@@ -109,8 +107,15 @@ class Caller:
             failure = Failure(at_s=began_s, request=str(id(ask)), is_unreached=False)
             self._breaker.failed(failure, probe=is_probe)
             error = TransientError("500", status=answer.status)
-        self._gate.learn(counting.failed(error, answer.rate, took_s=self._gate.now_s - began_s))
-        self._gate.settle(reservation, counting.spent(error, reservation.amounts))
+        self._gate.learn(
+            Feedback(
+                kind=error.means.says,
+                rate=answer.rate,
+                retry_after_s=error.retry_after_s,
+                took_s=self._gate.now_s - began_s,
+            )
+        )
+        self._gate.settle(reservation, error.spent(reservation.amounts))
         self._gate.leaves(ask)
         self._gate.after(self._pause_s(error, ask.attempts), lambda: self._gate.arrives(ask))
 

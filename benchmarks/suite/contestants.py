@@ -75,7 +75,7 @@ class Floor(Contestant):
     """`benchmarks/floor.py`, on queues of the same type as a lane's intake on that version of the broker."""
 
     def topology(self, version: str) -> Topology:
-        kind = {"x-queue-type": "quorum"} if Broker.of(version).quorum_intake else {"x-max-priority": 9}
+        kind = {"x-queue-type": "quorum"} if Broker(version).quorum_intake else {"x-max-priority": 9}
         names = self.environ.get("BENCH_QUEUES", self.queue).split(",")
         queues = (Queue(each.partition("=")[0], kind) for each in names)
         return Topology(exchanges=(), queues=(*queues, Queue(REPLIES)), bindings=())

@@ -1,2 +1,1 @@
-"""Fetches request bodies that are not in the message but at an allowed address; stores large answers outside the
-broker."""
+"""Fetches request bodies that are not in the message but at an allowed address."""

@@ -11,26 +11,21 @@ from lanekeeper.contract.messages import BodyAddress, Message, body_address_in
 
 class Fetching:
     """Fetches bodies of requests that are not in the message, from stores (folders or buckets) and by HTTP. `own`: the
-    store from which a body is removed when its request has ended. `others` and `web` are only read. `most_bytes`: a
-    larger body is refused."""
+    store from which a body is removed when its request has ended; the `others` are only read. `most_bytes`: a larger
+    body is refused."""
 
-    def __init__(
-        self, own: BodyStore | None, *, others: Sequence[BodyStore] = (), web: WebBodies | None = None, most_bytes: int
-    ) -> None:
+    def __init__(self, own: BodyStore | None, *, others: Sequence[BodyStore | WebBodies] = (), most_bytes: int) -> None:
         self._own = own
-        self._stores = (*([] if own is None else [own]), *others)
-        self._web = web
+        self._places = (*([] if own is None else [own]), *others)
         self._most_bytes = most_bytes
         self._background = Background()
 
     async def fetch(self, kept: BodyAddress) -> bytes:
         """Return the body that is stored at the address in `kept`, if that address is allowed. Raises BodyError,
         BodyTooLarge, BodiesUnavailable."""
-        for store in self._stores:
-            if store.holds(kept.address):
-                return await store.fetch(kept, most_bytes=self._most_bytes)
-        if self._web is not None and self._web.holds(kept.address):
-            return await self._web.fetch(kept, most_bytes=self._most_bytes)
+        for place in self._places:
+            if place.holds(kept.address):
+                return await place.fetch(kept, most_bytes=self._most_bytes)
         raise BodyError("this address is not allowed (LANEKEEPER_BODIES__ALLOW)")
 
     def forget(self, message: Message) -> None:
@@ -41,8 +36,9 @@ class Fetching:
 
     async def aclose(self, *, within_s: float) -> None:
         await self._background.finish(within_s=within_s)
-        for store in self._stores:
-            store.close()
+        for place in self._places:
+            if isinstance(place, BodyStore):
+                place.close()
 
     async def _drop(self, store: BodyStore, kept: BodyAddress) -> None:
         with suppress(BodiesUnavailable):

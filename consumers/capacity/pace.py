@@ -10,7 +10,9 @@ from consumers.capacity.activity import LaneActivity
 from consumers.state.base import Allowances, StoreUnavailable
 
 PERIOD_S: Final = 60
+"""The period, in seconds, in which the ended requests of a lane are counted, to compute how many end in a second."""
 NOTE_EVERY_S: Final = 5.0
+"""The seconds between two writes of the number of ended requests to the store."""
 SEEN_AT_LEAST_S: Final = 20.0
 """In each period the rate counts as unknown for this many seconds, because the few requests that have ended by then
 give a random result."""

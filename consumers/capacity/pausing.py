@@ -14,8 +14,8 @@ from typing import Protocol
 from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.05
-"""The time between two regular checks. The conditions are polled, because they read attributes of very different
-objects: four reads, 20 times a second, which take 0.01 % of a CPU."""
+"""The seconds between two regular checks whether all work must pause. The conditions are polled, because they read
+attributes of very different objects: four reads, 20 times a second, which take 0.01 % of a CPU."""
 LOGGED_AFTER_S = 0.5
 """Pauses of fewer seconds than this are not logged, because each start of a worker causes a short one."""
 Condition = Callable[[], str | None]

@@ -24,11 +24,11 @@ ASK_EVERY_S = 1.0
 """The seconds between two questions to the broker about how many messages wait in the queues whose slots are all in
 use. A queue can get further slots only after such a question."""
 STEADY_S = 3.0
-"""A queue lends a slot to another after it was idle for this many seconds. An added slot is given up after it was
-unused for as long."""
+"""A queue lends a slot after it was idle for this many seconds; an added slot unused for as long is given up."""
 BOTTLENECK_FOR_S = 2.0
 """A provider's budget is a lane's bottleneck until so many seconds after a request was last seen waiting for it."""
 LIMIT_LOGGED_EVERY_S = 60.0
+"""The shortest time, in seconds, between two log events about a queue that can get no further slots."""
 log = logs.logger()
 
 Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
+from consumers.control.command import id_of
 from consumers.rate_limit import LogThrottle
-from consumers.replies.address import ReplyRule, is_direct
-from consumers.replies.direct import DirectSender
+from consumers.replies.address import ReplyRule
 from consumers.replies.reply import JSON, PROBLEM
+from consumers.replies.sender import ReplySender
 from consumers.state.base import Completion
-from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, MessageTooLarge, RequestProblem, answer_too_large
@@ -32,31 +32,32 @@ class Answers:
     """Publishes the answers to control messages (cancel, result). `notices`: sends all answers except results, many of
     them in one write and without confirms, because a client that gets no answer asks again."""
 
-    publisher: Publisher
+    sender: ReplySender
     _: KW_ONLY
-    direct: DirectSender
     rule: ReplyRule
-    notices: Notices | None = None
+    notices: Notices
     refused: int = field(default=0, init=False)
     """How many control messages were malformed, over the limit, or about another tenant's request."""
     unanswered: int = field(default=0, init=False)
     """How many control messages should have been answered and could not be."""
     _log_throttle: LogThrottle = field(default_factory=LogThrottle, init=False)
 
-    async def tell(
-        self, message: Message, body: Mapping[str, Any], *, id: str | None, control: Literal["accepted", "pending"]
-    ) -> None:
-        """Answer a control message with a JSON object. `id`: the id of the request that the message is about.
+    async def tell(self, message: Message, body: Mapping[str, Any], *, control: Literal["accepted", "pending"]) -> None:
+        """Answer a control message with a JSON object. If it is about a request, its field `id` is the request's id.
         `control`: "accepted" for a cancellation that was recorded, "pending" for the state of a request that has not
         ended."""
-        await self._send(message, json.dumps(body).encode(), JSON, _headers(id, {n.CONTROL: control}))
+        headers = {n.CONTROL: control}
+        if "id" in body:
+            headers[n.REQUEST_ID] = body["id"]
+        await self._send(message, _answer(message, json.dumps(body).encode(), JSON, headers))
 
-    async def refuse(self, message: Message, problem: RequestProblem, *, id: str | None) -> None:
-        """Answer a control message that is invalid, over the limit or failed, with a problem document. `id`: the id of
-        the request that the message is about; None: unknown."""
+    async def refuse(self, message: Message, problem: RequestProblem) -> None:
+        """Answer a control message that is invalid, over the limit or failed, with a problem document."""
         self._log_refusal(message, problem)
+        id = id_of(message)
+        headers = {n.CONTROL: "error"} if id is None else {n.CONTROL: "error", n.REQUEST_ID: id}
         document = problem.document(request=id or "", attempts=0)
-        await self._send(message, document, PROBLEM, _headers(id, {n.CONTROL: "error"}), must_answer=True)
+        await self._send(message, _answer(message, document, PROBLEM, headers), must_answer=True)
 
     def refuse_silently(self, message: Message, problem: RequestProblem) -> None:
         """Refuse a control message without sending an answer, because there may be thousands: count it, and log it at
@@ -80,24 +81,20 @@ class Answers:
 
     async def replay(self, message: Message, completion: Completion, *, id: str) -> None:
         """Answer a control message `result` with the final reply of the request, as its requester got it."""
-        headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True}
+        headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True, n.REQUEST_ID: id}
         content_type = PROBLEM if completion.status == "error" else JSON
         if not self._may_answer(message):
             return
         try:
-            await self._publish(message, _answer(message, completion.body, content_type, _headers(id, headers)))
+            await self._publish(message, _answer(message, completion.body, content_type, headers))
         except MessageTooLarge as error:
-            await self.refuse(message, answer_too_large(error.size, error.limit), id=id)
+            await self.refuse(message, answer_too_large(error.size, error.limit))
 
-    async def _send(
-        self, message: Message, body: bytes, content_type: str, headers: Mapping[str, Any], *, must_answer: bool = False
-    ) -> None:
+    async def _send(self, message: Message, answer: Message, *, must_answer: bool = False) -> None:
         if not self._may_answer(message, must_answer=must_answer):
             return
-        answer = _answer(message, body, content_type, headers)
         address = message.reply_to or ""
-        needs_own_connection = self.direct.is_apart and is_direct(address)
-        if self.notices is None or needs_own_connection or not self.notices.send(answer, routing_key=address):
+        if self.sender.needs_own_connection(address) or not self.notices.send(answer, routing_key=address):
             await self._publish(message, answer)
 
     def _may_answer(self, message: Message, *, must_answer: bool = False) -> bool:
@@ -115,10 +112,7 @@ class Answers:
         """Publish the answer to a control message once. Raises MessageTooLarge; other errors are only logged."""
         address = message.reply_to or ""
         try:
-            if is_direct(address):
-                await self.direct.send(answer, address, traced=False)
-            else:
-                await self.publisher.publish(answer, exchange="", routing_key=address, mandatory=False, traced=False)
+            await self.sender.send(answer, address, traced=False)
         except MessageTooLarge:
             raise
         except (BrokerError, RequestProblem) as error:  # the client can ask again
@@ -134,7 +128,3 @@ def _answer(message: Message, body: bytes, content_type: str, headers: Mapping[s
         correlation_id=message.correlation_id,
         persistent=False,
     )
-
-
-def _headers(id: str | None, headers: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(headers) if id is None else {**headers, n.REQUEST_ID: id}

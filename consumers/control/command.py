@@ -21,9 +21,10 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import invalid_request
 
 MESSAGE_BYTES = 4096
+"""The largest body, in bytes, of a control message."""
 KNOWN = (*n.CONTROL_KEYS, n.STATUS_KEY)
 SHOWN = 80
-"""How many characters of an invalid value the text of an error quotes."""
+"""How many characters of an invalid value in a control message the text of an error quotes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
 
 FETCH_WITHIN_S = 60.0
+"""The time limit, in seconds, for fetching the large body of a request."""
 AGAIN_MS = 2000
 """If the store that has a request's body is unavailable, the request is deferred by this many ms; then the body is
 fetched again, and so on until the request's deadline."""

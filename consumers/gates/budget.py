@@ -15,8 +15,7 @@ from consumers.gates.waiting_room import WaitingRoom
 from consumers.interruptible import Interruptible
 from consumers.job import Decoded, Job, NowMs, Reserved
 from consumers.limits.accounts import Budgets
-from consumers.limits.amounts import PAUSED, Amounts
-from consumers.limits.base import Wait, WaitTooLong
+from consumers.limits.base import PAUSED, Amounts, Wait, WaitTooLong
 from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.limits.spec import BudgetSpec
 from consumers.outcomes import Answered, Deferred, Outcome, Refused, ended, stopped_by
@@ -28,6 +27,7 @@ REPORTED_FROM_S = 1.0
 """A wait for budget is reported (by `BudgetGate.on_wait`) only if it is predicted to last at least this many
 seconds."""
 LATER_MS = 1000
+"""The shortest time, in ms, for which a request that waits for budget is deferred."""
 BACK_WITHIN_MS = 15_000
 """A request is deferred, so that others can pass it, for at most this many ms. There is a limit because its predicted
 wait may be too long."""
@@ -54,13 +54,12 @@ class BudgetGate:
     spec: BudgetSpec
     now_ms: NowMs
     rng: random.Random
-    on_wait: OnWait | None = None
+    on_wait: OnWait
     _waiting_room: WaitingRoom = field(default_factory=WaitingRoom, init=False)
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
         routes = self.breakers.usable(decoded.chain.routes)
         route = routes[0]
-        until = self._start_by(job, decoded.request, route)
         began_s = asyncio.get_running_loop().time()
         try:
             async with job.interruptible(self.spec.hold_s) as limit:
@@ -181,7 +180,7 @@ class BudgetGate:
         patience_s = self._waiting_room.enter(lane.name, route.account, slots=lane.slots)
         if patience_s is not None:
             limit.reschedule(asyncio.get_running_loop().time() + min(patience_s, self.spec.hold_s))
-        if self.on_wait is not None and wait.seconds >= REPORTED_FROM_S:
+        if wait.seconds >= REPORTED_FROM_S:
             self.on_wait(job, wait)
 
     def _arrived(self, job: Job, request: Request) -> float | None:

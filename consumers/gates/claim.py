@@ -16,8 +16,11 @@ SUSPECT_FROM = 2
 """A request during which this many workers have died is a suspect, and a worker runs only one suspect at a time. So the
 request that kills workers is identified, and a request that only ran at the same time is answered."""
 SUSPECT_WAIT_MS = 1000
+"""For how many ms a suspect is deferred while the worker runs another suspect."""
 LEAST_WAIT_MS = 200
+"""The shortest time, in ms, for which a request is deferred that another worker is working on."""
 LONGEST_WAIT_MS = 5_000
+"""The longest time, in ms, for which a request is deferred that another worker is working on."""
 
 
 class ClaimGate:

@@ -13,7 +13,9 @@ from consumers.providers.breakers import Breakers
 
 REASON = "breaker"
 HOLD_S = 3.0
+"""How many seconds a request keeps its slot while it waits for a provider to recover; then it is deferred."""
 LEAST_WAIT_MS = 200
+"""The shortest time, in ms, for which a request that waits for a provider to recover is deferred."""
 STAGGER_S = 0.2
 """Each request that waits for a provider to recover waits up to this many seconds longer, at random. So one of them
 makes the probe (the first call after an outage), and the others come after its result."""

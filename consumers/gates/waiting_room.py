@@ -7,7 +7,7 @@ which frees its slot for the request behind it; it keeps its place in the accoun
 that account follow, the patience doubles each time, because deferring then helps no request.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, defaultdict
 
 SHORTEST_S = 0.25
 """A request may always wait for budget for this many seconds, even if other requests need its slot: the shortest
@@ -15,8 +15,6 @@ patience of a lane."""
 LONGEST_S = 15.0
 """If other requests need its slot, a request may wait for budget for at most this many seconds: the longest patience of
 a lane."""
-LANES_KNOWN = 64
-"""The most lanes for which the current patience (how long a request may wait for budget) is kept."""
 
 
 class WaitingRoom:
@@ -24,33 +22,32 @@ class WaitingRoom:
     each may wait."""
 
     def __init__(self) -> None:
-        self._waiting: Counter[tuple[str, str]] = Counter()
-        self._patience_s: OrderedDict[str, float] = OrderedDict()
+        self._waiting: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """For each lane: how many of its requests wait, by account."""
+        self._patience_s: dict[str, float] = {}
 
     def enter(self, lane: str, account: str, *, slots: int) -> float | None:
         """Count a request that begins to wait for budget of this account. Return for how many seconds it may wait
         before it must be deferred to let others pass; None: it need not be. Call `leave` when the wait has ended.
         `slots`: how many slots the lane has."""
-        waiting = self._waiting[lane, account]
-        self._waiting[lane, account] += 1
-        if sum(count for (waiting_lane, _), count in self._waiting.items() if waiting_lane == lane) > waiting + 1:
+        waiting = self._waiting[lane]
+        waiting[account] += 1
+        if len(waiting) > 1:
             self._patience_s[lane] = SHORTEST_S  # requests for other accounts follow too: deferring helps them
-        if waiting < max(1, slots - 1):
+        if waiting[account] <= max(1, slots - 1):
             return None
-        patience_s = self._patience_s.pop(lane, SHORTEST_S)
+        patience_s = self._patience_s.get(lane, SHORTEST_S)
         self._patience_s[lane] = min(LONGEST_S, 2 * patience_s)
-        if len(self._patience_s) > LANES_KNOWN:
-            self._patience_s.popitem(last=False)
         return patience_s
 
     def leave(self, lane: str, account: str) -> None:
         """Note that a request of this lane no longer waits for budget of this account, whatever the reason."""
-        self._waiting[lane, account] -= 1
-        if not self._waiting[lane, account]:
-            del self._waiting[lane, account]
+        self._waiting[lane][account] -= 1
+        if not self._waiting[lane][account]:
+            del self._waiting[lane][account]
 
     def passed(self, lane: str, account: str) -> None:
         """Note that a request got its budget without a wait. If other requests of its lane wait for another account,
         deferring them was useful: the time that the lane's requests may wait becomes short again."""
-        if any(waiting_lane == lane and other != account for waiting_lane, other in self._waiting):
+        if self._waiting[lane].keys() - {account}:
             self._patience_s[lane] = SHORTEST_S

@@ -11,7 +11,7 @@ help: then somebody else uses the account, or the provider counts differently. L
 from collections.abc import Sequence
 from math import inf
 
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.limits.headers import RateHeaders
 from consumers.limits.learned import LearnedLimits
 from consumers.limits.spec import AccountCaps
@@ -20,6 +20,7 @@ STEP = 0.1
 """By how much an assumed limit of an account is raised at a time: a guessed limit by this part of the first guess; a
 limit that refusals (429) have lowered by this part of its full value."""
 STEP_EVERY_S = 10.0
+"""The shortest time, in seconds, between two raises of an assumed or lowered limit."""
 PATIENCE_S = 5.0
 """Refusals (429) within this many seconds lower the limits only once, because calls that began before the limits were
 lowered may still be refused."""
@@ -29,6 +30,7 @@ LESS = 0.8
 """If a refusal (429) says that nothing of a limit is left, and smaller bursts have not helped, the assumed limit is
 multiplied by this."""
 NEAR = 0.7
+"""From this part of its full value on, a lowered limit is raised in smaller steps (`NEAR_STEP`)."""
 NEAR_STEP = STEP / 4
 """Near its full value (above the part `NEAR` of it), a lowered limit is raised by this part of the full value at a
 time. It is less than `STEP`, because the next refusal is probably near."""
@@ -50,115 +52,94 @@ class Adaptive:
     def __init__(self, start: Amounts, caps: AccountCaps, *, now_s: float) -> None:
         self._start = start
         self._caps = caps.per_minute()
-        self._announced: list[float | None] = [None, None, None]
-        self._announced_s = [-inf, -inf, -inf]
-        self._grown = [0.0, 0.0, 0.0]
-        self._is_silent = False
-        self._factors = [1.0, 1.0, 1.0]
-        self._halved_s = -inf
-        self._moved_s = now_s
-
-    def learned(self) -> LearnedLimits:
-        return LearnedLimits(
-            tuple(self._announced),
-            tuple(self._announced_s),
-            tuple(self._grown),
-            self._is_silent,
-            tuple(self._factors),
-            self._halved_s,
-            self._moved_s,
-        )
-
-    def load(self, learned: LearnedLimits) -> None:
-        self._announced, self._announced_s = list(learned.told), list(learned.told_s)
-        self._grown, self._factors = list(learned.grown), list(learned.factors)
-        self._is_silent, self._halved_s, self._moved_s = learned.is_silent, learned.halved_s, learned.moved_s
+        self.learned = LearnedLimits(moved_s=now_s)
 
     def per_minute(self) -> Amounts:
-        return Amounts(*(self._of(index) * self._factors[index] for index in range(3)))
+        return Amounts(*(self._of(index) * self.learned.factors[index] for index in range(3)))
 
     def guessed(self) -> tuple[bool, ...]:
         """For each limit: True if it is a guess: not announced by the provider, not set by the operator, and not
         treated as absent because the provider announces no limits."""
         return tuple(
-            announced is None and cap is None and not self._is_silent
-            for announced, cap in zip(self._announced, self._caps, strict=True)
+            announced is None and cap is None and not self.learned.is_silent
+            for announced, cap in zip(self.learned.told, self._caps, strict=True)
         )
 
     def learn(self, rate: RateHeaders, now_s: float) -> bool:
         """Take over the limits that a response's headers announce. Returns True if one has changed."""
-        changed = False
+        before, told_s = self.learned.told, list(self.learned.told_s)
+        told = [known if header.limit is None else header.limit for header, known in zip(rate, before, strict=True)]
         for index, header in enumerate(rate):
-            if header.limit is None:
-                continue
-            if header.limit != self._announced[index]:
-                self._announced[index], self._announced_s[index] = header.limit, now_s
-                changed = True
-            elif not 0 <= now_s - self._announced_s[index] < NEWS_S:
-                self._announced_s[index] = now_s
-        return changed
+            is_news = told[index] != before[index] or not 0 <= now_s - told_s[index] < NEWS_S
+            if header.limit is not None and is_news:
+                told_s[index] = now_s
+        self.learned = self.learned._replace(told=tuple(told), told_s=tuple(told_s))
+        return self.learned.told != before
 
     def is_stale(self, now_s: float) -> bool:
         """True if an assumed limit is low and no response has confirmed it for minutes. It must be discarded, because
         if it blocked all calls, no response could correct it."""
-        for limit, start, at_s in zip(self._announced, self._start, self._announced_s):  # noqa: B905  asked before every call
+        known = self.learned
+        for limit, start, at_s in zip(known.told, self._start, known.told_s):  # noqa: B905  asked before every call
             if limit is not None and limit < start and not 0 <= now_s - at_s < FORGOTTEN_AFTER_S:
                 return True
-        return now_s - self._moved_s >= FORGOTTEN_AFTER_S and min(self._factors) < 1
+        return now_s - known.moved_s >= FORGOTTEN_AFTER_S and min(known.factors) < 1
 
     def forget(self, now_s: float) -> None:
         """Discard limits that no response has confirmed for a long time (`is_stale`), and begin again with the first
         guesses."""
-        for index, limit in enumerate(self._announced):
-            is_old = not 0 <= now_s - self._announced_s[index] < FORGOTTEN_AFTER_S
+        told, grown = list(self.learned.told), list(self.learned.grown)
+        for index, limit in enumerate(told):
+            is_old = not 0 <= now_s - self.learned.told_s[index] < FORGOTTEN_AFTER_S
             if limit is not None and limit < self._start[index] and is_old:
-                self._announced[index], self._grown[index] = None, 0.0
-        if now_s - self._moved_s >= FORGOTTEN_AFTER_S:
-            self._factors, self._moved_s = [1.0, 1.0, 1.0], now_s
+                told[index], grown[index] = None, 0.0
+        self.learned = self.learned._replace(told=tuple(told), grown=tuple(grown))
+        if now_s - self.learned.moved_s >= FORGOTTEN_AFTER_S:
+            self.learned = self.learned._replace(factors=(1.0, 1.0, 1.0), moved_s=now_s)
 
     def learn_no_rate(self) -> bool:
         """Learn from an answer whose headers announce no limits: then none are assumed, unless the provider announced
         or enforced some before. Returns True if that changes the limits."""
-        if self._is_silent or any(limit is not None for limit in self._announced) or self._halved_s > -inf:
+        known = self.learned
+        if known.is_silent or any(limit is not None for limit in known.told) or known.halved_s > -inf:
             return False
-        self._is_silent = True
+        self.learned = known._replace(is_silent=True)
         return True
 
-    def refused(self, now_s: float, is_spent: Sequence[bool] = NONE_SPENT) -> bool:
-        """Lower the assumed limits after a refusal (a 429): those with nothing left (`is_spent`) by the factor `LESS`,
-        or all by half if there are none. Returns False if an earlier refusal has just lowered them."""
-        self._moved_s = now_s
-        if self._is_silent:
-            self._is_silent, self._halved_s = False, now_s
-            return True
-        if 0 <= now_s - self._halved_s < PATIENCE_S:
-            return False
-        self._halved_s = now_s
-        for index, factor in enumerate(self._factors):
-            if is_spent[index] or not any(is_spent):
-                self._factors[index] = max(LEAST_FACTOR, factor * (LESS if is_spent[index] else 0.5))
-        return True
+    def refused(self, now_s: float, is_spent: Sequence[bool] = NONE_SPENT) -> None:
+        """Lower the assumed limits after a refusal (a 429), unless an earlier one has just lowered them: those with
+        nothing left (`is_spent`) by the factor `LESS`, or all by half if there are none."""
+        known = self.learned._replace(moved_s=now_s)
+        if known.is_silent:
+            known = known._replace(is_silent=False, halved_s=now_s)
+        elif not 0 <= now_s - known.halved_s < PATIENCE_S:
+            less = [LESS if spent else 1.0 for spent in is_spent] if any(is_spent) else [0.5, 0.5, 0.5]
+            factors = [max(LEAST_FACTOR, factor * by) for factor, by in zip(known.factors, less, strict=True)]
+            known = known._replace(factors=tuple(factors), halved_s=now_s)
+        self.learned = known
 
     def answered(self, now_s: float, *, pressed: bool) -> bool:
         """After an answer: raise the limits that refusals have lowered; if there are none, raise the guessed limits if
         a request has waited for them (`pressed`). At most every `STEP_EVERY_S`. Returns True if a limit rose."""
-        if 0 <= now_s - self._moved_s < STEP_EVERY_S:  # less than 0: the clock was set back
+        if 0 <= now_s - self.learned.moved_s < STEP_EVERY_S:  # less than 0: the clock was set back
             return False
-        self._moved_s = now_s
-        if min(self._factors) < 1:
-            self._factors = [min(1.0, factor + (STEP if factor < NEAR else NEAR_STEP)) for factor in self._factors]
+        self.learned = known = self.learned._replace(moved_s=now_s)
+        if min(known.factors) < 1:
+            raised = [min(1.0, factor + (STEP if factor < NEAR else NEAR_STEP)) for factor in known.factors]
+            self.learned = known._replace(factors=tuple(raised))
             return True
-        guessed = [index for index in range(3) if self._announced[index] is None and self._caps[index] is None]
-        if not pressed or not guessed:
+        guessed = [told is None and cap is None for told, cap in zip(known.told, self._caps, strict=True)]
+        if not pressed or not any(guessed):
             return False
-        for index in guessed:
-            self._grown[index] += STEP * self._start[index]
+        steps = [STEP * start if is_guess else 0.0 for start, is_guess in zip(self._start, guessed, strict=True)]
+        grown = tuple(grown + step for grown, step in zip(known.grown, steps, strict=True))
+        self.learned = known._replace(grown=grown)
         return True
 
     def _of(self, index: int) -> float:
-        cap, announced = self._caps[index], self._announced[index]
+        cap, announced = self._caps[index], self.learned.told[index]
         if announced is not None:
             return announced if cap is None else min(announced, cap)
-        if self._is_silent:
-            return NO_LIMIT if cap is None else cap
-        return self._start[index] + self._grown[index] if cap is None else cap
+        if cap is not None:
+            return cap
+        return NO_LIMIT if self.learned.is_silent else self._start[index] + self.learned.grown[index]

@@ -39,33 +39,29 @@ class Bucket:
     ) -> None:
         self.shares = tuple(shares)
         self._at_s = now_s
-        self.per_s = per_minute / 60
-        self.burst = _burst(per_minute, burst_s)
+        self.burst = 0.0
         """The size of the bucket: the most that it holds."""
-        self.most = (1 - lost_part) * self.burst
-        """A call takes its amount from the bucket's level, but from no more than this: when a call begins, a full
-        bucket loses the part `lost_part` (see `Size`)."""
-        self.level = self.burst
+        self.level = 0.0
         self._wants = [0.0 for _ in self.shares]
-        self.reserves = [share * self.burst for share in self.shares]
-        self._caps = list(self.reserves)
-        self._holds = list(self.reserves)
-        self.savings = list(self.reserves)
+        self.savings = [0.0 for _ in self.shares]
         """What each lane has saved of the bucket. A negative value is a debt, which the lane must pay before it saves
         again."""
+        self.resize(per_minute, burst_s=burst_s, lost_part=lost_part, fills=True)
 
     def resize(self, per_minute: float, *, burst_s: float, lost_part: float, fills: bool) -> None:
         """Change the limit and the size; call `refill` before. If the bucket becomes smaller, the amount that no longer
         fits is lost. `fills`: if it becomes larger, raise the level by the difference, because the bucket was that
         large from the beginning. `lost_part`: see `Size`."""
         self.per_s = per_minute / 60
-        before, self.burst = self.burst, _burst(per_minute, burst_s)
+        # at least one, because no call could take anything from a smaller bucket
+        before, self.burst = self.burst, max(1.0, per_minute * burst_s / 60)
         self.most = (1 - lost_part) * self.burst
+        """A call takes its amount from the bucket's level, but from no more than this: when a call begins, a full
+        bucket loses the part `lost_part` (see `Size`)."""
         self.reserves = [share * self.burst for share in self.shares]
         self._caps = [
             max(reserve, min(wanted, self.burst)) for reserve, wanted in zip(self.reserves, self._wants, strict=True)
         ]
-        self._holds[0] = self.reserves[0]
         self._share_out()
         if fills and (more := self.burst - before) > 0:
             self.level += more
@@ -105,10 +101,11 @@ class Bucket:
 
     def _share_out(self) -> None:
         """Compute for each lane up to which amount its savings are protected from the lanes above (`_holds`)."""
+        self._holds = list(self.reserves)
         room = self.burst - self._caps[0] - sum(self.reserves[1:])
         for other in range(1, len(self.reserves)):
             more = max(0.0, min(self._caps[other] - self.reserves[other], room))
-            self._holds[other] = self.reserves[other] + more
+            self._holds[other] += more
             room -= more
 
     def held(self, lane: int) -> float:
@@ -166,45 +163,42 @@ class Bucket:
         if left_s == 0:
             return 0.0
         share = self.shares[lane]
-        own_s = max(level_s, (enough - saved) / (share * self.per_s)) if share else inf
+        own_s = max(level_s, (enough - saved) / (share * self.per_s))
         return own_s if own_s < left_s else left_s
 
     def _left_in_s(self, kept: float, below: Sequence[int], *, is_first: bool) -> float:
         """Seconds until a request may take what other lanes leave: until the level covers `kept` (the request, and what
         is kept for the lanes above) and the savings that will then be held for the lanes `below`. `is_first`: a full
         bucket is enough."""
-        level, burst = self.level, self.burst
-        if is_first and level >= burst:
+        if is_first and self.level >= self.burst:
             return 0.0
-        need, savings = kept, self.savings
+        need = kept
         for other in below:
             need += self.held(other)
-        missing = need - level
+        missing = need - self.level
         if missing <= 0:
             return 0.0
-        full_s = (burst - level) / self.per_s
-        slope, passed_s = 1.0, 0.0
+        full_s = (self.burst - self.level) / self.per_s
         filling = []
         for other in below:  # each saves its share of what flows in, until its savings reach `_holds`
-            share, saved = self.shares[other], savings[other]
-            if share and saved < self._holds[other]:
+            share, saved = self.shares[other], self.savings[other]
+            if saved < self._holds[other]:
                 if saved < 0:  # the lane must pay its debt before it saves, so this is the earliest time
                     return min(full_s if is_first else inf, missing / self.per_s)
-                filling.append(((self._holds[other] - saved) / (share * self.per_s), share))
-                slope -= share
-        filling.sort()
-        for in_s, share in filling:
-            reached = missing - slope * self.per_s * (in_s - passed_s)
-            if reached <= 0:
-                break
-            missing, passed_s, slope = reached, in_s, slope + share
-        in_s = passed_s + missing / (slope * self.per_s) if slope > 0 else inf
+                filling.append(((self._holds[other] - saved) / (share * self.per_s), share * self.per_s))
+        in_s = flows_in_s(missing, self.per_s - sum(per_s for _, per_s in filling), filling)
         if in_s <= full_s:
             return in_s
         return full_s if is_first else inf
 
 
-def _burst(per_minute: float, burst_s: float) -> float:
-    """The size of a bucket in requests or tokens. It is at least one, because no call could take anything from a
-    smaller bucket."""
-    return max(1.0, per_minute * burst_s / 60)
+def flows_in_s(missing: float, per_s: float, filling: Sequence[tuple[float, float]]) -> float:
+    """Seconds until the amount `missing` has flowed in at the rate `per_s`, which rises when other lanes have saved
+    enough. `filling`: for each of them, after how many seconds, and by how much."""
+    passed_s = 0.0
+    for in_s, more_per_s in sorted(filling):
+        reached = missing - per_s * (in_s - passed_s)
+        if reached <= 0:
+            break
+        missing, passed_s, per_s = reached, in_s, per_s + more_per_s
+    return passed_s + missing / per_s if per_s > 0 else inf

@@ -12,10 +12,9 @@ input matters: the provider takes it at the beginning of a call, and corrects it
 higher it is than ours (`margin`)."""
 
 from collections.abc import Sequence
-from math import inf
 from typing import NamedTuple
 
-from consumers.limits.amounts import INPUT, Amounts
+from consumers.limits.base import INPUT, Amounts
 from consumers.limits.headers import ROUNDED_UP_BY, RateHeaders
 from consumers.limits.learned import LearnedBursts
 
@@ -31,6 +30,7 @@ RECOVERY = 1.1
 """The size of a token bucket that was reduced after a refusal (429) grows by this factor every `RECOVERY_EVERY_S`
 seconds."""
 RECOVERY_EVERY_S = 10.0
+"""The shortest time, in seconds, between two steps of the recovery after refusals (429)."""
 PATIENCE_S = 5.0
 """Refusals (429) within this many seconds reduce the sizes of the buckets only once, because calls that run already are
 refused for the same reason."""
@@ -40,7 +40,10 @@ SMALL_S = 5.0
 """If a bucket holds fewer seconds' worth of its limit than this, it counts as small: one request may need all that it
 holds."""
 MARGIN_STEP = 0.2
+"""By how much `Bursts.margin` (the part by which more input tokens are reserved than estimated) is raised after a
+refusal (429) that shows that the provider estimates more than we do."""
 MARGIN_MOST = 0.5
+"""The highest value of `Bursts.margin` (the part by which more input tokens are reserved than estimated)."""
 OFTEN = 0.5
 """If at least this part of the latest responses (a smoothed value) are refusals (429), reducing the buckets has not
 helped, and the limits are lowered."""
@@ -48,9 +51,10 @@ MARGIN_DECAY = 0.99
 """At each step of the recovery after refusals (429), `Bursts.margin` (by what part the provider's estimates of input
 tokens exceed ours) is multiplied by this."""
 SPENT = 0.01
+"""A token bucket counts as spent, and so explains a refusal (429), if less than this part of its limit is left in
+it."""
 SPENT_REQUESTS = 2.0
-"""A token bucket counts as spent, and so explains a refusal (429), if less is left in it than the part `SPENT` of its
-limit, or than `SPENT_REQUESTS` average requests need."""
+"""A token bucket also counts as spent if less is left in it than this many average requests need."""
 WEIGHT = 0.1
 """The weight of the latest response in smoothed values, such as the share of responses that are refusals (429)."""
 LOST_PART = 0.05
@@ -74,23 +78,13 @@ class Bursts:
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
-        self._proven_s: list[float | None] = [None, None, None]
-        self._cut = [1.0, 1.0, 1.0]
-        """For each bucket: the factor by which refusals (429) have reduced its proven size; 1: not reduced."""
-        self._cut_s = self._moved_s = -inf
+        self.learned = LearnedBursts()
         self._usual_input = 0.0
         """How many input tokens a usual request has, from the responses that this process has received."""
         self._refusals = 0.0
         self.margin = 0.0
         """By what part the provider's estimate of a request's input exceeds ours (0.2: by a fifth). It is not sent to
         other processes."""
-
-    def learned(self) -> LearnedBursts:
-        return LearnedBursts(tuple(self._proven_s), tuple(self._cut), self._cut_s, self._moved_s)
-
-    def load(self, learned: LearnedBursts) -> None:
-        proven_s, cut, self._cut_s, self._moved_s = learned
-        self._proven_s, self._cut = list(proven_s), list(cut)
 
     def sizes(self, *, guessed: Sequence[bool]) -> tuple[Size, ...]:
         """The sizes of the three buckets. `guessed`: for each limit, True if it was neither announced by the provider
@@ -99,32 +93,33 @@ class Bursts:
             Size(cut * min(self._most_s, UNKNOWN_S if is_guess else UNPROVEN_S), 0.0)
             if proven_s is None
             else Size(cut * proven_s, LOST_PART if cut * proven_s < self._most_s else 0.0)
-            for proven_s, cut, is_guess in zip(self._proven_s, self._cut, guessed, strict=True)
+            for proven_s, cut, is_guess in zip(self.learned.proven_s, self.learned.cut, guessed, strict=True)
         )
 
     def forget(self, guessed: Sequence[bool]) -> None:
         """Discard the proven sizes of buckets whose limits are guessed again."""
-        self._proven_s = [
-            None if is_guess else proven_s for proven_s, is_guess in zip(self._proven_s, guessed, strict=True)
-        ]
+        known = zip(self.learned.proven_s, guessed, strict=True)
+        self.learned = self.learned._replace(
+            proven_s=tuple(None if is_guess else proven_s for proven_s, is_guess in known)
+        )
 
     def learn(self, rate: RateHeaders, counted: Amounts) -> bool:
         """Learn from a response how much the provider's buckets hold. Returns True if a bucket is now proven to hold
         more than before. `counted`: see `Feedback`."""
         if counted.input_tokens > 0:
             self._usual_input += (WEIGHT if self._usual_input else 1.0) * (counted.input_tokens - self._usual_input)
-        changed = False
+        found = list(self.learned.proven_s)
         for index, header in enumerate(rate):
             if header.remaining is None or header.limit is None:
                 continue
             left = header.remaining - ROUNDED_UP_BY[index]
             # if `left` is below 0, the call may have left a debt, and proves nothing
             held = left + counted[index] if left >= 0 else 0.0
-            held_s, proven_s = min(self._most_s, 60 * held / header.limit), self._proven_s[index]
+            held_s, proven_s = min(self._most_s, 60 * held / header.limit), found[index]
             if proven_s is None or held_s > NEWS * proven_s or held_s == self._most_s > proven_s:
-                self._proven_s[index] = held_s
-                changed = True
-        return changed
+                found[index] = held_s
+        before, self.learned = self.learned, self.learned._replace(proven_s=tuple(found))
+        return self.learned != before
 
     def spent(self, rate: RateHeaders) -> tuple[bool, ...]:
         """For each of the three buckets: True if so little is left in it that this explains a refused call."""
@@ -139,36 +134,38 @@ class Bursts:
         """Reduce the sizes after a refusal: of the buckets that are spent, or of all buckets if none is. Returns False
         if smaller bursts have not ended the refusals."""
         self._refusals += WEIGHT * (1 - self._refusals)
-        if 0 <= now_s - self._cut_s < PATIENCE_S:
+        if 0 <= now_s - self.learned.cut_s < PATIENCE_S:
             return True
-        self._cut_s = self._moved_s = now_s
+        self.learned = known = self.learned._replace(cut_s=now_s, moved_s=now_s)
         reduced = [index for index in range(3) if is_spent[index]] or range(3)
-        if INPUT in reduced and (self._proven_s[INPUT] or self._most_s) < SMALL_S and self.margin < MARGIN_MOST:
+        if INPUT in reduced and (known.proven_s[INPUT] or self._most_s) < SMALL_S and self.margin < MARGIN_MOST:
             self.widen(now_s)
             return True
-        if all(self._cut[index] <= self._least(index) for index in reduced):
+        if all(known.cut[index] <= self._least(index) for index in reduced):
             return self._refusals < OFTEN
+        cut = list(known.cut)
         for index in reduced:
-            self._cut[index] = max(self._least(index), self._cut[index] / 2)
+            cut[index] = max(self._least(index), cut[index] / 2)
+        self.learned = known._replace(cut=tuple(cut))
         return True
 
     def widen(self, now_s: float) -> None:
         """Reserve more input tokens for each call from now on (`margin`), because the provider's first estimate of a
         request's input was higher than ours."""
-        self._moved_s = now_s
+        self.learned = self.learned._replace(moved_s=now_s)
         self.margin = min(MARGIN_MOST, self.margin + MARGIN_STEP)
 
     def answered(self, now_s: float) -> bool:
         """After an answer: raise the sizes that refusals have reduced by a step, if the last step is long enough ago.
         Returns True if they rose."""
         self._refusals -= WEIGHT * self._refusals
-        if 0 <= now_s - self._moved_s < RECOVERY_EVERY_S or (min(self._cut) == 1 and not self.margin):
+        known = self.learned
+        if 0 <= now_s - known.moved_s < RECOVERY_EVERY_S or (min(known.cut) == 1 and not self.margin):
             return False
-        self._moved_s = now_s
         self.margin *= MARGIN_DECAY
-        self._cut = [min(1.0, RECOVERY * factor) for factor in self._cut]
+        self.learned = known._replace(cut=tuple(min(1.0, RECOVERY * factor) for factor in known.cut), moved_s=now_s)
         return True
 
     def _least(self, index: int) -> float:
         """The smallest factor for the size of a bucket: with it, the bucket holds one second's worth of the limit."""
-        return min(1.0, LEAST_S / (self._proven_s[index] or UNPROVEN_S))
+        return min(1.0, LEAST_S / (self.learned.proven_s[index] or UNPROVEN_S))

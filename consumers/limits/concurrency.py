@@ -63,17 +63,14 @@ class Concurrency:
         self.running = max(0, self.running - 1)
         self.call_s += (max(0.0, took_s) - self.call_s) * (SMOOTHING if self.call_s else 1.0)
 
-    def overloaded(self, now_s: float) -> bool:
-        """Count an answer 529 (overloaded), and lower the limit of calls if such answers are frequent. Returns True if
-        it was lowered."""
+    def overloaded(self, now_s: float) -> None:
+        """Count an answer 529 (overloaded), and lower the limit of calls if such answers are frequent."""
         self._overloads += (1 - self._overloads) * SMOOTHING
         self._regained_s = now_s
-        if self._overloads < OFTEN or 0 <= now_s - self._backed_off_s < PATIENCE_S:
-            return False
-        self._backed_off_s = now_s
-        # `running` includes the call that was refused
-        self.limit = max(1.0, min(self.limit, self.running) / 2)
-        return True
+        if self._overloads >= OFTEN and not 0 <= now_s - self._backed_off_s < PATIENCE_S:
+            self._backed_off_s = now_s
+            # `running` includes the call that was refused
+            self.limit = max(1.0, min(self.limit, self.running) / 2)
 
     def answered(self) -> None:
         """Count an answer. After overloads (529), the lowered limit rises by one call after as many answers as it

@@ -6,7 +6,7 @@ time.
 """
 
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 KINDS = 4096
 """Estimates are kept for this many kinds of requests (lane, task and model): those that were used last."""
@@ -14,6 +14,7 @@ WEIGHT = 0.1
 """The weight of the latest value in a smoothed mean."""
 SPREAD = 1.0
 """An estimate is the mean plus this many mean deviations, so that few answers use more than estimated."""
+Key = TypeVar("Key")
 
 
 class UsageClass(NamedTuple):
@@ -56,10 +57,11 @@ class Estimates:
         self._first_ratio = 1 / first_bytes_per_token
         self._outputs: OrderedDict[UsageClass, _Average] = OrderedDict()
         self._runs: OrderedDict[UsageClass, _Average] = OrderedDict()
-        self._tokens_per_byte: OrderedDict[str, float] = OrderedDict()
+        self._tokens_per_byte: OrderedDict[str, _Average] = OrderedDict()
 
     def input_tokens(self, model: str, body_bytes: int) -> float:
-        return max(1.0, body_bytes * self._tokens_per_byte.get(model, self._first_ratio))
+        known = self._tokens_per_byte.get(model)
+        return max(1.0, body_bytes * (self._first_ratio if known is None else known.mean))
 
     def output_tokens(self, kind: UsageClass, *, max_tokens: int) -> float:
         known = self._outputs.get(kind)
@@ -82,19 +84,14 @@ class Estimates:
         those read from the cache."""
         _learn_value(self._outputs, kind, output_tokens)
         if body_bytes > 0:
-            ratio = self._tokens_per_byte.pop(kind.model, None)
-            found = input_tokens / body_bytes
-            self._tokens_per_byte[kind.model] = found if ratio is None else ratio + WEIGHT * (found - ratio)
-            if len(self._tokens_per_byte) > KINDS:
-                self._tokens_per_byte.popitem(last=False)
+            _learn_value(self._tokens_per_byte, kind.model, input_tokens / body_bytes)
 
 
-def _learn_value(known_kinds: OrderedDict[UsageClass, _Average], kind: UsageClass, value: float) -> None:
-    known = known_kinds.pop(kind, None)
-    if known is None:
-        known = _Average(value)
-    else:
+def _learn_value(averages: OrderedDict[Key, _Average], key: Key, value: float) -> None:
+    if (known := averages.get(key)) is not None:
         known.add(value)
-    known_kinds[kind] = known
-    if len(known_kinds) > KINDS:
-        known_kinds.popitem(last=False)
+        averages.move_to_end(key)
+        return
+    averages[key] = _Average(value)
+    if len(averages) > KINDS:
+        averages.popitem(last=False)

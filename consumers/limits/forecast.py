@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from consumers.limits.account import Account
-from consumers.limits.amounts import CONCURRENCY, NOTHING, PAUSED, REASONS, Amounts
-from consumers.limits.base import Wait
-from consumers.limits.bucket import Bucket
-from consumers.limits.waiter import Waiter
+from consumers.limits.base import CONCURRENCY, NOTHING, PAUSED, REASONS, Amounts, Wait
+from consumers.limits.bucket import Bucket, flows_in_s
+from consumers.limits.lines import Waiter
 
 
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
@@ -76,7 +75,7 @@ def _wait(
     for index, line in enumerate(_lines(account, lane, now_s) if lines is None else lines):
         if amounts[index] + ahead[index] <= 0:
             continue
-        if (in_s := line.wait_s(ahead[index], amounts[index], line.taken_per_s)) > longest_s:
+        if (in_s := line.wait_s(ahead[index], amounts[index])) > longest_s:
             longest_s, reason, is_known = in_s, REASONS[index], not account.guessed[index]
         if in_s > least_s and not account.guessed[index]:
             least_s = max(least_s, line.wait_s(ahead[index], amounts[index], earliest=True))
@@ -94,10 +93,10 @@ def _wait(
 def _lines(account: Account, lane: int, now_s: float) -> "list[_Line]":
     """The line of a lane's waiting requests, as each of the three buckets sees it."""
     above = [_ahead_of(account, other) for other in range(lane)]
-    lines = [_Line(account, index, bucket, lane, above) for index, bucket in enumerate(account.buckets)]
-    for index, line in enumerate(lines):
-        line.taken_per_s = account.demand.per_s(range(lane), index, now_s)
-    return lines
+    return [
+        _Line(account, index, bucket, lane, above, account.demand.per_s(range(lane), index, now_s))
+        for index, bucket in enumerate(account.buckets)
+    ]
 
 
 def _ahead_of(account: Account, lane: int) -> Sequence[float]:
@@ -116,67 +115,59 @@ class _Line:
     requests before it only the sum of their amounts counts; for the request itself the bucket's rule (`bucket.py`) is
     applied."""
 
-    __slots__ = ("_above", "_bucket", "_filling", "_held", "_is_top", "_lane", "_slope", "taken_per_s")
-
     def __init__(
-        self, account: Account, index: int, bucket: Bucket, lane: int, above: Sequence[Sequence[float]]
+        self,
+        account: Account,
+        index: int,
+        bucket: Bucket,
+        lane: int,
+        above: Sequence[Sequence[float]],
+        taken_per_s: float,
     ) -> None:
         self._bucket = bucket
         self._lane = lane
-        self._is_top = not above
-        self.taken_per_s = 0.0
+        self._taken_per_s = taken_per_s
         """How much per second the lanes above (the more urgent ones) are expected to go on taking from the bucket."""
-        self._above = self._held = 0.0
-        """`_above`: the amount that the lanes above will take from the bucket. `_held`: the amount that the bucket must
-        contain in addition to what the request needs."""
-        for other, takes in enumerate(above):
-            self._above += takes[index]
-            self._held += bucket.reserves[other]
-        self._slope = 1.0
-        """The part of what flows into the bucket that this lane and those above get, while the lanes below spend or
-        save their shares."""
+        self._above = sum(takes[index] for takes in above)
+        """The amount that the lanes above will take from the bucket."""
+        self._held = sum(bucket.reserves[:lane])
+        """The amount that the bucket must contain in addition to what the request needs."""
+        self._per_s = bucket.per_s
+        """How much per second this lane and those above get, while the lanes below spend or save their shares."""
         self._filling: list[tuple[float, float]] = []
         """For each lane below that still saves and has no waiting request: the seconds until it has saved all that it
-        may, and its share."""
+        may, and how much per second it saves."""
         for other in range(lane + 1, len(bucket.shares)):
-            held, share = bucket.held(other), bucket.shares[other]
+            held, its_per_s = bucket.held(other), bucket.shares[other] * bucket.per_s
             self._held += held
             if account.lines.sums(other)[index] + account.waiting_elsewhere[other][index] > 0:
-                self._slope -= share
-            elif share and (missing := bucket.reserves[other] - held) > 0:
-                self._slope -= share
-                self._filling.append((missing / (share * bucket.per_s), share))
-        self._filling.sort()
+                self._per_s -= its_per_s
+            elif (missing := bucket.reserves[other] - held) > 0:
+                self._per_s -= its_per_s
+                self._filling.append((missing / its_per_s, its_per_s))
 
-    def wait_s(self, ahead: float, amount: float, taken_per_s: float = 0.0, *, earliest: bool = False) -> float:
+    def wait_s(self, ahead: float, amount: float, *, earliest: bool = False) -> float:
         """Seconds until the request is granted, after those that need `ahead`: from the lane's savings, or from what
-        other lanes leave, whichever is sooner. `taken_per_s`: what the lanes above take of the latter.
-        `earliest`: the shortest possible wait."""
+        other lanes leave, whichever is sooner. `earliest`: the shortest possible wait."""
         bucket = self._bucket
         whole = ahead + (amount if amount < bucket.burst else bucket.burst)
         level_s, before = (whole - bucket.level) / bucket.per_s, ahead + self._above - bucket.level
-        saved, share = bucket.savings[self._lane], bucket.shares[self._lane]
+        saved, own_per_s = bucket.savings[self._lane], bucket.shares[self._lane] * bucket.per_s
         if whole <= saved:
             return max(0.0, level_s)
-        own_s = (whole - saved) / (share * bucket.per_s) if share else inf
-        if earliest and ahead > 0 and share:
+        own_s = (whole - saved) / own_per_s
+        if earliest and ahead > 0:
             # The shortest wait: those before use only what other lanes leave, and this request the lane's savings.
-            own_s = min(own_s, max(0.0, before) / bucket.per_s + (whole - ahead) / (share * bucket.per_s))
-        return max(0.0, level_s, min(own_s, self._left_s(ahead, amount, taken_per_s)))
+            own_s = min(own_s, max(0.0, before) / bucket.per_s + (whole - ahead) / own_per_s)
+        kept = amount if self._lane else min(amount, bucket.reserves[0])
+        return max(0.0, level_s, min(own_s, self._left_s(before, kept, 0.0 if earliest else self._taken_per_s)))
 
-    def _left_s(self, ahead: float, amount: float, taken_per_s: float) -> float:
-        bucket = self._bucket
-        before = ahead + self._above - bucket.level
-        kept = min(amount, bucket.reserves[self._lane]) if self._is_top else amount
+    def _left_s(self, before: float, kept: float, taken_per_s: float) -> float:
+        """Seconds until the request may take what other lanes leave. `before`: the amount that must flow in for those
+        before it; `kept`: the part of its own amount that must flow in; `taken_per_s`: what the lanes above take."""
         missing = before + kept + self._held
         if missing <= 0:
             return 0.0
-        left_per_s = bucket.per_s - taken_per_s
-        full_s = max(0.0, before + bucket.burst) / left_per_s if left_per_s > 0 else inf
-        per_s, passed_s = self._slope * bucket.per_s - taken_per_s, 0.0
-        for in_s, share in self._filling:
-            reached = missing - per_s * (in_s - passed_s)
-            if reached <= 0:
-                break
-            missing, passed_s, per_s = reached, in_s, per_s + share * bucket.per_s
-        return min(full_s, passed_s + missing / per_s if per_s > 0 else inf)
+        left_per_s = self._bucket.per_s - taken_per_s
+        full_s = max(0.0, before + self._bucket.burst) / left_per_s if left_per_s > 0 else inf
+        return min(full_s, flows_in_s(missing, self._per_s - taken_per_s, self._filling))

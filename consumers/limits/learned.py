@@ -7,6 +7,7 @@ understand raises `UnreadableError`; the reading process then keeps what it know
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -14,6 +15,7 @@ VERSION: Final = 1
 """The version of the JSON text in which processes exchange learned limits. Increase it when a field is added, is
 removed, or gets another meaning."""
 MOST: Final = 1e12
+"""The largest number that is accepted among the learned limits of another process."""
 
 
 class UnreadableError(ValueError):
@@ -24,19 +26,19 @@ class LearnedLimits(NamedTuple):
     """What was learned about an account's limits per minute: requests, input tokens, output tokens, in this order. The
     names of the fields are part of the JSON that processes exchange."""
 
-    told: tuple[float | None, ...]
+    told: tuple[float | None, ...] = (None, None, None)
     """The limits per minute that the provider announced; None: it announced none."""
-    told_s: tuple[float, ...]
+    told_s: tuple[float, ...] = (-inf, -inf, -inf)
     """For each limit: when the provider last announced it."""
-    grown: tuple[float, ...]
+    grown: tuple[float, ...] = (0.0, 0.0, 0.0)
     """For each guessed limit: by how much it was raised above the first guess."""
-    is_silent: bool
+    is_silent: bool = False
     """True if the provider's answers announce no limits, so that none are assumed."""
-    factors: tuple[float, ...]
+    factors: tuple[float, ...] = (1.0, 1.0, 1.0)
     """For each limit: the factor (1 or less) by which it is multiplied, because the provider has refused calls."""
-    halved_s: float
+    halved_s: float = -inf
     """When a refusal (429) last lowered the limits."""
-    moved_s: float
+    moved_s: float = -inf
     """When the limits were last lowered, or raised by a step."""
 
 
@@ -44,14 +46,14 @@ class LearnedBursts(NamedTuple):
     """What was learned about the sizes of an account's three token buckets (`burst.py`). The names of the fields are
     part of the JSON that processes exchange."""
 
-    proven_s: tuple[float | None, ...]
+    proven_s: tuple[float | None, ...] = (None, None, None)
     """What each bucket is proven to hold, in seconds' worth of its limit; None: nothing is proven."""
-    cut: tuple[float, ...]
+    cut: tuple[float, ...] = (1.0, 1.0, 1.0)
     """For each bucket: the factor (1 or less) by which its size is multiplied, because the provider has refused
     calls."""
-    cut_s: float
+    cut_s: float = -inf
     """When a refusal (429) last reduced the bucket sizes."""
-    moved_s: float
+    moved_s: float = -inf
     """When the bucket sizes were last reduced, or raised by a step."""
 
 
@@ -78,6 +80,7 @@ class Learned(NamedTuple):
         )
 
 
+@lru_cache(maxsize=64)  # the same text is sent to Redis many times a second
 def to_json(learned: Learned) -> str:
     """Convert what was learned about an account's limits to JSON text, which `read` reads."""
     return json.dumps(

@@ -15,6 +15,8 @@ from consumers.providers.base import Answer
 MOST_TOKENS: Final = 10_000_000
 """A provider's token count above this is ignored as impossible: charging it would block the budget for ever."""
 _NAME_CHARACTERS: Final = 256
+"""The most characters of a name in a provider's answer, such as the model's, that are taken over into headers and
+spans."""
 
 
 def pieces(response: httpx2.Response) -> AsyncIterable[bytes]:

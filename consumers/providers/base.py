@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from consumers.limits.base import Amounts
 from consumers.limits.headers import RateHeaders
 from consumers.prices import Usage
 from topology.codec.request import Request
@@ -24,6 +25,12 @@ class Answer:
     """What the response's headers say about the account's rate limits."""
     cost_usd: float | None = None
     """The cost of the call in US dollars, by the table of prices; None if the model has no price."""
+
+    @property
+    def counted(self) -> Amounts:
+        """What the call has used of its account's limits: one request, and its tokens. Tokens read from the cache count
+        against no limit (docs/facts.md, section 10)."""
+        return Amounts(1, self.usage.input_tokens + self.usage.cache_creation_input_tokens, self.usage.output_tokens)
 
 
 OnEvent = Callable[[bytes], Awaitable[None]]

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import anthropic
 import httpx2
@@ -15,6 +15,7 @@ from consumers.providers.client_options import client_options
 from consumers.providers.translation import border, plain
 
 WITHIN_S: Final = 30.0
+"""The time limit, in seconds, for a call such as counting tokens or listing the models."""
 ANSWER_BYTES: Final = 4 * 1024 * 1024
 """The largest answer, in bytes, that is read from a call such as listing the models. A page has at most a thousand
 models, which take less."""
@@ -32,18 +33,12 @@ class Found:
 
 
 class Lookups:
-    """Makes calls of Anthropic's API other than Messages (count tokens, list models). `secret`: the API key, which is
-    kept out of answers and errors."""
+    """Makes calls of Anthropic's API other than Messages (count tokens, list models), to Anthropic or a compatible API
+    at `base_url`. The API key is kept out of answers and errors."""
 
-    def __init__(self, client: anthropic.AsyncAnthropic, *, secret: str) -> None:
-        self._client = client
-        self._key = secret
-
-    @classmethod
-    def at(cls, base_url: str, *, api_key: str) -> Self:
-        """Create the object that makes these calls to Anthropic, or to a compatible API, at `base_url`."""
-        client = anthropic.AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))
-        return cls(client, secret=api_key)
+    def __init__(self, base_url: str, *, api_key: str) -> None:
+        self._client = anthropic.AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))
+        self._key = api_key
 
     async def call(
         self, path: str, *, body: bytes | None = None, query: Mapping[str, str], beta: str | None = None

@@ -10,7 +10,6 @@ from consumers.chain import Route
 from consumers.failures import ProviderError
 from consumers.limits.base import Feedback, Kind
 from consumers.prices import Prices
-from consumers.providers import counting
 from consumers.providers.base import Answer, OnEvent, Provider
 from lanekeeper.telemetry import logs, recording, signals
 from lanekeeper.telemetry.tracing import Tracing
@@ -54,7 +53,11 @@ class Registry:
                 self._learn(route.account, self._feedback(route.account, error, took_s=clock() - began_s))
                 raise
             self._spend_refusals.pop(route.account, None)
-            self._learn(route.account, counting.answered(answer, took_s=clock() - began_s))
+            counted = answer.counted._replace(output_tokens=0)  # the provider counts them after it has sent the headers
+            self._learn(
+                route.account,
+                Feedback(kind=Kind.ANSWERED, rate=answer.rate, counted=counted, took_s=clock() - began_s),
+            )
             answer = replace(answer, cost_usd=self._prices.cost_usd(route.model, answer.usage))
             recording.answer(
                 span,
@@ -72,7 +75,7 @@ class Registry:
     def _feedback(self, account: str, error: ProviderError, *, took_s: float) -> Feedback:
         """What a failed call says about its account, for the budget. The first refusal because of a spend limit is
         logged. Such refusals count as ordinary failures until there are `SPEND_REFUSALS` in a row."""
-        feedback = counting.failed(error, error.rate, took_s=took_s)
+        feedback = Feedback(kind=error.means.says, rate=error.rate, retry_after_s=error.retry_after_s, took_s=took_s)
         if feedback.kind is not Kind.SPEND_LIMIT:
             return feedback
         count = self._spend_refusals[account] = self._spend_refusals.get(account, 0) + 1

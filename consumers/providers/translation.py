@@ -49,8 +49,11 @@ _TEMPORARY: Final = frozenset({408, 409, 424, 425})
 _SPEND_LIMIT_TEXTS: Final = ("You have reached your specified API usage limits", "Your credit balance is too low")
 """Texts by which an error is recognised as a spend limit, if it comes as a 400 without an error code."""
 _LONGEST_WAIT_S: Final = 86_400.0
+"""A `retry-after` of more seconds than this is ignored."""
 _MESSAGE_CHARACTERS: Final = 300
+"""The most characters of the message in a provider's error that our own error quotes."""
 _TYPE_CHARACTERS: Final = 60
+"""The most characters of the type in a provider's error that our own error quotes."""
 _READ_CHARACTERS: Final = 10_000
 """The most characters that are read of the message in a provider's error, which may have millions."""
 NETWORK_ERRORS: Final = (httpx2.RequestError, aiohttp.ClientError, OSError)
@@ -117,16 +120,14 @@ def classify(
     is_spent = any(text in message for text in _SPEND_LIMIT_TEXTS)
     if code.endswith("spend_limit_reached") or type == "billing_error" or is_spent:
         return SpendLimitError(detail, **fields)
-    if type == "rate_limit_error" or (not type and status == 429):
-        return RateLimitedError(detail, retry_after_s=retry_after_s, **fields)
-    # a 503 that says when to come back means the same as a 529
-    if type == "overloaded_error" or status == 529 or (status == 503 and retry_after_s is not None):
-        return OverloadedError(detail, retry_after_s=retry_after_s, **fields)
     effective = _STATUS_OF_TYPE.get(type, status)
-    if effective >= 500 or effective in _TEMPORARY:
-        return TransientError(detail, **fields)
     if effective == 429:
         return RateLimitedError(detail, retry_after_s=retry_after_s, **fields)
+    # a 503 that says when to come back means the same as a 529
+    if 529 in (effective, status) or (status == 503 and retry_after_s is not None):
+        return OverloadedError(detail, retry_after_s=retry_after_s, **fields)
+    if effective >= 500 or effective in _TEMPORARY:
+        return TransientError(detail, **fields)
     return RejectedError(detail, **fields)
 
 

@@ -18,6 +18,7 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
 
 LONGEST = 255
+"""The longest reply address, in characters."""
 _BROKER_NAMED = re.compile(r"amq\.gen-[A-Za-z0-9_-]{22}")
 """The pattern of the names that the broker itself gives to queues. Clients cannot create one with such a name
 (docs/facts.md, section 6)."""
@@ -26,6 +27,7 @@ _USER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """The pattern of the user names that `topology export` allows. Dots are excluded: `lane.reply.a.b` could belong to user
 `a` or `a.b`."""
 _SHOWN = 100
+"""How many characters of a forbidden reply address the text of an error quotes."""
 
 
 def is_direct(address: str) -> bool:

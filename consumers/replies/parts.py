@@ -16,9 +16,9 @@ from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 
 UNCONFIRMED = 64
+"""How many parts of a stream may be published and not confirmed yet."""
 UNCONFIRMED_BYTES = 256 * 1024
-"""`UNCONFIRMED` parts of a stream with `UNCONFIRMED_BYTES` together may be published and not confirmed yet. A single
-part may be larger."""
+"""How many bytes the unconfirmed parts of a stream may have together. A single part may be larger."""
 FIRST_UNCONFIRMED = 4
 """How many parts of a stream may be published and not confirmed at first. The limit doubles each time it is reached. A
 stream begins with three events and then the first piece of the answer. With this limit that piece reaches the client

@@ -7,11 +7,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from consumers.job import Job
-from consumers.replies.address import ReplyRule, is_direct
-from consumers.replies.direct import DirectSender
+from consumers.replies.address import ReplyRule
+from consumers.replies.sender import ReplySender
 from consumers.state.base import Completion
 from lanekeeper.amqp.confirming import Answer
-from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import (
@@ -28,6 +27,7 @@ from lanekeeper.telemetry import logs, signals
 JSON = "application/json"
 PROBLEM = "application/problem+json"
 PART_TIMEOUT_S = 5.0
+"""The time limit, in seconds, for publishing one part of a stream, and for its confirm."""
 log = logs.logger()
 
 
@@ -37,9 +37,8 @@ class Replies:
     than a message may be. True: it is left out, because a large final answer can be stored beside the broker. False: it
     ends the request, because the final reply would be too large too."""
 
-    publisher: Publisher
+    sender: ReplySender
     _: KW_ONLY
-    direct: DirectSender
     rule: ReplyRule
     loses_large_parts: bool = False
 
@@ -49,9 +48,9 @@ class Replies:
         address = job.message.reply_to
         if not address:
             return None
-        if self.rule.allows(address, user=job.user_id):
-            return self.direct.refusal(address)
-        return self.rule.refusal(address, user=job.user_id)
+        if self.rule.allows(address, user=job.hop.user_id):
+            return self.sender.refusal(address)
+        return self.rule.refusal(address, user=job.hop.user_id)
 
     async def final(self, job: Job, completion: Completion, *, replayed: bool = False) -> bool:
         """Send the final reply. Return False if the reply queue is full and refused it.
@@ -78,9 +77,9 @@ class Replies:
 
     async def _final(self, job: Job, *, body: bytes, content_type: str, headers: dict[str, Any]) -> bool:
         address = job.message.reply_to
-        if not address or not self.rule.allows(address, user=job.user_id):
+        if not address or not self.rule.allows(address, user=job.hop.user_id):
             return True
-        if (forged := self.direct.refusal(address)) is not None:
+        if (forged := self.sender.refusal(address)) is not None:
             raise forged
         message = Message(
             body=body,
@@ -90,10 +89,7 @@ class Replies:
             correlation_id=job.message.correlation_id,
         )
         try:
-            if is_direct(address):
-                await self.direct.send_surely(message, address)
-            else:
-                await self.publisher.publish_surely(message, exchange="", routing_key=address, refused_within_s=0)
+            await self.sender.send_surely(message, address)
         except Unroutable:
             log.info(signals.REPLY_UNROUTABLE)
         except AccessRefused as error:
@@ -115,9 +111,7 @@ class Replies:
             body=body, headers=headers, content_type=JSON, correlation_id=job.message.correlation_id, persistent=False
         )
         try:
-            if is_direct(address):
-                return await self.direct.write(message, address, timeout_s=PART_TIMEOUT_S)
-            return await self.publisher.write(message, exchange="", routing_key=address, timeout_s=PART_TIMEOUT_S)
+            return await self.sender.write(message, address, timeout_s=PART_TIMEOUT_S)
         except MessageTooLarge as error:
             if self.loses_large_parts:
                 raise

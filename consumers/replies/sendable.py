@@ -2,15 +2,19 @@
 for an AMQP message is stored outside the broker, and the outcome contains its address instead. If the answer cannot be
 stored, the outcome becomes an error."""
 
+import asyncio
 import json
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from consumers.bodies.answers import AnswerBodies
+from consumers.background import Background
 from consumers.outcomes import Answered, Buried, Outcome
 from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.bodies import KEEP_S, OVER_BYTES, BodiesUnavailable, BodyStore
 from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.problems import answer_too_large
+from lanekeeper.telemetry import logs, signals
 from topology.codec.bounds import ANSWER_BYTES
 
 SOON_S: Final = 5.0
@@ -19,18 +23,34 @@ a message, if the broker accepts its size."""
 KEEP_WITHIN_S: Final = 60.0
 """If the broker does not accept an answer of this size, a worker tries for this many seconds longer to store it,
 because the provider's call was paid for."""
+MARGIN_S: Final = 3600.0
+"""A large answer is kept for this many seconds longer than the stored result that has its address: a client may read
+the answer some time after the result."""
+PAUSE_S: Final = 0.5
+"""The pause, in seconds, between two attempts to store an answer."""
+log = logs.logger()
 
 
 class Sendable:
-    """Brings outcomes into a form that can be sent: an answer that is too large for a message is stored beside the
-    broker (in `bodies`; None: this is not done). `answer_bytes`: a larger answer ends as an error."""
+    """Brings outcomes into a form that can be sent. An answer of more than `over_bytes` is stored in `bodies` (a folder
+    or a bucket; None: no answer is), a little longer than results, which are kept for `keep_s`. An answer of more than
+    `answer_bytes` ends as an error."""
 
     def __init__(
-        self, publisher: Publisher, *, answer_bytes: int = ANSWER_BYTES, bodies: AnswerBodies | None = None
+        self,
+        publisher: Publisher,
+        *,
+        answer_bytes: int = ANSWER_BYTES,
+        bodies: BodyStore | None = None,
+        over_bytes: int = OVER_BYTES,
+        keep_s: float = KEEP_S,
     ) -> None:
         self._publisher = publisher
         self._answer_bytes = answer_bytes
         self._bodies = bodies
+        self._over_bytes = over_bytes
+        self._keep_s = keep_s
+        self._background = Background()
 
     async def of(self, outcome: Outcome) -> Outcome:
         """The outcome in a form that can be sent: unchanged, with the address of its stored answer, or an error."""
@@ -39,25 +59,48 @@ class Sendable:
         if (size := len(outcome.body)) > self._answer_bytes:
             return Buried(answer_too_large(size, self._answer_bytes, setting="LANEKEEPER_RESULTS__ANSWER_BYTES"))
         bodies = self._bodies
-        if bodies is not None and size <= bodies.over_bytes:
+        if bodies is not None and size <= self._over_bytes:
             return outcome
         if bodies is None:
             limit = await self._publisher.exceeded_limit(size)
             return outcome if limit is None else Buried(answer_too_large(size, limit, setting="LANEKEEPER_BODIES__URL"))
-        kept = await bodies.keep(outcome.body, within_s=SOON_S)
+        kept = await self._keep(bodies, outcome.body, within_s=SOON_S)
         if kept is None:
             # the broker is asked only now, because the question is a message of that size
             if (limit := await self._publisher.exceeded_limit(size)) is None:
                 return outcome
-            if (kept := await bodies.keep(outcome.body, within_s=KEEP_WITHIN_S)) is None:
+            if (kept := await self._keep(bodies, outcome.body, within_s=KEEP_WITHIN_S)) is None:
                 return Buried(answer_too_large(size, limit, is_away=True))
         return replace(outcome, body=place_of(kept, size), kept=kept)
 
     def forget(self, outcome: Outcome) -> None:
-        """Delete the stored answer of this outcome. It is not used, because the store already had another outcome of
-        the request."""
+        """Begin to delete the stored answer of this outcome. It is not used, because the store of results already had
+        another outcome of the request. If the process dies before it is deleted, the answer expires."""
         if self._bodies is not None and isinstance(outcome, Answered) and outcome.kept is not None:
-            self._bodies.forget(outcome.kept)
+            self._background.begin(_drop(self._bodies, outcome.kept), name="drop an answer")
+
+    async def aclose(self, *, within_s: float) -> None:
+        await self._background.finish(within_s=within_s)
+
+    async def _keep(self, bodies: BodyStore, body: bytes, *, within_s: float) -> BodyAddress | None:
+        """Store an answer durably. If the store is unavailable, full or hangs, try again for up to `within_s`. Returns
+        the answer's address; None if it could not be stored."""
+        cause = "no answer"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while True:
+                    try:
+                        return await bodies.keep_answer(body, for_s=self._keep_s + MARGIN_S)
+                    except BodiesUnavailable as error:
+                        cause = error.cause
+                    await asyncio.sleep(PAUSE_S)
+        log.warning(signals.ANSWER_UNKEPT, error=cause, within_s=within_s)
+        return None
+
+
+async def _drop(bodies: BodyStore, kept: BodyAddress) -> None:
+    with suppress(BodiesUnavailable):
+        await bodies.drop_answer(kept)
 
 
 def place_of(kept: BodyAddress, size: int) -> bytes:

@@ -49,8 +49,9 @@ class Fingerprint:
     redelivered: bool
     """True if an earlier delivery of the message was not settled: its worker died, or lost its channel."""
     nonce: bytes = b""
-    """8 random bytes for this delivery. If its worker asks for a claim again because the store's answer was lost, the
-    store recognises it, and grants the same claim."""
+    """8 bytes for this delivery. If its worker asks for a claim again because the store's answer was lost, the store
+    recognises it, and grants the same claim. The first byte is the same for all deliveries of one message, and differs
+    between a request in its lane's queue and its copy in a side queue; the others are random."""
     dead_at_ms: int | None = None
     """For a dead letter that was published again: when the request had ended (ms since 1970)."""
 
@@ -223,10 +224,11 @@ class Store(Allowances, Leases, Protocol):
     async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
         """Ask for the claim of a request, before its provider is called.
 
-        Granted: no worker holds the claim, or its lease has expired, or this is the holder's own message, redelivered.
-        A dead letter that is published again (`dead_at_ms` is the time of the stored error) is also granted, even with
-        another body. Running: another worker holds the claim. Ended: the request has ended. Conflict: the id was used
-        with another body. What `note` and `defer` have stored has no effect on the result.
+        Granted: no worker holds the claim, or its lease has expired, or this is the holder's own message, redelivered
+        (the same mark, and the same first byte of the nonce). A dead letter that is published again (`dead_at_ms` is
+        the time of the stored error) is also granted, even with another body. Running: another worker holds the claim.
+        Ended: the request has ended. Conflict: the id was used with another body. What `note` and `defer` have stored
+        has no effect on the result.
         """
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:

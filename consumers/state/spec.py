@@ -6,9 +6,10 @@ from consumers.state.base import LEASE_S
 from topology.lanes import GIB, MIB
 
 DAY_S = 86_400
+"""For how many seconds, by default, the store keeps the result of a request: a day."""
 SEEN_LATE_S = 300
-"""Added to the longest deadline, because clocks differ, and because a worker may see a request shortly after its
-deadline."""
+"""For how many seconds longer than the longest deadline a cancellation is kept, because clocks differ, and because a
+worker may see a request shortly after its deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

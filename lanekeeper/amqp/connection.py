@@ -26,13 +26,15 @@ from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerErr
 from lanekeeper.telemetry import logs, signals
 
 HEARTBEAT_S = 10
-"""How often the connection's heartbeats are due. aiormq notices a silent broker after `3 * HEARTBEAT_S + 3` seconds
-(docs/facts.md, section 8)."""
+"""The interval, in seconds, of a connection's heartbeats. A silent broker is noticed after `3 * HEARTBEAT_S + 3`
+seconds (docs/facts.md, section 8)."""
 CONNECT_TIMEOUT_S = 10
+"""The time limit, in seconds, for opening a connection to the broker if its URL names only one node."""
 NODE_TIMEOUT_S = 4
 """For how many seconds to try to open a connection to one node of a cluster before the next node is tried. There is a
 limit because a frozen node accepts connections and never answers."""
 CLOSE_TIMEOUT_S = 3
+"""The time limit, in seconds, for closing a connection to the broker."""
 BACKOFF_CAP_S = 2.5
 """The longest pause between two tries to connect, and so the longest delay after the broker has started. With this cap,
 a hundred workers together try about a hundred times a second."""

@@ -14,6 +14,7 @@ from lanekeeper.amqp.driver.border import border
 from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable
 
 RPC_TIMEOUT_S = 5
+"""The time limit, in seconds, for reading the length of one queue (a passive declaration)."""
 
 
 @dataclass(frozen=True, slots=True)

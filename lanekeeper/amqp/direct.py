@@ -28,7 +28,9 @@ from lanekeeper.contract.names import DIRECT_REPLY_TO
 from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable, ReplyLost
 
 RPC_TIMEOUT_S = 30
+"""The time limit, in seconds, for beginning to consume direct replies."""
 CLOSE_TIMEOUT_S = 3
+"""The time limit, in seconds, for closing the channel of direct replies."""
 UNREAD_BYTES = 1024 * 1024
 """How many bytes of one streamed answer may be received and not yet read by the caller. A model needs many seconds to
 write as much."""

@@ -24,6 +24,7 @@ PROBE_BYTES = 16 * 1024 * 1024
 """The smallest test message, in bytes: the default limit of RabbitMQ 4, so that one test message is enough in most
 cases."""
 PROBE_WITHIN_S = 20.0
+"""The time limit, in seconds, for finding out how large a message the broker accepts."""
 NO_QUEUE = "lanekeeper.nobody"
 """The name of a queue that does not exist: the broker drops the test messages that are published to it."""
 _LIMIT_IN_ERROR = re.compile(r"larger than configured max size (\d+)")

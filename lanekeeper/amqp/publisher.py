@@ -32,8 +32,9 @@ from lanekeeper.contract.problems import (
 from lanekeeper.telemetry.tracing import Tracing
 
 CONFIRM_TIMEOUT_S = 10.0
+"""The time limit, in seconds, for publishing one message once, until the broker has confirmed it."""
 CONFIRM_LEAST_S = 1.0
-"""The shortest time in seconds to wait for a confirm, even if waiting for a connection has used up most of the
+"""The shortest time, in seconds, to wait for a confirm, even if waiting for a connection has used up most of the
 publish's time limit."""
 SURELY_WITHIN_S = 100.0
 """For how many seconds a worker tries to publish a reply: long enough for a restart of the broker. After that, the

@@ -26,8 +26,9 @@ SILENT_S = 60.0
 LARGEST_BYTES = 64 * 1024 * 1024
 """The largest HTTP answer, in bytes, that a client reads: twice the largest answer of a provider."""
 FIRST_PAUSE_S = 0.2
+"""The first pause, in seconds, between two tries of a call."""
 PAUSE_CAP_S = 5.0
-"""`FIRST_PAUSE_S` and `PAUSE_CAP_S` are the first and the longest pause, in seconds, between two tries of a call."""
+"""The longest pause, in seconds, between two tries of a call."""
 RETRY_AFTER_CAP_S = 3600.0
 """The longest `retry-after`, in seconds, that a client obeys; a longer one is cut to this."""
 LANE_FULL = 529

@@ -20,14 +20,18 @@ from lanekeeper.contract.names import BAGGAGE, TRACE_CONTEXT, TRACEPARENT, TRACE
 _TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 _TRACEPARENT_LENGTH: Final = 55
 _TRACEPARENT_MAXIMUM: Final = 128
-_TRACESTATE_MAXIMUM: Final = 512  # W3C requires everybody to pass on at least this many characters
+"""The longest header `traceparent`, in characters, that is read."""
+_TRACESTATE_MAXIMUM: Final = 512
+"""The longest header `tracestate`, in characters, that is read and passed on: W3C requires at least this much."""
 _TRACESTATE_MEMBERS: Final = 32
+"""The most entries in a header `tracestate`: W3C's limit."""
 _TRACESTATE_MEMBER: Final = re.compile(
     r"([a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13})"
     r"=([\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e])"
 )
 _BAGGAGE: Final = re.compile(r"[\x20-\x7e]{1,8192}")  # not parsed, so that it is passed on unchanged
 _BAGGAGE_MEMBERS: Final = 180
+"""The most entries in a header `baggage`: W3C's limit."""
 _KNOWN_FLAGS: Final = TraceFlags.SAMPLED | TraceFlags.RANDOM_TRACE_ID
 _CARRIED_BAGGAGE: Final = "lanekeeper-baggage"
 _FLAGS: Final = tuple(TraceFlags(flags) for flags in range(_KNOWN_FLAGS + 1))

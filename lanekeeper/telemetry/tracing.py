@@ -39,7 +39,8 @@ from lanekeeper.telemetry import propagation, signals
 from lanekeeper.telemetry.recording import Attributes, error_type, fail
 
 SCOPE: Final = "lanekeeper"
-_MODEL_MAXIMUM: Final = 128  # characters of a model name in a span: the requester chooses this name
+_MODEL_MAXIMUM: Final = 128
+"""The most characters of a model's name in a span: the requester chooses this name."""
 
 
 class Scope:

@@ -9,6 +9,7 @@ from service.checks.providers import Finding
 from service.config.settings import Settings
 
 WITHIN_S: Final = 15.0
+"""How many seconds `lanekeeper check` waits for the store of bodies."""
 CONTENT: Final = b"lanekeeper check"
 SETTING: Final = "LANEKEEPER_BODIES__URL"
 

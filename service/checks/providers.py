@@ -17,6 +17,7 @@ from service.worker.open_providers import key_setting, open_provider
 from topology.codec.request import unpublished
 
 WITHIN_S = 10.0
+"""How many seconds `lanekeeper check` waits for the answer of a provider."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from topology.broker.inbox import Inbox
 from topology.declaration import is_before
 
 WITHIN_S = 5.0
+"""How many seconds `lanekeeper check` waits for a reply to a queue of its own."""
 SINCE = (3, 12)
 SETTING = "message_interceptors.incoming.set_header_timestamp.overwrite = false"
 WITHOUT = f"the wait and the deadline of a request without {SENT_MS} count from its first delivery"

@@ -18,8 +18,10 @@ from topology.broker.admin.rights import check_write_rights
 from topology.broker.admin.verify import verify
 from topology.declaration import Broker, declare
 
-SHOWN = 5  # differences
-NOTE = 300  # characters
+SHOWN = 5
+"""How many missing or different objects on the broker `lanekeeper check` names."""
+NOTE = 300
+"""The most characters of a note in the output of `lanekeeper check`."""
 
 
 async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[Finding]:
@@ -106,7 +108,7 @@ async def _is_simulated(settings: Settings, connection: Connection) -> bool:
 
 def _broker(settings: Settings, connection: Connection) -> Finding:
     try:
-        Broker.of(connection.version)
+        Broker(connection.version)
     except ValueError as error:
         return Finding("broker", False, str(error))
     return Finding("broker", True, f"RabbitMQ {connection.version} at {settings.broker}")

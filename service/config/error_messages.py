@@ -1,7 +1,6 @@
-"""Error messages for wrong settings: one line for each, with the name that the user wrote. After a wrong value was
-found, the remaining values are checked again without it, so that all mistakes are reported together, each once."""
+"""Error messages for wrong settings: one line for each, with the name that the user wrote."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
@@ -14,7 +13,6 @@ from service.config import names
 from service.config.masking import mask, mask_url
 from service.config.names import ANY, Place
 from service.config.sections import Disagreement
-from service.config.settings import Settings
 from service.config.value_types import ALLOWED
 from service.telemetry import redaction
 
@@ -29,21 +27,9 @@ class Found:
     """Where the value comes from: `environment`, `option`, or the file's name."""
 
 
-def validate(
-    create: Callable[[Collection[Place]], Settings], found: Mapping[Place, Found]
-) -> tuple[Settings, dict[Place, str]]:
-    """Create the settings, leaving out wrong values until pydantic accepts the rest. Returns the settings, with
-    defaults in place of wrong values, and the error message for each wrong value, by the path of its setting. `create`:
-    a function that creates the settings without the values of the given settings, and raises ValidationError."""
-    wrong: dict[Place, str] = {}
-    while True:
-        try:
-            return create(wrong), wrong
-        except ValidationError as error:
-            lines = {place: _line(place, details, found[place]) for place, details in _errors(error) if place in found}
-            if not lines.keys() - wrong.keys():  # no further value to leave out: the loop would not end
-                raise
-            wrong |= lines
+def of_values(error: ValidationError, found: Mapping[Place, Found]) -> dict[Place, str]:
+    """The error message for each wrong value in `found`, by the path of its setting."""
+    return {place: _line(place, details, found[place]) for place, details in _errors(error) if place in found}
 
 
 def of_disagreements(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field, PlainValidator
+from pydantic import Field
 
 from service.config.sections import Section
 from service.config.table_types import each_of, read_models, read_tenant
@@ -14,6 +14,7 @@ from topology.lanes import DEFAULT_LANES
 
 LANES = tuple(lane.name for lane in DEFAULT_LANES)
 KEYS_AT_MOST = 1000
+"""The most keys that the gateway's settings may have."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -50,13 +51,11 @@ def _key(value: Mapping[str, Any]) -> GatewayKey:
 
 KeyTable = Annotated[
     Mapping[str, GatewayKey],
-    PlainValidator(
-        each_of(
-            _hash,
-            _key,
-            f"for each key's SHA-256 (`lanekeeper key new` prints it) a table: tenant, and perhaps lanes (of "
-            f"{', '.join(LANES)}; the first is the default) and models; in the environment as JSON",
-        )
+    each_of(
+        _hash,
+        _key,
+        f"for each key's SHA-256 (`lanekeeper key new` prints it) a table: tenant, and perhaps lanes (of "
+        f"{', '.join(LANES)}; the first is the default) and models; in the environment as JSON",
     ),
     Field(max_length=KEYS_AT_MOST),
 ]

@@ -2,24 +2,22 @@
 
     load_settings()            options > environment > .env > TOML > defaults
 
-pydantic-settings splits the environment's names, merges the sources and validates the values. But it ignores unknown
-names, and does not report which source gave a value. This file adds both, so that all errors are reported at once,
-under the names that the user wrote."""
+All sources are read into one table: the value of each setting, and the name that the user wrote. So unknown names are
+noticed, which pydantic-settings ignores, and all errors are reported at once, under the names that the user wrote."""
 
 import os
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from dotenv import dotenv_values
-from pydantic_settings import EnvSettingsSource, InitSettingsSource
-from pydantic_settings.sources import DefaultSettingsSource
+from pydantic import ValidationError
 
 from lanekeeper.contract.problems import SettingsError
 from service.config import cross_checks, error_messages, names
+from service.config.error_messages import Found
 from service.config.names import Place
 from service.config.settings import PREFIX, Settings
 
@@ -51,97 +49,7 @@ def load_with_sources(config: Path | None = None, **options: Any) -> tuple[Setti
     return given.settings(for_calls=False), {place: found.source for place, found in given.found.items()}
 
 
-@dataclass(slots=True)
-class _Given:
-    """Everything that was read from the sources of settings: options, environment, `.env` and TOML files."""
-
-    values: list[dict[str, Any]] = field(default_factory=list)
-    """The values of each source, nested as the settings are. Later sources override earlier ones."""
-    found: dict[Place, error_messages.Found] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    """Error messages: one line for each name that is not a setting."""
-
-    def add(self, values: Mapping[str, Any], *, source: str, where: str) -> None:
-        """Add the values of a file or of options. `where`: appended to names in error messages, such as " in .env"."""
-        self.values.append(self._settings_in(values, (), source, where))
-
-    def add_variables(self, variables: Mapping[str, str], *, source: str, where: str = "") -> None:
-        """Add environment variables. An empty variable counts as not set: Compose passes one for `${NAME:-}`."""
-        reader = EnvSettingsSource(Settings)
-        reader.env_vars = used = {}
-        for name, value in variables.items():
-            if (place := names.place_of(name)) is None:
-                if name.upper().startswith(PREFIX):
-                    self.problems.append(f"{name}{where}: {names.unknown_variable(name)}")
-            elif value.strip():
-                used[name.lower()] = value
-                self.found[place] = error_messages.Found(value, name + where, source)
-        self.values.append({names.field_name(key): value for key, value in reader().items()})
-
-    def _settings_in(self, values: Mapping[str, Any], place: Place, source: str, where: str) -> dict[str, Any]:
-        """The values that are settings, nested as before. Adds them to `found`, and unknown names to `problems`."""
-        known = {}
-        for key, value in values.items():
-            here = (*place, key)
-            name = ".".join(here) + where
-            if value is None:
-                continue
-            if names.is_setting(here):
-                # A table with names that the user chooses is a single setting. pydantic-settings would merge a dict
-                # with the same table of other sources.
-                known[key] = MappingProxyType(value) if isinstance(value, dict) else value
-                self.found[here] = error_messages.Found(value, name, source)
-            elif names.is_group(here) and isinstance(value, Mapping):
-                if inside := self._settings_in(value, here, source, where):
-                    known[key] = inside
-            else:
-                self.problems.append(f"{name}: {names.unknown_key(here, value)}")
-        return known
-
-    def settings(self, *, for_calls: bool) -> Settings:
-        """Create the settings from all sources and check them. Raises SettingsError, which names everything wrong."""
-        settings, wrong = error_messages.validate(self.create, self.found)
-        disagreements = [
-            *cross_checks.every(settings),
-            *(cross_checks.missing_for_calls(settings) if for_calls else ()),
-        ]
-        lines = [
-            *self.problems,
-            *wrong.values(),
-            *error_messages.of_disagreements(disagreements, self.found, wrong=wrong.keys()),
-        ]
-        if lines:
-            count = "wrong setting: " if len(lines) == 1 else f"{len(lines)} wrong settings:\n  "
-            raise SettingsError(count + "\n  ".join(lines))
-        return settings
-
-    def create(self, omitted: Collection[Place]) -> Settings:
-        """Create the settings from all sources, without the values of the settings in `omitted` (their paths). Raises
-        ValidationError."""
-        layers = [{"lanes": self._fixed_slots(omitted)}, *(_without(values, omitted) for values in self.values)]
-        sources = (
-            *(InitSettingsSource(Settings, values) for values in reversed(layers)),
-            DefaultSettingsSource(Settings),
-        )
-        return Settings(_build_sources=(sources, {}))  # type: ignore[call-arg]  # mypy knows only fields as arguments
-
-    def _fixed_slots(self, omitted: Collection[Place]) -> dict[str, Any]:
-        """A default for `slots_max` of each lane whose `slots` are set: the same number, so that the lane gets no more
-        slots than the user has set."""
-        places = (place for place in self.found if place[0] == "lanes" and place[2] == "slots" and place not in omitted)
-        return {place[1]: {"slots_max": self.found[place].value} for place in places}
-
-
-def _without(values: Mapping[str, Any], places: Collection[Place], here: Place = ()) -> dict[str, Any]:
-    """A copy of nested values, without those at the given places. `here`: the place of `values` themselves."""
-    return {
-        key: _without(value, places, (*here, key)) if names.is_group((*here, key)) else value
-        for key, value in values.items()
-        if (*here, key) not in places
-    }
-
-
-def _read(config: Path | None, environ: Mapping[str, str], dotenv: Path, options: Mapping[str, Any]) -> _Given:
+def _read(config: Path | None, environ: Mapping[str, str], dotenv: Path, options: Mapping[str, Any]) -> "_Given":
     given = _Given()
     if config is not None or CONFIG_FILE.is_file():
         file = config or CONFIG_FILE
@@ -168,3 +76,80 @@ def _dotenv(path: Path) -> dict[str, str]:
         return {name: value or "" for name, value in dotenv_values(path, encoding="utf-8").items()}
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} cannot be read: {error}") from None
+
+
+@dataclass(slots=True)
+class _Given:
+    """Everything that was read from the sources of settings. A source that is added later overrides earlier ones."""
+
+    found: dict[Place, Found] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    """Error messages: one line for each name that is not a setting."""
+
+    def add(self, values: Mapping[str, Any], *, source: str, where: str, group: Place = ()) -> None:
+        """Add the values of a file or of options. `where`: appended to names in error messages, such as " in .env".
+        `group`: the place of `values`."""
+        for key, value in values.items():
+            place = (*group, key)
+            name = ".".join(place) + where
+            if value is None:
+                continue
+            if names.is_setting(place):
+                self.found[place] = Found(value, name, source)
+            elif names.is_group(place) and isinstance(value, Mapping):
+                self.add(value, source=source, where=where, group=place)
+            else:
+                self.problems.append(f"{name}: {names.unknown_key(place, value)}")
+
+    def add_variables(self, variables: Mapping[str, str], *, source: str, where: str = "") -> None:
+        """Add environment variables. An empty variable counts as not set: Compose passes one for `${NAME:-}`."""
+        for name, value in variables.items():
+            if (place := names.place_of(name)) is None:
+                if name.upper().startswith(PREFIX):
+                    self.problems.append(f"{name}{where}: {names.unknown_variable(name)}")
+            elif value.strip():
+                self.found[place] = Found(value, name + where, source)
+
+    def settings(self, *, for_calls: bool) -> Settings:
+        """Create the settings and check them. Raises SettingsError, which names everything wrong."""
+        settings, wrong = self._validated()
+        disagreements = [
+            *cross_checks.every(settings),
+            *(cross_checks.missing_for_calls(settings) if for_calls else ()),
+        ]
+        lines = [
+            *self.problems,
+            *wrong.values(),
+            *error_messages.of_disagreements(disagreements, self.found, wrong=wrong.keys()),
+        ]
+        if lines:
+            count = "wrong setting: " if len(lines) == 1 else f"{len(lines)} wrong settings:\n  "
+            raise SettingsError(count + "\n  ".join(lines))
+        return settings
+
+    def _validated(self) -> tuple[Settings, dict[Place, str]]:
+        """Create the settings, leaving out wrong values until pydantic accepts the rest. Returns the settings, with
+        defaults in place of wrong values, and the error message for each wrong value."""
+        wrong: dict[Place, str] = {}
+        while True:
+            try:
+                return Settings(**self._nested(omitted=wrong)), wrong
+            except ValidationError as error:
+                lines = error_messages.of_values(error, self.found)
+                if not lines.keys() - wrong.keys():  # no further value to leave out: the loop would not end
+                    raise
+                wrong |= lines
+
+    def _nested(self, *, omitted: Collection[Place]) -> dict[str, Any]:
+        """The values nested as `Settings` is, without those of the settings in `omitted`."""
+        nested: dict[str, Any] = {}
+        for place, found in self.found.items():
+            group = nested
+            for step in place[:-1]:
+                group = group.setdefault(step, {})
+            if place not in omitted:
+                group[place[-1]] = found.value
+        for lane in nested.get("lanes", {}).values():
+            if "slots" in lane:  # who sets how many slots a lane has does not want it to get more
+                lane.setdefault("slots_max", lane["slots"])
+        return nested

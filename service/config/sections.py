@@ -17,6 +17,7 @@ from service.config.value_types import ModelName, ModelWords, Number, Patterns, 
 from topology.lanes import BATCH, CRITICAL, GIB, MIB, NORMAL, LaneSpec
 
 YEAR_S = 365 * 86_400
+"""The highest value, in seconds, of most settings that are a time: a year."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import fnmatch
 import re
 import ssl
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 from urllib.parse import quote, unquote, urlsplit
 
 from pydantic import Field, SecretStr
@@ -58,9 +58,6 @@ class Settings(BaseSettings):
         frozen=True,
         populate_by_name=True,
         hide_input_in_errors=True,
-        env_prefix=PREFIX,
-        env_nested_delimiter="__",
-        enable_decoding=False,  # value_types.py reads lists and tables: they may be written with commas
         # One field of a lane can be set alone: the others keep that lane's defaults.
         nested_model_default_partial_update=True,
     )
@@ -135,9 +132,8 @@ class Settings(BaseSettings):
         cls,
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+        *_: Any,
+        **__: Any,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """`Settings()` has the default values, whatever is in the environment: only `load_settings` reads sources."""
         return (init_settings,)

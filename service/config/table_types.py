@@ -18,39 +18,31 @@ _EARLIEST = timezone(timedelta(hours=14))
 """The time zone in which each date begins first: a date that has not begun there is in the future everywhere."""
 
 
-class _UnreadableTableError(ValueError):
-    """A setting's text cannot be read as a table; the message says why."""
-
-
-def _table(value: Any) -> Any:
+def _table(value: Any, what: str) -> Any:
     """Read a setting that is a table. As text, in an environment variable, it is a JSON object or `name=value` pairs
-    separated by commas. Raises _UnreadableTableError."""
+    separated by commas. `what`: what is allowed, for the error message."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):
         try:
             return jiter.from_json(value.encode(), catch_duplicate_keys=True)
         except ValueError as error:
-            raise _UnreadableTableError(
-                "a name is there twice" if "duplicate" in str(error) else "this is no JSON"
-            ) from None
+            why = "a name is there twice" if "duplicate" in str(error) else "this is no JSON"
+            raise wrong(f"{what}; {why}") from None
     found: dict[str, str] = {}
     for name, _, text in (pair.partition("=") for pair in value.split(",") if pair.strip()):
         if name.strip() in found:
-            raise _UnreadableTableError(f"{mask(name.strip())} is there twice")
+            raise wrong(f"{what}; {mask(name.strip())} is there twice")
         found[name.strip()] = text.strip()
     return found
 
 
-def each_of(name_of: Callable[[Any], str], read: Callable[[Any], Any], what: str) -> Callable[[Any], dict[str, Any]]:
-    """Make a pydantic validator for a setting that is a table. `name_of` checks each name in the table, and `read` the
-    value beside it; both raise an exception if it is not allowed. `what`: what is allowed, for the error message."""
+def each_of(name_of: Callable[[Any], str], read: Callable[[Any], Any], what: str) -> PlainValidator:
+    """The validator of a setting that is a table. `name_of` checks each name in the table, and `read` the value beside
+    it; both raise an exception if it is not allowed. `what`: what is allowed, for the error message."""
 
     def validate(value: Any) -> dict[str, Any]:
-        try:
-            table = _table(value)
-        except _UnreadableTableError as error:
-            raise wrong(f"{what}; {error}") from None
+        table = _table(value, what)
         if not isinstance(table, Mapping):
             raise wrong(what)
         found: dict[str, Any] = {}
@@ -64,14 +56,14 @@ def each_of(name_of: Callable[[Any], str], read: Callable[[Any], Any], what: str
             raise wrong(f"{what}; not so: {listed(refused)}")
         return found
 
-    return validate
+    return PlainValidator(validate)
 
 
 def read_tenant(value: Any) -> str:
     """Check the name of a tenant, which is a user of the broker. Raises ValueError if no user can have that name."""
     if not isinstance(value, str) or not value.isprintable() or value != value.strip() or not 0 < len(value) < 256:
         raise ValueError
-    if "*" in value:
+    if EVERY_TENANT in value:
         raise ValueError
     return value
 
@@ -80,15 +72,9 @@ def _tenant_or_every(value: Any) -> str:
     return EVERY_TENANT if value == EVERY_TENANT else read_tenant(value)
 
 
-def _one_model(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError
-    return model(value)
-
-
 def read_models(value: Any) -> tuple[str, ...]:
     """Read a setting that is a list of at least one model's name."""
-    return tuple(_one_model(model) for model in not_empty(tuple(words(value))))
+    return tuple(model(name) for name in not_empty(tuple(words(value))))
 
 
 def _figure(value: Any) -> float:
@@ -137,44 +123,36 @@ def _day(value: Any) -> str:
 Day = Annotated[str, PlainValidator(_day)]
 ModelNames = Annotated[
     Mapping[str, str],
-    PlainValidator(each_of(_one_model, _one_model, "a table model = model, or model=model, separated by commas")),
+    each_of(model, model, "a table model = model, or model=model, separated by commas"),
 ]
 ModelLists = Annotated[
     Mapping[str, tuple[str, ...]],
-    PlainValidator(
-        each_of(read_tenant, read_models, "a table tenant = [models], in the environment as JSON, without *")
-    ),
+    each_of(read_tenant, read_models, "a table tenant = [models], in the environment as JSON, without *"),
 ]
 PriceTable = Annotated[
     Mapping[str, Price],
-    PlainValidator(
-        each_of(
-            _one_model,
-            _price,
-            "for each model a table of US dollars per million tokens: input, output, and perhaps cache_read and "
-            "cache_write; in the environment as JSON",
-        )
+    each_of(
+        model,
+        _price,
+        "for each model a table of US dollars per million tokens: input, output, and perhaps cache_read and "
+        "cache_write; in the environment as JSON",
     ),
 ]
 ShareTable = Annotated[
     Mapping[str, TenantShare],
-    PlainValidator(
-        each_of(
-            _tenant_or_every,
-            _share,
-            "for each tenant (* alone: for every other) a table of numbers above 0: weight, in_flight (a whole one); "
-            "in the environment as JSON",
-        )
+    each_of(
+        _tenant_or_every,
+        _share,
+        "for each tenant (* alone: for every other) a table of numbers above 0: weight, in_flight (a whole one); "
+        "in the environment as JSON",
     ),
 ]
 CapTable = Annotated[
     Mapping[str, Cap],
-    PlainValidator(
-        each_of(
-            _tenant_or_every,
-            _cap,
-            "for each tenant (* alone: for every other) a table of numbers above 0: requests, tokens, usd, what is "
-            "used in a day; in the environment as JSON",
-        )
+    each_of(
+        _tenant_or_every,
+        _cap,
+        "for each tenant (* alone: for every other) a table of numbers above 0: requests, tokens, usd, what is "
+        "used in a day; in the environment as JSON",
     ),
 ]

@@ -6,7 +6,7 @@ A key is 256 random bits, so its SHA-256 without salt is safe to store, and the 
 import hashlib
 import hmac
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -15,10 +15,11 @@ from multidict import MultiMapping
 
 from lanekeeper.contract.problems import RequestProblem, invalid_request
 from service.config.gateway_section import LANES, GatewayKey
-from service.gateway.problems import ApiError, of_problem
+from service.gateway.problems import ApiError, api_error_of
 
 PREFIX = "lane-"
 _LONGEST = 256
+"""The most characters of a key that are compared with the keys in the settings."""
 
 
 def new_key() -> str:
@@ -67,7 +68,7 @@ class Access:
             if scheme.lower() != "bearer" or not key:
                 key = only_value(request.headers, "x-api-key") or ""
         except RequestProblem as problem:
-            raise of_problem(problem, chose_id=False) from None
+            raise api_error_of(problem) from None
         if not key:
             raise ApiError(401, "x-api-key header is required")
         given = hash_of(key[:_LONGEST].strip()).encode()
@@ -121,10 +122,10 @@ def lane_of(caller: GatewayKey, named: str | None) -> str:
     raise invalid_request(f"header x-lane-name: found {named[:40]!r}, allowed is one of {allowed}")
 
 
-def require_allowed_model(caller: GatewayKey, model: str) -> None:
-    """Raise RequestProblem if the caller's API key does not allow this model."""
-    if caller.models is not None and model not in caller.models:
-        allowed = ", ".join(caller.models)
+def require_allowed_model(models: Collection[str] | None, model: str) -> None:
+    """Raise RequestProblem if a caller that may use only these models (None: all) may not use this one."""
+    if models is not None and model not in models:
+        allowed = ", ".join(models)
         raise RequestProblem(
             "forbidden_model", f"model {model[:80]!r} is not allowed for this caller; allowed: {allowed}"
         )

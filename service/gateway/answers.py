@@ -20,6 +20,7 @@ WITHIN_S: Final = 60.0
 """For how many seconds a call may wait for room among the temporary files, and for how many seconds its answer may then
 be fetched."""
 PIECE_BYTES: Final = 128 * 1024
+"""How many bytes of a large answer are read from its temporary file at a time."""
 T = TypeVar("T")
 log = logs.logger()
 

@@ -1,7 +1,6 @@
 """The gateway: its paths, who may call them, and how it stops."""
 
 import re
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
@@ -20,14 +19,11 @@ from service.gateway.call_limit import CallLimit
 from service.gateway.described.asyncapi import asyncapi
 from service.gateway.described.openapi import openapi
 from service.gateway.described.served import Served
-from service.gateway.documents import refusal
-from service.gateway.events import Events
-from service.gateway.following import Following
 from service.gateway.looking import Looking
-from service.gateway.lookups import Answering, LookupPaths
+from service.gateway.lookups import LookupPaths
 from service.gateway.messages import Messages
 from service.gateway.positions import Positions
-from service.gateway.problems import ApiError
+from service.gateway.request_paths import RequestPaths
 from service.gateway.requests import Requests
 from service.gateway.same_store import SameStore
 from service.gateway.server import Handler
@@ -39,6 +35,7 @@ _ROUTING_KEY_WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ABSENT_WITHIN_S = 5.0
 """For how many seconds an HTTP call waits for a connection to the broker. A connection that was lost is usually open
 again within this time."""
+_CallHandler = Callable[[web.Request, GatewayKey], Awaitable[web.StreamResponse]]
 ANYBODY = "gateway"
 """The second word (the application) of the routing keys of a gateway's requests, if the name of the gateway's AMQP user
 contains characters that are not allowed there."""
@@ -58,15 +55,6 @@ def client_for(settings: Settings, tracing: Tracing | None = None) -> Client:
     )
 
 
-def bodies_of(settings: Settings) -> Bodies:
-    """Make the reader of HTTP calls' bodies. Bodies that are too large for a message are accepted only if there is a
-    store for them."""
-    spec = settings.bodies
-    return Bodies(
-        over_bytes=spec.over_bytes, most_bytes=PACKED_BYTES if settings.bodies_url is None else spec.most_bytes
-    )
-
-
 class Gateway:
     """The gateway's HTTP paths and their handlers. `client` and `store` must stay open as long as the gateway serves
     calls."""
@@ -79,7 +67,12 @@ class Gateway:
         self._speaker = SpeakerCheck(client, user=user)
         self._limit = CallLimit(spec.calls)
         self._client = client
-        self._bodies = bodies_of(settings)
+        self._bodies = Bodies(
+            self._limit,
+            over_bytes=settings.bodies.over_bytes,
+            # what is too large for a message is accepted only if there is a store for it
+            most_bytes=PACKED_BYTES if settings.bodies_url is None else settings.bodies.most_bytes,
+        )
         own = settings.body_store()
         self._body_stores = [*([] if own is None else [own]), *settings.bodies.allowed_stores()]
         answers = Answers(self._body_stores, most_bytes=settings.answer_bytes)
@@ -93,28 +86,29 @@ class Gateway:
         self._messages = Messages(
             client,
             call_reader=call_reader,
-            limit=self._limit,
             bodies=self._bodies,
             answers=answers,
             ping_every_s=spec.ping_every_s,
         )
-        self._requests = Requests(
-            client,
-            store,
+        requests = Requests(client, store, looking=self._looking, positions=Positions(client, store))
+        self._paths = RequestPaths(
+            requests,
+            self._looking,
             call_reader=call_reader,
-            limit=self._limit,
             bodies=self._bodies,
             answers=answers,
-            looking=self._looking,
-            positions=Positions(client, store),
+            ping_every_s=spec.ping_every_s,
+        )
+        self._sockets = Sockets(
+            requests,
+            self._looking,
+            call_reader=call_reader,
+            limit=self._limit,
+            answers=answers,
+            ping_every_s=spec.ping_every_s,
         )
         self._same_store = SameStore(client, store)
-        following = Following(self._requests, self._looking)
-        self._events = Events(following, answers=answers, ping_every_s=spec.ping_every_s)
-        self._sockets = Sockets(
-            following, answers=answers, max_values=settings.json_values, ping_every_s=spec.ping_every_s
-        )
-        self._lookups = LookupPaths(settings, calls=self._limit, bodies=self._bodies)
+        self._lookups = LookupPaths(settings, self._bodies)
         lanes = [lane.name for lane in settings.lane_specs()]
         self._documents = {
             ("GET", "/openapi.json"): Served(partial(openapi, lanes=lanes)).get,
@@ -131,15 +125,17 @@ class Gateway:
         return self._limit.calls
 
     def handlers(self) -> Mapping[tuple[str, str], Handler]:
-        lookups = {at: partial(self._look_up, answer) for at, answer in self._lookups.answers().items()}
+        in_store: dict[tuple[str, str], _CallHandler] = {
+            ("POST", "/v1/requests"): self._paths.post,
+            ("GET", "/v1/requests/{id}"): self._paths.get,
+            ("DELETE", "/v1/requests/{id}"): self._paths.delete,
+            ("GET", "/v1/requests/{id}/events"): self._paths.events,
+            ("GET", "/v1/ws"): self._sockets.get,
+        }
         return {
-            ("POST", "/v1/messages"): self._post_messages,
-            ("POST", "/v1/requests"): self._for_tenant(self._requests.post),
-            ("GET", "/v1/requests/{id}"): self._for_tenant(self._requests.get),
-            ("DELETE", "/v1/requests/{id}"): self._for_tenant(self._requests.delete),
-            ("GET", "/v1/requests/{id}/events"): self._for_tenant(self._events.get),
-            ("GET", "/v1/ws"): self._for_tenant(self._sockets.get),
-            **lookups,
+            ("POST", "/v1/messages"): partial(self._for_tenant, self._messages.answer),
+            **{at: partial(self._in_store, handle) for at, handle in in_store.items()},
+            **{at: partial(self._look_up, handle) for at, handle in self._lookups.handlers().items()},
             **self._documents,
         }
 
@@ -151,18 +147,6 @@ class Gateway:
         self._looking.close()
         await self._limit.close()
 
-    def _for_tenant(self, handle: Callable[[web.Request, GatewayKey], Awaitable[web.StreamResponse]]) -> Handler:
-        async def handled(request: web.Request) -> web.StreamResponse:
-            try:
-                caller = self._access.caller(request)
-                await self._speaker.check(caller.tenant)
-            except ApiError as error:
-                return refusal(error)
-            self._same_store.ask_soon(caller)
-            return await handle(request, caller)
-
-        return handled
-
     async def aclose(self) -> None:
         self._bodies.close()
         for store in self._body_stores:
@@ -171,16 +155,16 @@ class Gateway:
         await self._looking.aclose()
         await self._same_store.aclose()
 
-    async def _post_messages(self, request: web.Request) -> web.StreamResponse:
-        try:
-            caller = self._access.caller(request)
-            await self._speaker.check(caller.tenant)
-            return await self._messages.answer(request, caller)
-        except ApiError as error:
-            return error.response(uuid.uuid4().hex)
+    async def _for_tenant(self, handle: _CallHandler, request: web.Request) -> web.StreamResponse:
+        caller = self._access.caller(request)
+        await self._speaker.check(caller.tenant)
+        return await handle(request, caller)
 
-    async def _look_up(self, answer: Answering, request: web.Request) -> web.StreamResponse:
-        try:
-            return await answer(request, self._access.caller(request))
-        except ApiError as error:
-            return error.response(uuid.uuid4().hex)
+    async def _in_store(self, handle: _CallHandler, request: web.Request) -> web.StreamResponse:
+        caller = self._access.caller(request)
+        await self._speaker.check(caller.tenant)
+        self._same_store.ask_soon(caller)
+        return await handle(request, caller)
+
+    async def _look_up(self, handle: _CallHandler, request: web.Request) -> web.StreamResponse:
+        return await handle(request, self._access.caller(request))

@@ -118,7 +118,7 @@ class CallReader:
         now_ms = int(time.time() * 1000)
         message = Message(body=body, routing_key=key, headers=headers)
         request = decode(message, lane=lane, request_id=request_id, hop=None, now_ms=now_ms, raw=body)
-        require_allowed_model(caller, request.model)
+        require_allowed_model(caller.models, request.model)
         headers.pop(n.STREAM, None)
         options = Options(message_id=request_id, headers=headers)
         if caller.tenant is not None:

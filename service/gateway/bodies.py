@@ -6,17 +6,19 @@ import hashlib
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import BinaryIO, Final
 
 from aiohttp import web
 
 from service.gateway.asking import CheckedCall
+from service.gateway.call_limit import CallLimit
 from service.gateway.problems import ApiError, refused
 from topology.codec.decoding import UNPACKED_TIMES
 
 BODY_WITHIN_S: Final = 30.0
+"""How many seconds the body of an HTTP call may take to arrive; a large body has longer."""
 HELD_BYTES: Final = 128 * 1024
 """How many bytes of a large body are in memory while the body arrives."""
 FILED_BYTES: Final = 2 * 1024 * 1024 * 1024
@@ -28,33 +30,17 @@ LEAST_BYTES_PER_S: Final = 256 * 1024
 
 
 class Bodies:
-    """Receives the bodies of HTTP calls. Bodies larger than `over_bytes` are written to temporary files; those larger
-    than `most_bytes` are refused."""
+    """Receives the bodies of HTTP calls, and counts these calls in `limit` until they have been answered. Bodies larger
+    than `over_bytes` are written to temporary files; those larger than `most_bytes` are refused."""
 
-    def __init__(self, *, over_bytes: int, most_bytes: int) -> None:
-        self.over_bytes = over_bytes
+    def __init__(self, limit: CallLimit, *, over_bytes: int, most_bytes: int) -> None:
+        self._limit = limit
+        self._over_bytes = over_bytes
         self.most_bytes = most_bytes
         self._checking = asyncio.Lock()
         self._filed_bytes = 0
         # One thread for all, because each thread keeps some of the memory that it has used.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="large body")
-
-    def memory_of(self, request: web.BaseRequest) -> int:
-        """How many bytes of a call's body can be in memory during the call. Raises ApiError if the header
-        `content-length` says that the body is too large, so that it is refused before it is read."""
-        return min(self.over_bytes, self.size_of(request))
-
-    def size_of(self, request: web.BaseRequest) -> int:
-        """The largest size that a call's body can have after decompression. Raises ApiError if the header
-        `content-length` says that it is too large, or if its encoding is unknown."""
-        packed = request.headers.get("content-encoding", "identity").lower()
-        if packed not in ENCODINGS:
-            raise unknown_encoding()
-        size = request.content_length
-        if size is not None and size > self.most_bytes:
-            raise self.too_large()
-        times = 1 if packed == "identity" else UNPACKED_TIMES
-        return self.most_bytes if size is None else min(self.most_bytes, times * size)
 
     @asynccontextmanager
     async def checked_call(
@@ -62,40 +48,70 @@ class Bodies:
     ) -> AsyncIterator[CheckedCall]:
         """Receive the body of an HTTP call, check the call with `read`, which gets the whole body, and yield the
         result. A temporary file with a large body exists until the end of the block. Raises ApiError."""
-        size = self.size_of(request)
-        within_s = BODY_WITHIN_S + max(0, size - self.over_bytes) / LEAST_BYTES_PER_S
-        filed_bytes = size if size > self.over_bytes else 0
-        if self._filed_bytes + filed_bytes > FILED_BYTES:
-            raise refused("as many large bodies are under way here as fit", status=529)
-        self._filed_bytes += filed_bytes
-        try:
-            async with AsyncExitStack() as stack:
-                try:
-                    async with asyncio.timeout(within_s):
-                        body = await self._received(request, stack)
-                except TimeoutError:
-                    raise ApiError(408, f"the body did not come within {within_s:g} s", "timeout_error") from None
-                except web.RequestPayloadError:
-                    raise self.unreadable() from None
+        size = self._size_of(request)
+        filed_bytes = size if size > self._over_bytes else 0
+        with self._limit.counted(min(size, self._over_bytes)), ExitStack() as stack:
+            if self._filed_bytes + filed_bytes > FILED_BYTES:
+                raise refused("as many large bodies are under way here as fit", status=529)
+            self._filed_bytes += filed_bytes
+            try:
+                async with self._arriving(BODY_WITHIN_S + max(0, size - self._over_bytes) / LEAST_BYTES_PER_S):
+                    body = await self._received(request, stack)
                 if isinstance(body, bytearray):
-                    yield read(bytes(body))
-                    return
-                async with self._checking:  # only one large body at a time is whole in memory
-                    asked = await asyncio.get_running_loop().run_in_executor(self._reader, _read_whole, body, read)
+                    asked = read(bytes(body))
+                else:
+                    async with self._checking:  # only one large body at a time is whole in memory
+                        asked = await asyncio.get_running_loop().run_in_executor(self._reader, _read_whole, body, read)
                 yield asked
-        finally:
-            self._filed_bytes -= filed_bytes
+            finally:
+                self._filed_bytes -= filed_bytes
 
-    async def _received(self, request: web.BaseRequest, stack: AsyncExitStack) -> bytearray | BinaryIO:
+    @asynccontextmanager
+    async def in_memory(self, request: web.BaseRequest) -> AsyncIterator[bytes]:
+        """Receive the body of an HTTP call that the provider answers, and yield it. The call is counted until the end
+        of the block. Raises ApiError."""
+        with self._limit.counted(self._size_of(request)):
+            async with self._arriving(BODY_WITHIN_S):
+                body = await request.read()
+            yield body
+
+    def _size_of(self, request: web.BaseRequest) -> int:
+        """The largest size that a call's body can have after decompression. Raises ApiError if the header
+        `content-length` says that it is too large, or if its encoding is unknown."""
+        packed = request.headers.get("content-encoding", "identity").lower()
+        if packed not in ENCODINGS:
+            raise unknown_encoding()
+        size = request.content_length
+        if size is not None and size > self.most_bytes:
+            raise self._too_large()
+        times = 1 if packed == "identity" else UNPACKED_TIMES
+        return self.most_bytes if size is None else min(self.most_bytes, times * size)
+
+    @asynccontextmanager
+    async def _arriving(self, within_s: float) -> AsyncIterator[None]:
+        """Raise ApiError if the body that the block reads takes longer than `within_s`, is too large, or cannot be
+        decompressed."""
+        try:
+            async with asyncio.timeout(within_s):
+                yield
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {within_s:g} s", "timeout_error") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise self._too_large() from None
+        except web.RequestPayloadError:
+            message = "body: not as its headers content-encoding and transfer-encoding say"
+            raise ApiError(400, message) from None
+
+    async def _received(self, request: web.BaseRequest, stack: ExitStack) -> bytearray | BinaryIO:
         """Receive the whole body of a call. A large body is returned as an unnamed file, which `stack` closes."""
         file: BinaryIO | None = None
         held, size = bytearray(), 0
         async for piece in request.content.iter_any():
             size += len(piece)
             if size > self.most_bytes:
-                raise self.too_large()
+                raise self._too_large()
             held += piece
-            if file is None and max(size, request.content_length or 0) > self.over_bytes:
+            if file is None and max(size, request.content_length or 0) > self._over_bytes:
                 file = stack.enter_context(await asyncio.to_thread(tempfile.TemporaryFile))
             if file is not None and len(held) >= HELD_BYTES:
                 await asyncio.to_thread(file.write, held)
@@ -108,13 +124,8 @@ class Bodies:
     def close(self) -> None:
         self._reader.shutdown(wait=False, cancel_futures=True)
 
-    def too_large(self) -> ApiError:
-        """The error 413 for a call whose body is larger than `most_bytes`."""
+    def _too_large(self) -> ApiError:
         return ApiError(413, f"body: larger than {self.most_bytes} bytes")
-
-    def unreadable(self) -> ApiError:
-        """The error 400 for a call whose body cannot be decompressed."""
-        return ApiError(400, "body: not as its headers content-encoding and transfer-encoding say")
 
 
 def unknown_encoding() -> ApiError:

@@ -1,32 +1,41 @@
-"""Error answers that belong to no request: unknown paths, wrong methods, and unexpected errors of the gateway itself.
+"""Answers the calls whose handlers raise an error, and calls of unknown paths and methods.
 
 Below `/v1/messages` and `/v1/models` they are errors in Anthropic's format, elsewhere problem documents (RFC 9457).
 """
 
+import json
 import uuid
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from lanekeeper.contract.problems import LanekeeperError
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
-from service.gateway import documents
-from service.gateway.problems import ApiError
+from service.gateway.documents import PROBLEM, answer, problem_of
+from service.gateway.problems import ApiError, api_error_of
 
 LATER = ("/v1/", "/metrics")
 """URL paths that begin with one of these are reserved for later versions of Lanekeeper; the gateway answers 404 and
 says so."""
+ABOUT_REQUEST = web.RequestKey("request_id", str)
+"""A handler stores under this key the id of the request that an HTTP call is about, as soon as it knows it. An error
+answer then contains the id."""
 _ANTHROPICS = ("/v1/messages", "/v1/models")
 _HAS_BEGUN = web.RequestKey("has_begun", bool)
 log = logger()
 
 
-def refusal(request: web.BaseRequest, status: int, detail: str, *, request_id: str | None = None) -> web.Response:
-    """An HTTP error answer in the format that the call's path uses: Anthropic's, or a problem document (RFC 9457)."""
-    error = ApiError(status, detail)
-    if request.path.startswith(_ANTHROPICS):
-        return error.response(request_id or uuid.uuid4().hex)
-    return documents.refusal(error)
+def refusal(
+    call: web.BaseRequest, error: ApiError | LanekeeperError, *, anthropic_id: str | None = None
+) -> web.Response:
+    """An HTTP error answer in the format that the call's path uses. `anthropic_id`: the `request-id` of an answer in
+    Anthropic's format; by default the request's id, or a random one."""
+    request_id, api_error = call.get(ABOUT_REQUEST), api_error_of(error)
+    if call.path.startswith(_ANTHROPICS):
+        return api_error.response(anthropic_id or request_id or uuid.uuid4().hex)
+    body = json.dumps(problem_of(error, request_id), ensure_ascii=False).encode()
+    return answer(body, status=api_error.status, **{**api_error.headers, "content-type": PROBLEM})
 
 
 async def not_found(request: web.Request) -> web.Response:
@@ -36,14 +45,13 @@ async def not_found(request: web.Request) -> web.Response:
         if resource is not request.match_info.route.resource:
             allowed |= (await resource.resolve(request))[1]
     if allowed:
-        answer = refusal(request, 405, f"{request.method} {request.path}: allowed is {', '.join(sorted(allowed))}")
-        answer.headers["Allow"] = ", ".join(sorted(allowed))
-        return answer
+        names = ", ".join(sorted(allowed))
+        raise ApiError(405, f"{request.method} {request.path}: allowed is {names}", headers={"Allow": names})
     is_later = request.path == "/" or request.path.startswith(LATER)
     why = "is not available in this version" if is_later else "is not a path of Lanekeeper's"
     if request.path == "/v1/messages":
         why = "is served by `lanekeeper gateway` and `lanekeeper serve`, not by this process"
-    return refusal(request, 404, f"{request.path} {why}")
+    raise ApiError(404, f"{request.path} {why}")
 
 
 async def note_beginning(request: web.Request, response: web.StreamResponse) -> None:
@@ -53,18 +61,21 @@ async def note_beginning(request: web.Request, response: web.StreamResponse) -> 
 
 
 @web.middleware
-async def answer_unforeseen(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer an unexpected error with 500, and log it without the call's content."""
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer the errors that handlers raise. An unexpected one is answered with 500, and logged without the call's
+    content."""
     try:
         return await handler(request)
+    except (ApiError, LanekeeperError) as error:
+        return refusal(request, error)
     except ConnectionError:  # the client has disconnected
         raise
     except web.HTTPException as error:  # by aiohttp's router, such as for CONNECT
-        return refusal(request, error.status, error.text or error.reason)
+        return refusal(request, ApiError(error.status, error.text or error.reason))
     except Exception:
         id, resource = uuid.uuid4().hex, request.match_info.route.resource
         path = "" if resource is None else resource.canonical
         log.exception(signals.HANDLER_FAILED, where=f"gateway {path}", request=id)
         if request.get(_HAS_BEGUN) and request.transport is not None:
             request.transport.abort()  # otherwise the client would take the part that it has for the whole answer
-        return refusal(request, 500, f"a fault of Lanekeeper; its log tells of {id}", request_id=id)
+        return refusal(request, ApiError(500, f"a fault of Lanekeeper; its log tells of {id}"), anthropic_id=id)

@@ -16,7 +16,10 @@ from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
 from service.gateway.problems import ApiError, refused, stopping
 
+LARGEST_NUMBER = 1 << 53
+"""The largest number of an entry that a client may name. No request has so many entries."""
 EVERY_S = 0.05
+"""The seconds between two queries of the store for news of the requests that clients follow."""
 AGAIN_S = 0.5
 """The pause, in seconds, before the store is asked again after a query has failed."""
 FAULTS_AT_MOST = 3

@@ -5,7 +5,6 @@ them separately from Messages, and so does the gateway: `lookups_per_min`. If th
 most half of it.
 """
 
-import asyncio
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,15 +17,13 @@ from consumers.failures import TIMEOUT, ProviderError
 from consumers.providers.lookups import Found, Lookups
 from consumers.rate_limit import RateLimit
 from lanekeeper.contract import names as n
-from lanekeeper.contract.problems import RequestProblem
 from service.config.budget_sections import FIRST
 from service.config.gateway_section import GatewayKey
 from service.config.settings import Settings
 from service.gateway.access import require_allowed_model
-from service.gateway.bodies import BODY_WITHIN_S, Bodies
-from service.gateway.call_limit import CallLimit
+from service.gateway.bodies import Bodies
 from service.gateway.models_page import EVERY, page_of, paging_of
-from service.gateway.problems import ApiError, of_problem, refused
+from service.gateway.problems import ApiError, refused
 from topology.codec import bounds
 from topology.codec.decoding import too_large
 from topology.codec.headers import read
@@ -42,19 +39,17 @@ _PASSED = frozenset({"content-type", "request-id", "retry-after", "x-should-retr
 _ALL = ""
 """The name under which the calls of all tenants together, and of callers without a tenant, are counted against the rate
 limit."""
-Answering = Callable[[web.Request, GatewayKey], Awaitable[web.Response]]
 
 
 class LookupPaths:
     """Handles `count_tokens` and `models`, which the gateway passes to the provider itself, without a lane. Answers 501
     if the settings of this process contain no provider's key."""
 
-    def __init__(self, settings: Settings, *, calls: CallLimit, bodies: Bodies) -> None:
+    def __init__(self, settings: Settings, bodies: Bodies) -> None:
         spec = settings.gateway
         per_s = spec.lookups_per_min / 60
         tenants = {key.tenant for key in spec.keys.values()}
         part = 0.5 if len(tenants) > 1 else 1.0
-        self._calls = calls
         self._bodies = bodies
         self._values = settings.json_values
         self._tenant_models = settings.models.tenants
@@ -63,7 +58,7 @@ class LookupPaths:
         self._tenant_limit = RateLimit(per_s=part * per_s, at_once=max(1.0, part * spec.lookups_per_min))
         self._running = 0
 
-    def answers(self) -> Mapping[tuple[str, str], Answering]:
+    def handlers(self) -> Mapping[tuple[str, str], Callable[[web.Request, GatewayKey], Awaitable[web.Response]]]:
         return {("POST", COUNT_TOKENS): self._count_tokens, ("GET", MODELS): self._models, ("GET", MODEL): self._model}
 
     async def aclose(self) -> None:
@@ -71,24 +66,12 @@ class LookupPaths:
             await self._provider.aclose()
 
     async def _count_tokens(self, request: web.Request, caller: GatewayKey) -> web.Response:
-        with self._calls.counted(self._bodies.size_of(request)):
-            body = await self._body_of(request)
+        async with self._bodies.in_memory(request) as body:
             if (excess := bounds.excess(body, max_values=self._values)) is not None:
-                raise of_problem(too_large(excess), chose_id=False)
+                raise too_large(excess)
             if (allowed := self._allowed(caller)) is not None:
-                _require_allowed_model(allowed, body)
+                require_allowed_model(allowed, _model_in(body))
             return _response(await self._call_provider(request, caller, body=body))
-
-    async def _body_of(self, request: web.Request) -> bytes:
-        try:
-            async with asyncio.timeout(BODY_WITHIN_S):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise self._bodies.too_large() from None
-        except TimeoutError:
-            raise ApiError(408, f"the body did not come within {BODY_WITHIN_S:g} s", "timeout_error") from None
-        except web.RequestPayloadError:
-            raise self._bodies.unreadable() from None
 
     async def _models(self, request: web.Request, caller: GatewayKey) -> web.Response:
         allowed = self._allowed(caller)
@@ -102,31 +85,29 @@ class LookupPaths:
         id, allowed = request.match_info["id"], self._allowed(caller)
         if _ID.fullmatch(id) is None or (allowed is not None and id not in allowed):
             raise ApiError(404, f"model: {id[:100]}")
-        return _response(await self._call_provider(request, caller, path=f"{MODELS}/{id}"))
+        return _response(await self._call_provider(request, caller))
 
-    def _allowed(self, caller: GatewayKey) -> frozenset[str] | None:
+    def _allowed(self, caller: GatewayKey) -> list[str] | None:
         """The models that the caller may use: those that its API key and its tenant's setting both allow; None: all."""
         of_tenant = self._tenant_models.get(caller.tenant or "")
         both = [frozenset(models) for models in (caller.models, of_tenant) if models is not None]
-        return frozenset.intersection(*both) if both else None
+        return sorted(frozenset.intersection(*both)) if both else None
 
     async def _call_provider(
         self,
         request: web.Request,
         caller: GatewayKey,
         *,
-        path: str | None = None,
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
     ) -> Found:
         """Pass a call to the provider, if the gateway's limits for such calls allow it, and return the provider's
-        answer. Raises ApiError."""
+        answer. Raises ApiError, RequestProblem."""
         provider = self._admit(caller)
+        beta = read({n.ANTHROPIC_BETA: request.headers.get(n.ANTHROPIC_BETA)}).beta
         self._running += 1
         try:
-            return await provider.call(
-                path or request.path, body=body, query=request.query if query is None else query, beta=_beta(request)
-            )
+            return await provider.call(request.path, body=body, query=query or request.query, beta=beta)
         except ProviderError as error:
             raise _failed(error) from error
         finally:
@@ -154,7 +135,7 @@ def _provider_of(settings: Settings) -> Lookups | None:
     """The provider to which token counts and lists of models are passed: the first with a key that has these paths and
     uses Anthropic's names of models. None: there is none."""
     if settings.api_key is not None:
-        return Lookups.at(settings.provider_url, api_key=settings.api_key)
+        return Lookups(settings.provider_url, api_key=settings.api_key)
     for name in sorted(settings.providers.keys() - {FIRST}):
         provider = settings.providers[name]
         if (
@@ -163,20 +144,13 @@ def _provider_of(settings: Settings) -> Lookups | None:
             and provider.api_key is not None
             and provider.base_url is not None
         ):
-            return Lookups.at(provider.base_url.get_secret_value(), api_key=provider.api_key.get_secret_value())
+            return Lookups(provider.base_url.get_secret_value(), api_key=provider.api_key.get_secret_value())
     return None
 
 
-def _beta(request: web.Request) -> str | None:
-    try:
-        return read({n.ANTHROPIC_BETA: request.headers.get(n.ANTHROPIC_BETA)}).beta
-    except RequestProblem as problem:
-        raise of_problem(problem, chose_id=False) from None
-
-
-def _require_allowed_model(allowed: frozenset[str], body: bytes) -> None:
-    """Raise ApiError if the JSON body names a model that is not allowed. A body in which a JSON key occurs twice is
-    refused too: the gateway and the provider could read different models from it."""
+def _model_in(body: bytes) -> str:
+    """The model that a JSON body names. Raises ApiError if there is none, or if a JSON key occurs twice: the gateway
+    and the provider could then read different models."""
     try:
         found = jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="none")
     except ValueError:
@@ -184,10 +158,7 @@ def _require_allowed_model(allowed: frozenset[str], body: bytes) -> None:
     model = found.get("model") if isinstance(found, dict) else None
     if not isinstance(model, str):
         raise ApiError(400, "model: a string is required")
-    try:
-        require_allowed_model(GatewayKey(tenant=None, models=tuple(sorted(allowed))), model)
-    except RequestProblem as problem:
-        raise of_problem(problem, chose_id=False) from None
+    return model
 
 
 def _failed(error: ProviderError) -> ApiError:

@@ -9,7 +9,9 @@ from typing import Any, Final
 from service.gateway.problems import ApiError
 
 PAGE: Final = 20
+"""How many models a page of `GET /v1/models` has if the call does not say it."""
 PAGE_AT_MOST: Final = 1000
+"""The most models of one page of `GET /v1/models`."""
 EVERY: Final = {"limit": str(PAGE_AT_MOST)}
 """Query parameters that make the provider return all its models on one page."""
 

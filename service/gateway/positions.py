@@ -12,7 +12,7 @@ from lanekeeper import Client
 AGE_S = 1.0
 """For how many seconds an estimate of a request's position is used again."""
 WITHIN_S = 0.5
-"""Within how many seconds the broker and the store must answer; otherwise the position is unknown."""
+"""The broker and the store must answer within this many seconds; otherwise the position is unknown."""
 PACE_AGE_S = 60.0
 """For how many seconds the last known pace of a lane (how many of its requests end in a second) is used if the store
 has no newer one."""

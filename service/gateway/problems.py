@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from consumers.state.base import StoreUnavailable
 from lanekeeper.contract.names import CODE
 from lanekeeper.contract.problems import AccessRefused, LanekeeperError, MessageTooLarge, PublishRefused, RequestProblem
 from lanekeeper.errors import NoReply
@@ -78,9 +79,7 @@ def stopping() -> ApiError:
     return refused("this process stops; the next try reaches another, or the one that follows")
 
 
-def of_problem(problem: RequestProblem, *, chose_id: bool) -> ApiError:
-    """Convert a request's error to the error of an HTTP call. `chose_id`: whether the caller chose the request's id. If
-    so, the error may be stored under that id, and repeating the call would return the stored error."""
+def _of_problem(problem: RequestProblem, *, chose_id: bool) -> ApiError:
     headers = {CODE: problem.code}
     is_kept = chose_id and problem.type.kept
     if not problem.type.retryable or is_kept or problem.code in _TRIED_ALREADY:
@@ -93,12 +92,16 @@ def of_problem(problem: RequestProblem, *, chose_id: bool) -> ApiError:
     return ApiError(problem.status, problem.detail, headers=headers)
 
 
-def of_error(error: LanekeeperError, *, chose_id: bool) -> ApiError:
-    """Convert an exception of the AMQP client, raised while it published a request or waited for the answer, to the
-    error of an HTTP call. `chose_id`: whether the caller chose the request's id."""
+def api_error_of(error: ApiError | LanekeeperError, *, chose_id: bool = False) -> ApiError:
+    """Convert any error that a handler can raise to the error of an HTTP call. `chose_id`: whether the caller chose the
+    request's id. If so, the error may be stored under that id, and repeating the call would return the stored error."""
     match error:
+        case ApiError():
+            return error
         case RequestProblem():
-            return of_problem(error, chose_id=chose_id)
+            return _of_problem(error, chose_id=chose_id)
+        case StoreUnavailable():
+            return refused(f"the store: {error}")
         case NoReply():
             return ApiError(504, str(error), headers={"x-should-retry": "false"})
         case PublishRefused():

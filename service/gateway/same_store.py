@@ -21,7 +21,10 @@ from service.config.gateway_section import GatewayKey
 from service.gateway.requests import identity_of
 
 ASK_EVERY_S: Final = 60.0
+"""The shortest time, in seconds, between two checks whether the workers use the same store as this gateway."""
 KEPT_MS: Final = 60_000
+"""For how many ms the store keeps the request that the check whether the stores are the same writes, if it is not
+removed."""
 log = logger()
 
 

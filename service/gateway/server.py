@@ -15,7 +15,7 @@ from aiohttp import web
 from lanekeeper.contract.problems import LanekeeperError
 from service.gateway.connections import Connection
 from service.gateway.documents import answer
-from service.gateway.error_answers import answer_unforeseen, not_found, note_beginning
+from service.gateway.error_answers import answer_errors, not_found, note_beginning
 from topology.codec.decoding import PACKED_BYTES
 
 Readiness = Callable[[], Mapping[str, str | None]]
@@ -70,7 +70,7 @@ class Server:
         self._host = host
         self.port = port
         self._routes = routes
-        app = web.Application(client_max_size=PACKED_BYTES, middlewares=[answer_unforeseen])
+        app = web.Application(client_max_size=PACKED_BYTES, middlewares=[answer_errors])
         app.on_response_prepare.append(note_beginning)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)

@@ -15,12 +15,15 @@ from typing import Any, Final, Literal
 
 from aiohttp import WSCloseCode
 
+from service.gateway.looking import LARGEST_NUMBER
 from topology.codec import bounds
 
 LONGEST_REF: Final = 128
-LARGEST_NUMBER: Final = 1 << 53
+"""The most characters of `ref` and of `id` in a client's WebSocket message."""
 HEADERS_AT_MOST: Final = 20
+"""The most headers in a client's WebSocket message."""
 LONGEST_HEADER: Final = 1000
+"""The most characters of one header in a client's WebSocket message."""
 VALUES_OUTSIDE_BODY: Final = 100
 """How many JSON keys and values a client's WebSocket message may have in addition to those of its request body. Valid
 messages have fewer."""

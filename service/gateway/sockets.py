@@ -22,15 +22,16 @@ from typing import Final
 from aiohttp import WSCloseCode, WSMsgType, web
 from multidict import CIMultiDict
 
-from consumers.state.following import Entry
 from lanekeeper.contract.problems import LanekeeperError
 from service.config.gateway_section import GatewayKey
 from service.gateway.answers import Answers
-from service.gateway.asking import IDEMPOTENCY_KEY, submitted_id_of
+from service.gateway.asking import IDEMPOTENCY_KEY, CallReader, submitted_id_of
 from service.gateway.bounded_socket import BoundedSocket
-from service.gateway.documents import path_of, problem_of, refusal
-from service.gateway.following import Following
+from service.gateway.call_limit import CallLimit
+from service.gateway.documents import LargeStatus, path_of, problem_of
+from service.gateway.looking import Looking
 from service.gateway.problems import ApiError, refused
+from service.gateway.requests import Requests
 from service.gateway.socket_messages import ClientMessage, InvalidMessage, read
 from service.side_tasks import beside
 from topology.codec.decoding import PACKED_BYTES
@@ -41,37 +42,34 @@ of them is done."""
 FOLLOWED_AT_MOST: Final = 100
 """The most requests that one WebSocket connection follows at the same time."""
 MESSAGE_BYTES: Final = PACKED_BYTES + 16 * 1024
+"""The largest message, in bytes, that a client may send over a WebSocket."""
 
 
 @dataclass(slots=True)
 class Sockets:
-    """Answers `GET /v1/ws`: accepts WebSocket connections, over which clients submit, follow and cancel requests.
-    `max_values`: the most JSON keys and values that a request's body may have."""
+    """Answers `GET /v1/ws`: accepts WebSocket connections, over which clients submit, follow and cancel requests."""
 
-    following: Following
+    requests: Requests
+    looking: Looking
     _: KW_ONLY
+    call_reader: CallReader
+    limit: CallLimit
     answers: Answers
-    max_values: int
     ping_every_s: float
 
     async def get(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        """Serve one WebSocket connection until it ends. Access has already been checked: `caller` is what the API key
-        allows."""
+        """Serve one WebSocket connection until it ends. Raises ApiError if it cannot begin."""
         ws = BoundedSocket(request, heartbeat_s=self.ping_every_s, message_bytes=MESSAGE_BYTES)
         if not ws.can_prepare(request).ok:
-            return refusal(ApiError(426, "this path is a WebSocket's", headers={"upgrade": "websocket"}))
-        try:
-            async with self.following.looking.following():
-                await ws.prepare(request)
-                socket = _Socket(ws, caller, self)
-                async with beside(self._close_with_the_process(ws), name="socket stopping"):
-                    await socket.serve()
-        except ApiError as error:
-            return refusal(error)
+            raise ApiError(426, "this path is a WebSocket's", headers={"upgrade": "websocket"})
+        async with self.looking.following():
+            await ws.prepare(request)
+            async with beside(self._close_with_the_process(ws), name="socket stopping"):
+                await _Socket(ws, caller, self).serve()
         return ws
 
     async def _close_with_the_process(self, ws: BoundedSocket) -> None:
-        await self.following.looking.closing.wait()
+        await self.looking.closing.wait()
         await ws.close(code=WSCloseCode.GOING_AWAY, message=b"this process stops; connect again")
 
 
@@ -83,7 +81,8 @@ class _Socket:
         self._ws = ws
         self._caller = caller
         self._of = of
-        self._requests = of.following.requests
+        self._requests = of.requests
+        self._call_reader = of.call_reader
         self._working = asyncio.Semaphore(AT_ONCE)
         self._followed: dict[str, asyncio.Task[None]] = {}
         self._latest: dict[str, asyncio.Task[None]] = {}
@@ -110,7 +109,7 @@ class _Socket:
                 raise InvalidMessage(WSCloseCode.UNSUPPORTED_DATA, "binary messages are not understood")
             if frame.type is not WSMsgType.TEXT:
                 return  # aiohttp has closed the connection: the message is not UTF-8, or too large
-            message = read(frame.data, max_values=self._of.max_values)
+            message = read(frame.data, max_values=self._call_reader.max_values)
             await self._working.acquire()
             self._begin(message)
 
@@ -142,27 +141,31 @@ class _Socket:
                 case "subscribe":
                     assert message.id is not None
                     await self._requests.known(message.id, self._caller)
-                    await self._answer("subscribed", message)
+                    await self._send("subscribed", message.id, message.ref)
                     self._follow(message.id, after=message.after)
                 case "unsubscribe":
                     if (task := self._followed.pop(message.id or "", None)) is not None:
                         task.cancel()
-                    await self._answer("unsubscribed", message)
+                    await self._send("unsubscribed", message.id, message.ref)
                 case "cancel":
                     assert message.id is not None
                     outcome = await self._requests.cancel(message.id, self._caller)
-                    await self._answer("cancelling", message, outcome=outcome)
+                    await self._send("cancelling", message.id, message.ref, outcome=outcome)
         except (ApiError, LanekeeperError) as error:
-            await self._refuse(error, message.id, message.ref)
+            await self._send("problem", message.id, message.ref, problem=problem_of(error, message.id))
 
     async def _submit(self, message: ClientMessage) -> None:
         headers = CIMultiDict(message.headers)
         if message.id is not None:
             headers[IDEMPOTENCY_KEY] = message.id
         id, chose_id = submitted_id_of(headers)
-        await self._requests.submit(headers, message.body, self._caller, id=id, chose_id=chose_id)
+        with self._of.limit.counted(len(message.body)):
+            asked = self._call_reader.read(
+                headers, message.body, self._caller, request_id=id, chose_id=chose_id, task="requests"
+            )
+            await self._requests.submit(asked, self._caller)
         path = path_of(id)
-        await self._answer("submitted", message, id=id, status_url=path, events_url=f"{path}/events")
+        await self._send("submitted", id, message.ref, status_url=path, events_url=f"{path}/events")
         if message.subscribe:
             self._follow(id, after=0)
 
@@ -180,27 +183,23 @@ class _Socket:
     async def _entries(self, id: str, after: int) -> None:
         try:
             async with (
-                self._of.following.looking.following(),
-                aclosing(self._of.following.entries(id, self._caller, after=after)) as entries,
+                self._of.looking.following(),
+                aclosing(self._requests.entries(id, self._caller, after=after)) as entries,
             ):
                 begin = b'{"type": "entry", "id": %b, "number": ' % json.dumps(id).encode()
                 async for entry in entries:
                     head = begin + b'%d, "kind": "%b", "data": ' % (entry.number, entry.kind.encode())
-                    if isinstance(entry, Entry):
+                    if not isinstance(entry.body, LargeStatus):
                         await self._ws.send_text(b"%b%b}" % (head, entry.body))
                         continue
-                    async with self._of.answers.in_memory(entry.result) as result:
-                        await self._ws.send_large(b"%b%b%b%b}" % (head, entry.text, result, entry.end))
+                    begin, kept, end = entry.body
+                    async with self._of.answers.in_memory(kept) as result:
+                        await self._ws.send_large(b"%b%b%b%b}" % (head, begin, result, end))
         except (ApiError, LanekeeperError) as error:
-            await self._refuse(error, id, None)
+            await self._send("problem", id, problem=problem_of(error, id))
 
-    async def _answer(self, type: str, message: ClientMessage, **fields: str) -> None:
-        answer = {"type": type, "id": message.id, **fields} | ({} if message.ref is None else {"ref": message.ref})
-        await self._ws.send_text(json.dumps(answer).encode())
-
-    async def _refuse(self, error: ApiError | LanekeeperError, id: str | None, ref: str | None) -> None:
-        _, document, _ = problem_of(error, id)
-        answer = {"type": "problem", "id": id, "problem": document} | ({} if ref is None else {"ref": ref})
+    async def _send(self, type: str, id: str | None, ref: str | None = None, **fields: object) -> None:
+        answer = {"type": type, "id": id, **fields} | ({} if ref is None else {"ref": ref})
         await self._ws.send_text(json.dumps(answer).encode())
 
 

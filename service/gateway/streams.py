@@ -18,6 +18,7 @@ PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 _FIRST = frozenset({"message_start", "content_block_start", "ping"})
 _LAST = "message_stop"
 _HELD_BYTES = 64 * 1024
+"""How many bytes of a stream are held back at most before the content of the answer begins."""
 _TYPE = b'{"type":"'
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 

@@ -92,11 +92,10 @@ def _is_running(process: int) -> bool:
 
 class Container:
     """A private broker in a Docker container. `folder` is used by this broker only, and whoever created the folder
-    removes it. `configuration`: a rabbitmq.conf."""
+    removes it."""
 
-    def __init__(self, folder: Path, *, image: str, steps: Steps, configuration: Path | None = None) -> None:
+    def __init__(self, folder: Path, *, image: str, steps: Steps) -> None:
         self._image = image
-        self._configuration = configuration
         self._steps = steps
         self._name = f"lanekeeper-{secrets.token_hex(6)}"
         self._created = False
@@ -133,8 +132,6 @@ class Container:
 
     def _create(self) -> list[str]:
         ports = ((self.access.amqp_port, 5672), (self.access.management_port, 15672))
-        file = self._configuration
-        mounted = [f"--volume={file}:/etc/rabbitmq/conf.d/30-lanekeeper.conf:ro"] if file else []
         published = [word for ours, its in ports for word in ("--publish", f"127.0.0.1:{ours}:{its}")]
         return [
             "docker",
@@ -146,6 +143,5 @@ class Container:
             f"--label={LABEL}={owner()}",
             f"--env-file={self._settings}",
             *published,
-            *mounted,
             self._image,
         ]

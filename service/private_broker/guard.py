@@ -5,20 +5,20 @@ whenever that process ends, even if it is killed, and the guard then cleans up b
 session, where Ctrl-C does not reach it.
 
 Standard input: lines `kill` and `start`. Standard output: one JSON object a line: {"say": …} for steps that take long,
-{"ready": {…}} after the start, {"done": …} after a line was carried out, {"error": …} as the last line.
+{"amqp_url": …, "management_url": …, "version": …} after the start, {"done": …} after a line was carried out,
+{"error": …} as the last line.
 """
 
 import argparse
 import json
 import os
 import queue
-import shutil
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from service.private_broker import container, install, node
@@ -41,25 +41,24 @@ def report(**fields: object) -> None:
 @dataclass(slots=True)
 class Guard:
     """Owns a private broker: starts it from the first of `sources` that can provide one (Docker or an installed
-    RabbitMQ), carries out the commands `kill` and `start`, and removes everything at the end."""
+    RabbitMQ), carries out the commands `kill` and `start`, and removes it at the end. Its files are in `folder`."""
 
-    sources: tuple[str, ...]
+    folder: str
+    sources: Sequence[str]
     image: str | None
     steps: Steps
     commands: queue.SimpleQueue[str]
-    folders: list[Path] = field(default_factory=list)
     server: Server | None = None
 
     def run(self) -> None:
         try:
             server, version = self._start()
-            access = server.access
-            report(ready={"amqp_url": access.amqp_url, "management_url": access.management_url, "version": version})
+            report(amqp_url=server.access.amqp_url, management_url=server.access.management_url, version=version)
             while (command := self.commands.get()) and not self.steps.leaving.is_set():
                 {"kill": server.kill, "start": server.start}[command]()
                 report(done=command)
         finally:
-            self.remove()
+            self._remove()
 
     def _start(self) -> tuple[Server, str]:
         """Start a broker from the first source that can provide one. Returns it and its version."""
@@ -77,13 +76,14 @@ class Guard:
             try:
                 return self.server, self.server.start()
             except Unavailable as error:
-                self.remove()
+                self._remove()
                 # Tried again, because another process may have taken a port before the broker listened on it.
                 if is_last_try or isinstance(error, TooSlow):
                     raise
         raise AssertionError("the last round returns or raises")
 
     def _make(self, source: str) -> Server:
+        folder = Path(tempfile.mkdtemp(dir=self.folder))  # another one for each try
         if source == "docker":
             if not container.engine_answers(self.steps):
                 raise Unavailable("Docker: no engine answers")
@@ -91,31 +91,23 @@ class Guard:
             image = self.image or container.find_image(self.steps)
             if image is None:
                 raise Unavailable(f"Docker: {container.OFFICIAL} is not here and cannot be pulled")
-            return container.Container(self._folder(), image=image, steps=self.steps)
+            return container.Container(folder, image=image, steps=self.steps)
         if source == "install" and node.installed() is None:
             install.install(self.steps, "rabbitmq-server", services=install.SERVICES)
-        return node.Node(self._folder(), steps=self.steps)
+        return node.Node(folder, steps=self.steps)
 
-    def _folder(self) -> Path:
-        self.folders.append(Path(tempfile.mkdtemp(prefix="lanekeeper-broker-")))
-        return self.folders[-1]
-
-    def remove(self) -> None:
-        """Remove the broker, all descendant processes and all folders. It may be called more than once."""
+    def _remove(self) -> None:
+        """Remove the broker and all descendant processes."""
         if self.server is not None:
             self.server.remove()
         self.server = None
         kill_all()
-        while self.folders:
-            shutil.rmtree(self.folders.pop(), ignore_errors=True)
 
 
 def _listen(commands: queue.SimpleQueue[str], leave: Callable[[], None]) -> None:
-    buffer = b""
-    while chunk := os.read(0, 1024):
-        *lines, buffer = (buffer + chunk).split(b"\n")
-        for line in lines:
-            commands.put(line.decode())
+    # Unbuffered: Python cannot end while a thread waits for a buffered standard input.
+    for line in open(0, "rb", buffering=0, closefd=False):  # noqa: SIM115  it stays open as long as the process
+        commands.put(line.decode().strip())
     leave()
 
 
@@ -138,7 +130,8 @@ def main() -> int:
     threading.Thread(target=_listen, args=(commands, leave), name="lifeline", daemon=True).start()
     adopt_orphans()
     try:
-        Guard(tuple(chosen.sources.split(",")), chosen.image, steps, commands).run()
+        with tempfile.TemporaryDirectory(prefix="lanekeeper-broker-", ignore_cleanup_errors=True) as folder:
+            Guard(folder, chosen.sources.split(","), chosen.image, steps, commands).run()
     except Leaving:
         pass
     except Unavailable as error:

@@ -1,15 +1,15 @@
 """The simulated API's record of its calls: the latest ones, counts of all, and how many ran at once."""
 
 import asyncio
-import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_BODY_KEPT_BYTES = 16 * 1024
-_PROMPT_KEPT = 200
+BODY_KEPT_BYTES = 16 * 1024
+TEXT_KEPT = 200
+"""How many characters of a model's name and of a prompt are recorded."""
 
 
 @dataclass(slots=True)
@@ -47,11 +47,7 @@ class Calls:
         self.total = 0
         self.input_tokens = 0
         self.output_tokens = 0
-        self._ids = itertools.count(1)
         self._waiting: set[asyncio.Event] = set()
-
-    def next_id(self) -> int:
-        return next(self._ids)
 
     def begin(self, *, headers: Mapping[str, str], request_id: str) -> Call:
         self.total += 1
@@ -61,13 +57,6 @@ class Calls:
         self.latest.append(call)
         self._notify()
         return call
-
-    def describe(self, call: Call, *, model: str, stream: bool, prompt: str) -> None:
-        call.model, call.stream, call.prompt = model[:_PROMPT_KEPT], stream, prompt[:_PROMPT_KEPT]
-
-    def keep_body(self, call: Call, body: bytes) -> None:
-        if len(body) <= _BODY_KEPT_BYTES:
-            call.body = body
 
     def end(self, call: Call, *, outcome: str, status: int) -> None:
         call.outcome, call.status, call.ended_s = outcome, status, time.monotonic()

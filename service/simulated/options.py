@@ -1,4 +1,4 @@
-"""Options of the simulated API. Every field maps to one option of `lanekeeper simulate`."""
+"""Options of the simulated API: those of `lanekeeper simulate`, and a few that only callers in Python can set."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

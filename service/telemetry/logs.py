@@ -98,7 +98,7 @@ def _processors(service: str, *, console: bool, colours: bool, with_content: boo
 
 def explained(error: BaseException, *, with_content: bool = False) -> list[str]:
     """Describe an exception and its causes in lines for a log event: types, and calls (the innermost last), without
-    source lines or local variables.
+    source lines or local variables. After 48 lines no further cause is added.
 
     Only the texts of LanekeeperErrors and OSErrors are included, because the text of others (a KeyError, a validator's
     error) may quote content.

@@ -22,8 +22,10 @@ _HINT: Final = re.compile(r"sk-ant-|bearer\s|://", re.IGNORECASE)  # if this doe
 _SECRET_NAME: Final = re.compile(r"api[-_]?key|authorization|passw|secret|(^|[-_])token$|cookie", re.IGNORECASE)
 _CONTENT_NAMES: Final = frozenset({"answer", "body", "content", "messages", "prompt"})
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-_LONGEST: Final = 2000  # characters of one value
-_DEEPEST: Final = 6  # levels of nested values
+_LONGEST: Final = 2000
+"""The most characters of one value in a log event."""
+_DEEPEST: Final = 6
+"""How deep the values of a log event may be nested."""
 
 
 def text(value: str) -> str:

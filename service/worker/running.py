@@ -23,8 +23,11 @@ from service.worker.worker import Worker
 from topology.broker.inbox import Inbox
 
 SUMMARY_EVERY_S = 60
+"""The seconds between two log events with the figures of a worker."""
 READY_CHECK_EVERY_S = 0.02
+"""The seconds between two checks, at the start, whether a worker is ready."""
 BIND_EVERY_S = 30
+"""The seconds between two renewals of the binding of a worker's queue for status questions."""
 log = logs.logger()
 
 
@@ -146,7 +149,7 @@ async def _send_status(worker: Worker, question: Message, worker_name: str) -> N
             "displaced": worker.control.displaced,
         },
     }
-    await worker.answers.tell(question, figures, id=None, control="accepted")
+    await worker.answers.tell(question, figures, control="accepted")
 
 
 async def _summarise(worker: Worker) -> None:

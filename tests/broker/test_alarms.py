@@ -120,7 +120,7 @@ async def test_a_missing_right_hidden_by_an_alarm_is_found_when_the_alarm_ends(o
         async with memory_alarm(own_broker.amqp_url):
             for each in (may, may_not):
                 with pytest.raises((BrokerUnreachable, BrokerBlocked)):
-                    await each.look()
+                    await each.check()
                 assert each.trouble is not None, "nothing is taken until it is known"
             runs = [asyncio.create_task(each.run()) for each in (may, may_not)]
         await until(lambda: may.trouble is None)

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from consumers.capacity.activity import LaneActivity
 from consumers.capacity.scaling import ScaledQueue, Scaling
-from consumers.job import Job, now_ms
+from consumers.job import Job, Source, now_ms
 from consumers.outcomes import Answered, Outcome
 from consumers.pool import Pool
 from lanekeeper.amqp.connection import Connection
@@ -127,7 +127,7 @@ def line_of(lane: LaneSpec, consuming: Connection, work: Work) -> ScaledQueue:
     def pool(count: int) -> Pool:
         return Pool(
             Noting(consuming, lane.name, count, work.taken_back),
-            job_of=lambda delivery: Job(delivery, lane=lane, trusted=False, taken_ms=now_ms()),
+            job_of=lambda delivery: Job(delivery, lane=lane, source=Source.REQUESTER, taken_ms=now_ms()),
             handle=work.handle,
             settler=Acking(),  # type: ignore[arg-type]
             activity=activity,

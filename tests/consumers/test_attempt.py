@@ -18,8 +18,7 @@ from consumers.failures import TIMEOUT
 from consumers.gates.budget import BudgetGate
 from consumers.gates.route import RouteGate
 from consumers.job import Decoded, Job, Reserved
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Reservation
+from consumers.limits.base import Amounts, Reservation
 from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Retried
 from consumers.prices import Prices
 from consumers.providers.anthropic import AnthropicProvider
@@ -437,3 +436,14 @@ async def test_with_a_provider_that_fails_and_recovers_a_request_takes_few_calls
     async with asyncio.TaskGroup() as group:
         group.create_task(go_and_come_back())
         assert await calls_per_request(two, prompts, routes=routes, at_once=16) <= 1.5
+
+
+async def test_the_pause_that_a_provider_asks_for_is_kept_unless_the_retry_can_call_another(providers: Open) -> None:
+    two = await providers(failing("rate_limited retry_after=20"))
+    two.moves.has_room = False  # the other has no budget for this attempt, and may have some for the next
+    with_other = await two.ask("hello")
+    alone = await two.ask("hello", route("one"), id="m-2")
+
+    assert isinstance(with_other, Retried)
+    assert isinstance(alone, Retried)
+    assert with_other.delay_ms < 20_000 <= alone.delay_ms

@@ -24,7 +24,10 @@ from consumers.failures import (
 @pytest.mark.parametrize(
     ("error", "brief"),
     [
-        (OverloadedError("a prompt", request_id="req_01/a@b:c.d-e"), "overloaded_error 529 (req_01/a@b:c.d-e)"),
+        (
+            OverloadedError("a prompt", status=529, type="overloaded_error", request_id="req_01/a@b:c.d-e"),
+            "overloaded_error 529 (req_01/a@b:c.d-e)",
+        ),
         (TransientError("a prompt", status=500, type="a prompt", request_id="a prompt"), "TransientError 500 (?)"),
         (TransientError("a prompt", type="cut", request_id="a" * 101), "cut (?)"),
         (TransientError("a prompt", type="a\n", request_id="a\n"), "TransientError (?)"),
@@ -42,6 +45,7 @@ def test_the_brief_of_a_failure_has_names_and_ids_and_no_text(error: ProviderErr
         (TransientError("x", type="credentials"), UNSENT),
         (TransientError("x", type="timeout"), TIMED_OUT),
         (TransientError("x", type="timeout", status=500), SERVER_ERROR),
+        (TransientError("x", type="api_error", status=400), SERVER_ERROR),
         (TransientError("x", type="cut"), BROKEN_OFF),
         (RejectedError("x", status=400), REJECTED),
         (RejectedError("x", status=401), KEY_REFUSED),

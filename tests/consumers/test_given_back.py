@@ -87,6 +87,7 @@ class Ground:
             spec=spec,
             now_ms=lambda: NOW_MS,
             rng=rng,
+            on_wait=lambda job, wait: None,
         )
         self.caps = CapsGate(
             self.spending,

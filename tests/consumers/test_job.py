@@ -1,10 +1,15 @@
 """What a job knows of its delivery: how long it has waited, whose it is, when it ended before."""
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 
-from consumers.job import Attempted, Job, content_hash, dead_at_ms, moment_text, tenant_of
+from consumers.copies import set_aside
+from consumers.job import Attempted, Job, Source, content_hash, dead_at_ms, moment_text, tenant_of
+from consumers.state.base import Stop
 from lanekeeper.contract import names as n
-from tests.support.jobs import NOW_MS, Bench, read
+from tests.support.jobs import NAMES, NOW_MS, Bench, read
 
 
 def test_a_request_has_waited_since_it_was_published() -> None:
@@ -67,7 +72,7 @@ def test_only_a_dead_letter_that_is_published_again_names_its_tenant_by_the_user
 ) -> None:
     delivery = Bench().delivery(user_id="gateway", headers={n.USER_ID: "shop", **dead_at})
 
-    job = Job(delivery, lane=None, trusted=False, taken_ms=NOW_MS, speakers={"gateway"})
+    job = Job(delivery, lane=None, source=Source.REQUESTER, taken_ms=NOW_MS, speakers={"gateway"})
 
     assert job.identity.tenant == tenant
 
@@ -87,3 +92,46 @@ def test_a_body_has_the_hash_that_earlier_versions_have_stored() -> None:
     assert content_hash(b'{"a":1}').hex() == "2c6b113b8dd15ffbded9860b43eb0c6c"
     sha256 = "015abd7f5cc57a2dd94b7590f04ad8084273905ee33ec5cebeae62276a97f862"
     assert content_hash(sha256).hex() == content_hash(sha256.upper()).hex() == "3fe3283ebc8678e8117e8042d3422810"
+
+
+async def test_a_job_that_was_stopped_before_a_wait_does_not_wait() -> None:
+    job = Bench().job()
+    job.stop(Stop.CANCELLED)
+    async with asyncio.timeout(1):
+        async with job.interruptible(None):
+            await asyncio.Event().wait()
+
+
+async def test_stopping_a_job_ends_its_wait() -> None:
+    job = Bench().job()
+    asyncio.get_running_loop().call_soon(job.stop, Stop.FENCED)
+    async with asyncio.timeout(1):
+        async with job.interruptible(None):
+            await asyncio.Event().wait()
+
+
+async def test_a_wait_that_has_ended_cannot_be_stopped_later() -> None:
+    job = Bench().job()
+    async with job.interruptible(60):
+        pass
+    job.stop(Stop.CANCELLED)
+    await asyncio.sleep(0)  # a cancellation by the limit that is over would arrive here
+    assert job.waiting is None
+
+
+def test_a_request_and_its_copy_in_a_side_queue_are_one_request_but_not_one_message() -> None:
+    bench = Bench()
+    delivery = bench.delivery()
+    delivery.redelivered = True
+    original = bench.job(delivery=delivery)
+    copy_delivery = bench.delivery()
+    copy = set_aside(original, now_ms=NOW_MS, names=NAMES)
+    copy_delivery.message = replace(copy, exchange=NAMES.side_exchange(1), routing_key=original.routing_key)
+    moved = bench.job(delivery=copy_delivery)
+
+    ours, theirs = original.fingerprint(), moved.fingerprint()
+    assert (ours.body_hash, ours.mark) == (theirs.body_hash, theirs.mark)
+    assert ours.nonce[:1] != theirs.nonce[:1]
+    assert ours.redelivered
+    assert not theirs.redelivered, "the copy is delivered for the first time"
+    assert moved.redelivered, "so its outcome may be stored already"

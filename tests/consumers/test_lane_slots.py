@@ -315,3 +315,13 @@ async def test_what_the_figures_tell() -> None:
     assert (lane_slots.in_hand, intake.running, intake.begun, intake.is_full) == (1, 1, 1, True)
     intake.end("a")
     await waiting
+
+
+def test_a_request_waits_a_minute_for_a_slot_before_it_is_set_aside() -> None:
+    async def waits_s() -> float:
+        slots, clock = full(Side(), flood=1), asyncio.get_running_loop().time
+        began_s = clock()
+        assert await slots.wait("small", movable=True) is Admission.ASIDE
+        return clock() - began_s
+
+    assert virtually(waits_s()) == pytest.approx(60)

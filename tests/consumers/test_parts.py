@@ -13,6 +13,17 @@ from lanekeeper.contract.problems import PublishRefused
 from lanekeeper.telemetry import signals
 from tests.support.jobs import Bench
 
+
+class Noted:
+    """In place of a `Trail`."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[str, bytes]] = []
+
+    def part(self, kind: str, body: bytes) -> None:
+        self.noted.append((kind, body))
+
+
 Answers = list[asyncio.Future[Answer]]
 
 
@@ -115,3 +126,20 @@ async def test_lost_parts_are_told_once_and_the_stream_goes_on(
         await parts.confirmed()
     assert len(bench.publisher.sent) == 3
     assert [each["event"] for each in logs] == [signals.PART_LOST]
+
+
+async def test_parts_of_a_followed_request_without_a_reply_address_are_noted_for_those_who_follow_it(
+    bench: Bench,
+) -> None:
+    job = bench.job(reply_to=None)
+    job.trail = noting = Noted()  # type: ignore[assignment]
+    parts = Parts(bench.replies, job)
+    await parts(b"1")
+    await parts(b"2")
+    assert noting.noted == [("event", b"1"), ("event", b"2")]
+    assert bench.publisher.sent == []
+
+
+async def test_parts_of_a_request_that_nobody_waits_for_are_dropped(bench: Bench) -> None:
+    await Parts(bench.replies, bench.job(reply_to=None))(b"1")
+    assert bench.publisher.sent == []

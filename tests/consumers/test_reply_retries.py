@@ -146,3 +146,11 @@ def test_no_more_replies_wait_than_the_limit_for_all_tenants_together(bench: Ben
     reply_retries = ReplyRetries(bench.claiming, max_waiting=4)
     found = [reply_retries.pause_ms(bench.job(user_id=f"u-{each}"), now_ms=NOW_MS) is not None for each in range(6)]
     assert found == [True] * 4 + [False] * 2
+
+
+def test_a_refused_reply_is_sent_again_after_1_2_4_8_16_and_30_seconds(bench: Bench) -> None:
+    def pause_ms(tries: int) -> int | None:
+        job = bench.job(exchange="lane.due", headers={n.REPLY_TRY: tries})
+        return bench.reply_retries.pause_ms(job, now_ms=NOW_MS)
+
+    assert [pause_ms(tries) for tries in range(7)] == [1000, 2000, 4000, 8000, 16_000, 30_000, None]

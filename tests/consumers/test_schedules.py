@@ -220,7 +220,7 @@ class Unfenced(Requests):
     def complete(
         self, at: Times, identity: Identity, message: Fingerprint, completion: Completion, token: int | None
     ) -> Completion | None:
-        row = self._read(at, identity)
+        row = self.read(at, identity)
         believed = row.token if row is not None and token is not None else token
         return super().complete(at, identity, message, completion, believed)
 
@@ -232,7 +232,7 @@ class LastOneStays(Requests):
     def complete(
         self, at: Times, identity: Identity, message: Fingerprint, completion: Completion, token: int | None
     ) -> Completion | None:
-        row = self._read(at, identity)
+        row = self.read(at, identity)
         if row is None or not row.ended:
             return super().complete(at, identity, message, completion, token)
         self._write(identity, row.ended_by(completion))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
-from consumers.bodies.answers import AnswerBodies
 from consumers.outcomes import Answered, Buried
 from consumers.replies import sendable
 from consumers.replies.sendable import Sendable
@@ -42,16 +41,12 @@ def store(tmp_path: Path) -> Iterator[BodyStore]:
     made.close()
 
 
-def beside(store: BodyStore) -> AnswerBodies:
-    return AnswerBodies(store, over_bytes=100, keep_s=60)
-
-
-def of(publisher: FakePublisher, at: AnswerBodies | None, *, answer_bytes: int = 1000) -> Sendable:
-    return Sendable(publisher, answer_bytes=answer_bytes, bodies=at)
+def of(publisher: FakePublisher, bodies: BodyStore | None, *, answer_bytes: int = 1000) -> Sendable:
+    return Sendable(publisher, answer_bytes=answer_bytes, bodies=bodies, over_bytes=100)
 
 
 async def test_a_large_answer_is_kept_and_its_place_is_told(store: BodyStore) -> None:
-    found = await of(FakePublisher([]), beside(store)).of(LARGE)
+    found = await of(FakePublisher([]), store).of(LARGE)
 
     assert isinstance(found, Answered)
     assert found.kept is not None
@@ -66,14 +61,14 @@ async def test_a_large_answer_is_kept_and_its_place_is_told(store: BodyStore) ->
 
 async def test_a_small_one_stays_as_it_is(store: BodyStore) -> None:
     small = Answered(body=b"{}", model="m", provider="p")
-    assert await of(FakePublisher([]), beside(store)).of(small) is small
+    assert await of(FakePublisher([]), store).of(small) is small
 
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("kind", ["hangs", "full"])
 async def test_without_its_store_it_is_sent_as_it_is_if_the_broker_takes_it(store: BodyStore, kind: str) -> None:
     broken = Hangs(store.url) if kind == "hangs" else BodyStore(store.url, in_all_bytes=10)
-    assert await of(FakePublisher([]), beside(broken)).of(LARGE) is LARGE
+    assert await of(FakePublisher([]), broken).of(LARGE) is LARGE
     broken.close()
 
 
@@ -84,7 +79,7 @@ async def test_if_the_broker_does_not_take_it_either_the_request_ends_as_too_lar
     publisher = FakePublisher([])
     publisher.largest = 50
 
-    found = await of(publisher, beside(broken)).of(LARGE)
+    found = await of(publisher, broken).of(LARGE)
 
     assert isinstance(found, Buried)
     assert (found.problem.code, "could not be used" in found.problem.detail) == ("answer_too_large", True)
@@ -95,7 +90,7 @@ async def test_the_error_names_the_setting_that_allows_more(store: BodyStore) ->
     publisher = FakePublisher([])
     publisher.largest = 50
     nowhere = await of(publisher, None).of(LARGE)
-    too_much = await of(FakePublisher([]), beside(store), answer_bytes=50).of(LARGE)
+    too_much = await of(FakePublisher([]), store, answer_bytes=50).of(LARGE)
 
     assert isinstance(nowhere, Buried)
     assert isinstance(too_much, Buried)
@@ -104,8 +99,23 @@ async def test_the_error_names_the_setting_that_allows_more(store: BodyStore) ->
 
 
 async def test_an_answer_that_is_not_the_valid_one_is_removed(store: BodyStore, tmp_path: Path) -> None:
-    making = of(FakePublisher([]), beside(store))
+    making = of(FakePublisher([]), store)
     found = await making.of(LARGE)
     assert len(list((tmp_path / "bodies").iterdir())) == 1
     making.forget(found)
     await until(lambda: not list((tmp_path / "bodies").iterdir()))
+
+
+async def test_an_answer_is_kept_an_hour_longer_than_its_result(
+    store: BodyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_s: list[float] = []
+
+    async def keep_answer(body: bytes, *, for_s: float) -> BodyAddress:
+        kept_s.append(for_s)
+        return BodyAddress("file:///answer", "0" * 64)
+
+    monkeypatch.setattr(store, "keep_answer", keep_answer)
+    await Sendable(FakePublisher([]), bodies=store, over_bytes=1, keep_s=86_400).of(LARGE)
+
+    assert kept_s == [86_400 + 3_600]

@@ -8,7 +8,6 @@ import pytest
 import structlog
 
 from consumers import claiming, settle
-from consumers.bodies.answers import AnswerBodies
 from consumers.job import Attempted
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.parking import Parking
@@ -196,7 +195,7 @@ async def test_a_large_answer_kept_beside_the_broker_is_deleted_if_the_request_h
     bench: Bench, tmp_path: Path
 ) -> None:
     store = BodyStore(f"file://{tmp_path}/bodies", in_all_bytes=10_000)
-    bench.settler.sendable = Sendable(bench.publisher, bodies=AnswerBodies(store, over_bytes=100, keep_s=60))
+    bench.settler.sendable = Sendable(bench.publisher, bodies=store, over_bytes=100)
     kept = tmp_path / "bodies"
 
     def large(text: bytes) -> Answered:
@@ -451,3 +450,17 @@ async def test_a_requeued_delivery_is_returned_after_a_moment(bench: Bench, monk
     await asyncio.sleep(0.01)
     assert bench.log == []
     putting.cancel()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "publishes"),
+    [(ANSWERED, []), (DEFERRED, ["after_publish"]), (RETRIED, ["after_publish"]), (BURIED, ["after_publish"])],
+)
+async def test_the_fault_suite_can_kill_a_worker_after_each_step(
+    bench: Bench, outcome: Outcome, publishes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached: list[str] = []
+    monkeypatch.setattr(bench.settler.failpoints, "reach", reached.append)
+    monkeypatch.setattr(bench.settler.failpoints, "reach_soon", reached.append)
+    await bench.settler.settle(bench.job(), outcome)
+    assert reached == ["after_keep", "after_store", *publishes, "after_confirm", "after_ack"]

@@ -21,9 +21,9 @@ from consumers.control import command as control_command
 from consumers.failures import ProviderError
 from consumers.limits import headers as rate_headers
 from consumers.providers.answers import parse_message, read_answer
+from consumers.providers.anthropic import set_stream
 from consumers.providers.event_stream import FrameSplitter
 from consumers.providers.events import EventSplitter
-from consumers.providers.stream_field import set_stream
 from consumers.providers.streamed import StreamedMessage, parse_event, to_json
 from consumers.providers.translation import classify, from_event, read_retry_after_s
 from lanekeeper.amqp.driver import fields

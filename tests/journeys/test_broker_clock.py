@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
@@ -44,16 +45,22 @@ async def declared(url: str) -> None:
         await apply(topology, await connection.underlying())
 
 
+class Configured(container.Container):
+    """A broker configured as in docker-compose.yml."""
+
+    @override
+    def _create(self) -> list[str]:
+        *command, image = super()._create()
+        return [*command, f"--volume={CONFIGURATION}:/etc/rabbitmq/conf.d/30-lanekeeper.conf:ro", image]
+
+
 @pytest.fixture(scope="module")
 def stamping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
-    """A broker configured as in docker-compose.yml."""
     steps = Steps()
     image = container.find_image(steps) if container.engine_answers(steps) else None
     if image is None:
         pytest.skip("a broker with deploy/rabbitmq.conf needs Docker and an image of RabbitMQ 4.3")
-    own = container.Container(
-        tmp_path_factory.mktemp("stamping"), image=image, steps=steps, configuration=CONFIGURATION
-    )
+    own = Configured(tmp_path_factory.mktemp("stamping"), image=image, steps=steps)
     try:
         version = own.start()
         yield RunningBroker(own.access.amqp_url, own.access.management_url, version)

@@ -55,8 +55,11 @@ NOT_CODE = (
 )
 """… without what needs a broker, a provider or Redis."""
 TESTS = ("tests/lanekeeper", "tests/topology", "tests/consumers", "tests/service", "tests/fuzz")
-PAGES = ("tests/service/test_settings_page.py::test_docs_settings_is",)
-"""They compare defaults with the documents, by importing every file."""
+PAGES = (
+    "tests/service/test_limits_page.py::test_docs_limits_is",
+    "tests/service/test_settings_page.py::test_docs_settings_is",
+)
+"""They compare limits and defaults with the documents, by importing every file."""
 CACHE = child.ROOT / ".cache/mutants"
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 LIBRARIES = (
@@ -113,15 +116,17 @@ class Lines:
         return found
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """The tests that may see it: first those that surely do, the quickest first."""
+        """The tests that may see it: first those that surely do, the quickest first. `PAGES` are last: they count only
+        if no other test sees it."""
         change = mutant.change
         groups = [self.of(mutant.path, change.lines)]
         if (names := change.defines) is not None:
             groups[0] |= {test for name in names for path, lines in uses(name) for test in self.of(path, lines)}
-            groups.append({each for each in self.took_s if each.startswith(PAGES)})
             groups.append({each for each in self.took_s if any(name in text(each.split("::")[0]) for name in names)})
             folder = mutant.path.rpartition("/")[0]
             groups.append({test for path in self._by_file if path.startswith(folder) for test in self.of(path)})
+        pages = {each for each in self.took_s if each.startswith(PAGES)}
+        groups = [*(group - pages for group in groups), *([] if change.defines is None else [pages])]
         chosen: dict[str, None] = {}
         for group in groups:
             left_s = TESTS_S / len(groups)
@@ -277,9 +282,12 @@ def main() -> int:
 
         for mutant, (verdict, by) in zip(found, threads.map(look, found), strict=True):
             counts[verdict] += 1
+            counts["by a page"] += verdict == "caught" and by.startswith(PAGES)
             print(f"{verdict:10} {mutant}    {by}", flush=True)
+    by_page = counts.pop("by a page")
     judged = counts.total() - counts["equivalent"]
     print(f"\n{counts['caught']} of {judged} caught ({100 * counts['caught'] / max(judged, 1):.0f} %)", dict(counts))
+    print(f"{by_page} of them only by the comparison of limits and settings with their pages")
     return 0
 
 

@@ -197,3 +197,13 @@ def test_deeply_nested_and_circular_values_are_cut() -> None:
     endless.append(endless)
 
     assert json.dumps(redaction.fields({"a": endless, "b": "x" * 10_000}, with_content=False))
+
+
+def test_of_a_long_chain_of_causes_the_first_48_lines_are_logged() -> None:
+    error: Exception = OSError("the first")
+    for number in range(100):
+        later = OSError(f"{number}")
+        later.__cause__ = error
+        error = later
+    lines = logs.explained(error)
+    assert (len(lines), lines[0], lines[-1]) == (48, "builtins.OSError: 99", "builtins.OSError: 52")

@@ -74,7 +74,7 @@ async def none_waits() -> dict[str, int]:
 
 
 def answers_of(bench: Bench, *, bound: bool = False) -> Answers:
-    return Answers(bench.publisher, direct=bench.direct, rule=ReplyRule(names=NAMES, bound=bound))
+    return Answers(bench.reply_sender, rule=ReplyRule(names=NAMES, bound=bound), notices=bench.notices)
 
 
 def control(bench: Bench, session: FakeSession, **given: Any) -> Control:

@@ -12,29 +12,10 @@ from typing_extensions import override
 
 from service.simulated import messages
 from service.simulated.app import SimulatedAPI
-from service.simulated.calls import Calls
 from service.simulated.faults import Fault
 from service.simulated.options import SimulatedOptions
-from service.simulated.routes import Routes
 
 HELD = "[[held]]"
-
-
-class HeldCalls(SimulatedAPI):
-    """It holds calls whose prompt contains `HELD` until they are released."""
-
-    def __init__(self, options: SimulatedOptions | None = None) -> None:
-        super().__init__(options)
-        self._released = Released()
-        self.configure(self.options)
-
-    @override
-    def configure(self, options: SimulatedOptions) -> None:
-        self._routes = HeldRoutes(options, self._calls, self._released)
-
-    def release(self, words: str = "") -> None:
-        """Answer all calls whose prompt contains `words`, present and future."""
-        self._released.add(words)
 
 
 class Released:
@@ -54,10 +35,16 @@ class Released:
             await self._added.wait()
 
 
-class HeldRoutes(Routes):
-    def __init__(self, options: SimulatedOptions, calls: Calls, released: Released) -> None:
-        super().__init__(options, calls)
-        self._released = released
+class HeldCalls(SimulatedAPI):
+    """It holds calls whose prompt contains `HELD` until they are released."""
+
+    def __init__(self, options: SimulatedOptions | None = None) -> None:
+        super().__init__(options)
+        self._released = Released()
+
+    def release(self, words: str = "") -> None:
+        """Answer all calls whose prompt contains `words`, present and future."""
+        self._released.add(words)
 
     @override
     async def _answer(

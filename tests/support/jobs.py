@@ -13,6 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from consumers.attempt import Attempts
+from consumers.bodies.fetching import Fetching
 from consumers.capacity.pausing import Pausing
 from consumers.chain import Chain
 from consumers.claiming import Claiming
@@ -22,7 +23,7 @@ from consumers.gates.base import Gate
 from consumers.gates.budget import BudgetGate
 from consumers.gates.route import RouteGate
 from consumers.handler import Handler
-from consumers.job import Decoded, Job, is_trusted
+from consumers.job import Decoded, Job, source_of
 from consumers.lifecycle import Lifecycle
 from consumers.limits.estimates import Estimates
 from consumers.limits.own_turns import own_accounts
@@ -33,10 +34,10 @@ from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.replies.address import ReplyRule
-from consumers.replies.direct import DirectSender
 from consumers.replies.reply import Replies
 from consumers.replies.reply_retries import ReplyRetries
 from consumers.replies.sendable import Sendable
+from consumers.replies.sender import ReplySender
 from consumers.retry import RetryPolicy
 from consumers.settle import Settler
 from lanekeeper.amqp.confirming import Answer
@@ -157,6 +158,11 @@ class FakeNotices(Notices):
         self.bodies.append(body)
         self.log.append(f"event: {json.loads(body)['event']}")
 
+    @override
+    def send(self, message: Message, *, routing_key: str) -> bool:
+        """As if too many messages waited: answers to control messages are then published with a confirm."""
+        return False
+
 
 class Bench:
     """A settler with fakes around it. `log` lists the steps in their order."""
@@ -166,12 +172,8 @@ class Bench:
         self.publisher = FakePublisher(self.log)
         self.notices = FakeNotices(self.log)
         self.lifecycle = Lifecycle(self.notices, names=NAMES, now_ms=lambda: NOW_MS)
-        self.direct = DirectSender(self.publisher, own=None)
-        self.replies = Replies(
-            self.publisher,
-            direct=self.direct,
-            rule=ReplyRule(names=NAMES),
-        )
+        self.reply_sender = ReplySender(self.publisher, own=None)
+        self.replies = Replies(self.reply_sender, rule=ReplyRule(names=NAMES))
         self.store = MemoryStore(self.log)
         self.claiming = Claiming(self.store)
         self.reply_retries = ReplyRetries(self.claiming)
@@ -187,6 +189,7 @@ class Bench:
             failpoints=Failpoints(),
             parking=parking or Parking(),
             sendable=Sendable(self.publisher),
+            bodies=Fetching(None, most_bytes=0),
         )
 
     def delivery(self, *, body: bytes = BODY, queue: str = "lane.critical", **properties: Any) -> FakeDelivery:
@@ -202,7 +205,7 @@ class Bench:
 
     def job(self, *, lane: LaneSpec | None = CRITICAL, delivery: Delivery | None = None, **properties: Any) -> Job:
         found = delivery or self.delivery(**properties)
-        return Job(found, lane=lane, trusted=is_trusted(found.message, NAMES), taken_ms=NOW_MS)
+        return Job(found, lane=lane, source=source_of(found.message, NAMES), taken_ms=NOW_MS)
 
     def to(self, exchange: str) -> Message:
         """The only message published to `exchange`."""
@@ -235,6 +238,7 @@ def attempts(
             spec=spec,
             now_ms=now_ms,
             rng=rng,
+            on_wait=lambda job, wait: None,
         ),
         replies=replies,
         lifecycle=lifecycle,

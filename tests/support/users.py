@@ -35,7 +35,7 @@ class Act:
 class Broker:
     """A virtual host set up only by importing definitions, and a connection for each of its users."""
 
-    def __init__(self, vhost: Vhost, management: Management, version: str, stack: AsyncExitStack) -> None:
+    def __init__(self, vhost: Vhost, management: Management, stack: AsyncExitStack) -> None:
         mark = secrets.token_hex(4)  # users belong to the whole broker, which other tests share
         self.app = f"support-{mark}"
         self.users = {
@@ -46,9 +46,9 @@ class Broker:
             "operator": User(f"operator-{mark}", "operator", HASH),
             "deployer": User(f"deployer-{mark}", "deployer", HASH),
         }
-        self.topology: Topology = declare(LANES, names=Names(), broker_version=version)
+        self.topology: Topology = declare(LANES, names=Names(), broker_version=vhost.version)
         self.management = management
-        self.version = version
+        self.version = vhost.version
         self._url = URL(vhost.amqp_url)
         self._stack = stack
         self._connections: dict[str, AbstractConnection] = {}
@@ -78,8 +78,7 @@ async def imported_users(vhost: Vhost) -> AsyncIterator[Broker]:
     async with AsyncExitStack() as stack:
         management = await discover(vhost.amqp_url, vhost.management_url)
         assert management is not None
-        version = (await management.overview()).version
-        broker = Broker(vhost, management, version, stack)
+        broker = Broker(vhost, management, stack)
         await management.import_definitions(definitions(broker.topology, vhost.name, list(broker.users.values())))
         for user in broker.users.values():
             stack.callback(vhost.api, "DELETE", f"users/{user.name}")

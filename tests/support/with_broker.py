@@ -57,7 +57,6 @@ def main() -> int:
     """Run the command. Returns its exit code; 128 + the number of the signal that ended it; 1 without a broker."""
     options = argparse.ArgumentParser(prog="python -m tests.support.with_broker")
     options.add_argument("--sources", default=",".join(SOURCES), help="where the broker may come from, in this order")
-    options.add_argument("--image", help="the Docker image to take")
     options.add_argument("command", nargs="+", metavar="-- COMMAND …")
     chosen = options.parse_args()
 
@@ -66,7 +65,7 @@ def main() -> int:
     signals.listen()
     code = 1
     try:
-        with guarded_broker(sources=chosen.sources.split(","), image=chosen.image) as broker:
+        with guarded_broker(sources=chosen.sources.split(",")) as broker:
             # From here on Told could come after a process has started but before we know it, and leave it behind.
             signals.raising = False
             code = _run(chosen.command, broker, signals)

@@ -228,3 +228,9 @@ def test_a_single_missing_level_and_changed_levels_are_listed_individually() -> 
     assert without_levels(one, Names()) == (one, 0)
     differs = compare(DECLARED, with_argument("lane.delay.07", "x-message-ttl", 5))
     assert without_levels(differs, Names()) == (differs, 0)
+
+
+def test_two_missing_levels_are_summarised() -> None:
+    two = ("lane.delay.07", "lane.delay.08")
+    found = compare(DECLARED, replace(FOUND, queues=tuple(each for each in FOUND.queues if each.name not in two)))
+    assert without_levels(found, Names()) == ([], 2)

@@ -18,6 +18,7 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 
 RPC_TIMEOUT_S = 30
+"""The time limit, in seconds, for setting the prefetch of a channel, and for beginning and ending to consume."""
 CLOSE_TIMEOUT_S = 3
 """The time limit, in seconds, for closing a channel, so that a broker that does not answer delays a stopping worker
 only briefly."""

@@ -4,11 +4,12 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jiter
 
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
-from lanekeeper.contract.messages import PRIORITY_AT_MOST, UNREADABLE, BodyAddress, Message
+from lanekeeper.contract.messages import PRIORITY_AT_MOST, UNREADABLE, Message
 from lanekeeper.contract.names import BODY, BODY_SHA256, DEADLINE_MS, DEATH, STREAM
 from lanekeeper.contract.problems import RequestProblem, invalid_request
 from topology.codec import body as bodies
@@ -17,6 +18,7 @@ from topology.codec import headers as header_rules
 from topology.codec.headers import HopHeaders, RequestHeaders
 from topology.codec.published import published
 from topology.codec.request import Request
+from topology.delays import MAX_DELAY_MS
 from topology.lanes import MIB, LaneSpec
 
 PACKED_BYTES = MIB
@@ -53,17 +55,45 @@ def decode(
     """
     _check_properties(message, lane=lane, fresh=hop is None)
     headers = header_rules.read(message.headers)
-    history = hop or HopHeaders()
     if headers.kept is not None:
         _check_unpublished(message)
-        if raw is None:
-            return _request(
-                message, headers, history, lane=lane, request_id=request_id, now_ms=now_ms, kept=headers.kept
-            )
-    if raw is None:
+    elif raw is None:
         raw = unpacked(message)
         if (excess := bounds.excess(raw, max_values=max_values)) is not None:
             raise too_large(excess)
+    content = _Content(b"", lane.model, lane.max_tokens) if raw is None else _content(raw, headers, lane)
+    history = hop or HopHeaders()
+    sent = published(message, history, now_ms=now_ms)
+    due_ms = _due_ms(headers, history, sent_ms=sent.ms)
+    return Request(
+        id=request_id,
+        lane=lane.name,
+        body=content.body,
+        model=content.model,
+        max_tokens=content.max_tokens,
+        stream=headers.stream,
+        states_stream=content.states_stream,
+        beta=headers.beta,
+        sent_ms=sent.ms,
+        sent_by=sent.by,
+        due_ms=due_ms,
+        deadline_ms=(due_ms or sent.ms) + _deadline_ms(headers, lane),
+        kept=headers.kept if raw is None else None,
+        media_bytes=content.media_bytes,
+    )
+
+
+class _Content(NamedTuple):
+    """The fields of `Request` that come from the body."""
+
+    body: bytes
+    model: str
+    max_tokens: int
+    states_stream: bool = False
+    media_bytes: int = 0
+
+
+def _content(raw: bytes, headers: RequestHeaders, lane: LaneSpec) -> _Content:
     found = _parsed(raw)
     checked = bodies.check(found)
     assert isinstance(found, dict)
@@ -71,60 +101,18 @@ def decode(
         raise invalid_request(
             f"body: stream is {str(checked.stream).lower()}, but header {STREAM} says {str(headers.stream).lower()}"
         )
-    model = checked.model or lane.model
+    model, max_tokens = checked.model or lane.model, checked.max_tokens or lane.max_tokens
     if lane.models is not None and model not in lane.models:
         raise RequestProblem(
             "forbidden_model",
             f"model {model[:80]!r} is not allowed in lane {lane.name}; allowed: {', '.join(sorted(lane.models))}",
         )
-    max_tokens = checked.max_tokens or lane.max_tokens
-    return _request(
-        message,
-        headers,
-        history,
-        lane=lane,
-        request_id=request_id,
-        now_ms=now_ms,
-        body=_provider_body(raw, found, checked, model=model, max_tokens=max_tokens, rewrite=lane.models is not None),
-        model=model,
-        max_tokens=max_tokens,
+    return _Content(
+        _provider_body(raw, found, checked, model=model, max_tokens=max_tokens, rewrite=lane.models is not None),
+        model,
+        max_tokens,
         states_stream="stream" in checked.model_fields_set,
         media_bytes=0 if headers.kept is None else bodies.media_bytes(checked),
-    )
-
-
-def _request(
-    message: Message,
-    headers: RequestHeaders,
-    history: HopHeaders,
-    *,
-    lane: LaneSpec,
-    request_id: str,
-    now_ms: int,
-    body: bytes = b"",
-    model: str | None = None,
-    max_tokens: int | None = None,
-    states_stream: bool = False,
-    kept: BodyAddress | None = None,
-    media_bytes: int = 0,
-) -> Request:
-    sent = published(message, history, now_ms=now_ms)
-    due_ms = _due_ms(headers, history, sent_ms=sent.ms)
-    return Request(
-        id=request_id,
-        lane=lane.name,
-        body=body,
-        model=model or lane.model,
-        max_tokens=max_tokens or lane.max_tokens,
-        stream=headers.stream,
-        states_stream=states_stream,
-        beta=headers.beta,
-        sent_ms=sent.ms,
-        sent_by=sent.by,
-        due_ms=due_ms,
-        deadline_ms=(due_ms or sent.ms) + _deadline_ms(headers, lane),
-        kept=kept,
-        media_bytes=media_bytes,
     )
 
 
@@ -222,11 +210,8 @@ def _without_content(error: str) -> str:
     """The text of an error of the JSON parser (jiter). A duplicate key that it quotes is removed, because it may be
     part of a prompt, unless it is the name of a known field."""
     duplicate = _DUPLICATE_KEY.match(error)
-    if (
-        duplicate is None
-        or duplicate["key"] in bodies.MessagesBody.model_fields
-        or duplicate["key"] in bodies.PromptBody.model_fields
-    ):
+    known = bodies.MessagesBody.model_fields | bodies.PromptBody.model_fields
+    if duplicate is None or duplicate["key"] in known:
         return error[:200]
     return f"a key is there twice{error[duplicate.end() :]}"
 
@@ -237,7 +222,7 @@ def _due_ms(headers: RequestHeaders, history: HopHeaders, *, sent_ms: int) -> in
     if headers.delay_ms is not None:
         return sent_ms + headers.delay_ms
     if headers.at_ms is not None:
-        if headers.at_ms - sent_ms > header_rules.YEAR_MS:
+        if headers.at_ms - sent_ms > MAX_DELAY_MS:
             raise invalid_request("header x-lane-at: more than a year ahead")
         return max(headers.at_ms, sent_ms)
     return None

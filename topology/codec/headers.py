@@ -12,7 +12,7 @@ from lanekeeper.contract import names
 from lanekeeper.contract.messages import BodyAddress, Headers
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem, invalid_request
-from topology.delays import UNIT_MS, strip_bits
+from topology.delays import LEVELS, MAX_DELAY_MS, UNIT_MS
 
 UNSUPPORTED = {
     names.DEBOUNCE: "debouncing is",
@@ -23,14 +23,22 @@ UNSUPPORTED = {
 """Headers that the contract reserves and this version does not support. A request with one of them is refused; the
 header is never ignored."""
 PREFIX = "x-lane-"
-YEAR_MS = 365 * 24 * 3600 * 1000
 SENT_AT_MOST_MS = 10**14
+"""The latest time, in ms since 1970, that a header may state: in the year 5138."""
 BETA_LENGTH = 1024
-BOUNDS_MS = {names.DEADLINE_MS: (1, YEAR_MS), names.DELAY_MS: (UNIT_MS, YEAR_MS), names.SENT_MS: (0, SENT_AT_MOST_MS)}
+"""The most characters of the header `anthropic-beta`."""
+BOUNDS_MS = {
+    names.DEADLINE_MS: (1, MAX_DELAY_MS),
+    names.DELAY_MS: (UNIT_MS, MAX_DELAY_MS),
+    names.SENT_MS: (0, SENT_AT_MOST_MS),
+}
 """The lowest and highest allowed value of each header that is a number of milliseconds."""
 TIME_LENGTH = 40
+"""The most characters of a header that is a time."""
 ERRORS_KEPT = 5
+"""How many errors of earlier attempts a request carries along: the latest ones."""
 ADDRESS_LENGTH = 2048
+"""The most characters of the address of a request's body."""
 DIGITS = re.compile(r"[0-9]{1,15}")
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
@@ -78,7 +86,8 @@ class HopHeaders:
     back_ms: int | None = None
     """When the request's delay is over; ms since 1970."""
     is_fresh: bool = False
-    """True if the request was moved to a side queue before any worker had started it."""
+    """True if the request was never delayed or retried: it comes from its lane's intake, directly or through a side
+    queue."""
     reply_try: int = 0
     """How often the requester's reply queue has refused the reply. If this is above 0, the request has ended, and only
     its reply has to be sent again."""
@@ -143,15 +152,17 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
 def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
     """The headers that a message keeps when a worker publishes it again: those of the requester. Left out are headers
     that the broker or workers set, and delay bits (the headers that route a message through the wait queues of a
-    delay).
+    delay): the bits of an earlier delay would make the message wait at wrong levels.
 
     The headers keep their AMQP types, except the trace context, which is written again each time. `x-death` must not
     stay: RabbitMQ 3.10 would take the republished message for a routing cycle and drop it (docs/facts.md, section 3).
     """
+    bits = {of.delay_bit(level) for level in range(LEVELS)}
     return {
         key: headers.encoded(key) if isinstance(headers, Headers) and key not in names.TRACE_CONTEXT else value
-        for key, value in strip_bits(headers, of).items()
+        for key, value in headers.items()
         if key not in names.OURS
+        and key not in bits
         and key not in (names.CC, names.BCC)
         and not key.startswith(names.STRIPPED_ON_REPUBLISH)
     }

@@ -1,18 +1,63 @@
-"""Builds the argument of the Redis script that shares an account's budget among processes: the waiting requests of this
-process, and the account as this process knows it.
+"""The argument of the Redis script that shares an account's budget among processes: the waiting requests of this
+process, the account as this process knows it, and its changes of the account since the last run.
 
-The script answers which of these requests get their budget (`shared_turns.py`)."""
+The script answers which of these requests get their budget (`shared_turns.py`).
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final
 
 from consumers.limits.account import Account
-from consumers.limits.waiter import Waiter
-from consumers.state.redis.unsent import Sent
+from consumers.limits.base import Feedback
+from consumers.limits.lines import Waiter
 
 TOGETHER: Final = 16
 """How many waiting requests of each lane may get budget in one run of the script in Redis."""
+
+
+@dataclass(slots=True)
+class Changes:
+    """Changes of an account's budget that this process has made since the last run of the script."""
+
+    back: list[dict[str, Any]] = field(default_factory=list)
+    """Amounts that were given back, or used beyond a reservation (`give_back`)."""
+    lower: list[float] = field(default_factory=lambda: [inf, inf, inf])
+    """For each bucket: the level to which it fell because the provider had less than was assumed; infinite: it did not
+    fall."""
+    feedback: list[Feedback] = field(default_factory=list)
+    """Responses that changed what was learned about the account's limits. If another process was faster to send what it
+    has learned, this process takes that over, and then learns from these responses again."""
+
+    @property
+    def must_be_sent(self) -> bool:
+        """True if Redis must be told although no request waits."""
+        return bool(self.back or self.feedback)
+
+    def give_back(self, lane: int, unused: Sequence[float], from_savings: Sequence[float]) -> None:
+        """Note what to return to the account's budget after a call. `unused`: for each bucket, what was reserved and
+        not used; below 0: what was used beyond the reservation. `from_savings`: see `Reservation`."""
+        self.back.append({"lane": lane + 1, "over": list(unused), "own": list(from_savings)})
+
+    def levels_fell(self, before: Sequence[float], after: Sequence[float]) -> bool:
+        """Note to which levels the buckets fell because the provider has less left than was assumed. Returns True if a
+        level fell."""
+        found = False
+        for index, (was, now) in enumerate(zip(before, after, strict=True)):
+            if now < was:
+                self.lower[index] = min(self.lower[index], max(0.0, now))
+                found = True
+        return found
+
+    def add_failed(self, sent: "Changes") -> None:
+        """Add the changes of a failed run, for the next one. It is unknown whether Redis has counted them. Amounts used
+        beyond a reservation are sent again. Amounts given back are not: if they were counted twice, more would be spent
+        than the limits allow."""
+        for change in sent.back:
+            change["over"] = [min(0.0, unused) for unused in change["over"]]
+        self.back = [change for change in sent.back if any(change["over"])] + self.back
+        self.feedback = sent.feedback + self.feedback
 
 
 def candidates(account: Account, now_s: float) -> tuple[Sequence[Waiter], int]:
@@ -29,19 +74,20 @@ def candidates(account: Account, now_s: float) -> tuple[Sequence[Waiter], int]:
 
 
 def argument(
-    account: Account, waiters: Sequence[Waiter], sent: Sent, *, max_grants: int, now_s: float
+    account: Account, waiters: Sequence[Waiter], changes: Changes, *, max_grants: int, now_s: float
 ) -> dict[str, Any]:
     """The argument of the script in Redis that grants waiting requests, before it is turned into JSON. `max_grants`:
-    how many of `waiters` it may grant. `sent`: this process's changes of the account that Redis does not know yet."""
+    how many of `waiters` it may grant."""
     return {
         "limits": account.per_minute(),
+        "shares": account.shares,
         "bursts": [bucket.burst for bucket in account.buckets],
         "most": [bucket.most for bucket in account.buckets],
         "guessed": account.guessed,
         "stopped_until": max(account.paused_until_s, account.held_until_s, 0.0),
-        "changed": sent.has_learned,
-        "back": sent.back,
-        "lower": [-1 if level == inf else level for level in sent.lower],
+        "changed": bool(changes.feedback),
+        "back": changes.back,
+        "lower": [-1 if level == inf else level for level in changes.lower],
         "waiters": [
             {"lane": waiter.lane + 1, "age": now_s - waiter.arrived_s, "amounts": waiter.amounts} for waiter in waiters
         ],

@@ -35,24 +35,25 @@ for process, its in pairs(waiting) do
   if its.expires < now then waiting[process] = nil end
 end
 
--- The first waiter of a lane among all processes. `own`: for each lane, the waiters of the process that runs this step.
-local own = {}
+-- The waiters of the process that runs this step, for each lane; and how many of them may be granted in this step. If
+-- none may be granted, none are counted.
+local own, own_left = {}, 1
 for l = 1, lanes do own[l] = {} end
+local function own_first(l) return own_left > 0 and own[l][1] or nil end
+-- The first waiter of a lane among all processes, and its process (nil: the one that runs this step).
 local gone = {}
 local function first_of(l)
-  local first = nil
+  local first, of = nil, nil
   for process, its in pairs(waiting) do
     local found = its.heads[tostring(l)]
-    if found and process ~= asked.process and not gone[process .. l] then
-      if not first or found.arrived < first.arrived then
-        first = found
-        first.process = process
-      end
+    if found and process ~= asked.process and not gone[process .. l] and
+      (not first or found.arrived < first.arrived) then
+      first, of = found, process
     end
   end
-  local mine = own[l][1]
+  local mine = own_first(l)
   if mine and (not first or mine.arrived <= first.arrived) then return mine end
-  return first
+  return first, of
 end
 
 local function size()
@@ -142,52 +143,41 @@ for i, waiter in ipairs(asked.waiters) do
   line[#line + 1] = {index = i, arrived = now - waiter.age, amounts = waiter.amounts}
 end
 
-local granted, ours_left = {}, now < account.stopped_until and 0 or asked.room
-local lent = {}
-local function take(l, first)
+own_left = now < account.stopped_until and 0 or asked.room
+local granted, lent, look_in = {}, {}, -1
+local function take(l, first, process)
   local from_parts, before = {}, {levels[1], levels[2], levels[3]}
   for d = 1, 3 do from_parts[d] = spend(d, l, first.amounts[d]) end
-  if first.index then
+  if process then  -- its amounts are kept for it until its process runs a step
+    gone[process .. l] = true
+    lent[#lent + 1] = {l, {before[1] - levels[1], before[2] - levels[2], before[3] - levels[3]}, from_parts}
+  else
     table.remove(own[l], 1)
     granted[#granted + 1] = {first.index, from_parts[1], from_parts[2], from_parts[3]}
-    ours_left = ours_left - 1
-    if ours_left <= 0 then
-      for each = 1, lanes do own[each] = {} end
-    end
-  else  -- a waiter of another process: its amounts are kept for it until its process runs a step
-    gone[first.process .. l] = true
-    lent[#lent + 1] = {l, {before[1] - levels[1], before[2] - levels[2], before[3] - levels[3]}, from_parts}
+    own_left = own_left - 1
   end
+end
+local order = {}  -- by rank; when concurrency is the bottleneck, lanes due for a call go first
+for _, is_due in ipairs({true, false}) do
+  for l = 1, lanes do
+    if asked.turns[l] == is_due then order[#order + 1] = l end
+  end
+end
+local function grant_next()
   want()
-end
-local look_in = -1
-if ours_left <= 0 then
-  for each = 1, lanes do own[each] = {} end
-end
-want()
-while true do
-  local done, order = true, {}  -- by rank; when concurrency is the bottleneck, lanes due for a call go first
   look_in = -1
-  for l = 1, lanes do
-    if asked.turns[l] then order[#order + 1] = l end
-  end
-  for l = 1, lanes do
-    if not asked.turns[l] then order[#order + 1] = l end
-  end
   for _, l in ipairs(order) do
-    local head = first_of(l)
-    if head then
-      local wait = wait_of(head.amounts, l)
-      if wait == 0 then
-        take(l, head)
-        done = false
-        break
-      end
-      if look_in < 0 or wait < look_in then look_in = wait end
+    local head, process = first_of(l)
+    local wait = head and wait_of(head.amounts, l)
+    if wait == 0 then
+      take(l, head, process)
+      return true
     end
+    if wait and (look_in < 0 or wait < look_in) then look_in = wait end
   end
-  if done then break end
+  return false
 end
+while grant_next() do end
 for i = #lent, 1, -1 do
   local l, amounts, from_parts = lent[i][1], lent[i][2], lent[i][3]
   for d = 1, 3 do
@@ -199,7 +189,7 @@ end
 -- Store the first waiters of this process, and add up what the waiters of other processes need.
 local heads, any = {}, false
 for l = 1, lanes do
-  local mine = own[l][1]
+  local mine = own_first(l)
   if mine then
     heads[tostring(l)] = {arrived = mine.arrived, amounts = mine.amounts}
     any = true
@@ -209,7 +199,6 @@ waiting[asked.process] = any and {expires = now + asked.expires_s, heads = heads
 local elsewhere = {}
 for l = 1, lanes do elsewhere[l] = {0, 0, 0} end
 for process, its in pairs(waiting) do
-  for l, head in pairs(its.heads) do head.process = nil end
   if process ~= asked.process then
     for l = 1, lanes do
       for d = 1, 3 do elsewhere[l][d] = elsewhere[l][d] + its.sums[l][d] end

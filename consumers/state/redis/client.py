@@ -1,7 +1,7 @@
 """Calls Redis over a bounded pool of connections, with a time limit for each call, and explains its errors."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,12 +11,16 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from consumers.state.base import StoreUnavailable
-from consumers.state.redis.script import WRITE, Script
+from consumers.state.redis.script import Script
 
 CONNECT_S = 3.0
+"""The time limit, in seconds, for connecting to Redis."""
 CALL_S = 3.0
+"""The time limit, in seconds, for one call of Redis, and for waiting for a free connection before it."""
 CONNECTIONS = 32
-SHOWN = 200  # characters of Redis's error text that our own error text quotes
+"""The most connections of one process to Redis."""
+SHOWN = 200
+"""How many characters of Redis's error text our own error text quotes."""
 Argument = str | bytes | int | float
 
 
@@ -42,20 +46,19 @@ class RedisClient:
         self._redis: Redis = Redis.from_pool(pool)
 
     async def run(self, script: Script, keys: Sequence[str], *arguments: Argument) -> Any:
-        """Run a Lua script in Redis, and return its result. Raises StoreUnavailable."""
-
-        async def evaluate() -> Any:
-            try:
-                return await self._redis.evalsha(script.sha, len(keys), *keys, *arguments)
-            except exceptions.NoScriptError:  # Redis was restarted, or never saw it
-                return await self._redis.eval(script.text, len(keys), *keys, *arguments)
-
-        return await self._call(evaluate)
-
-    async def write(self, key: str, value: str, *, for_s: int) -> None:
-        """Write a value that expires after `for_s`. Raises StoreUnavailable. A script writes it, as in all other steps,
-        so that this also shows whether the Redis user may run scripts."""
-        await self.run(WRITE, [key], value, for_s)
+        """Run a Lua script in Redis within the time limit, and return its result. Raises StoreUnavailable."""
+        try:
+            async with asyncio.timeout(CONNECT_S + CALL_S):
+                try:
+                    value = await self._redis.evalsha(script.sha, len(keys), *keys, *arguments)
+                except exceptions.NoScriptError:  # Redis was restarted, or never saw it
+                    value = await self._redis.eval(script.text, len(keys), *keys, *arguments)
+        except (exceptions.RedisError, OSError, TimeoutError, RuntimeError) as error:
+            # RuntimeError: uvloop raises it if the connection is closed
+            self.trouble = f"Redis at {self.address} {_explain(error)}"
+            raise StoreUnavailable(self.trouble) from error
+        self.trouble = None
+        return value
 
     async def risks(self) -> list[str]:
         """Reasons why Redis could lose acknowledged writes, by its settings. Empty if there are none, or if the
@@ -73,18 +76,6 @@ class RedisClient:
 
     async def aclose(self) -> None:
         await self._redis.aclose(close_connection_pool=True)
-
-    async def _call(self, evaluate: Callable[[], Awaitable[Any]]) -> Any:
-        """Make one call to Redis within the time limit, and translate its errors."""
-        try:
-            async with asyncio.timeout(CONNECT_S + CALL_S):
-                value = await evaluate()
-        except (exceptions.RedisError, OSError, TimeoutError, RuntimeError) as error:
-            # RuntimeError: uvloop raises it if the connection is closed
-            self.trouble = f"Redis at {self.address} {_explain(error)}"
-            raise StoreUnavailable(self.trouble) from error
-        self.trouble = None
-        return value
 
 
 def _explain(error: Exception) -> str:

@@ -1,11 +1,18 @@
 """Lua scripts. Redis keeps a script that it has run, so that the next call needs only its SHA-1 hash.
 
-Each script is one atomic step that takes one round trip, and reads the time from Redis.
+Each run of a script is one atomic step that takes one round trip, and reads the time from Redis.
 """
 
 from dataclasses import dataclass, field
 from hashlib import sha1
+from importlib.resources import files
 from typing import Final
+
+_BEGIN: Final = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local run = {}
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +26,30 @@ class Script:
         object.__setattr__(self, "sha", sha1(self.text.encode(), usedforsecurity=False).hexdigest())
 
 
-CLOCK: Final = """
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-"""
-WRITE: Final = Script("redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])")
+def _read(*names: str) -> str:
+    """The text of these files of this folder, one after the other."""
+    return "".join(files(__package__).joinpath(name).read_text(encoding="utf-8") for name in names)
+
+
+def _functions(*names: str) -> dict[str, Script]:
+    """For each function `run.…` of these Lua files: a script that calls it with the script's arguments.
+
+    The script has only this function, and what stands in the files before the first function. With all functions it
+    would take a sixth more time in Redis, which creates them anew at each run.
+    """
+    shared, *functions = _read(*names).split("\nfunction run.")
+    scripts = {}
+    for function in functions:
+        name = function[: function.index("(")]
+        # at most 30 parameters, because Lua cannot pass thousands: functions for many requests read the rest from ARGV
+        call = f"return run.{name}(unpack(ARGV, 1, math.min(#ARGV, 30)))"
+        scripts[name] = Script(f"{_BEGIN}{shared}\nfunction run.{function}\n{call}")
+    return scripts
+
+
+STORE: Final = (
+    _functions("request.lua", "requests.lua") | _functions("request.lua", "following.lua") | _functions("shares.lua")
+)
+"""The scripts of the store by the names of their Lua functions."""
+BUDGET: Final = Script(_read("bucket.lua", "budget.lua"))
+"""One step of an account's budget that several processes share (`shared_turns.py`)."""

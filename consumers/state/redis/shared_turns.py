@@ -11,31 +11,25 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
-from importlib.resources import files
 from math import inf
 from typing import Any, Final
 
-from consumers.limits import forecast
+from consumers.limits import forecast, learned
 from consumers.limits.account import Account
 from consumers.limits.accounts import Accounts
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Feedback, Reservation
+from consumers.limits.base import Amounts, Feedback, Reservation
+from consumers.limits.lines import Waiter
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.turns import LATE_S, log_learned, refuse, refuse_hopeless
-from consumers.limits.waiter import Waiter
 from consumers.state.base import StoreUnavailable
-from consumers.state.redis import asking
+from consumers.state.redis.asking import Changes, argument, candidates
 from consumers.state.redis.client import RedisClient
-from consumers.state.redis.knowledge import Knowledge
-from consumers.state.redis.script import Script
-from consumers.state.redis.unsent import Unsent
+from consumers.state.redis.script import BUDGET
 from lanekeeper.telemetry import logs, signals
 
 FORM: Final = 2
 """The version of the format in which the script stores an account. It is part of the Redis key. So while processes with
 two versions run, each group uses the whole budget, until 429s lower the limits of both."""
-LUA: Final = files("consumers.state.redis")
-STEP: Final = Script("".join(LUA.joinpath(name).read_text(encoding="utf-8") for name in ("bucket.lua", "budget.lua")))
 LOOK_EVERY_S: Final = 0.5
 """The seconds between two runs of the script while a request of this process waits. A run shows what other processes
 returned to the budget, and shows them that this one still waits. (Publish and subscribe would need another connection,
@@ -53,6 +47,8 @@ seconds."""
 JUMP_S: Final = 0.5
 """If the difference between Redis's clock and this machine's has changed by more seconds than this since the last run
 of the script, a clock has jumped. A smaller change comes from the time that Redis's answer took."""
+SHOWN: Final = 200
+"""How many characters of an error's text are written to the log."""
 log = logs.logger()
 
 
@@ -79,18 +75,14 @@ class SharedTurns:
         self._key = key
         self._offset_s = clock() - asyncio.get_running_loop().time()
         """Redis's clock minus the event loop's clock, in seconds."""
-        self._constant = {
-            "process": secrets.token_hex(6),
-            "form": FORM,
-            "expires_s": FORGOTTEN_AFTER_S,
-            "shares": account.shares,
-        }
-        """The fields of the script's argument that are the same in each step."""
-        self._unsent = Unsent()
+        self._process = secrets.token_hex(6)
+        """Identifies this process in Redis."""
+        self._unsent = Changes()
         self._version = 0
         """The number of the latest change of learned limits that this process has taken over: Redis numbers these
         changes."""
-        self._knowledge = Knowledge(account)
+        self._unreadable = ""
+        """The error that was logged last because what another process has learned could not be read."""
         self._is_due = False
         self._task: asyncio.Task[None] | None = None
         self._stepped = asyncio.Event()
@@ -105,7 +97,7 @@ class SharedTurns:
 
     @property
     def is_idle(self) -> bool:
-        return self.account.is_idle and not self._unsent.back and not self._unsent.has_learned and not self.is_asking
+        return self.account.is_idle and not self._unsent.must_be_sent and not self.is_asking
 
     @property
     def is_asking(self) -> bool:
@@ -162,7 +154,6 @@ class SharedTurns:
             self._step_in(SETTLE_WITHIN_S)  # send the lower levels soon, because levels rise with time
         if account.learned() != known:
             self._unsent.feedback.append(feedback)
-            self._unsent.has_learned = True
             self.step()
         if is_less:
             refuse_hopeless(account, self.now_s())
@@ -171,7 +162,7 @@ class SharedTurns:
         """Send Redis the changes that it does not have yet, and stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._unsent.back or self._unsent.has_learned:
+        if self._unsent.must_be_sent:
             self.step()
         if self._task is not None:
             await self._task
@@ -216,22 +207,21 @@ class SharedTurns:
 
     async def _run_step(self) -> float:
         """Run the script in Redis once, and carry out its decision. Returns the seconds until the next step."""
-        waiters, max_grants = asking.candidates(self.account, self.now_s())
-        sent = self._unsent.take()
-        argument = self._constant | asking.argument(
-            self.account, waiters, sent, max_grants=max_grants, now_s=self.now_s()
-        )
-        argument["version"] = self._version
+        account, now_s = self.account, self.now_s()
+        waiters, max_grants = candidates(account, now_s)
+        sent, self._unsent = self._unsent, Changes()
+        state = {"process": self._process, "form": FORM, "expires_s": FORGOTTEN_AFTER_S, "version": self._version}
+        asked = state | argument(account, waiters, sent, max_grants=max_grants, now_s=now_s)
         self.steps += 1
         try:
-            answer = await self._client.run(STEP, [self._key], json.dumps(argument), self._knowledge.text())
+            answer = await self._client.run(BUDGET, [self._key], json.dumps(asked), learned.to_json(account.learned()))
         except BaseException:
-            self._unsent.failed(sent)
+            self._unsent.add_failed(sent)
             raise
         redis_s, reply, learned_text = float(answer[0]), json.loads(answer[1]), answer[2]
         self._set_clock(redis_s)
         self._answered_s = redis_s
-        self._take_over(reply, learned_text, learned_from=sent.learned_from, redis_s=redis_s)
+        self._take_over(reply, learned_text, sent, redis_s)
         return self._grant(waiters, reply, redis_s)
 
     def _set_clock(self, redis_s: float) -> None:
@@ -242,26 +232,35 @@ class SharedTurns:
         if abs(jump_s) > JUMP_S:
             self.account.shift(jump_s)
 
-    def _take_over(self, reply: Mapping[str, Any], learned_text: bytes, *, learned_from: int, redis_s: float) -> None:
+    def _take_over(self, reply: Mapping[str, Any], learned_text: bytes, sent: Changes, redis_s: float) -> None:
         """Take over the buckets' levels that Redis has computed, and the limits that other processes have learned
-        (`learned_text`, empty if there is nothing new). `learned_from`: see `Sent`."""
+        (`learned_text`, empty if there is nothing new)."""
         account, unsent = self.account, self._unsent
         if reply["is_forgotten"]:
             error = f"the account is not kept in form {FORM}"
             log.warning(signals.LEARNED_UNREADABLE, account=account.name, error=error)
         if learned_text:
-            self._knowledge.load(learned_text)
+            self._load(learned_text)
+            unsent.feedback = sent.feedback + unsent.feedback
             for feedback in unsent.feedback:  # it replaced what this process has learned since, so learn that again
                 account.learn(feedback, redis_s)
-            unsent.has_learned = bool(unsent.feedback)
-            self._is_due = self._is_due or unsent.has_learned
+            self._is_due = self._is_due or bool(unsent.feedback)
             refuse_hopeless(account, redis_s)
-        else:
-            del unsent.feedback[:learned_from]
         self._version = reply["version"]
         for bucket, level, savings in zip(account.buckets, reply["levels"], reply["parts"], strict=True):
             bucket.correct(level, savings, redis_s)
         account.waiting_elsewhere = reply["elsewhere"]
+
+    def _load(self, learned_text: bytes) -> None:
+        """Take over what other processes have learned about the account's limits. A text that cannot be read changes
+        nothing. It is logged once: a process of another version may write it every few seconds."""
+        try:
+            self.account.load(learned.read(learned_text))
+            self._unreadable = ""
+        except learned.UnreadableError as error:
+            if str(error) != self._unreadable:
+                self._unreadable = str(error)
+                log.warning(signals.LEARNED_UNREADABLE, account=self.account.name, error=str(error)[:SHOWN])
 
     def _grant(self, waiters: Sequence[Waiter], reply: Mapping[str, Any], redis_s: float) -> float:
         """Give the waiting requests that Redis has granted their reservations, and wake their tasks. Returns the

@@ -1,4 +1,5 @@
-"""The store in Redis, for workers on several machines. Each method runs one script, and so takes one round trip.
+"""The store in Redis, for workers on several machines. Each method calls one function of a Lua script, and so takes one
+round trip; `look` calls one for each 200 requests.
 
 The promises of `Store` hold as long as Redis keeps the writes that it has acknowledged. With `appendonly yes` and
 `appendfsync always` it keeps them through a crash; with `everysec` it may lose the last second. If Redis comes back
@@ -9,27 +10,34 @@ because a renewal is one script over the keys of all running requests.
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Final, Self
 from urllib.parse import quote
 
 from consumers.state import base
 from consumers.state.base import Completion, Fingerprint, Held, Identity, StoreUnavailable
-from consumers.state.redis import request_scripts, share_scripts
+from consumers.state.following import ENTRIES_AT_ONCE, Entry, Look, NewEntry, Part, Refused, Submission, Submitted
 from consumers.state.redis.client import Argument, RedisClient
-from consumers.state.redis.following import Followed
+from consumers.state.redis.script import STORE
 from consumers.state.spec import DEFAULT, StoreSpec
 from lanekeeper.telemetry import logs, signals
 
+REQUESTS_IN_A_LOOK: Final = 200
+"""For how many requests one run of the script reads entries. The number is small, because Redis does nothing else while
+a script runs."""
+ENTRIES_IN_A_LOOK: Final = 2000
+"""The most entries that one run of the script returns for all its requests; the next run returns the rest."""
 log = logs.logger()
 
 
-class RedisStore(Followed):
+class RedisStore:
     """Implements `FollowedStore`. `spec.max_bytes` is ignored: the size of the data is limited by Redis's setting
     `maxmemory`, and keys expire by themselves."""
 
     def __init__(self, url: str, *, namespace: str, spec: StoreSpec = DEFAULT) -> None:
-        super().__init__(RedisClient(url), namespace=namespace, spec=spec)
+        self._client = RedisClient(url)
+        self._namespace = namespace
         self._lease_ms = round(spec.lease_s * 1000)
+        self._keep_ms = round(spec.keep_s * 1000)
         self._cancelled_ms = round(spec.cancelled_s * 1000)
         self._spec = spec
         self._warned = False
@@ -47,7 +55,7 @@ class RedisStore(Followed):
         await self._client.aclose()
 
     async def probe(self) -> None:
-        await self._client.write(f"{self._namespace}:probe", "1", for_s=60)
+        await self._run("probe", [f"{self._namespace}:probe"])
         if not self._warned:
             self._warned = True
             for reason in await self._client.risks():
@@ -57,9 +65,8 @@ class RedisStore(Followed):
         self, identity: Identity, fingerprint: Fingerprint
     ) -> base.Granted | base.Running | base.Ended | base.Conflict:
         times = (self._lease_ms, self._keep_ms, self._cancelled_ms)
-        match await self._client.run(
-            request_scripts.CLAIM, self._keys(identity), *_of_fingerprint(fingerprint), *times
-        ):
+        values = (*times, *_of_fingerprint(fingerprint))
+        match await self._run("claim", self._keys(identity), *values):
             case [b"granted", token, deaths, followed]:
                 return base.Granted(token=token, deaths=deaths, followed=followed == 1)
             case [b"running", for_ms]:
@@ -72,26 +79,23 @@ class RedisStore(Followed):
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, base.Stop]:
         if not held:
             return {}
-        keys = [self._request(claim.identity) for claim in held]
+        keys = [self._keys(claim.identity)[0] for claim in held]
         tokens = [claim.token for claim in held]
-        stops = await self._client.run(request_scripts.RENEW, keys, self._lease_ms, self._keep_ms, *tokens)
+        stops = await self._run("renew", keys, self._lease_ms, self._keep_ms, *tokens)
         return {claim: base.Stop(stop.decode()) for claim, stop in zip(held, stops, strict=True) if stop}
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
-        values = (held.token, attempts, "" if due_ms is None else due_ms, self._keep_ms, self._cancelled_ms)
-        await self._client.run(request_scripts.RELEASE, [self._request(held.identity)], *values)
+        values = (self._keep_ms, self._cancelled_ms, held.token, attempts, _or_empty(due_ms))
+        await self._run("release", self._keys(held.identity), *values)
 
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
-        return bool(await self._client.run(request_scripts.DEFER, [self._request(identity)], due_ms, keep_until_ms))
+        return bool(await self._run("defer", self._keys(identity), due_ms, keep_until_ms))
 
     async def complete(
         self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion | None:
-        held = "" if token is None else token
-        values = (self._keep_ms, *_of_fingerprint(fingerprint), held, *_of_completion(completion))
-        # without a claim the script may restart the entries
-        keys = self._keys(identity) if token is None else [self._request(identity)]
-        match await self._client.run(request_scripts.COMPLETE, keys, *values):
+        values = (self._keep_ms, _or_empty(token), *_of_fingerprint(fingerprint), *_of_completion(completion))
+        match await self._run("complete", self._keys(identity), *values):
             case [b"given"]:
                 return completion
             case [b"held", ending]:
@@ -100,14 +104,13 @@ class RedisStore(Followed):
                 return None
 
     async def note(self, identity: Identity, completion: Completion) -> None:
-        values = (self._keep_ms, *_of_completion(completion))
-        await self._client.run(request_scripts.NOTE, [self._request(identity)], *values)
+        await self._run("note", self._keys(identity), self._keep_ms, *_of_completion(completion))
 
     async def cancel(self, identity: Identity, completion: Completion) -> base.Cancelling:
-        unseen = (identity.id, self._request(Identity(identity.tenant, "")), self._spec.unseen_per_tenant)
-        values = (self._cancelled_ms, *_of_completion(completion), *unseen)
-        keys = [self._request(identity), self._of_tenant("unseen", identity.tenant)]
-        return base.Cancelling((await self._client.run(request_scripts.CANCEL, keys, *values)).decode())
+        unseen = (identity.id, self._keys(Identity(identity.tenant, ""))[0], self._spec.unseen_per_tenant)
+        keys = [*self._keys(identity), self._of_tenant("unseen", identity.tenant)]
+        found = await self._run("cancel", keys, self._cancelled_ms, *unseen, *_of_completion(completion))
+        return base.Cancelling(found.decode())
 
     async def reserve(
         self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
@@ -117,10 +120,10 @@ class RedisStore(Followed):
         message = (tenant, member, fingerprint.nonce.hex(), redelivered, weight, until_ms)
         keys = [self._of_tenant("waiting", identity.tenant), f"{self._namespace}:waiting"]
         bounds = (self._spec.waiting_per_tenant, self._spec.waiting_in_all)
-        return base.WaitingLimit((await self._client.run(share_scripts.RESERVE, keys, *message, *bounds)).decode())
+        return base.WaitingLimit((await self._run("reserve", keys, *message, *bounds)).decode())
 
     async def find(self, identity: Identity) -> base.Found | None:
-        match await self._client.run(request_scripts.FIND, [self._request(identity)]):
+        match await self._run("find", self._keys(identity)):
             case [b"ended", attempts, ending]:
                 return base.Found(completion=_completion(ending), running=False, attempts=int(attempts))
             case [state, attempts, due]:
@@ -133,22 +136,74 @@ class RedisStore(Followed):
         """Does nothing: keys expire by themselves."""
         return 0
 
+    async def follow(
+        self, identity: Identity, submission: Submission, *, first_entry: NewEntry, keep_until_ms: int
+    ) -> Submitted:
+        _, *values = _of_submission(submission)  # without the name of the first field
+        found = await self._run("follow", self._keys(identity), keep_until_ms, *first_entry, *values)
+        return Submitted(found.decode())
+
+    async def unfollow(self, identity: Identity) -> None:
+        await self._run("unfollow", self._keys(identity))
+
+    async def submission(self, identity: Identity) -> Submission | None:
+        found = await self._run("submission", self._keys(identity))
+        body_hash, lane, streams, submitted, due, deadline = found
+        if body_hash is None:
+            return None
+        return Submission(
+            body_hash=body_hash,
+            lane=lane.decode(),
+            streams=streams == b"1",
+            submitted_ms=int(submitted),
+            due_ms=int(due) if due else None,
+            deadline_ms=int(deadline),
+        )
+
+    async def append(self, parts: Sequence[Part]) -> list[Refused | None]:
+        keys = [key for part in parts for key in self._keys(part.held.identity)]
+        values: list[Argument] = [self._keep_ms, self._spec.events_per_request, self._spec.event_bytes_per_request]
+        for part in parts:
+            values += [part.held.token, len(part.entries), *_of_submission(part.submission)]
+            values += [value for entry in part.entries for value in entry]
+        found = await self._run("append", keys, *values)
+        return [Refused(reason.decode()) if reason else None for reason in found]
+
+    async def look(self, wanted: Sequence[tuple[Identity, int]]) -> list[Look | None]:
+        found: list[Look | None] = [None] * len(wanted)
+        for begin in range(0, len(wanted), REQUESTS_IN_A_LOOK):
+            batch = wanted[begin : begin + REQUESTS_IN_A_LOOK]
+            keys = [key for identity, _ in batch for key in self._keys(identity)]
+            numbers = (after for _, after in batch)
+            news = await self._run("look", keys, ENTRIES_AT_ONCE, ENTRIES_IN_A_LOOK, *numbers)
+            for at, last, ended, is_known, entries in news:
+                read = [_entry(entry) for entry in entries]
+                found[begin + at] = Look(entries=read, last=last, ended=ended == 1, is_known=is_known == 1)
+        return found
+
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> base.Taken:
         keys = [self._allowance(name, period_s)]
-        granted, used, resets_in_ms = await self._client.run(share_scripts.TAKE, keys, amount, limit, period_s)
+        granted, used, resets_in_ms = await self._run("take", keys, period_s * 1000, amount, limit)
         return base.Taken(granted=granted == 1, used=float(used), resets_in_s=resets_in_ms / 1000)
 
     async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
-        await self._client.run(share_scripts.CORRECT, [self._allowance(name, period_s)], amount, period_s)
+        await self._run("give_back", [self._allowance(name, period_s)], period_s * 1000, amount)
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
-        token = await self._client.run(
-            share_scripts.HOLD, [f"{self._namespace}:lease:{name}"], owner, round(for_s * 1000)
-        )
-        return None if token is None else int(token)
+        token: int | None = await self._run("hold", [self._lease(name)], owner, round(for_s * 1000))
+        return token
 
     async def let_go(self, name: str, owner: str) -> None:
-        await self._client.run(share_scripts.LET_GO, [f"{self._namespace}:lease:{name}"], owner)
+        await self._run("let_go", [self._lease(name)], owner)
+
+    async def _run(self, function: str, keys: Sequence[str], *arguments: Argument) -> Any:
+        """Run the script that calls this Lua function. Raises StoreUnavailable."""
+        return await self._client.run(STORE[function], keys, *arguments)
+
+    def _keys(self, identity: Identity) -> list[str]:
+        """The three Redis keys of a request: of its claim and result, of its submission, and of its entries."""
+        begin, end = self._namespace, f"{quote(identity.tenant, safe='')}:{identity.id}"
+        return [f"{begin}:request:{end}", f"{begin}:followed:{end}", f"{begin}:entries:{end}"]
 
     def _of_tenant(self, kind: str, tenant: str) -> str:
         return f"{self._namespace}:{kind}:{quote(tenant, safe='')}"
@@ -156,15 +211,31 @@ class RedisStore(Followed):
     def _allowance(self, name: str, period_s: int) -> str:
         return f"{self._namespace}:allowance:{period_s}:{name}"
 
+    def _lease(self, name: str) -> str:
+        return f"{self._namespace}:lease:{name}"
+
+
+def _or_empty(number: int | None) -> Argument:
+    return "" if number is None else number
+
 
 def _of_fingerprint(fingerprint: Fingerprint) -> tuple[Argument, ...]:
-    dead_at: Argument = "" if fingerprint.dead_at_ms is None else fingerprint.dead_at_ms
+    dead_at = _or_empty(fingerprint.dead_at_ms)
     return (fingerprint.body_hash, fingerprint.mark, int(fingerprint.redelivered), dead_at, fingerprint.nonce)
 
 
 def _of_completion(completion: Completion) -> tuple[Argument, ...]:
+    """The names and values of a completion's fields in Redis."""
     headers = json.dumps(dict(completion.headers), ensure_ascii=False)
-    return (completion.status, completion.code, headers, completion.ended_ms, completion.body)
+    ending = ("status", completion.status, "code", completion.code, "headers", headers)
+    return (*ending, "ended", completion.ended_ms, "body", completion.body)
+
+
+def _of_submission(submission: Submission) -> tuple[Argument, ...]:
+    """The names and values of a submission's fields in Redis, `hash` first."""
+    what = ("hash", submission.body_hash, "lane", submission.lane, "streams", int(submission.streams))
+    due_ms = _or_empty(submission.due_ms)
+    return (*what, "submitted", submission.submitted_ms, "due", due_ms, "deadline", submission.deadline_ms)
 
 
 def _completion(ending: Sequence[Any]) -> Completion:
@@ -177,3 +248,8 @@ def _completion(ending: Sequence[Any]) -> Completion:
         ended_ms=int(ended_ms),
         mark=mark or None,
     )
+
+
+def _entry(found: Sequence[Any]) -> Entry:
+    number, (kind, body) = found
+    return Entry(int(number.partition(b"-")[2]), kind.decode(), body)

@@ -3,8 +3,8 @@
 import sqlite3
 
 from consumers.state.base import Taken
-from consumers.state.sqlite.requests import STEP_ROWS
 from consumers.state.sqlite.rows import Times
+from consumers.state.sqlite.sweeping import STEP_ROWS
 
 KEPT_AFTER_MS = 86_400_000
 """For how many ms after the end of a period its count of used amounts is kept, in case the calendar is set back."""

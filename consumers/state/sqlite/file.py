@@ -29,13 +29,13 @@ BUSY_S = 3.0
 """For how many seconds at most to wait for a transaction of another process. Transactions take milliseconds: if one
 takes longer than this, its process hangs."""
 LEASE_AT_MOST_MS = 3_600_000
-"""A time in ms that is longer than any lease. If the system provides no boot id, and a lease ends later than this from
-now, the lease was granted before the machine was last started."""
+"""A time, in ms, that is longer than any lease. If the system provides no boot id, and a lease ends later than this
+from now, the lease was granted before the machine was last started."""
 ROOM_BYTES = 1024 * 1024
 """If fewer bytes than this are free on the disk, the store counts as full, although `probe` can still write its small
 value: an answer is larger, and is paid for before it is stored."""
 WAL_BYTES = 64 * 1024 * 1024
-"""The size in bytes to which the write-ahead log is cut after a checkpoint."""
+"""The size, in bytes, to which the write-ahead log is cut after a checkpoint."""
 
 _REQUESTS = """
 CREATE TABLE request (

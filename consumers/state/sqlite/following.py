@@ -90,22 +90,24 @@ class Followed:
     def follow(
         self, at: Times, identity: Identity, submission: Submission, *, first_entry: NewEntry, keep_until_ms: int
     ) -> Submitted:
-        known, body_hash = self._requests.body_hash(at, identity)
-        if known:
-            return Submitted.CONFLICT if body_hash not in (None, submission.body_hash) else Submitted.KNOWN
-        me = (identity.tenant, identity.id)
+        row = self._requests.read(at, identity)
+        if row is not None and not row.noted:
+            return Submitted.CONFLICT if row.body_hash not in (None, submission.body_hash) else Submitted.KNOWN
         before = self.submission(identity)
-        if before is not None and self._requests.is_deferred(at, identity):
+        if before is not None and row is not None and row.is_deferred:
             return Submitted.KNOWN if before.body_hash == submission.body_hash else Submitted.CONFLICT
         # The request may have ended before it was claimed. Readers have seen its end as entry `last + 1`: skip that.
-        ended = self._execute(f"DELETE FROM followed WHERE {_OF} RETURNING last + 1", me).fetchone()
+        ended = self._execute(
+            f"DELETE FROM followed WHERE {_OF} RETURNING last + 1", (identity.tenant, identity.id)
+        ).fetchone()
         self._requests.defer(at, identity, None, keep_until_ms)
         key = self._add(identity, submission)
         self._write(key, last=ended[0] if ended else 0, events=0, size=0, entries=(first_entry,))
         return Submitted.NEW
 
     def unfollow(self, at: Times, identity: Identity) -> None:
-        if self._requests.is_deferred(at, identity):
+        row = self._requests.read(at, identity)
+        if row is not None and row.is_deferred:
             self._execute(f"DELETE FROM request WHERE {_OF}", (identity.tenant, identity.id))
 
     def submission(self, identity: Identity) -> Submission | None:

@@ -21,14 +21,15 @@ from consumers.state.base import (
 )
 from consumers.state.following import EVENT, RESTART
 from consumers.state.spec import StoreSpec
-from consumers.state.sqlite.bounded import Bounded
 from consumers.state.sqlite.rows import Row, Times
+from consumers.state.sqlite.shares import UNSEEN, UNTRIED, Shares
 
 CANCELLED = "cancelled"
 """The error code with which a cancelled request ends."""
-STEP_ROWS = 200
-
-
+DISPLACED_AT_MOST = 10
+"""One cancellation of a request that no worker has seen displaces at most this many earlier ones of its tenant. It
+displaces more than one only after the tenant's limit was lowered."""
+IS_UNSEEN = "body_hash IS NULL AND noted = 0 AND code = 'cancelled'"
 _READ = f"SELECT {', '.join(Row._fields)} FROM request WHERE tenant = ? AND id = ?"
 _WRITE = (
     f"INSERT INTO request (tenant, id, {', '.join(Row._fields)}) VALUES (?, ?{', ?' * len(Row._fields)}) "
@@ -37,6 +38,7 @@ _WRITE = (
 _FOLLOWED = "SELECT 1 FROM followed WHERE tenant = ? AND id = ?"
 _AGAIN = "UPDATE followed SET last = last + 2, events = 0, bytes = 0 WHERE tenant = ? AND id = ? RETURNING key, last"
 FORGET_EVENTS = "DELETE FROM entry WHERE followed = ? AND kind = ?"
+_FORGET_UNSEEN = f"DELETE FROM request WHERE tenant = ? AND id = ? AND {IS_UNSEEN}"
 _MARK = "UPDATE request SET mark = ? WHERE tenant = ? AND id = ?"
 _RENEW = "UPDATE request SET lease_ms = ? WHERE tenant = ? AND id = ?"
 
@@ -50,15 +52,16 @@ class Requests:
         self._lease_ms = round(spec.lease_s * 1000)
         self._keep_ms = round(spec.keep_s * 1000)
         self._cancelled_ms = round(spec.cancelled_s * 1000)
-        self._bounded = Bounded(connection, spec)
+        self._unseen_at_most = spec.unseen_per_tenant
+        self._unseen = Shares(connection, UNSEEN)
+        self._untried = Shares(connection, UNTRIED)
 
     def claim(self, at: Times, identity: Identity, message: Fingerprint) -> Granted | Running | Ended | Conflict:
-        row = self._read(at, identity)
+        row = self.read(at, identity)
         if row is None or row.noted or _runs_again(row, message):
-            followed = row is not None and self._is_followed(identity)
-            if row is not None and row.ended and followed:
+            if row is not None and row.ended:
                 self._restart_entries(identity)
-            return self._grant(at, identity, message, token=_next_token(at, row), followed=followed)
+            return self._grant(at, identity, message, row)
         if row.body_hash not in (None, message.body_hash):
             return Conflict()
         if row.ended:
@@ -71,16 +74,12 @@ class Requests:
         if row.cancelling:  # the holder died before it could end the request
             self._end_as_cancelled(at, identity, row)
             return Ended(completion=row.completion(), is_same_message=True)
-        deaths = row.deaths + bool(row.lease_ms)
-        followed = self._is_followed(identity)
-        return self._grant(
-            at, identity, message, token=row.token + 1, attempts=row.attempts, deaths=deaths, followed=followed
-        )
+        return self._grant(at, identity, message, row, attempts=row.attempts, deaths=row.deaths + bool(row.lease_ms))
 
     def renew(self, at: Times, held: Sequence[Held]) -> dict[Held, Stop]:
         stops = {}
         for claim in held:
-            row = self._read(at, claim.identity)
+            row = self.read(at, claim.identity)
             if row is None:  # the store has lost the claim, so no other worker holds it
                 continue
             if row.token != claim.token:
@@ -93,7 +92,7 @@ class Requests:
         return stops
 
     def release(self, at: Times, held: Held, attempts: int, due_ms: int | None = None) -> None:
-        row = self._read(at, held.identity)
+        row = self.read(at, held.identity)
         if row is None or row.ended:
             return
         if row.token != held.token:
@@ -106,7 +105,7 @@ class Requests:
 
     def defer(self, at: Times, identity: Identity, due_ms: int | None, keep_until_ms: int) -> bool:
         """Implements `Store.defer`. `due_ms` None: the request was submitted (`follow`), and no worker has seen it."""
-        row = self._read(at, identity)
+        row = self.read(at, identity)
         if row is None or row.noted:
             waiting = Row(token=_next_token(at, row), keep_ms=keep_until_ms, noted=1, due_ms=due_ms)
             self._write(identity, waiting)
@@ -116,7 +115,7 @@ class Requests:
     def complete(
         self, at: Times, identity: Identity, message: Fingerprint, completion: Completion, token: int | None
     ) -> Completion | None:
-        row = self._read(at, identity)
+        row = self.read(at, identity)
         keep_ms = at.today + self._keep_ms
         if row is not None and row.token == token:
             if row.ended:
@@ -152,16 +151,17 @@ class Requests:
     def _end(self, at: Times, identity: Identity, row: Row, completion: Completion) -> None:
         self._write(identity, row.ended_by(completion))
         if completion.is_untried:
-            self._bounded.count_untried(identity, until_ms=row.keep_ms)
+            self._untried.add(identity.tenant, identity.id, until_ms=row.keep_ms)
 
     def note(self, at: Times, identity: Identity, completion: Completion) -> None:
-        row = self._read(at, identity)
-        if row is None or (row.noted and not (row.is_deferred and row.due_ms is not None)):
-            noted = Row(token=_next_token(at, row), keep_ms=at.today + self._keep_ms, noted=1)
-            self._write(identity, noted.ended_by(completion))
+        row = self.read(at, identity)
+        if row is not None and (not row.noted or (row.is_deferred and row.due_ms is not None)):
+            return
+        noted = Row(token=_next_token(at, row), keep_ms=at.today + self._keep_ms, noted=1)
+        self._write(identity, noted.ended_by(completion))
 
     def cancel(self, at: Times, identity: Identity, completion: Completion) -> Cancelling:
-        row = self._read(at, identity)
+        row = self.read(at, identity)
         if row is None or row.noted:
             keep_ms = 0 if row is None else row.keep_ms
             unseen = Row(token=_next_token(at, row), keep_ms=keep_ms)
@@ -178,12 +178,21 @@ class Requests:
         return Cancelling.RECORDED
 
     def _count_unseen(self, at: Times, identity: Identity) -> Cancelling:
-        until_ms = at.today + self._cancelled_ms
-        displaces = self._bounded.count_unseen(identity, today=at.today, until_ms=until_ms)
-        return Cancelling.DISPLACED if displaces else Cancelling.UNSEEN
+        """Count the cancellation of a request that no worker has seen. If the tenant is above its limit, remove its
+        oldest one."""
+        self._unseen.forget_ended(at.today)
+        self._unseen.add(identity.tenant, identity.id, until_ms=at.today + self._cancelled_ms)
+        result = Cancelling.UNSEEN
+        for _ in range(DISPLACED_AT_MOST):
+            if self._unseen.used(identity.tenant) <= self._unseen_at_most:
+                break
+            if (oldest := self._unseen.forget_oldest(identity.tenant)) is not None:
+                self._execute(_FORGET_UNSEEN, (identity.tenant, oldest[0]))
+            result = Cancelling.DISPLACED
+        return result
 
     def find(self, at: Times, identity: Identity) -> Found | None:
-        row = self._read(at, identity)
+        row = self.read(at, identity)
         if row is None:
             return None
         if row.ended:
@@ -193,24 +202,13 @@ class Requests:
             completion=None, running=is_running, attempts=row.attempts, due_ms=None if is_running else row.due_ms
         )
 
-    def _read(self, at: Times, identity: Identity) -> Row | None:
+    def read(self, at: Times, identity: Identity) -> Row | None:
         """The row of a request; None if it has no row, or if the time is over for which its result is kept."""
         found = self._execute(_READ, (identity.tenant, identity.id)).fetchone()
         if found is None:
             return None
         row = Row._make(found)
         return None if row.keep_ms <= at.today and row.lease_ms <= at.now else row
-
-    def body_hash(self, at: Times, identity: Identity) -> tuple[bool, bytes | None]:
-        """For a repeated submission of a request: whether the request is known (a worker has seen it, or it was
-        cancelled before), and the hash of its body, None if unknown."""
-        row = self._read(at, identity)
-        return (False, None) if row is None or row.noted else (True, row.body_hash)
-
-    def is_deferred(self, at: Times, identity: Identity) -> bool:
-        """Whether the request waits until it is due, and no worker has claimed it yet."""
-        row = self._read(at, identity)
-        return row is not None and row.is_deferred
 
     def _is_followed(self, identity: Identity) -> bool:
         return self._execute(_FOLLOWED, (identity.tenant, identity.id)).fetchone() is not None
@@ -230,16 +228,15 @@ class Requests:
         at: Times,
         identity: Identity,
         message: Fingerprint,
+        row: Row | None,
         *,
-        token: int,
         attempts: int = 0,
         deaths: int = 0,
-        followed: bool = False,
     ) -> Granted:
         held = Row(
             body_hash=message.body_hash,
             mark=message.mark,
-            token=token,
+            token=_next_token(at, row),
             lease_ms=at.now + self._lease_ms,
             claimed_ms=at.now,
             attempts=attempts,
@@ -248,7 +245,7 @@ class Requests:
             deaths=deaths,
         )
         self._write(identity, held)
-        return Granted(token=token, deaths=deaths, followed=followed)
+        return Granted(token=held.token, deaths=deaths, followed=row is not None and self._is_followed(identity))
 
     def _end_as_cancelled(self, at: Times, identity: Identity, row: Row) -> None:
         """End a request as cancelled, with the completion in `row`, and keep it as long as a message of it can wait in

@@ -57,7 +57,8 @@ class Row(NamedTuple):
     def is_held_against(self, message: Fingerprint, now: int) -> bool:
         """True if a worker works on another message of the request (holds its claim, whose lease is valid). A message
         that was redelivered may take over its own earlier claim."""
-        return self.lease_ms > now and not (message.redelivered and self.mark == message.mark)
+        is_own = self.mark == message.mark and (self.nonce or b"")[:1] == message.nonce[:1]
+        return self.lease_ms > now and not (message.redelivered and is_own)
 
     def ended_by(self, completion: Completion) -> "Row":
         """A copy of this row in which the request has ended with the given completion."""

@@ -1,5 +1,8 @@
-"""Counts, in a SQLite file, how many rows of a limited kind each tenant has. The table `share_sum` holds the sums, so
-that no rows need be counted."""
+"""Counts, in a SQLite file, how many rows of a limited kind each tenant has. These are rows that a tenant can create
+without paying for a call: without limits they would displace the results of others.
+
+The table `share_sum` holds the sums, so that no rows need be counted.
+"""
 
 import sqlite3
 from typing import Final
@@ -8,10 +11,13 @@ from consumers.state.base import Fingerprint, Identity, WaitingLimit
 from consumers.state.spec import StoreSpec
 
 STEP_ROWS = 100
+"""The most rows of the tenants' shares that one step of sweeping (removing expired rows) removes."""
 UNSEEN: Final = "unseen"
-"""The kind of counted items: cancellations of requests that no worker has seen."""
+"""The kind of counted items: cancellations of requests that no worker has seen. Above a tenant's limit, its oldest one
+is removed."""
 UNTRIED: Final = "untried"
-"""The kind of counted items: results of requests that ended before any attempt was made."""
+"""The kind of counted items: results of requests that ended before any attempt was made. They are kept like others
+until the file is full; then those above a tenant's limit are removed first."""
 WAITING: Final = "waiting"
 """The kind of counted items: messages that wait in the broker because their publisher asked for a delay."""
 SCHEMA = """
@@ -38,65 +44,67 @@ class Shares:
     """Counts how many items of one kind each tenant has in the store, so that a limit can be applied. `member`: one
     counted item, for example the id of a request; `weight`: as how many it counts."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, kind: str) -> None:
         self._execute = connection.execute
+        self._kind = kind
 
-    def has(self, kind: str, tenant: str, member: str) -> bool:
-        row = (kind, tenant, member)
+    def has(self, tenant: str, member: str) -> bool:
+        row = (self._kind, tenant, member)
         return self._execute("SELECT 1 FROM share WHERE (kind, tenant, member) = (?, ?, ?)", row).fetchone() is not None
 
-    def add(self, kind: str, tenant: str, member: str, *, until_ms: int, weight: int = 1) -> None:
-        """Count an item (`member`) of a tenant that is not counted yet."""
-        self._execute("INSERT INTO share VALUES (?, ?, ?, ?, ?)", (kind, tenant, member, until_ms, weight))
-        self._change(kind, tenant, weight)
+    def add(self, tenant: str, member: str, *, until_ms: int, weight: int = 1) -> None:
+        """Count an item of a tenant. Does nothing if it is counted already."""
+        row = (self._kind, tenant, member, until_ms, weight)
+        if self._execute("INSERT INTO share VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING", row).rowcount:
+            self._change(tenant, weight)
 
-    def used(self, kind: str, tenant: str | None = None) -> int:
-        """The sum of the weights of the items of one kind that are counted for the tenant; tenant None: for all tenants
-        together."""
-        found = self._execute("SELECT weight FROM share_sum WHERE kind = ? AND tenant IS ?", (kind, tenant)).fetchone()
+    def used(self, tenant: str | None = None) -> int:
+        """The sum of the weights of the tenant's items; tenant None: of all tenants' items together."""
+        row = (self._kind, tenant)
+        found = self._execute("SELECT weight FROM share_sum WHERE kind = ? AND tenant IS ?", row).fetchone()
         return 0 if found is None else int(found[0])
 
-    def most(self, kind: str) -> tuple[str, int]:
-        """The tenant whose items of one kind have the largest sum of weights, and that sum."""
+    def most(self) -> tuple[str, int]:
+        """The tenant whose items have the largest sum of weights, and that sum."""
         found = self._execute(
             "SELECT tenant, weight FROM share_sum WHERE kind = ? AND tenant IS NOT NULL ORDER BY weight DESC LIMIT 1",
-            (kind,),
+            (self._kind,),
         ).fetchone()
         return ("", 0) if found is None else (str(found[0]), int(found[1]))
 
-    def forget_ended(self, kind: str, today: int) -> int:
+    def forget_ended(self, today: int) -> int:
         """Stop counting items whose retention time is over, at most `STEP_ROWS` of them. Returns how many."""
         ended = self._execute(
             "DELETE FROM share WHERE (kind, tenant, member) IN "
             f"(SELECT kind, tenant, member FROM share WHERE kind = ? AND until_ms <= ? LIMIT {STEP_ROWS}) "
             "RETURNING tenant, weight",
-            (kind, today),
+            (self._kind, today),
         ).fetchall()
         for tenant, weight in ended:
-            self._change(kind, tenant, -weight)
+            self._change(tenant, -weight)
         return len(ended)
 
-    def forget_oldest(self, kind: str, tenant: str) -> tuple[str, int] | None:
+    def forget_oldest(self, tenant: str) -> tuple[str, int] | None:
         """Stop counting the tenant's item whose time would end first. Returns the item and that time; None: there is
         none."""
         found = self._execute(
             "DELETE FROM share WHERE (kind, tenant, member) IN (SELECT kind, tenant, member FROM share "
             "WHERE kind = ? AND tenant = ? ORDER BY until_ms LIMIT 1) RETURNING member, until_ms, weight",
-            (kind, tenant),
+            (self._kind, tenant),
         ).fetchall()
         for _, _, weight in found:
-            self._change(kind, tenant, -weight)
+            self._change(tenant, -weight)
         return (str(found[0][0]), int(found[0][1])) if found else None
 
-    def _change(self, kind: str, tenant: str, by: int) -> None:
+    def _change(self, tenant: str, by: int) -> None:
         for whose in (tenant, None):  # None: the sum of all tenants
             changed = self._execute(
-                "UPDATE share_sum SET weight = weight + ? WHERE kind = ? AND tenant IS ?", (by, kind, whose)
+                "UPDATE share_sum SET weight = weight + ? WHERE kind = ? AND tenant IS ?", (by, self._kind, whose)
             )
             if not changed.rowcount:
-                self._execute("INSERT INTO share_sum VALUES (?, ?, ?)", (kind, whose, by))
+                self._execute("INSERT INTO share_sum VALUES (?, ?, ?)", (self._kind, whose, by))
         if by < 0:
-            self._execute("DELETE FROM share_sum WHERE kind = ? AND tenant = ? AND weight <= 0", (kind, tenant))
+            self._execute("DELETE FROM share_sum WHERE kind = ? AND tenant = ? AND weight <= 0", (self._kind, tenant))
 
 
 class Waiting:
@@ -104,27 +112,26 @@ class Waiting:
     `Store.reserve` on one SQLite connection."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
-        self._shares = Shares(connection)
+        self._shares = Shares(connection, WAITING)
         self._per_tenant = spec.waiting_per_tenant
         self._in_all = spec.waiting_in_all
 
     def reserve(
         self, today: int, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
     ) -> WaitingLimit:
-        while self._shares.forget_ended(WAITING, today):
+        while self._shares.forget_ended(today):
             pass
         member = f"{identity.id} {fingerprint.mark.hex()}"
-        if self._shares.has(WAITING, identity.tenant, member):
+        if self._shares.has(identity.tenant, member):
             if fingerprint.redelivered:
                 return WaitingLimit.WITHIN
             member += f" {fingerprint.nonce.hex()}"
-        if self._shares.used(WAITING, identity.tenant) + weight > self._per_tenant:
+        if self._shares.used(identity.tenant) + weight > self._per_tenant:
             return WaitingLimit.TENANT
-        if self._shares.used(WAITING) + weight > self._in_all:
+        if self._shares.used() + weight > self._in_all:
             return WaitingLimit.TOTAL
-        if not self._shares.has(WAITING, identity.tenant, member):  # it is there if this delivery asks again
-            self._shares.add(WAITING, identity.tenant, member, until_ms=until_ms, weight=weight)
+        self._shares.add(identity.tenant, member, until_ms=until_ms, weight=weight)
         return WaitingLimit.WITHIN
 
     def sweep(self, today: int) -> int:
-        return self._shares.forget_ended(WAITING, today)
+        return self._shares.forget_ended(today)

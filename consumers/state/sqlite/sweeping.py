@@ -4,16 +4,27 @@ import sqlite3
 from typing import Final
 
 from consumers.state.spec import StoreSpec
-from consumers.state.sqlite.bounded import IS_UNSEEN, Bounded
-from consumers.state.sqlite.requests import STEP_ROWS
+from consumers.state.sqlite.requests import IS_UNSEEN
 from consumers.state.sqlite.rows import Times
+from consumers.state.sqlite.shares import UNSEEN, UNTRIED, Shares
 
-ROW_BYTES: Final = 300  # the rough size of a row without its body
+STEP_ROWS: Final = 200
+"""The most rows that one step of sweeping (removing expired rows) removes."""
+ROW_BYTES: Final = 300
+"""The size, in bytes, that is assumed for a row without its body."""
 STEP_BYTES: Final = 32 * 1024 * 1024
 """The most bytes that one step of sweeping (removing expired rows) removes, so that claims do not wait long for it."""
+UNSEEN_BYTES: Final = 800
+"""The size, in bytes, that is assumed for the cancellation of a request that no worker has seen, including the row that
+counts it."""
 _SIZE: Final = (
     "length(body) + coalesce((SELECT bytes FROM followed f WHERE f.tenant = request.tenant AND f.id = request.id), 0)"
 )
+_FORGET_UNTRIED: Final = (
+    "DELETE FROM request WHERE tenant = ? AND id = ? AND keep_ms <= ? AND status = 'error' AND lease_ms = 0"
+)
+"""Removes one result of an untried request (one that ended before any attempt). The condition `keep_ms <= ?` excludes a
+request that ran again since it was counted, because its dead letter was published again: its row is kept for longer."""
 
 
 class Sweeping:
@@ -22,7 +33,9 @@ class Sweeping:
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._execute = connection.execute
         self._max_bytes = spec.max_bytes
-        self._bounded = Bounded(connection, spec)
+        self._untried_at_most = spec.untried_per_tenant
+        self._unseen = Shares(connection, UNSEEN)
+        self._untried = Shares(connection, UNTRIED)
         self._page_bytes = int(connection.execute("PRAGMA page_size").fetchone()[0])
 
     def sweep(self, at: Times) -> int:
@@ -33,15 +46,25 @@ class Sweeping:
         if not removed and (beyond := self._used_bytes() - self._max_bytes) > 0:
             # results, but no cancellations of requests that no worker has received
             ended = f"status IS NOT NULL AND lease_ms <= ? AND NOT ({IS_UNSEEN})"
-            removed = self._bounded.remove_surplus() or self._remove(ended, at.now, up_to_bytes=min(beyond, STEP_BYTES))
-        return removed or self._bounded.sweep(at.today)
+            removed = self._remove_untried() or self._remove(ended, at.now, up_to_bytes=min(beyond, STEP_BYTES))
+        return removed or self._unseen.forget_ended(at.today) + self._untried.forget_ended(at.today)
 
     def _used_bytes(self) -> int:
         """The size of the SQLite file without free pages, and without cancellations of requests that no worker has
         seen: these have a limit of their own."""
         (pages,) = self._execute("PRAGMA page_count").fetchone()
         (free,) = self._execute("PRAGMA freelist_count").fetchone()
-        return int(pages - free) * self._page_bytes - self._bounded.unseen_bytes
+        return int(pages - free) * self._page_bytes - UNSEEN_BYTES * self._unseen.used()
+
+    def _remove_untried(self) -> int:
+        """Remove results of untried requests, the oldest first, of the tenant that has the most of them, down to the
+        tenant's limit, at most `STEP_ROWS`. Returns how many, including those whose row no longer existed."""
+        tenant, used = self._untried.most()
+        surplus = min(used - self._untried_at_most, STEP_ROWS)
+        for _ in range(surplus):
+            if (oldest := self._untried.forget_oldest(tenant)) is not None:
+                self._execute(_FORGET_UNTRIED, (tenant, *oldest))
+        return max(surplus, 0)
 
     def _remove(self, which: str, *values: int, up_to_bytes: int) -> int:
         """Remove the requests that the SQL condition `which` selects, the oldest first: at most `up_to_bytes` and

@@ -240,48 +240,40 @@ def _all_done(tables: Tables, at: Times, group: Sequence[_Waiting]) -> list[_Don
     """Do a group of operations within one transaction: its claims, then its completions, then the rest. Returns their
     results."""
     done: list[_Done] = []
-    claims: list[tuple[Claim, _Waiting]] = []
-    completions: list[tuple[Complete, _Waiting]] = []
-    rest: list[_Waiting] = []
+    claims, completions, rest = [], [], []
     for waiting in group:
         if waiting.done.cancelled():
             done.append((waiting.done, None, None))
         elif isinstance(waiting.batchable, Claim):
-            claims.append((waiting.batchable, waiting))
+            claims.append(waiting)
         elif isinstance(waiting.batchable, Complete):
-            completions.append((waiting.batchable, waiting))
+            completions.append(waiting)
         else:
             rest.append(waiting)
-    _one_by_one(_together(tables.together.claim, at, claims, done), tables, at, done)
-    _one_by_one(_together(tables.together.complete, at, completions, done), tables, at, done)
-    _one_by_one(rest, tables, at, done)
+    for batch in parts(claims):
+        done += _done_together(tables.together.claim, tables, at, batch)
+    for batch in parts(completions):
+        done += _done_together(tables.together.complete, tables, at, batch)
+    done += [_done_alone(tables, at, waiting) for waiting in rest]
     return done
 
 
-def _one_by_one(operations: Sequence[_Waiting], tables: Tables, at: Times, done: list[_Done]) -> None:
-    for operation, future, *_ in operations:
-        try:
-            done.append((future, operation(tables, at), None))
-        except _INVALID_VALUES as error:
-            done.append((future, None, error))
+def _done_together(
+    write: Callable[[Times, list[Any]], Sequence[object]], tables: Tables, at: Times, batch: Sequence[_Waiting]
+) -> list[_Done]:
+    """Do claims or completions with one SQL statement, and those that it did not write one by one."""
+    try:
+        written = write(at, [waiting.batchable for waiting in batch])
+    except _INVALID_VALUES:  # of one operation; the statement has written nothing
+        written = [None] * len(batch)
+    return [
+        _done_alone(tables, at, waiting) if value is None else (waiting.done, value, None)
+        for waiting, value in zip(batch, written, strict=True)
+    ]
 
 
-def _together(
-    write: Callable[[Times, Sequence[T]], Sequence[object]],
-    at: Times,
-    batchable: Sequence[tuple[T, _Waiting]],
-    done: list[_Done],
-) -> list[_Waiting]:
-    """Do claims or completions with a few SQL statements. Returns those that must be done one by one."""
-    left: list[_Waiting] = []
-    for batch in parts(batchable):
-        try:
-            found = write(at, [wanted for wanted, _ in batch])
-        except _INVALID_VALUES:  # of one operation; the statement has written nothing
-            found = [None] * len(batch)
-        for (_, waiting), value in zip(batch, found, strict=True):
-            if value is None:
-                left.append(waiting)
-            else:
-                done.append((waiting.done, value, None))
-    return left
+def _done_alone(tables: Tables, at: Times, waiting: _Waiting) -> _Done:
+    try:
+        return waiting.done, waiting.operation(tables, at), None
+    except _INVALID_VALUES as error:
+        return waiting.done, None, error

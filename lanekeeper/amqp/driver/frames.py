@@ -25,6 +25,7 @@ HEADERS_BYTES = 64 * 1024
 adds headers, and all properties must fit into one frame of 128 KiB: the broker closes a connection that sends a larger
 frame (501 FRAME_ERROR), which also ends all other publishes on it."""
 NESTED_LEVELS = 16
+"""How deep the tables and arrays in a message's headers may be nested."""
 _MORE_FLAGS = 1
 _READ_ERRORS = (ValueError, OverflowError, OSError, RecursionError, KeyError, IndexError, TypeError, struct.error)
 

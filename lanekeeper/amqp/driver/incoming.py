@@ -26,6 +26,7 @@ _HEARTBEAT_FRAME: Final = b"\x08\0\0\0\0\0\0\xce"
 broker sends no heartbeats while it sends other frames. So `FrameReader` gives aiormq this frame from time to time while
 it passes all received frames to a `Tap`."""
 _HEARTBEAT_EVERY_S: Final = 1.0
+"""While a connection receives messages, it is noted as alive at most once in this many seconds."""
 _DELIVER, _RETURN, _ACK, _NACK = b"\0\x3c\0\x3c", b"\0\x3c\0\x32", b"\0\x3c\0\x50", b"\0\x3c\0\x78"
 _TAG: Final = struct.Struct(">QB")
 _SIZE: Final = struct.Struct(">Q")

@@ -10,6 +10,8 @@ from lanekeeper.amqp.driver import fields
 from lanekeeper.contract.messages import UNREADABLE, Message
 
 KEY_BYTES: Final = 255
+"""The most bytes of a routing key, of the name of an exchange, and of a short text among the properties: AMQP's
+limit."""
 _FRAME: Final = struct.Struct(">BHI")
 _CONTENT: Final = struct.Struct(">HHQ")
 _FLAGS: Final = struct.Struct(">H")

@@ -7,7 +7,8 @@ from lanekeeper.errors import Cancelled
 from service.gateway.described import schemas
 from service.gateway.described.schemas import PATH_ID, TEXT, TIME, WHOLE, Schema, content, operation, record, ref
 from service.gateway.documents import PROBLEM, path_of
-from service.gateway.events import LARGEST_NUMBER, LAST_EVENT_ID
+from service.gateway.looking import LARGEST_NUMBER
+from service.gateway.request_paths import LAST_EVENT_ID
 
 WORDS = ("queued", "delayed", "running", "retrying", "completed", "failed", "cancelled")
 _NUMBER: Schema = {"type": "integer", "minimum": 0, "maximum": LARGEST_NUMBER}

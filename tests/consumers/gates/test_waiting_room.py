@@ -1,8 +1,5 @@
 """How long a request may wait for its budget in a slot of its lane."""
 
-import pytest
-
-from consumers.gates import waiting_room
 from consumers.gates.waiting_room import WaitingRoom
 
 SLOTS = 3
@@ -56,15 +53,3 @@ def test_who_has_left_takes_no_place() -> None:
     enter(room, "a", "a")
     room.leave("normal", "a")
     assert enter(room, "a", "a") == [None, 0.25]
-
-
-def test_the_moments_of_the_lane_that_was_here_longest_ago_are_forgotten_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(waiting_room, "LANES_KNOWN", 2)
-    room = WaitingRoom()
-    for lane in ("one", "two", "one", "three"):
-        enter(room, "a", lane=lane, slots=1)
-        enter(room, "a", lane=lane, slots=1)
-    assert enter(room, "a", lane="one", slots=1) == [2]
-    assert enter(room, "a", lane="two", slots=1) == [0.25]

@@ -8,12 +8,11 @@ import pytest
 from consumers.limits import headers
 from consumers.limits.account import Account
 from consumers.limits.adaptive import FORGOTTEN_AFTER_S
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import NO_FEEDBACK, Feedback, Kind, Reservation
+from consumers.limits.base import NO_FEEDBACK, Amounts, Feedback, Kind, Reservation
 from consumers.limits.concurrency import REGAIN_S
 from consumers.limits.headers import BucketHeaders, RateHeaders
+from consumers.limits.lines import Waiter
 from consumers.limits.spec import BudgetSpec
-from consumers.limits.waiter import Waiter
 from service.simulated.buckets import Limits
 
 NOTHING_SAID = BucketHeaders()

@@ -16,10 +16,8 @@ from consumers.failures import (
     SpendLimitError,
     TransientError,
 )
-from consumers.limits.amounts import NOTHING, Amounts
-from consumers.providers import counting
-from consumers.providers.anthropic import MAX_TOKENS_AT_ONCE, AnthropicProvider, Dialect
-from consumers.providers.stream_field import set_stream
+from consumers.limits.base import NOTHING, Amounts
+from consumers.providers.anthropic import MAX_TOKENS_AT_ONCE, AnthropicProvider, Dialect, set_stream
 from service.simulated.app import SimulatedAPI
 from service.simulated.faults import BROKEN, REFUSED
 
@@ -377,7 +375,7 @@ async def test_a_refused_connection_is_a_transient_failure(asked: AskedFor, unus
         await provider.stream(asked(), timeout_s=60, parts=None)
     await provider.aclose()
 
-    assert counting.spent(caught.value, RESERVED) == NOTHING
+    assert caught.value.spent(RESERVED) == NOTHING
 
 
 async def test_a_request_sent_before_the_connection_was_lost_may_have_been_paid(
@@ -387,7 +385,7 @@ async def test_a_request_sent_before_the_connection_was_lost_may_have_been_paid(
         await provider.stream(asked("[[fault: reset at=start]]"), timeout_s=60, parts=None)
 
     assert len(api.calls) == 1
-    assert counting.spent(caught.value, RESERVED) == RESERVED
+    assert caught.value.spent(RESERVED) == RESERVED
 
 
 async def test_a_request_that_could_not_be_signed_was_not_sent(asked: AskedFor) -> None:
@@ -402,7 +400,7 @@ async def test_a_request_that_could_not_be_signed_was_not_sent(asked: AskedFor) 
     with pytest.raises(TransientError, match="no credentials for aws") as caught:
         await provider.stream(asked(), timeout_s=60, parts=None)
 
-    assert counting.spent(caught.value, RESERVED) == NOTHING
+    assert caught.value.spent(RESERVED) == NOTHING
 
 
 async def test_a_failure_in_the_middle_of_an_answer_may_have_been_paid(
@@ -411,7 +409,7 @@ async def test_a_failure_in_the_middle_of_an_answer_may_have_been_paid(
     with pytest.raises(OverloadedError) as caught:
         await provider.stream(asked("a story [[fault: error_mid_stream]]"), timeout_s=60, parts=Received())
 
-    assert counting.spent(caught.value, RESERVED) == RESERVED
+    assert caught.value.spent(RESERVED) == RESERVED
     assert not caught.value.is_outage
 
 

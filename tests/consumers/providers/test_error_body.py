@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 import httpx2
 import pytest
 
-from consumers.providers.error_body import bound_error_body
+from consumers.providers.client_options import bound_error_body
 
 KIB = 1024
 PACKING: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress, "identity": bytes}

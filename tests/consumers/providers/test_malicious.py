@@ -28,6 +28,8 @@ TOO_LARGE = {
     "a text of 12 MiB": "streamed",
     "quadratic citations": "streamed",
     "quadratic lists": "streamed",
+    "a million tiny deltas": "streamed",
+    "endless pings": "streamed",
     "a million blocks": "streamed",
     "a tool's input that is a huge array": "streamed",
     "an endless body": "not streamed, streamed",

@@ -157,3 +157,23 @@ def test_a_detail_is_one_short_line_without_the_key() -> None:
     assert len(error.detail) < 350
     assert "sk-secret" not in error.detail
     assert error.detail.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("type", "status"),
+    [
+        ("invalid_request_error", 400),
+        ("authentication_error", 401),
+        ("billing_error", 402),
+        ("permission_error", 403),
+        ("not_found_error", 404),
+        ("conflict_error", 409),
+        ("request_too_large", 413),
+        ("rate_limit_error", 429),
+        ("api_error", 500),
+        ("timeout_error", 504),
+        ("overloaded_error", 529),
+    ],
+)
+def test_an_error_event_has_the_status_that_anthropic_documents_for_its_type(type: str, status: int) -> None:
+    assert from_event({"error": {"type": type}}, request_id=None, secret="").status == status

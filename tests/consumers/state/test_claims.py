@@ -53,6 +53,15 @@ async def test_a_redelivered_copy_of_another_publish_waits(store: Store) -> None
     assert isinstance(await store.claim(ME, fingerprint(mark="other", redelivered=True)), Running)
 
 
+async def test_a_redelivered_request_does_not_take_the_claim_over_from_its_copy_in_a_side_queue(store: Store) -> None:
+    """Its acknowledgement was lost after it was set aside, and the copy runs: a takeover would call the model twice."""
+    await granted(store, nonce=b"s1")
+
+    assert isinstance(await store.claim(ME, fingerprint(redelivered=True, nonce=b"q1")), Running)
+    assert await store.complete(ME, fingerprint(redelivered=True, nonce=b"q2"), failed("poison"), token=None) is None
+    assert isinstance(await store.claim(ME, fingerprint(redelivered=True, nonce=b"s2")), Granted), "the copy itself may"
+
+
 async def test_the_same_copy_waits_unless_it_was_redelivered(store: Store) -> None:
     await granted(store)
 

@@ -21,17 +21,16 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from consumers.limits.account import Account
-from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import Feedback, Kind, Reservation
+from consumers.limits.base import NOTHING, Amounts, Feedback, Kind, Reservation
 from consumers.limits.headers import BucketHeaders, RateHeaders
+from consumers.limits.lines import Waiter
 from consumers.limits.own_turns import OwnTurns
 from consumers.limits.spec import DEFAULT_SHARES, AccountCaps, BudgetSpec
 from consumers.limits.turns import Turns
-from consumers.limits.waiter import Waiter
 from consumers.state.redis import shared_turns
 from consumers.state.redis.client import RedisClient
-from consumers.state.redis.script import Script
-from consumers.state.redis.shared_turns import STEP, SharedTurns
+from consumers.state.redis.script import BUDGET, Script
+from consumers.state.redis.shared_turns import SharedTurns
 from tests.support.examples import examples
 from tests.support.redis import RedisServer
 
@@ -40,7 +39,7 @@ pytestmark = pytest.mark.slow
 SET = AccountCaps(requests=60, input_tokens=6_000, output_tokens=600)
 NAMES = tuple(DEFAULT_SHARES)
 BEGAN_S = 1_000_000.0
-AT_GIVEN_TIME = STEP.text.replace("redis.call('TIME')", "cjson.decode(ARGV[3])")
+AT_GIVEN_TIME = BUDGET.text.replace("redis.call('TIME')", "cjson.decode(ARGV[3])")
 """Redis's script, with its clock set by the test."""
 
 

@@ -8,6 +8,7 @@ import sqlite3
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -430,3 +431,38 @@ async def test_processes_that_start_at_the_same_time_share_a_new_file(path: Path
     ended = await asyncio.gather(*(each.communicate(b"go\n") for each in processes))
 
     assert sum(int(out) for out, _ in ended) == 200, [err.decode() for _, err in ended]
+
+
+class Busy:
+    """A connection whose switch to the write-ahead log fails some times, as it does while another process makes it."""
+
+    def __init__(self, *, times: int, code: int = sqlite3.SQLITE_BUSY) -> None:
+        self.tries, self._times, self._code = 0, times, code
+
+    def execute(self, _: str) -> None:
+        self.tries += 1
+        if self.tries <= self._times:
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorcode = self._code
+            raise error
+
+
+def test_the_write_ahead_log_is_switched_on_when_another_process_has_done_so(busy_for_less: None) -> None:
+    connection = Busy(times=3, code=sqlite3.SQLITE_BUSY | 2 << 8)  # an extended code of the same error
+    sqlite_file._write_ahead(connection)  # type: ignore[arg-type]
+    assert connection.tries == 4
+
+
+def test_a_file_that_stays_locked_is_not_tried_for_ever(busy_for_less: None) -> None:
+    connection, began_s = Busy(times=1_000_000), time.monotonic()
+    with pytest.raises(sqlite3.OperationalError):
+        sqlite_file._write_ahead(connection)  # type: ignore[arg-type]
+    assert time.monotonic() - began_s >= sqlite_file.BUSY_S
+    assert connection.tries > 1
+
+
+def test_another_error_than_a_lock_is_raised_at_once() -> None:
+    connection = Busy(times=1_000_000, code=sqlite3.SQLITE_READONLY)
+    with pytest.raises(sqlite3.OperationalError):
+        sqlite_file._write_ahead(connection)  # type: ignore[arg-type]
+    assert connection.tries == 1

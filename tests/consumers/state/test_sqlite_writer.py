@@ -8,8 +8,9 @@ import pytest
 from consumers.state.base import Found, Granted, Identity, StoreUnavailable
 from consumers.state.clock import Clock
 from consumers.state.spec import StoreSpec
+from consumers.state.sqlite.file import BUSY_S
 from consumers.state.sqlite.store import SqliteStore
-from consumers.state.sqlite.writer import TOGETHER_AT_MOST, Writer
+from consumers.state.sqlite.writer import CLOSE_S, TOGETHER_AT_MOST, Writer
 from tests.support.completions import ME, fingerprint
 
 
@@ -59,3 +60,7 @@ async def test_waiting_writes_are_done_before_the_writer_ends(tmp_path: Path) ->
     await asyncio.sleep(0)
     await writer.close()
     assert len(await asyncio.wait_for(asyncio.gather(*asked), 60)) == 3
+
+
+def test_a_closing_store_waits_longer_than_another_process_may_lock_the_file() -> None:
+    assert CLOSE_S > BUSY_S

@@ -13,8 +13,7 @@ from structlog.testing import capture_logs
 from consumers.limits import learned
 from consumers.limits.account import Account
 from consumers.limits.accounts import Accounts
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Feedback, Kind
+from consumers.limits.base import Amounts, Feedback, Kind
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.script import Script
@@ -37,6 +36,7 @@ return redis.call('SET', KEYS[1], cmsgpack.pack(account))
 )
 """As a process of another version that keeps accounts in the same form, and has learned something."""
 KEPT_ELSEWHERE = Script("return redis.call('SET', KEYS[1], cmsgpack.pack(cjson.decode(ARGV[1])))")
+KEPT_AS_IS = Script("return redis.call('SET', KEYS[1], ARGV[1])")
 PLAIN = learned.to_json(Account(ACCOUNT, spec(), now_s=0.0).learned())
 
 
@@ -126,7 +126,7 @@ async def test_an_account_stored_in_another_format_starts_again_and_that_is_logg
 
 async def test_a_damaged_account_starts_again(ours: Accounts[SharedTurns], client: RedisClient, namespace: str) -> None:
     await one_of_each_lane(ours)
-    await client.write(f"{namespace}:budget:{FORM}:{ACCOUNT}", "\xff\x00 no account", for_s=60)
+    await client.run(KEPT_AS_IS, [f"{namespace}:budget:{FORM}:{ACCOUNT}"], "\xff\x00 no account")
 
     await one_of_each_lane(ours)
 

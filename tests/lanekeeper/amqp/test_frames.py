@@ -25,7 +25,7 @@ from topology.codec.headers import carried
 patch_pamqp()
 
 SIZES = dict(zip([bytes([each]) for each in b"tbBsuIilLfdDT"], (1, 1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 5, 8), strict=True))
-CONTENT_TYPE, HEADERS, CORRELATION_ID, REPLY_TO, TIMESTAMP = 1 << 15, 1 << 13, 1 << 10, 1 << 9, 1 << 6
+CONTENT_TYPE, HEADERS, CORRELATION_ID, REPLY_TO, TIMESTAMP, USER_ID = (1 << bit for bit in (15, 13, 10, 9, 6, 4))
 
 
 def delivered(flags: int, data: bytes) -> Message:
@@ -323,3 +323,15 @@ def test_installing_the_tolerant_frame_reader_twice_changes_nothing() -> None:
     patch_pamqp()
     frames.patch_pamqp()
     assert round_trip(Message(body=b"{}", headers={"a": 1})).headers == {"a": 1}
+
+
+def test_properties_after_a_timestamp_past_the_calendar_are_read() -> None:
+    message = delivered(TIMESTAMP | USER_ID, struct.pack(">Q", 2**64 - 1) + short(b"crm"))
+    assert message.user_id == "crm"
+
+
+def test_fields_after_an_exchange_that_is_not_utf_8_are_read() -> None:
+    raw = Basic.Deliver(consumer_tag="c", delivery_tag=1, exchange="xxx", routing_key="critical.a.b").marshal()
+    deliver = Basic.Deliver()
+    deliver.unmarshal(raw.replace(b"xxx", b"\xffe\xff"))
+    assert (deliver.exchange, deliver.routing_key) == ("?e?", "critical.a.b")

@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from service.gateway import messages
-from service.gateway.messages import event_stream
+from service.gateway import writing
+from service.gateway.writing import event_stream
 from service.side_tasks import beside
 from tests.support.waiting import until
 
@@ -25,13 +25,13 @@ class Stream:
         self.has_ended = False
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        writing = event_stream(request, "a")
-        async with beside(writing.pings(every_s=0.01, ping=PING), name="pings"):
+        stream = event_stream(request, "a")
+        async with beside(stream.pings(PING, every_s=0.01), name="pings"):
             await until(lambda: request.protocol.writing_paused)
         self.begins_to_end.set()
-        await writing.end()
+        await stream.end()
         self.has_ended = True
-        return writing.response
+        return stream.response
 
 
 @asynccontextmanager
@@ -61,7 +61,7 @@ async def test_a_stream_ends_after_its_client_has_read_all_though_a_ping_waited(
 
 @pytest.mark.slow
 async def test_a_stream_whose_end_nobody_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "WRITE_WITHIN_S", 0.3)
+    monkeypatch.setattr(writing, "WRITE_WITHIN_S", 0.3)
     async with called() as (stream, response):
         await until(lambda: stream.has_ended)
 

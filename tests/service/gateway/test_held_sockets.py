@@ -14,9 +14,8 @@ from typing_extensions import override
 
 from consumers.state.following import Entry
 from service.config.gateway_section import GatewayKey
-from service.gateway import bounded_socket
-from service.gateway.answers import Answers
-from service.gateway.following import Following
+from service.gateway import bounded_socket, writing
+from service.gateway.asking import CallReader
 from service.gateway.looking import Looking
 from service.gateway.requests import Requests
 from service.gateway.sockets import MESSAGE_BYTES, Sockets
@@ -35,10 +34,13 @@ UPGRADE = (
 TEXT, BINARY, PING = 0x1, 0x2, 0x9
 
 
-class Known(Requests):
-    """Every request is known, as soon as `may_answer` is set."""
+class Endless(Requests):
+    """Every request is known once `may_answer` is set. Its entries begin when `begins` is set, and do not end."""
+
+    told_bytes = 0
 
     def __init__(self) -> None:
+        self.begins = asyncio.Event()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self._asked: set[str] = set()
@@ -50,16 +52,6 @@ class Known(Requests):
     async def known(self, id: str, caller: GatewayKey) -> Any:
         self._asked.add(id)
         await self.may_answer.wait()
-
-
-class Endless(Following):
-    """Every request is known, and its entries do not end, once they have begun."""
-
-    told_bytes = 0
-
-    def __init__(self, known: Known, looking: Looking) -> None:
-        super().__init__(known, looking)
-        self.begins = asyncio.Event()
 
     @override
     async def entries(self, id: str, caller: GatewayKey, *, after: int) -> AsyncGenerator[Entry, None]:
@@ -73,25 +65,30 @@ class Endless(Following):
 class Served:
     """The path of the WebSocket alone."""
 
-    def __init__(self, port: int, known: Known, looking: Looking, following: Endless) -> None:
+    def __init__(self, port: int, looking: Looking, requests: Endless) -> None:
         self.port = port
-        self.known = known
         self.looking = looking
-        self.following = following
+        self.requests = requests
 
     async def is_full(self) -> bool:
         """Whether nothing more is written to the client."""
-        before = self.following.told_bytes
+        before = self.requests.told_bytes
         await asyncio.sleep(0.1)
-        return 0 < before == self.following.told_bytes
+        return 0 < before == self.requests.told_bytes
 
 
 @asynccontextmanager
 async def served() -> AsyncIterator[Served]:
     looking = Looking(None, followers=9)  # type: ignore[arg-type]
-    known = Known()
-    following = Endless(known, looking)
-    sockets = Sockets(following, answers=Answers([], most_bytes=0), max_values=VALUES, ping_every_s=600)
+    requests = Endless()
+    sockets = Sockets(
+        requests,
+        looking,
+        call_reader=CallReader(lanes={}, app="", max_values=VALUES, cancel_abandoned=False),
+        limit=None,  # type: ignore[arg-type]
+        answers=None,  # type: ignore[arg-type]
+        ping_every_s=600,
+    )
 
     async def answer(request: web.Request) -> web.StreamResponse:
         return await sockets.get(request, GatewayKey(tenant=None))
@@ -102,7 +99,7 @@ async def served() -> AsyncIterator[Served]:
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield Served(runner.addresses[0][1], known, looking, following)
+        yield Served(runner.addresses[0][1], looking, requests)
     finally:
         await runner.cleanup()
 
@@ -149,14 +146,14 @@ async def client(port: int) -> AsyncIterator[Client]:
 
 
 async def test_a_client_that_follows_and_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_socket, "WRITE_WITHIN_S", 0.5)
+    monkeypatch.setattr(writing, "WRITE_WITHIN_S", 0.5)
     async with served() as own, client(own.port) as silent:
         await silent.subscribes()
-        own.following.begins.set()
+        own.requests.begins.set()
         await until(lambda: own.looking.followers == 2)
         await until(lambda: own.looking.followers == 0)
 
-        assert 0 < own.following.told_bytes < MOST_BYTES
+        assert 0 < own.requests.told_bytes < MOST_BYTES
         await asyncio.wait_for(silent.is_cut_off(), 60)
 
 
@@ -169,12 +166,12 @@ async def test_a_client_that_does_not_read_why_it_is_closed_is_cut_off(
     monkeypatch.setattr(bounded_socket, "CLOSE_WITHIN_S", 0.5)
     async with served() as own, client(own.port) as silent:
         await silent.subscribes()
-        own.following.begins.set()
+        own.requests.begins.set()
         await until(own.is_full)
         await silent.say(kind, b"x", length=length)
         await until(lambda: own.looking.followers == 0)
 
-        assert own.following.told_bytes < MOST_BYTES
+        assert own.requests.told_bytes < MOST_BYTES
         await asyncio.wait_for(silent.is_cut_off(), 60)
 
 
@@ -183,33 +180,33 @@ async def test_a_request_that_is_left_while_nothing_is_read_takes_no_other_with_
         for id in ("a", "b", "c"):
             await silent.subscribes(id)
         await until(lambda: own.looking.followers == 4)
-        own.following.begins.set()
+        own.requests.begins.set()
         await until(own.is_full)
         for id in ("a", "b"):
             await silent.says(type="unsubscribe", id=id)
         await until(lambda: own.looking.followers == 2)
-        full = own.following.told_bytes
+        full = own.requests.told_bytes
         reading = asyncio.create_task(silent.is_cut_off())
-        await until(lambda: own.following.told_bytes > full + MOST_BYTES)
+        await until(lambda: own.requests.told_bytes > full + MOST_BYTES)
         reading.cancel()
 
 
 async def test_a_request_that_is_left_before_its_subscription_is_answered_is_not_followed() -> None:
     async with served() as own, client(own.port) as silent:
-        own.known.may_answer.clear()
+        own.requests.may_answer.clear()
         await silent.subscribes("a")
         await silent.says(type="unsubscribe", id="a")
         await silent.subscribes("b")
-        await own.known.asked_for("b")
-        own.known.may_answer.set()
+        await own.requests.asked_for("b")
+        own.requests.may_answer.set()
         await until(lambda: own.looking.followers == 2)  # the connection, and b
-        own.following.begins.set()
+        own.requests.begins.set()
         await until(own.is_full)
         assert own.looking.followers == 2
 
 
 async def test_a_client_that_asks_for_pongs_and_does_not_read_them_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_socket, "WRITE_WITHIN_S", 0.5)
+    monkeypatch.setattr(writing, "WRITE_WITHIN_S", 0.5)
     async with served() as own, client(own.port) as silent:
         with suppress(ConnectionError):
             async with asyncio.timeout(60):
@@ -222,7 +219,7 @@ async def test_a_client_that_does_not_read_is_cut_off_when_the_process_stops(mon
     monkeypatch.setattr(bounded_socket, "CLOSE_WITHIN_S", 0.5)
     async with served() as own, client(own.port) as silent:
         await silent.subscribes()
-        own.following.begins.set()
+        own.requests.begins.set()
         await until(own.is_full)
         own.looking.close()
         await until(lambda: own.looking.followers == 0)

@@ -15,11 +15,9 @@ from consumers.state.following import Look
 from consumers.state.sqlite.store import SqliteStore
 from service.config.gateway_section import GatewayKey
 from service.gateway import looking as looking_module
-from service.gateway.answers import Answers
-from service.gateway.events import Events
-from service.gateway.following import Following
 from service.gateway.looking import FAULTS_AT_MOST, Looking
 from service.gateway.problems import ApiError
+from service.gateway.request_paths import RequestPaths
 from service.gateway.requests import Requests
 from tests.support.waiting import until
 
@@ -119,21 +117,28 @@ async def test_a_reader_of_events_is_sent_to_the_next_process_by_a_stream_that_e
     """A browser's EventSource connects again after a stream's end, and never after another status than 200."""
 
     class Known(Requests):
-        def __init__(self) -> None: ...
+        def __init__(self, looking: Looking) -> None:
+            self.looking = looking
 
         @override
         async def known(self, id: str, caller: GatewayKey) -> Any:
             """It is known."""
 
     looking = Looking(Store(), followers=9)
-    following = Following(Known(), looking)
-    events = Events(following, answers=Answers([], most_bytes=0), ping_every_s=60)
+    paths = RequestPaths(
+        Known(looking),
+        looking,
+        call_reader=None,  # type: ignore[arg-type]
+        bodies=None,  # type: ignore[arg-type]
+        answers=None,  # type: ignore[arg-type]
+        ping_every_s=60,
+    )
     request = make_mocked_request("GET", "/v1/requests/a/events", match_info={"id": "a"})
-    asked_before = asyncio.create_task(events.get(request, GatewayKey(tenant=None)))
+    asked_before = asyncio.create_task(paths.events(request, GatewayKey(tenant=None)))
     await until(lambda: looking.followers == 1)
     looking.close()
 
-    for answer in (await asked_before, await events.get(request, GatewayKey(tenant=None))):
+    for answer in (await asked_before, await paths.events(request, GatewayKey(tenant=None))):
         assert isinstance(answer, web.Response)
         assert (answer.status, answer.content_type) == (200, "text/event-stream")
         assert answer.body == b"retry: 1000\n\n"

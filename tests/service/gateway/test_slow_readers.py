@@ -19,7 +19,7 @@ from lanekeeper.options import Options
 from lanekeeper.replies import final_of
 from service.config.gateway_section import GatewaySettings
 from service.config.settings import Settings
-from service.gateway import messages
+from service.gateway import writing
 from service.gateway.app import Gateway
 from service.gateway.server import Server
 from tests.support.gate import opened
@@ -88,7 +88,7 @@ async def stalled(port: int) -> socket.socket:
 @pytest.mark.slow
 async def test_five_hundred_streams_of_which_fifty_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(amqp_url=SecretStr("amqp://a:b@127.0.0.1:1/"), gateway=GatewaySettings(port=0))
-    monkeypatch.setattr(messages, "WRITE_WITHIN_S", SHORT_S)
+    monkeypatch.setattr(writing, "WRITE_WITHIN_S", SHORT_S)
     told = Told(settings)
     routes = Gateway(settings, told, opened(settings))
     async with (

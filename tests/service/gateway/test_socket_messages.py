@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from service.gateway.described import socket
-from service.gateway.socket_messages import FIELDS, LARGEST_NUMBER, ClientMessage, InvalidMessage, read
+from service.gateway.looking import LARGEST_NUMBER
+from service.gateway.socket_messages import FIELDS, ClientMessage, InvalidMessage, read
 
 BODY = {"prompt": "x"}
 SAID = [each["payload"] for name, each in socket.messages().items() if name in map(socket.name_of, FIELDS)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from consumers.bodies.fetching import Fetching
 from consumers.capacity.activity import LaneActivity
 from consumers.claiming import Claiming
 from consumers.failpoints import Failpoints
@@ -15,16 +16,17 @@ from consumers.fallen import Fallen
 from consumers.gates.claim import ClaimGate
 from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
-from consumers.job import Job, is_trusted
+from consumers.job import Job, source_of
 from consumers.lifecycle import Lifecycle
+from consumers.parking import Parking
 from consumers.parsing import Parsing
 from consumers.pool import Pool
 from consumers.providers.registry import Registry
 from consumers.replies.address import ReplyRule
-from consumers.replies.direct import DirectSender
 from consumers.replies.reply import Replies
 from consumers.replies.reply_retries import ReplyRetries
 from consumers.replies.sendable import Sendable
+from consumers.replies.sender import ReplySender
 from consumers.settle import Settler
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import attempts, handler
@@ -62,7 +64,7 @@ class Worker:
         self._world = world
         publisher = PublisherEdge(world, self.edge)
         claiming = Claiming(StoreEdge(world, self.edge))
-        replies = Replies(publisher, direct=DirectSender(publisher, own=None), rule=ReplyRule(names=NAMES))
+        replies = Replies(ReplySender(publisher, own=None), rule=ReplyRule(names=NAMES))
         reply_retries = ReplyRetries(claiming)
         lifecycle = Lifecycle(NoNotices(), names=NAMES, now_ms=world.now_ms)
         self._settler = settler(
@@ -75,7 +77,9 @@ class Worker:
             tracing=TRACING,
             now_ms=world.now_ms,
             failpoints=Failpoints(),
+            parking=Parking(),
             sendable=Sendable(publisher),
+            bodies=Fetching(None, most_bytes=0),
         )
         steps = handler(
             attempts(
@@ -147,8 +151,8 @@ class Worker:
         )
 
     def _job_of(self, delivery: Delivery) -> Job:
-        trusted = is_trusted(delivery.message, NAMES)
-        return Job(delivery, lane=SPEC, trusted=trusted, taken_ms=self._world.now_ms())
+        source = source_of(delivery.message, NAMES)
+        return Job(delivery, lane=SPEC, source=source, taken_ms=self._world.now_ms())
 
 
 def _noted(job_of: Callable[[Delivery], Job], delivery: Delivery) -> Job:

@@ -11,7 +11,8 @@ from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
 from tests.support.examples import examples
-from topology.codec.headers import YEAR_MS, HopHeaders, RequestHeaders, carried, hop_headers, read, read_hop
+from topology.codec.headers import HopHeaders, RequestHeaders, carried, hop_headers, read, read_hop
+from topology.delays import MAX_DELAY_MS
 
 NOTHING = RequestHeaders(deadline_ms=None, stream=False, delay_ms=None, at_ms=None, sent_ms=None, beta=None, kept=None)
 
@@ -30,7 +31,7 @@ def said(**changed: Any) -> RequestHeaders:
         ({"x-lane-stream": "true"}, said(stream=True)),
         ({"x-lane-stream": "false"}, NOTHING),
         ({"x-lane-delay-ms": 100}, said(delay_ms=100)),
-        ({"x-lane-delay-ms": YEAR_MS}, said(delay_ms=YEAR_MS)),
+        ({"x-lane-delay-ms": MAX_DELAY_MS}, said(delay_ms=MAX_DELAY_MS)),
         ({"x-lane-at": "1970-01-01T00:00:01Z"}, said(at_ms=1000)),
         ({"x-lane-at": "1970-01-01T01:00:01.500+01:00"}, said(at_ms=1500)),
         ({"x-lane-at": "1970-01-01 00:00:01Z"}, said(at_ms=1000)),
@@ -82,7 +83,7 @@ def test_headers_that_a_requester_may_send_are_read(headers: dict[str, Any], exp
         ({"x-lane-delay-ms": -1}, "found -1"),
         ({"x-lane-delay-ms": 0}, "found 0, allowed is whole milliseconds from 100"),
         ({"x-lane-delay-ms": 99}, "found 99, allowed is whole milliseconds from 100"),
-        ({"x-lane-delay-ms": YEAR_MS + 1}, "x-lane-delay-ms"),
+        ({"x-lane-delay-ms": MAX_DELAY_MS + 1}, "x-lane-delay-ms"),
         ({"x-lane-stream": 1}, "x-lane-stream: found 1, allowed is true or false"),
         ({"x-lane-stream": "True"}, "x-lane-stream"),
         ({"x-lane-no-batch": "maybe"}, "x-lane-no-batch"),
@@ -153,6 +154,7 @@ def test_a_hop_passes_on_the_requesters_headers_and_none_of_the_brokers_or_ours(
         "traceparent": "00-…",
         "x-lane-stream": True,
         "x-lane-deadline-ms": 5,
+        "lane-d29": True,  # no level of the cascade has this number
         "anthropic-beta": "b",
     }
     brokers = {
@@ -190,3 +192,9 @@ def test_any_headers_are_read_or_refused_with_a_problem(headers: dict[str, Any])
         assert isinstance(read(headers), RequestHeaders)
     except RequestProblem as problem:
         assert problem.code == "invalid_request"  # noqa: PT017 (either is right)
+
+
+def test_an_error_quotes_at_most_60_characters_of_a_wrong_header() -> None:
+    with pytest.raises(RequestProblem) as refused:
+        read({"x-lane-at": "x" * 59 + "secret"})
+    assert "found '" + "x" * 59 + ", allowed" in str(refused.value)

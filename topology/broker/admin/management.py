@@ -1,5 +1,4 @@
-"""A client for RabbitMQ's management HTTP API. It reads the broker's version, cluster name and topology, and imports
-definitions.
+"""A client for RabbitMQ's management HTTP API, to read the broker's cluster name and topology, and import definitions.
 
 Credentials are sent only to the configured URL, or to a server at the AMQP host that answers like RabbitMQ's management
 API. They are never sent to the target of a redirect, and without TLS only if AMQP has none either.
@@ -20,18 +19,11 @@ from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnrea
 from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
 
 TIMEOUT_S = 10
+"""The time limit, in seconds, for one call of the management API."""
 PORT = 15672
 TLS_PORT = 15671
 _REALM = "RabbitMQ"
 _QUEUE_COLUMNS = "name,arguments,durable,auto_delete,exclusive,effective_policy_definition,members"
-
-
-@dataclass(frozen=True, slots=True)
-class Overview:
-    """A broker's version and cluster name, from the management API."""
-
-    version: str
-    cluster: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +35,18 @@ class Management:
     """
 
     url: str
+    """The API's address, without credentials, for error texts too."""
     user: str
     password: str = field(repr=False)
     vhost: str
     ssl_context: ssl.SSLContext | None = field(default=None, repr=False)
 
-    async def overview(self) -> Overview:
-        found = await self._get("overview")
-        return Overview(version=str(found["rabbitmq_version"]), cluster=str(found["cluster_name"]))
+    async def cluster_name(self) -> str:
+        return str((await self._get("overview"))["cluster_name"])
 
     async def topology(self) -> Topology:
         """All exchanges, queues and bindings in the virtual host, except the broker's own (`amq.…`, the default
         exchange)."""
-        version = (await self.overview()).version
         exchanges = await self._get(f"exchanges/{self._vhost}")
         queues = await self._get(f"queues/{self._vhost}", columns=_QUEUE_COLUMNS)
         return Topology(
@@ -64,7 +55,6 @@ class Management:
             ),
             queues=tuple(_queue(queue) for queue in queues),
             bindings=await self.bindings(),
-            broker_version=version,
             nodes=await self._nodes(),
         )
 
@@ -75,7 +65,7 @@ class Management:
 
     async def import_definitions(self, definitions: dict[str, Any]) -> None:
         """Import `definitions` (topology/export.py) into the broker. The user needs the tag `administrator`."""
-        await self._call("POST", "definitions", body=json.dumps(definitions).encode())
+        await self._call("POST", "definitions", body=definitions)
 
     async def _nodes(self) -> tuple[str, ...]:
         """The names of all nodes of the cluster; empty if the user does not have the tag `monitoring`."""
@@ -86,11 +76,6 @@ class Management:
         return tuple(sorted(node["name"] for node in found))
 
     @property
-    def address(self) -> str:
-        """The management API's URL without credentials, for logs and error texts."""
-        return str(URL(self.url).with_user(None))
-
-    @property
     def _vhost(self) -> str:
         return quote(self.vhost, safe="")
 
@@ -99,24 +84,22 @@ class Management:
         try:
             return json.loads(body)
         except ValueError as error:
-            raise BrokerError(f"{self.address} answered with something else than JSON; is it RabbitMQ's?") from error
+            raise BrokerError(f"{self.url} answered with something else than JSON; is it RabbitMQ's?") from error
 
     async def _call(
-        self, method: str, path: str, *, query: dict[str, str] | None = None, body: bytes | None = None
+        self, method: str, path: str, *, query: dict[str, str] | None = None, body: dict[str, Any] | None = None
     ) -> bytes:
         # `encoded=True`, because the virtual host "/" must stay %2F in the path
-        url = URL(f"{str(URL(self.url).with_user(None)).rstrip('/')}/api/{path}", encoded=True)
+        url = URL(f"{self.url.rstrip('/')}/api/{path}", encoded=True)
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session,
                 session.request(
                     method,
-                    url.with_query(query) if query else url,
-                    data=body,
-                    headers={
-                        "authorization": aiohttp.encode_basic_auth(self.user, self.password),
-                        "content-type": "application/json",
-                    },
+                    url,
+                    params=query,
+                    json=body,
+                    headers={"authorization": aiohttp.encode_basic_auth(self.user, self.password)},
                     ssl=self.ssl_context or True,
                     allow_redirects=False,
                 ) as answer,
@@ -126,18 +109,18 @@ class Management:
                     raise self._refusal(answer.status, path, text)
                 return text
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise BrokerUnreachable(f"no management API at {self.address}: {error or type(error).__name__}") from error
+            raise BrokerUnreachable(f"no management API at {self.url}: {error or type(error).__name__}") from error
 
     def _refusal(self, status: int, path: str, text: bytes) -> BrokerError:
         if status in (401, 403):
             return AccessRefused(
-                f"the management API at {self.address} refuses user {self.user!r} ({status}): "
+                f"the management API at {self.url} refuses user {self.user!r} ({status}): "
                 f"it needs the tag `management` and rights in virtual host {self.vhost!r}"
             )
         if status == 404:
-            return BrokerError(f"the management API at {self.address} knows no virtual host {self.vhost!r}")
+            return BrokerError(f"the management API at {self.url} knows no virtual host {self.vhost!r}")
         text_start = text[:200].decode("utf-8", errors="replace")
-        return BrokerError(f"the management API at {self.address} answered {status} to {path}: {text_start}")
+        return BrokerError(f"the management API at {self.url} answered {status} to {path}: {text_start}")
 
 
 async def discover(
@@ -182,18 +165,18 @@ async def _at_host(
         return None
     management = Management(str(url), *_access(amqp), ssl_context)
     try:
-        overview = await management.overview()
+        cluster_name = await management.cluster_name()
     except BrokerError:
         return None
-    return management if connection is None or is_same_broker(overview, connection) else None
+    return management if connection is None or is_same_broker(cluster_name, connection) else None
 
 
-def is_same_broker(overview: Overview, connection: AbstractConnection) -> bool:
-    """Whether the management API and the connection have reported the same cluster name."""
+def is_same_broker(cluster_name: str, connection: AbstractConnection) -> bool:
+    """Whether the broker of a connection has this cluster name, which a management API has reported."""
     if connection.transport is None:
         raise BrokerUnreachable("the connection was closed meanwhile")
     properties = connection.transport.connection.server_properties
-    return str(properties.get("cluster_name", overview.cluster)) == overview.cluster
+    return str(properties.get("cluster_name", cluster_name)) == cluster_name
 
 
 async def _answers_as_rabbitmq(url: URL, ssl_context: ssl.SSLContext | None) -> bool:
@@ -236,8 +219,6 @@ def _arguments(found: object) -> Arguments:
     """Convert arguments from JSON. Some RabbitMQ versions send an empty table as []; nested values become JSON text."""
     if not isinstance(found, dict):
         return {}
-    return {key: _value(value) for key, value in found.items()}
-
-
-def _value(found: object) -> Value:
-    return found if isinstance(found, str | int | float | bool) else json.dumps(found, sort_keys=True)
+    return {
+        key: value if isinstance(value, Value) else json.dumps(value, sort_keys=True) for key, value in found.items()
+    }

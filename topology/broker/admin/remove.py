@@ -10,6 +10,7 @@ from lanekeeper.contract.problems import BrokerError
 from topology.model import Topology
 
 RPC_TIMEOUT_S = 30
+"""The time limit, in seconds, for removing one queue or exchange."""
 
 
 async def remove(topology: Topology, connection: Connection) -> None:

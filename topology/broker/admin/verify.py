@@ -8,7 +8,7 @@ not show additional bindings and policies, and the broker silently ignores unkno
 from dataclasses import dataclass
 from typing import Literal
 
-from aio_pika.abc import AbstractChannel, AbstractConnection
+from aio_pika.abc import AbstractConnection
 from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity
 
 from lanekeeper.contract.problems import BrokerError
@@ -17,7 +17,8 @@ from topology.broker.admin.management import Management, is_same_broker
 from topology.model import Exchange, Queue, Topology
 from topology.plan import Difference, compare
 
-_SHOWN = 5  # how many unchecked objects a note names; for a user with few rights there are about sixty
+_SHOWN = 5
+"""How many unchecked objects a note names. For a user with few permissions there are about sixty."""
 NO_NODES = (
     "the nodes of the cluster could not be seen, nor so whether each queue has its replicas; "
     "the management API shows them to a user that has the tag `monitoring`"
@@ -50,10 +51,10 @@ async def verify(topology: Topology, management: Management | None, connection: 
     note = "no management API was found"
     if management is not None:
         try:
-            if is_same_broker(await management.overview(), connection):
+            if is_same_broker(await management.cluster_name(), connection):
                 found = await management.topology()
                 return Verification(tuple(compare(topology, found)), "everything", None if found.nodes else NO_NODES)
-            note = f"the management API at {management.address} is another broker's"
+            note = f"the management API at {management.url} is another broker's"
         except BrokerError as error:
             note = str(error)
     missing, hidden = await _check_existence(topology, connection)
@@ -81,7 +82,10 @@ async def _check_existence(
             if channel.is_closed:
                 channel = await connection.channel()  # each refusal closes the channel
             try:
-                await _declare_passively(thing, channel)
+                if isinstance(thing, Queue):
+                    await channel.declare_queue(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)
+                else:
+                    await channel.declare_exchange(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)
             except ChannelNotFoundEntity:
                 missing.append(Difference("missing", "queue" if isinstance(thing, Queue) else "exchange", thing.name))
             except ChannelAccessRefused:
@@ -90,10 +94,3 @@ async def _check_existence(
         if not channel.is_closed:
             await channel.close()
     return tuple(missing), hidden
-
-
-async def _declare_passively(thing: Exchange | Queue, channel: AbstractChannel) -> None:
-    if isinstance(thing, Queue):
-        await channel.declare_queue(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)
-    else:
-        await channel.declare_exchange(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)

@@ -19,7 +19,7 @@ from lanekeeper.amqp.driver.border import asks_to_stop
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
-from topology.broker.admin.apply import apply, bind, broker_errors
+from topology.broker.admin.apply import apply
 from topology.broker.admin.management import Management, is_same_broker
 from topology.broker.admin.verify import verify
 from topology.model import Topology
@@ -34,6 +34,7 @@ SOONEST_S = 0.2
 """The shortest pause, in seconds, between two checks of the topology: a hundred publishes may fail at the same time,
 and each failure asks for a check."""
 MANAGEMENT_WITHIN_S = 5.0
+"""The time limit, in seconds, for checking the bindings over the management API."""
 COMMAND = "lanekeeper topology apply"
 log = logs.logger()
 
@@ -52,6 +53,7 @@ class TopologyWatch:
         self, topology: Topology, connection: Connection, *, declares: bool, find_management: FindManagement
     ) -> None:
         self._topology = topology
+        self._bindings = replace(topology, exchanges=(), queues=())
         self._connection = connection
         self._declares = declares
         self._find_management = find_management
@@ -65,7 +67,11 @@ class TopologyWatch:
         self._watched_opening = 0
         self._check_requested = asyncio.Event()
         names = Names(topology.namespace)
-        self._intakes = tuple(names.intake(lane) for lane in topology.lanes)
+        intakes = {names.intake(lane) for lane in topology.lanes}
+        self._intakes = intakes | {
+            each.label for each in topology.bindings if each.destination_kind == "queue" and each.destination in intakes
+        }
+        """The intake queues and their bindings, as `Difference.name` names them."""
 
     @property
     def trouble(self) -> str | None:
@@ -86,29 +92,21 @@ class TopologyWatch:
         If an intake is missing, its lane gets no requests, and the other lanes can go on. If any other object is
         missing, results of requests could be lost.
         """
-        if (
-            all(self._is_an_intake(difference) for difference in (*self._missing_objects, *self._missing_bindings))
-            and self._failed is None
-        ):
-            return None if self._is_checked else self.trouble
-        return self.trouble
+        missing = (*self._missing_objects, *self._missing_bindings)
+        only_intakes = all(each.what != "exchange" and each.name in self._intakes for each in missing)
+        return None if only_intakes and self._failed is None and self._is_checked else self.trouble
 
-    def look(self) -> None:
-        """Make `run` check soon. Does not wait for the check."""
+    def check_soon(self) -> None:
+        """Make `run` check again soon. Does not wait for the check."""
         self._check_requested.set()
 
     @property
     def _is_checked(self) -> bool:
         return self._connection.is_open and self._checked_opening == self._connection.openings
 
-    def _is_an_intake(self, missing: Difference) -> bool:
-        return missing.what != "exchange" and any(
-            missing.name == intake or f" → queue {intake}," in missing.name for intake in self._intakes
-        )
-
     async def run(self) -> None:
-        """Check the topology repeatedly, until cancelled: regularly, soon after a failed check, and when `look`
-        asks."""
+        """Check the topology repeatedly, until cancelled: regularly, soon after a failed check, and after
+        `check_soon`."""
         while True:
             if asks_to_stop():  # aiormq may have swallowed a cancellation while it waited
                 raise asyncio.CancelledError
@@ -128,12 +126,18 @@ class TopologyWatch:
         opening = self._connection.openings
         if self._watched_opening != opening:
             self._watched_opening = opening
-            self._connection.loss.add_done_callback(lambda _: self.look())
+            self._connection.loss.add_done_callback(lambda _: self.check_soon())
         missing = (await verify(self._topology, None, underlying)).missing
         self._report("things", missing)
         if missing and self._declares:
             self._missing_objects = missing
-            await self._apply(underlying)
+            await apply(self._topology, underlying)
+            log.info(
+                signals.TOPOLOGY_APPLIED,
+                exchanges=len(self._topology.exchanges),
+                queues=len(self._topology.queues),
+                bindings=len(self._topology.bindings),
+            )
             missing = (await verify(self._topology, None, underlying)).missing
         self._missing_objects, self._failed, self._checked_opening = missing, None, opening
         if not missing:
@@ -142,47 +146,22 @@ class TopologyWatch:
     async def _check_bindings(self, underlying: AbstractConnection, opening: int) -> None:
         """Check the bindings over the management API. If `declares`, and if some are missing or the API does not
         answer, make all bindings again. The worker takes requests meanwhile."""
-        missing_bindings: tuple[Difference, ...] | None = None
+        missing: tuple[Difference, ...] | None = None
         with suppress(BrokerError, TimeoutError):
             async with asyncio.timeout(MANAGEMENT_WITHIN_S):
                 if self._searched_opening != opening:
                     self._searched_opening = opening
                     self._management = await self._find_management(self._connection)
-                if self._management is not None:
-                    missing_bindings = await self._missing_bindings_at(self._management, underlying)
-        if missing_bindings is not None:
-            self._report("bindings", missing_bindings)
-        if self._declares and missing_bindings != ():
-            self._missing_bindings = missing_bindings or ()
-            await self._bind(underlying)
-            missing_bindings = ()
-        self._missing_bindings = self._missing_bindings if missing_bindings is None else missing_bindings
-
-    async def _missing_bindings_at(
-        self, management: Management, underlying: AbstractConnection
-    ) -> tuple[Difference, ...] | None:
-        if not is_same_broker(await management.overview(), underlying):
-            return None
-        found = compare(
-            replace(self._topology, exchanges=(), queues=()), Topology(bindings=await management.bindings())
-        )
-        return tuple(difference for difference in found if difference.change == "missing")
-
-    async def _apply(self, underlying: AbstractConnection) -> None:
-        await apply(self._topology, underlying)
-        log.info(
-            signals.TOPOLOGY_APPLIED,
-            exchanges=len(self._topology.exchanges),
-            queues=len(self._topology.queues),
-            bindings=len(self._topology.bindings),
-        )
-
-    async def _bind(self, underlying: AbstractConnection) -> None:
-        with broker_errors():
-            channel = await underlying.channel()
-            for binding in self._topology.bindings:
-                await bind(channel, binding)
-            await channel.close()
+                api = self._management
+                if api is not None and is_same_broker(await api.cluster_name(), underlying):
+                    found = compare(self._bindings, Topology(bindings=await api.bindings()))
+                    missing = tuple(difference for difference in found if difference.change == "missing")
+        if missing is not None:
+            self._missing_bindings = missing
+            self._report("bindings", missing)
+        if self._declares and missing != ():
+            await apply(self._bindings, underlying)
+            self._missing_bindings = ()
 
     def _report(self, kind: str, missing: tuple[Difference, ...]) -> None:
         """Log each missing object once; log it again only if it has existed in between. `kind` says what `missing`

@@ -1,32 +1,37 @@
-"""Sends replies by RabbitMQ's direct reply-to: without a queue, to the channel on which the request was published.
+"""Sends replies, to queues and by RabbitMQ's direct reply-to: without a queue, to the channel on which the request was
+published.
 
-A broker before RabbitMQ 4.3.5 closes the connection that publishes to a forged address (docs/facts.md, section 6). With
-such a broker the first reply to each address is sent over a separate connection, one at a time, so that we know which
-address was forged. If the broker confirms that reply, the address is genuine, and further replies to it use the
-ordinary connection.
+A broker before RabbitMQ 4.3.5 closes the connection that publishes to a forged direct reply-to address (docs/facts.md,
+section 6). With such a broker the first reply to each of these addresses is sent over a separate connection, one at a
+time, so that we know which address was forged. If the broker confirms that reply, the address is genuine, and further
+replies to it use the ordinary connection.
 """
 
 import asyncio
 from functools import partial
 from typing import Any
 
+from consumers.replies.address import is_direct
 from lanekeeper.amqp.confirming import Answer
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
 
 KILLED_WITHIN_S = 2.0
+"""How many seconds to wait, after the confirm of a direct reply to an unknown address, whether the broker closes the
+connection because the address is forged."""
 TRIES = 3
+"""How often a direct reply is published at most if the broker closes the connection each time."""
 KEPT = 1000
 """How many addresses are remembered as forged, so that each closes the connection only once; and how many as
 genuine."""
 
 
-class DirectSender:
-    """Publishes replies to direct reply-to addresses. `own`: a publisher on a separate connection, for brokers before
-    4.3.5, which close the connection that publishes to a forged address; None: it is not needed.
+class ReplySender:
+    """Publishes replies to queues and to direct reply-to addresses. `own`: a publisher on a separate connection, for
+    brokers before 4.3.5, which close the connection that publishes to a forged address; None: it is not needed.
 
-    Messages are never `mandatory`, because brokers before 4.3 report delivered direct replies as unroutable
+    Replies to direct reply-to are never `mandatory`, because brokers before 4.3 report delivered ones as unroutable
     (docs/facts.md, section 6).
     """
 
@@ -37,35 +42,31 @@ class DirectSender:
         self._forged: dict[str, None] = {}
         self._genuine: dict[str, None] = {}
 
-    @property
-    def is_apart(self) -> bool:
-        """Whether the first reply to an address is sent over a separate connection, because the broker closes a
-        connection that publishes to a forged address."""
-        return self._own is not None
+    def needs_own_connection(self, address: str) -> bool:
+        """Whether the first reply to this address is sent over a separate connection, because the broker would close
+        the connection if the address were forged."""
+        return self._own is not None and is_direct(address)
 
     def refusal(self, address: str) -> RequestProblem | None:
-        """The error for a direct reply-to address that is known to be forged; None for any other."""
+        """The error for a direct reply-to address that is known to be forged; None for any other address."""
         return _forged() if address in self._forged else None
 
     async def send(self, message: Message, address: str, **how: Any) -> None:
-        """Publish a message once. `how`: options of `Publisher.publish`. Raises RequestProblem if the address is
-        forged; other errors like `Publisher.publish`."""
+        """Publish a message once, not `mandatory`. `how`: options of `Publisher.publish`. Raises RequestProblem if the
+        address is forged; other errors like `Publisher.publish`."""
         how |= {"exchange": "", "routing_key": address, "mandatory": False}
-        if self._own is None:
+        if self._own is not None and self._is_unknown(address):
+            return await self._test_address(self._own, message, address, how)
+        try:
             await self._publisher.publish(message, **how)
-        elif address in self._genuine:
-            try:
-                await self._publisher.publish(message, **how)
-            except ConfirmUnknown:  # this address may have closed the connection: the next message tests it again
-                self._genuine.pop(address, None)
-                raise
-        else:
-            await self._test_address(self._own, message, address, how)
+        except ConfirmUnknown:  # this address may have closed the connection: the next message tests it again
+            self._genuine.pop(address, None)
+            raise
 
     async def write(self, message: Message, address: str, *, timeout_s: float) -> "asyncio.Future[Answer]":
         """Write a message once, and return the broker's confirm as a future. If the address must be tested over the
         separate connection, the future is already done. Raises like `send`."""
-        if self._own is not None and address not in self._genuine:
+        if self._own is not None and self._is_unknown(address):
             await self.send(message, address, timeout_s=timeout_s, traced=False)
             confirmed: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
             confirmed.set_result(None)
@@ -75,9 +76,13 @@ class DirectSender:
         except ConfirmUnknown:
             self._genuine.pop(address, None)
             raise
-        if self._own is not None:
+        if address in self._genuine:
             answer.add_done_callback(partial(self._on_answer, address))
         return answer
+
+    def _is_unknown(self, address: str) -> bool:
+        """Whether this is a direct reply-to address from which we do not know that it is genuine."""
+        return address not in self._genuine and is_direct(address)
 
     def _on_answer(self, address: str, answer: "asyncio.Future[Answer]") -> None:
         if not answer.cancelled() and answer.exception() is not None:  # as in `send`: test the address again
@@ -103,9 +108,12 @@ class DirectSender:
 
     async def send_surely(self, message: Message, address: str) -> None:
         """Publish a message, repeatedly if necessary, until the broker confirms it; at most `TRIES` times if the broker
-        is one that closes connections because of forged addresses. Raises like `send`."""
-        if self._own is None:
-            return await self._publisher.publish_surely(message, exchange="", routing_key=address, mandatory=False)
+        is one that closes connections because of this address. Raises PublishRefused if the queue refuses the message
+        once; other errors like `send`."""
+        if not self.needs_own_connection(address):
+            return await self._publisher.publish_surely(
+                message, exchange="", routing_key=address, mandatory=not is_direct(address), refused_within_s=0
+            )
         for left in reversed(range(TRIES)):
             try:
                 return await self.send(message, address)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from consumers.replies.direct import DirectSender
+from consumers.replies.sender import ReplySender
 from lanekeeper.amqp.confirming import Answer
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.messages import Message
@@ -52,9 +52,9 @@ class Line(Publisher):
         return answer
 
 
-def sender() -> tuple[DirectSender, Line, Line]:
+def sender() -> tuple[ReplySender, Line, Line]:
     shared, own = Line(), Line()
-    return DirectSender(shared, own=own), shared, own
+    return ReplySender(shared, own=own), shared, own
 
 
 async def test_an_address_that_accepted_a_message_is_answered_over_the_shared_connection() -> None:

@@ -1,0 +1,67 @@
+-- The functions of the Redis store for limits of waiting requests, allowances by period, and leases.
+
+-- The number of the allowance's current period (such as today), and the amount used in it.
+local function current(period_ms)
+  local period = math.floor(now / period_ms)
+  local found = redis.call('HMGET', KEYS[1], 'period', 'used')
+  return period, tonumber(found[1]) == period and tonumber(found[2]) or 0
+end
+local function set_used(period, used, period_ms)
+  redis.call('HSET', KEYS[1], 'period', period, 'used', used)
+  redis.call('PEXPIRE', KEYS[1], 2 * period_ms)
+end
+
+function run.reserve(tenant, member, nonce, redelivered, weight, until_ms, per_tenant, in_all)
+  local mine, all = KEYS[1], KEYS[2]
+  local function used(key) return redis.call('ZCOUNT', key, '(' .. now, '+inf') end
+  if tonumber(redis.call('ZSCORE', mine, member .. ' 1') or 0) > now then
+    if redelivered == '1' then return 'kept' end
+    member = member .. ' ' .. nonce
+  end
+  if used(mine) + weight > tonumber(per_tenant) then return 'tenant' end
+  if used(all) + weight > tonumber(in_all) then return 'all' end
+  for n = 1, tonumber(weight) do
+    redis.call('ZADD', mine, until_ms, member .. ' ' .. n)
+    redis.call('ZADD', all, until_ms, tenant .. ' ' .. member .. ' ' .. n)
+  end
+  for _, key in ipairs(KEYS) do
+    redis.call('ZREMRANGEBYSCORE', key, '-inf', now)  -- last: Redis checks its memory only at the first write
+    redis.call('PEXPIRE', key, math.max(redis.call('PTTL', key), until_ms - now, 1))
+  end
+  return 'kept'
+end
+
+function run.take(period_ms, amount, limit)
+  local period, used = current(period_ms)
+  local granted = used + amount <= tonumber(limit)
+  if granted then
+    used = used + amount
+    set_used(period, used, period_ms)
+  end
+  return {granted and 1 or 0, string.format('%.17g', used), (period + 1) * period_ms - now}
+end
+
+function run.give_back(period_ms, amount)
+  local period, used = current(period_ms)
+  set_used(period, math.max(0, used - amount), period_ms)  -- it may have been taken in the period before
+end
+
+function run.hold(owner, for_ms)
+  local found = redis.call('HMGET', KEYS[1], 'owner', 'token', 'lease')
+  local token = tonumber(found[2]) or now
+  if found[1] and found[1] ~= owner then
+    if tonumber(found[3]) > now then return nil end
+    token = token + 1
+  end
+  redis.call('HSET', KEYS[1], 'owner', owner, 'token', token, 'lease', now + for_ms)
+  redis.call('PEXPIRE', KEYS[1], for_ms + 86400000)
+  return token
+end
+
+function run.let_go(owner)
+  if redis.call('HGET', KEYS[1], 'owner') == owner then redis.call('HSET', KEYS[1], 'lease', 0) end
+end
+
+function run.probe()
+  redis.call('SET', KEYS[1], '1', 'EX', 60)
+end
