@@ -20,7 +20,7 @@ import statistics
 import time
 
 from consumers.limits.accounts import Accounts
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.limits.own_turns import OwnTurns, own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.state.redis.client import RedisClient

@@ -20,7 +20,7 @@ from consumers.gates.deadline import exceeded
 from consumers.gates.route import RouteGate
 from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Job, NowMs
 from consumers.lifecycle import Lifecycle
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended_by, stopped_by
 from consumers.providers.base import Answer
 from consumers.providers.breakers import Breakers, Change, Permit

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, assert_never
 
-from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import Kind
+from consumers.limits.base import NOTHING, Amounts, Kind
 from consumers.limits.headers import RateHeaders
 from lanekeeper.contract.identity import is_word, shown
 from lanekeeper.contract.problems import LanekeeperError

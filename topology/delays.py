@@ -12,7 +12,7 @@ so the message keeps its own key, by which `lane.due` routes it to its lane's du
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from lanekeeper.contract.names import Names
 from topology.model import QUORUM, Arguments, Binding, Exchange, Queue, Topology
@@ -23,8 +23,6 @@ UNIT_MS: Final = 100
 """The unit of delays, in ms: each delay is rounded up to a multiple of it."""
 MAX_DELAY_MS: Final = 365 * 24 * 3600 * 1000
 """The longest delay and deadline that a request's headers may set, in ms: a year."""
-
-_V = TypeVar("_V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +50,6 @@ def hop(delay_ms: int, names: Names) -> Hop:
     units = -(-max(delay_ms, 0) // UNIT_MS)
     entry = max(units.bit_length() - 1, 0)
     return Hop(names.delay(entry), {names.delay_bit(level): bool(units >> level & 1) for level in range(entry + 1)})
-
-
-def strip_bits(headers: Mapping[str, _V], names: Names) -> dict[str, _V]:
-    """Copy `headers` without delay bits (headers that say at which levels of the delay cascade the message waits),
-    because the bits of an earlier delay would make the message wait at wrong levels."""
-    bits = {names.delay_bit(level) for level in range(LEVELS)}
-    return {key: value for key, value in headers.items() if key not in bits}
 
 
 def wait_ms(level: int) -> int:

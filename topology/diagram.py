@@ -4,21 +4,6 @@ from lanekeeper.contract.names import Names
 from topology import delays
 from topology.model import Arguments, Exchange, Queue, Topology
 
-_FLOW = """\
-  app -- "&lt;lane&gt;.&lt;app&gt;.&lt;task&gt;" --> requests
-{published}
-  delays -- "when its time has come" --> due
-{returned}
-  lanes ==> worker
-  requests -. "no such lane" .-> fallen
-  lanes -. "expired, or delivered too often" .-> fallen
-  fallen --> worker
-  worker -- "retry, delay" --> delays
-{aside}  worker -- "hopeless" --> dead
-  worker -. "life cycle" .-> events
-  control -- "cancel, result, status" --> worker
-  worker == "answer, by reply_to" ==> app"""
-
 
 def mermaid(topology: Topology) -> str:
     """Draw the paths of a message as a Mermaid flowchart. The delay cascade (29 wait queues) is drawn as one node."""
@@ -32,11 +17,8 @@ def mermaid(topology: Topology) -> str:
         every = names.side("&lt;lane&gt;", 0), names.side("&lt;lane&gt;", most - 1)
         side = f'    side[("{every[0]} … {every[1]}")]\n'
         aside = '  worker -- "set aside, by tenant" --> side\n'
-    flow = _FLOW.format(
-        aside=aside,
-        published="\n".join(f'  requests -- "{names.lane_pattern(lane)}" --> {lane}' for lane in topology.lanes),
-        returned="\n".join(f'  due -- "{names.lane_pattern(lane)}" --> {lane}_due' for lane in topology.lanes),
-    )
+    published = "\n".join(f'  requests -- "{names.lane_pattern(lane)}" --> {lane}' for lane in topology.lanes)
+    returned = "\n".join(f'  due -- "{names.lane_pattern(lane)}" --> {lane}_due' for lane in topology.lanes)
     return f"""flowchart LR
   app(["any AMQP client"])
   requests{{{{"{names.requests}"}}}}
@@ -50,7 +32,19 @@ def mermaid(topology: Topology) -> str:
   dead[("{names.dead}")]
   events{{{{"{names.events}"}}}}
   control{{{{"{names.control}"}}}}
-{flow}
+  app -- "&lt;lane&gt;.&lt;app&gt;.&lt;task&gt;" --> requests
+{published}
+  delays -- "when its time has come" --> due
+{returned}
+  lanes ==> worker
+  requests -. "no such lane" .-> fallen
+  lanes -. "expired, or delivered too often" .-> fallen
+  fallen --> worker
+  worker -- "retry, delay" --> delays
+{aside}  worker -- "hopeless" --> dead
+  worker -. "life cycle" .-> events
+  control -- "cancel, result, status" --> worker
+  worker == "answer, by reply_to" ==> app
 """
 
 
@@ -81,7 +75,7 @@ def render(topology: Topology) -> str:
                 by_lane.setdefault(lane, []).append(queue)
     side_names = {queue.name for queues in by_lane.values() for queue in queues}
     lines += [
-        f"  {_queue(queue)}"
+        f"  {queue.name}: {_format_arguments(queue.arguments)}"
         for queue in topology.queues
         if not queue.name.startswith(names.delay_prefix) and queue.name not in side_names
     ]
@@ -103,10 +97,6 @@ def _exchange(exchange: Exchange) -> str:
     internal = ", internal" if exchange.internal else ""
     arguments = f", {_format_arguments(exchange.arguments)}" if exchange.arguments else ""
     return f"{exchange.name}: {exchange.type}{internal}{arguments}"
-
-
-def _queue(queue: Queue) -> str:
-    return f"{queue.name}: {_format_arguments(queue.arguments)}"
 
 
 def _format_arguments(arguments: Arguments) -> str:

@@ -120,6 +120,7 @@ def rights(user: User, topology: Topology) -> Rights:
             may_write = _anchored(*map(re.escape, (names.requests, names.control)))
             return Rights(configure=NOTHING, write=may_write, read=_anchored(replies))
         case "worker":
+            consumed = [queue for lane in topology.lanes for queue in (names.intake(lane), names.due(lane))]
             return Rights(
                 configure=_anchored(OWN_QUEUES),
                 write=_anchored(
@@ -130,7 +131,7 @@ def rights(user: User, topology: Topology) -> Rights:
                     OWN_QUEUES,
                 ),
                 read=_anchored(
-                    *map(re.escape, (*_lane_queues(topology), names.fallen, names.dead, names.control)),
+                    *map(re.escape, (*consumed, names.fallen, names.dead, names.control)),
                     rf"{re.escape(names.namespace)}\.({'|'.join(map(re.escape, topology.lanes))})\.side\.\d\d",
                     OWN_QUEUES,
                 ),
@@ -160,7 +161,7 @@ def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> d
             }
             for user in users
         ],
-        "permissions": [_permission(user, topology, vhost) for user in users],
+        "permissions": [{"user": user.name, "vhost": vhost, **asdict(rights(user, topology))} for user in users],
         "topic_permissions": [permission for user in users for permission in _topic_permissions(user, topology, vhost)],
         "policies": [_control_policy(topology, vhost)],
         "exchanges": [{"vhost": vhost, **asdict(exchange)} for exchange in topology.exchanges],
@@ -194,10 +195,6 @@ def _limits(user: User) -> dict[str, dict[str, int]]:
     if user.role not in APPLICATIONS:
         return {}
     return {"limits": {"max-connections": user.connections, "max-channels": user.channels}}
-
-
-def _permission(user: User, topology: Topology, vhost: str) -> dict[str, str]:
-    return {"user": user.name, "vhost": vhost, **asdict(rights(user, topology))}
 
 
 def _topic_permissions(user: User, topology: Topology, vhost: str) -> list[dict[str, str]]:
@@ -237,8 +234,3 @@ def _anchored(*patterns: str) -> str:
     """One regular expression that matches any of `patterns`. It is anchored at both ends, because RabbitMQ otherwise
     accepts a match anywhere in the queue's or exchange's name."""
     return f"^({'|'.join(patterns)})$"
-
-
-def _lane_queues(topology: Topology) -> list[str]:
-    names = Names(topology.namespace)
-    return [queue for lane in topology.lanes for queue in (names.intake(lane), names.due(lane))]

@@ -90,10 +90,6 @@ class Topology:
     note: str = ""
     """A line for people: which features of queues this RabbitMQ version offers or lacks."""
 
-    def exchange(self, name: str) -> Exchange:
-        """The exchange with this name. Raises KeyError."""
-        return {exchange.name: exchange for exchange in self.exchanges}[name]
-
     def queue(self, name: str) -> Queue:
         """The queue with this name. Raises KeyError."""
         return {queue.name: queue for queue in self.queues}[name]

@@ -7,8 +7,7 @@ from typing import Protocol
 from benchmarks.replaying.load import Ask
 from benchmarks.replaying.provider import Answer, Provider
 from consumers.failures import ProviderError, RateLimitedError, TransientError
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Feedback, Kind, Reservation
+from consumers.limits.base import Amounts, Feedback, Kind, Reservation
 from consumers.limits.estimates import Estimates, UsageClass
 from consumers.limits.spec import BudgetSpec
 from consumers.outcomes import Retried

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.replaying.load import Ask
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 
 NOW = 1e-9
 

@@ -11,7 +11,7 @@ from benchmarks.replaying.load import Ask
 from benchmarks.replaying.own import Own, starts_s
 from benchmarks.replaying.result import Result, Spread
 from benchmarks.replaying.scenarios import LANES
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 
 SAME_S = 0.05
 """Two starts that differ by no more than this count as equal: timers fire half a millisecond late, and a call takes

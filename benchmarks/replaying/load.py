@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from benchmarks.replaying.scenarios import LIMITS, SERVICE, Scenario
 from benchmarks.replaying.traces import Recorded
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from topology.lanes import BATCH
 
 BYTES_PER_TOKEN = (3.6, 4.4)

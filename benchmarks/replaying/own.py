@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from benchmarks.replaying.load import Ask
 from benchmarks.replaying.scenarios import LANES, Scenario
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 
 TRAVEL_S = 0.011
 """The average time to the provider and back."""

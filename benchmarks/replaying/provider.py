@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from consumers.limits import headers
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.limits.headers import RateHeaders
 from service.simulated.buckets import Limits
 from service.simulated.errors import Refusal

@@ -24,7 +24,7 @@ from benchmarks.replaying.calls import MAX_TOKENS
 from benchmarks.replaying.load import LATENCY_S, TOKENS_PER_S, Ask, job, load
 from benchmarks.replaying.result import SETTLED_S, Spread
 from benchmarks.replaying.scenarios import LANES, Scenario
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from topology.lanes import BATCH
 
 JOBS = 600

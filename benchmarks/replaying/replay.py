@@ -22,10 +22,9 @@ from benchmarks.replaying.result import Result
 from benchmarks.replaying.scenarios import LANES, Scenario
 from consumers.limits import forecast
 from consumers.limits.account import Account
-from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import NO_FEEDBACK, Feedback, Kind, Reservation
+from consumers.limits.base import NO_FEEDBACK, NOTHING, Amounts, Feedback, Kind, Reservation
+from consumers.limits.lines import Waiter
 from consumers.limits.turns import LATE_S
-from consumers.limits.waiter import Waiter
 
 STEP_S = (0.0005, 0.0020)
 """The delay of a step at an account that several processes share."""

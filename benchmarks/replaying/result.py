@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.replaying.load import Ask, Load
 from benchmarks.replaying.scenarios import LANES, Scenario
-from consumers.limits.amounts import REASONS, Amounts
+from consumers.limits.base import REASONS, Amounts
 
 SETTLED_S = 60.0
 """The used budget is measured from this time on, when the full buckets of the beginning are used up."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from benchmarks.replaying.traces import Traces, packed
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.limits.spec import BudgetSpec
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
 

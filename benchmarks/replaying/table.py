@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from benchmarks.replaying import guarantees
 from benchmarks.replaying.result import Errors, Result, Spread
 from benchmarks.replaying.scenarios import LANES
-from consumers.limits.amounts import REASONS
+from consumers.limits.base import REASONS
 
 Rows = Sequence[Sequence[str]]
 

@@ -15,8 +15,7 @@ from consumers.gates.waiting_room import WaitingRoom
 from consumers.interruptible import Interruptible
 from consumers.job import Decoded, Job, NowMs, Reserved
 from consumers.limits.accounts import Budgets
-from consumers.limits.amounts import PAUSED, Amounts
-from consumers.limits.base import Wait, WaitTooLong
+from consumers.limits.base import PAUSED, Amounts, Wait, WaitTooLong
 from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.limits.spec import BudgetSpec
 from consumers.outcomes import Answered, Deferred, Outcome, Refused, ended, stopped_by

@@ -8,7 +8,7 @@ from functools import partial
 
 from consumers.chain import Route
 from consumers.job import Attempted, Decoded, Job, NowMs
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.outcomes import Answered, Deferred, Outcome, ended
 from consumers.prices import MILLION, Price, Prices
 from consumers.providers.breakers import Breakers

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from math import inf
 
 from consumers.limits.adaptive import Adaptive
-from consumers.limits.amounts import CONCURRENCY, INPUT, NOTHING, PAUSED, Amounts
-from consumers.limits.base import Feedback, Kind, Reservation
+from consumers.limits.base import CONCURRENCY, INPUT, NOTHING, PAUSED, Amounts, Feedback, Kind, Reservation
 from consumers.limits.buckets import Buckets
 from consumers.limits.burst import Bursts
 from consumers.limits.call_credit import CallCredit
@@ -21,10 +20,9 @@ from consumers.limits.concurrency import Concurrency
 from consumers.limits.demand import Demand
 from consumers.limits.headers import RateHeaders
 from consumers.limits.learned import Learned
-from consumers.limits.lines import Lines
+from consumers.limits.lines import Lines, Waiter
 from consumers.limits.running_calls import RunningCalls
 from consumers.limits.spec import BudgetSpec
-from consumers.limits.waiter import Waiter
 
 HOLD_AT_MOST_S = 60.0
 """A `retry-after` of more seconds than this is cut to it, because a bucket refills within a minute."""

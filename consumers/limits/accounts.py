@@ -9,11 +9,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, TypeVar
 
 from consumers.limits import forecast
-from consumers.limits.amounts import PAUSED, REASONS, Amounts
-from consumers.limits.base import NO_FEEDBACK, Feedback, Reservation, Wait, Waiting, WaitTooLong
+from consumers.limits.base import (
+    NO_FEEDBACK,
+    PAUSED,
+    REASONS,
+    Amounts,
+    Feedback,
+    Reservation,
+    Wait,
+    Waiting,
+    WaitTooLong,
+)
+from consumers.limits.lines import Waiter
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.turns import Turns
-from consumers.limits.waiter import Waiter
 
 MOST: Final = 256
 """If the budgets of this many accounts (a provider with a class of models) are kept, those that are not in use are

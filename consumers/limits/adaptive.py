@@ -11,7 +11,7 @@ help: then somebody else uses the account, or the provider counts differently. L
 from collections.abc import Sequence
 from math import inf
 
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.limits.headers import RateHeaders
 from consumers.limits.learned import LearnedLimits
 from consumers.limits.spec import AccountCaps

@@ -1,13 +1,29 @@
-"""The values with which other code uses a provider's budget: reservations, forecasts of waits, and what a response says
-about limits."""
+"""The values with which other code uses a provider's budget: amounts, reservations, forecasts of waits, and what a
+response says about limits."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from consumers.limits.amounts import NOTHING, Amounts
 from consumers.limits.headers import RateHeaders
 from lanekeeper.contract.problems import LanekeeperError
+
+
+class Amounts(NamedTuple):
+    """What a call to a provider uses, or an account's limits per minute. Three values, always in this order."""
+
+    requests: float = 0.0
+    input_tokens: float = 0.0
+    output_tokens: float = 0.0
+
+
+NOTHING: Final = Amounts()
+INPUT: Final = 1
+"""The index of the input tokens in a value of `Amounts`."""
+REASONS: Final = ("rpm", "itpm", "otpm")
+"""Names of the limits that a request may wait for: requests, input tokens, output tokens per minute."""
+CONCURRENCY: Final = "concurrency"
+PAUSED: Final = "paused"
 
 
 @dataclass(slots=True, kw_only=True)

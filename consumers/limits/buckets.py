@@ -3,7 +3,7 @@ Without I/O."""
 
 from collections.abc import Iterator, Sequence
 
-from consumers.limits.amounts import REASONS, Amounts
+from consumers.limits.base import REASONS, Amounts
 from consumers.limits.bucket import Bucket
 from consumers.limits.burst import Size
 from consumers.limits.headers import ROUNDED_BY, RateHeaders

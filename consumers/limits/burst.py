@@ -14,7 +14,7 @@ higher it is than ours (`margin`)."""
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from consumers.limits.amounts import INPUT, Amounts
+from consumers.limits.base import INPUT, Amounts
 from consumers.limits.headers import ROUNDED_UP_BY, RateHeaders
 from consumers.limits.learned import LearnedBursts
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Final
 
-from consumers.limits.waiter import Waiter
+from consumers.limits.lines import Waiter
 
 WHOLE: Final = 1 - 1e-9
 """A lane's credit of at least this value counts as one whole call. It is a little below 1 because of rounding

@@ -4,7 +4,7 @@ Without I/O; times are passed in."""
 from collections.abc import Sequence
 from math import exp
 
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 
 WITHIN_S = 60.0
 """How fast used amounts are forgotten: after this many seconds an amount has about a third (1/e) of its weight."""

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from consumers.limits.account import Account
-from consumers.limits.amounts import CONCURRENCY, NOTHING, PAUSED, REASONS, Amounts
-from consumers.limits.base import Wait
+from consumers.limits.base import CONCURRENCY, NOTHING, PAUSED, REASONS, Amounts, Wait
 from consumers.limits.bucket import Bucket, flows_in_s
-from consumers.limits.waiter import Waiter
+from consumers.limits.lines import Waiter
 
 
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:

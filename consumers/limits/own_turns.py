@@ -6,11 +6,10 @@ from math import inf
 
 from consumers.limits.account import Account
 from consumers.limits.accounts import Accounts
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Feedback, Reservation
+from consumers.limits.base import Amounts, Feedback, Reservation
+from consumers.limits.lines import Waiter
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.turns import LATE_S, log_learned, refuse_hopeless
-from consumers.limits.waiter import Waiter
 
 
 def own_accounts(spec: BudgetSpec) -> "Accounts[OwnTurns]":

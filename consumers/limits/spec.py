@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from topology.lanes import BATCH, CRITICAL, NORMAL
 
 

@@ -8,9 +8,8 @@ from typing import Final, Protocol
 
 from consumers.limits import forecast
 from consumers.limits.account import Account
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Feedback, Kind, Reservation, Wait
-from consumers.limits.waiter import Waiter
+from consumers.limits.base import Amounts, Feedback, Kind, Reservation, Wait
+from consumers.limits.lines import Waiter
 from lanekeeper.telemetry import logs, signals
 
 LATE_S: Final = 0.0005

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.limits.headers import RateHeaders
 from consumers.prices import Usage
 from topology.codec.request import Request

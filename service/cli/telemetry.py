@@ -1,6 +1,7 @@
 """Writes the logs and sends the traces of a process that runs until somebody stops it, such as a worker."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -8,14 +9,21 @@ if TYPE_CHECKING:
 
     from service.config.settings import Settings
 
+SERVICE_NAME = "lanekeeper"
 
-def telemetry_of(settings: "Settings") -> "AbstractContextManager[TracerProvider | None]":
+
+@contextmanager
+def telemetry_of(settings: "Settings") -> Iterator["TracerProvider | None"]:
     """Write logs and send traces inside the block, as configured in the settings."""
-    from service.telemetry import exporters
+    from service.telemetry import exporters, logs
 
-    return exporters.running(
-        traces_url=settings.traces_url,
-        log_level=settings.log_level,
-        log_format=settings.log_format,
-        log_content=settings.log_content,
-    )
+    with (
+        logs.configured(
+            service=SERVICE_NAME,
+            level=settings.log_level,
+            format=settings.log_format,
+            with_content=settings.log_content,
+        ),
+        exporters.exporting(settings.traces_url, service_name=SERVICE_NAME) as provider,
+    ):
+        yield provider

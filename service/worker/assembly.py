@@ -8,6 +8,8 @@ from functools import partial
 from opentelemetry.trace import TracerProvider
 
 from consumers.attempt import Attempts
+from consumers.bodies.fetching import Fetching
+from consumers.bodies.web import WebBodies
 from consumers.capacity.pausing import Pausing
 from consumers.capacity.scaling import Scaling
 from consumers.claiming import Claiming
@@ -35,13 +37,12 @@ from consumers.settle import Settler
 from consumers.state.opening import open_store
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.telemetry.tracing import Tracing
+from service.config.bodies_section import WEB
 from service.config.settings import Settings
-from service.worker import ready
-from service.worker.bodies import fetching_of
 from service.worker.broker import apply_or_check, connection_for, management_of, watched_rights
 from service.worker.budgeting import open_budgeting
 from service.worker.open_providers import open_providers
-from service.worker.pool_factory import PoolFactory
+from service.worker.pool_factory import PoolFactory, ready_in
 from service.worker.worker import Worker
 from topology.broker.admin.deadletters import OldestMessages
 from topology.broker.admin.watch import TopologyWatch
@@ -88,7 +89,7 @@ async def assemble(
         topology = declare(all_lanes, names=names, broker_version=publishing.version)
         await apply_or_check(topology, publishing, declares=declares)
         watch = TopologyWatch(topology, consuming, declares=declares, find_management=partial(management_of, settings))
-        publisher = Publisher(publishing, tracing=tracing, on_missing=watch.look)
+        publisher = Publisher(publishing, tracing=tracing, on_missing=watch.check_soon)
         rights = await stack.enter_async_context(watched_rights(publishing, names))
         notices = await stack.enter_async_context(Notices(publishing))
         direct_publisher = None
@@ -117,21 +118,22 @@ async def assemble(
         rng = random.Random()
         replies = Replies(reply_sender, rule=reply_rule, loses_large_parts=settings.bodies_url is not None)
         lifecycle = Lifecycle(notices, names=names, now_ms=now_ms)
-        budgeting = await stack.enter_async_context(
-            open_budgeting(settings, providers, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng)
+        budgeting = open_budgeting(
+            settings, providers, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng, stack=stack
         )
         stack.push_async_callback(budgeting.spending.finish, within_s=FINISH_WITHIN_S)
         reply_retries = ReplyRetries(claiming, max_waiting=settings.reply_to.waiting)
         parking = Parking(invalid_per_hour=settings.dead.invalid_per_hour)
         decoding = Decoding(parsing, max_values=settings.json_values)
-        body_store = settings.body_store()
-        bodies = fetching_of(settings, body_store)
+        body_store, spec = settings.body_store(), settings.bodies
+        web = WebBodies([url for url in spec.allow if url.startswith(WEB)], private=spec.allow_private)
+        bodies = Fetching(body_store, others=[*spec.allowed_stores(), web], most_bytes=spec.most_bytes)
         stack.push_async_callback(bodies.aclose, within_s=FINISH_WITHIN_S)
         sendable = Sendable(
             publisher,
             answer_bytes=settings.answer_bytes,
             bodies=body_store,
-            over_bytes=settings.bodies.answers_over_bytes,
+            over_bytes=spec.answers_over_bytes,
             keep_s=settings.results.keep_s,
         )
         stack.push_async_callback(sendable.aclose, within_s=FINISH_WITHIN_S)
@@ -179,8 +181,8 @@ async def assemble(
             needs_user_id=settings.needs_user_id,
         )
         pools = PoolFactory(
-            deliveries=partial(Deliveries, consuming, on_missing=watch.look),
-            counted={queue.name for queue in topology.queues if queue.arguments.get("x-queue-type") == "quorum"},
+            deliveries=partial(Deliveries, consuming, on_missing=watch.check_soon),
+            counted={queue.name for queue in topology.queues if queue.type == "quorum"},
             names=names,
             speakers=settings.speakers,
             settler=settler,
@@ -194,12 +196,12 @@ async def assemble(
         pools.add_fallen(all_lanes)
         answers = Answers(reply_sender, rule=reply_rule, notices=notices)
         control = Control(
-            Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.look),
+            Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.check_soon),
             claiming=claiming,
             settler=settler,
             answers=answers,
             now_ms=now_ms,
-            ready=partial(ready.in_queues, consuming, [names.control]),
+            ready=partial(ready_in, consuming, [names.control]),
             kept_s=settings.store_spec().cancelled_s,
             per_tenant_s=settings.control.per_tenant_s,
             speakers=settings.speakers,
@@ -230,11 +232,11 @@ async def assemble(
             pools=tuple(pools.made),
             scaling=Scaling(
                 pools.scaled,
-                depths=partial(ready.with_set_aside, consuming, pools.heads),
+                depths=partial(pools.ready_in, consuming),
                 now_ms=now_ms,
                 waiting_for=budgeting.waiting_for,
             ),
-            scouting=Scouting(pools.scouted, depths=partial(ready.in_queues, consuming)),
+            scouting=Scouting(pools.scouted, depths=partial(ready_in, consuming)),
             lane_slots=pools.lane_slots,
             budgeting=budgeting,
             simulated=simulated,

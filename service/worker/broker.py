@@ -40,7 +40,7 @@ async def watched_rights(connection: Connection, names: Names) -> AsyncIterator[
     as poison. Raises AccessRefused."""
     rights = WritingRights(connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")))
     try:
-        await rights.look()
+        await rights.check()
     except (BrokerBlocked, BrokerUnreachable):
         pass  # the broker has an alarm or is unreachable: the worker takes no requests until `rights.run` has checked
     except AccessRefused as error:

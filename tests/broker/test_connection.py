@@ -174,7 +174,7 @@ async def test_the_management_api_is_found_at_the_first_host_that_has_one(
     dead = str(URL(vhost.amqp_url).with_host("127.0.0.99"))  # of loopback, where no server of ours listens
     found = await management.discover(f"{dead},{vhost.amqp_url}")
     assert found is not None
-    assert (URL(found.address).host, URL(found.address).port) == (URL(vhost.amqp_url).host, port)
+    assert (URL(found.url).host, URL(found.url).port) == (URL(vhost.amqp_url).host, port)
 
 
 async def test_a_closed_channel_leaves_no_object_on_its_connection(vhost: Vhost) -> None:

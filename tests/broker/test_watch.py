@@ -86,7 +86,7 @@ async def test_a_deleted_queue_is_reported_once_until_it_is_back(declared: Decla
     with capture_logs() as logs:
         async with declared.watched() as watch:
             await declared.delete_queue("lane.delay.03")
-            watch.look()
+            watch.check_soon()
             await until(mentions(watch, "lane.delay.03 is missing", COMMAND))
             assert watch.hindrance == watch.trouble, "what is to be retried would go nowhere"
             await asyncio.sleep(0.6)
@@ -102,7 +102,7 @@ async def test_a_process_that_declares_recreates_a_deleted_queue_and_reports_it(
     with capture_logs() as logs:
         async with declared.watched(declares=True) as watch:
             await declared.delete_queue("lane.critical")
-            watch.look()
+            watch.check_soon()
             await until(lambda: any(each["event"] == signals.TOPOLOGY_APPLIED for each in logs))
             await until(lambda: watch.trouble is None)
     assert any(each["event"] == signals.QUEUE_DELETED and each["queues"] == ["lane.critical"] for each in logs)
@@ -113,7 +113,7 @@ async def test_a_process_that_declares_recreates_a_deleted_queue_and_reports_it(
 async def test_a_lane_without_its_intake_does_not_stop_the_other_lanes(declared: Declared, often: None) -> None:
     async with declared.watched() as watch:
         await declared.delete_queue("lane.normal")
-        watch.look()
+        watch.check_soon()
         await until(mentions(watch, "lane.normal is missing", COMMAND))
         assert watch.hindrance is None
 

@@ -18,8 +18,7 @@ from consumers.failures import TIMEOUT
 from consumers.gates.budget import BudgetGate
 from consumers.gates.route import RouteGate
 from consumers.job import Decoded, Job, Reserved
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Reservation
+from consumers.limits.base import Amounts, Reservation
 from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Retried
 from consumers.prices import Prices
 from consumers.providers.anthropic import AnthropicProvider

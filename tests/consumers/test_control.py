@@ -253,14 +253,14 @@ async def test_no_answer_goes_to_a_queue_with_a_chosen_name(
     bench: Bench, reply_to: str | None, unanswered: int
 ) -> None:
     answers = answers_of(bench)
-    await answers.tell(Message(body=b"", reply_to=reply_to), {}, id="m-1", control="accepted")
+    await answers.tell(Message(body=b"", reply_to=reply_to), {"id": "m-1"}, control="accepted")
     assert bench.log == []
     assert answers.unanswered == unanswered
 
 
 async def test_a_refusal_without_an_address_is_counted(bench: Bench) -> None:
     answers = answers_of(bench)
-    await answers.refuse(Message(body=b"", type="reboot"), RequestProblem("invalid_request", "type"), id=None)
+    await answers.refuse(Message(body=b"", type="reboot"), RequestProblem("invalid_request", "type"))
     assert bench.log == []
     assert (answers.refused, answers.unanswered) == (1, 1)
 
@@ -306,7 +306,7 @@ async def test_with_bound_replies_an_answer_goes_only_to_the_user_who_asked(
 ) -> None:
     answers = answers_of(bench, bound=bound)
     question = Message(body=b"{}", reply_to=address, user_id=user)
-    await answers.tell(question, {}, id=None, control="accepted")
+    await answers.tell(question, {}, control="accepted")
     assert [each.routing_key for each in bench.publisher.sent] == [address] * is_told
     assert answers.unanswered == (not is_told)
 
@@ -323,3 +323,13 @@ async def test_where_users_are_required_a_message_without_user_is_refused(bench:
 async def test_where_users_are_required_a_message_with_user_is_carried_out(bench: Bench) -> None:
     await read(bench, {"cancel": "m-1"}, needs_user_id=True, user_id="shop")
     assert told(bench)["outcome"] == "unseen"
+
+
+async def test_a_control_message_may_have_4096_bytes(bench: Bench) -> None:
+    await read(bench, b'{"cancel": "m-1"}'.ljust(4096))
+    assert bench.to("").headers[n.CONTROL] == "accepted"
+
+
+async def test_a_larger_control_message_is_refused_with_its_size(bench: Bench) -> None:
+    await read(bench, b'{"cancel": "m-1"}'.ljust(4097))
+    assert told(bench)["detail"] == "body: 4097 bytes, allowed are 4096"

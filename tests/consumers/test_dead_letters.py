@@ -1,6 +1,7 @@
 """Dead letters beyond the limits are removed, the oldest first; only one process at a time does that."""
 
 import asyncio
+import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -121,3 +122,18 @@ async def test_only_one_of_several_processes_looks(tmp_path: Path) -> None:
             each.cancel()
             with suppress(asyncio.CancelledError):
                 await each
+
+
+def test_the_event_of_a_dead_letter_names_its_lane_application_attempts_and_code() -> None:
+    notices = FakeNotices([])
+    lifecycle = Lifecycle(notices, names=NAMES, now_ms=lambda: NOW_MS)
+    key, headers = "batch.shop.chat", {n.ATTEMPT: 4, n.DEAD_CODE: "attempts_exhausted"}
+    lifecycle.publish_for_letter(Message(body=b"", message_id="m-1", routing_key=key, headers=headers), "removed")
+    lifecycle.publish_for_letter(Message(body=b"", routing_key=key), "removed")
+
+    told = [json.loads(each) for each in notices.bodies]
+    same = {"event": "removed", "lane": "batch", "app": "shop", "at_ms": NOW_MS}
+    assert told == [
+        {**same, "id": "m-1", "attempt": 4, "code": "attempts_exhausted"},
+        {**same, "id": "", "attempt": 0, "code": ""},
+    ]

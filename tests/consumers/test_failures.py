@@ -45,6 +45,7 @@ def test_the_brief_of_a_failure_has_names_and_ids_and_no_text(error: ProviderErr
         (TransientError("x", type="credentials"), UNSENT),
         (TransientError("x", type="timeout"), TIMED_OUT),
         (TransientError("x", type="timeout", status=500), SERVER_ERROR),
+        (TransientError("x", type="api_error", status=400), SERVER_ERROR),
         (TransientError("x", type="cut"), BROKEN_OFF),
         (RejectedError("x", status=400), REJECTED),
         (RejectedError("x", status=401), KEY_REFUSED),

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from consumers.gates.caps import CapsGate
 from consumers.job import Attempted, Job
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.outcomes import Answered, Deferred, Dropped, Outcome, Refused, Retried
 from consumers.prices import Price, Prices, Usage
 from consumers.providers.breakers import Breakers

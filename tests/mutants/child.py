@@ -122,6 +122,8 @@ def _settle_in() -> None:
 def _pytest(session: Session, *given: str) -> int:
     options = [
         "-q",
+        "-m",
+        FAST,
         "--assert=plain",
         "-p",
         "no:cacheprovider",

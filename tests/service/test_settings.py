@@ -471,3 +471,16 @@ def test_answered_by_changes_only_the_provider() -> None:
     after = with_provider(before, "http://127.0.0.1:1234", key="simulated")
 
     assert (after.provider_url, after.api_key, after.namespace) == ("http://127.0.0.1:1234", "simulated", "staging")
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"LANEKEEPER_RETRY__BASE_S": "60", "LANEKEEPER_RETRY__CAP_S": "60"},
+        {"LANEKEEPER_WAITING__PER_TENANT": "500", "LANEKEEPER_WAITING__IN_ALL": "500"},
+        {"LANEKEEPER_LANES__BATCH__SLOTS_MIN": "4", "LANEKEEPER_LANES__BATCH__SLOTS": "4"},
+        {"LANEKEEPER_LANES__BATCH__SLOTS": "4", "LANEKEEPER_LANES__BATCH__SLOTS_MAX": "4"},
+    ],
+)
+def test_a_value_may_equal_the_one_that_bounds_it(env: dict[str, str]) -> None:
+    load(env=env)

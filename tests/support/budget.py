@@ -10,8 +10,7 @@ from typing import Any
 
 from consumers.limits import headers
 from consumers.limits.accounts import Budgets
-from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import Feedback, Kind
+from consumers.limits.base import NOTHING, Amounts, Feedback, Kind
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
 from service.simulated.buckets import Limits

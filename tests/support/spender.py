@@ -10,8 +10,7 @@ import sys
 import time
 
 from consumers.limits import learned
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Feedback, Kind
+from consumers.limits.base import Amounts, Feedback, Kind
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.shared_turns import shared_accounts

@@ -12,6 +12,7 @@ finds out whether a queue has messages; the answer to a fetch says how many are 
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Final
 
 from aiormq.channel import Channel
@@ -43,7 +44,7 @@ class Heads:
 
     @property
     def ready(self) -> int:
-        """How many messages wait in all the side queues, without the first messages that any process holds."""
+        """How many messages wait in all the queues, without the heads that any process holds."""
         return sum(self._ready.values())
 
     def ready_in(self, queue: str) -> int:
@@ -55,39 +56,37 @@ class Heads:
         self.changed.set()
 
     def pass_on(self, queue: str) -> None:
-        """Allow the next fetch from a queue, because work on its head (the first message) has begun, or because the
-        head was acknowledged or returned."""
+        """Allow the next fetch from a queue: work on its head has begun, or the head was acknowledged or returned."""
         self._held.discard(queue)
         self.changed.set()
 
     def next(self) -> str | None:
-        """The side queue from which to fetch next: of those that have messages, and whose first message this process
-        does not hold, the one whose last fetch is longest ago. None if there is none."""
+        """The queue from which to fetch next: of those that have messages, and whose head this process does not hold,
+        the one whose last fetch is longest ago. None if there is none."""
         for queue, ready in self._ready.items():
             if ready > 0 and queue not in self._held:
                 return queue
         return None
 
     def fetched(self, queue: str, *, left: int) -> None:
-        """Record that the head of a queue (its first message) was fetched, and that `left` messages remain in the
-        queue."""
+        """Record that the head of a queue was fetched, and that `left` messages remain in the queue."""
         del self._ready[queue]
         self._ready[queue] = left  # moves the queue to the end of the order
         self._held.add(queue)
 
     def found(self, queue: str, ready: int) -> None:
-        """Record the length of a queue, as the broker has reported it: `ready` messages wait."""
+        """Record the length of a queue, as the broker has reported it."""
         self._ready[queue] = ready
 
     def lost(self) -> None:
-        """Record that no head is held any more: the channel was lost, so the broker has returned the fetched messages
-        to their queues."""
+        """Record that no head is held any more: the channel was lost, so the broker has returned them to their
+        queues."""
         self._held.clear()
 
 
 class HeadsSession(Session):
-    """A `Session` for several queues that fetches with `basic.get`, in place of consuming. It yields the first message
-    of the queue that `heads` chooses as a delivery."""
+    """A `Session` for several queues that fetches with `basic.get`, in place of consuming. Each delivery is the head of
+    the queue that `heads` chooses."""
 
     def __init__(self, channel: Channel, heads: Heads, *, queue: str, counted: bool) -> None:
         super().__init__(channel, queue=queue, counted=counted)
@@ -128,11 +127,9 @@ class HeadsSession(Session):
                     await self._read_lengths()
                     self._next_reading_s = loop.time() + READ_LENGTHS_EVERY_S
                     continue
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout_at(self._next_reading_s if self._fetching else None):
                     await self._heads.changed.wait()
-            except TimeoutError:
-                pass
 
     async def _fetch(self, queue: str) -> Delivery | None:
         with border(f"cannot fetch from {queue!r}", lost=ChannelLost):

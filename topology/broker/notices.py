@@ -42,7 +42,7 @@ class Notices:
         self._waiting: asyncio.Queue[_Notice] = asyncio.Queue(maxsize=WAITING)
         self._closing = False
         self._channel: Channel | None = None
-        self._writer: asyncio.Task[None] | None = None
+        self._writer: asyncio.Task[None]
 
     async def __aenter__(self) -> Self:
         self._writer = asyncio.create_task(self._write(), name="notices")
@@ -50,13 +50,12 @@ class Notices:
 
     async def __aexit__(self, *_: object) -> None:
         self._closing = True
-        if self._writer is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(1):
-                    await self._waiting.join()
-            self._writer.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._writer
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                await self._waiting.join()
+        self._writer.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._writer
 
     def publish(self, body: bytes, *, exchange: str, routing_key: str) -> None:
         """Queue an event for publishing: `body` is its JSON, and the message is not persistent. It is dropped without
@@ -70,7 +69,7 @@ class Notices:
         confirmed publish."""
         if self._waiting.full():
             return False
-        self._waiting.put_nowait(("", routing_key, encoded(message, message_id=message.message_id), message.body))
+        self._waiting.put_nowait(("", routing_key, encoded(message), message.body))
         return True
 
     async def _write(self) -> None:
@@ -105,4 +104,4 @@ class Notices:
         await channel.write_queue.put(ChannelFrame(payload=payload, should_close=False))
 
 
-_JSON = encoded(Message(body=b"", content_type="application/json", persistent=False), message_id=None)
+_JSON = encoded(Message(body=b"", content_type="application/json", persistent=False))

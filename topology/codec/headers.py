@@ -12,7 +12,7 @@ from lanekeeper.contract import names
 from lanekeeper.contract.messages import BodyAddress, Headers
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem, invalid_request
-from topology.delays import MAX_DELAY_MS, UNIT_MS, strip_bits
+from topology.delays import LEVELS, MAX_DELAY_MS, UNIT_MS
 
 UNSUPPORTED = {
     names.DEBOUNCE: "debouncing is",
@@ -86,7 +86,8 @@ class HopHeaders:
     back_ms: int | None = None
     """When the request's delay is over; ms since 1970."""
     is_fresh: bool = False
-    """True if the request was moved to a side queue before any worker had started it."""
+    """True if the request was never delayed or retried: it comes from its lane's intake, directly or through a side
+    queue."""
     reply_try: int = 0
     """How often the requester's reply queue has refused the reply. If this is above 0, the request has ended, and only
     its reply has to be sent again."""
@@ -151,15 +152,17 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
 def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
     """The headers that a message keeps when a worker publishes it again: those of the requester. Left out are headers
     that the broker or workers set, and delay bits (the headers that route a message through the wait queues of a
-    delay).
+    delay): the bits of an earlier delay would make the message wait at wrong levels.
 
     The headers keep their AMQP types, except the trace context, which is written again each time. `x-death` must not
     stay: RabbitMQ 3.10 would take the republished message for a routing cycle and drop it (docs/facts.md, section 3).
     """
+    bits = {of.delay_bit(level) for level in range(LEVELS)}
     return {
         key: headers.encoded(key) if isinstance(headers, Headers) and key not in names.TRACE_CONTEXT else value
-        for key, value in strip_bits(headers, of).items()
+        for key, value in headers.items()
         if key not in names.OURS
+        and key not in bits
         and key not in (names.CC, names.BCC)
         and not key.startswith(names.STRIPPED_ON_REPUBLISH)
     }

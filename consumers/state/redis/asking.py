@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from consumers.limits.account import Account
 from consumers.limits.base import Feedback
-from consumers.limits.waiter import Waiter
+from consumers.limits.lines import Waiter
 
 TOGETHER: Final = 16
 """How many waiting requests of each lane may get budget in one run of the script in Redis."""

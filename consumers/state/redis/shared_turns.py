@@ -17,11 +17,10 @@ from typing import Any, Final
 from consumers.limits import forecast, learned
 from consumers.limits.account import Account
 from consumers.limits.accounts import Accounts
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Feedback, Reservation
+from consumers.limits.base import Amounts, Feedback, Reservation
+from consumers.limits.lines import Waiter
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.turns import LATE_S, log_learned, refuse, refuse_hopeless
-from consumers.limits.waiter import Waiter
 from consumers.state.base import StoreUnavailable
 from consumers.state.redis.asking import Changes, argument, candidates
 from consumers.state.redis.client import RedisClient

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from consumers.job import Attempted
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.outcomes import Answered, Deferred, Dropped, Refused
 from consumers.state.base import Stop
 from tests.support.budget_gate import BODY, DONE, ONE, Ground, story

@@ -3,8 +3,7 @@
 import pytest
 
 from consumers.chain import Route
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Feedback, Kind
+from consumers.limits.base import Amounts, Feedback, Kind
 from tests.support.budget_gate import ONE, TWO, Ground, story
 from tests.support.jobs import decoded
 from topology.lanes import BATCH, CRITICAL, LaneSpec

@@ -8,10 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from consumers.limits.account import Account
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Reservation
+from consumers.limits.base import Amounts, Reservation
+from consumers.limits.lines import Waiter
 from consumers.limits.spec import DEFAULT_SHARES, AccountCaps, BudgetSpec
-from consumers.limits.waiter import Waiter
 from tests.support.examples import examples
 
 PER_MINUTE = Amounts(60, 6_000, 600)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from consumers.limits.adaptive import Adaptive
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.spec import AccountCaps
 

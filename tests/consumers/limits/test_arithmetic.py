@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from consumers.limits import headers
 from consumers.limits.adaptive import Adaptive
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.limits.bucket import Bucket
 from consumers.limits.concurrency import REGAIN_S, Concurrency
 from consumers.limits.estimates import Estimates, UsageClass, task_of

@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consumers.limits.account import Account
-from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import Feedback, Kind
+from consumers.limits.base import NOTHING, Amounts, Feedback, Kind
 from consumers.limits.burst import RECOVERY_EVERY_S, Bursts
 from consumers.limits.headers import BucketHeaders, RateHeaders
+from consumers.limits.lines import Waiter
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
-from consumers.limits.waiter import Waiter
 from service.simulated.buckets import Bucket
 from tests.support.budget import ACCOUNT, Tokens, Traffic
 from tests.support.examples import examples

@@ -2,7 +2,7 @@
 
 import pytest
 
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.limits.burst import Bursts
 from consumers.limits.headers import BucketHeaders, RateHeaders
 

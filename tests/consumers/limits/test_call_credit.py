@@ -3,10 +3,10 @@
 import pytest
 
 from consumers.limits.account import Account
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.limits.call_credit import CallCredit
+from consumers.limits.lines import Waiter
 from consumers.limits.spec import AccountCaps, BudgetSpec
-from consumers.limits.waiter import Waiter
 
 SHARES = (0.5, 0.25, 0.125)
 CRITICAL, NORMAL, BATCH = 0, 1, 2

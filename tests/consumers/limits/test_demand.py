@@ -4,7 +4,7 @@ from math import exp
 
 import pytest
 
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.limits.demand import Demand
 
 REQUESTS, INPUT, OUTPUT = range(3)

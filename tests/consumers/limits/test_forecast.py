@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from consumers.limits import forecast
 from consumers.limits.account import Account
-from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import Feedback, Kind
+from consumers.limits.base import NOTHING, Amounts, Feedback, Kind
+from consumers.limits.lines import Waiter
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import AccountCaps, BudgetSpec
-from consumers.limits.waiter import Waiter
 from tests.support.examples import examples
 from tests.support.virtual_time import virtually
 

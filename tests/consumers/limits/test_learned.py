@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from consumers.limits import learned
 from consumers.limits.account import Account
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Feedback, Kind
+from consumers.limits.base import Amounts, Feedback, Kind
 from consumers.limits.headers import BucketHeaders, RateHeaders
+from consumers.limits.lines import Waiter
 from consumers.limits.spec import BudgetSpec
-from consumers.limits.waiter import Waiter
 from tests.support.examples import examples
 
 RATE = RateHeaders(BucketHeaders(limit=60, remaining=50), BucketHeaders(limit=9_000, remaining=5_000), BucketHeaders())

@@ -8,12 +8,11 @@ import pytest
 from consumers.limits import headers
 from consumers.limits.account import Account
 from consumers.limits.adaptive import FORGOTTEN_AFTER_S
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import NO_FEEDBACK, Feedback, Kind, Reservation
+from consumers.limits.base import NO_FEEDBACK, Amounts, Feedback, Kind, Reservation
 from consumers.limits.concurrency import REGAIN_S
 from consumers.limits.headers import BucketHeaders, RateHeaders
+from consumers.limits.lines import Waiter
 from consumers.limits.spec import BudgetSpec
-from consumers.limits.waiter import Waiter
 from service.simulated.buckets import Limits
 
 NOTHING_SAID = BucketHeaders()
@@ -276,7 +275,7 @@ def test_a_jump_of_the_clock_does_not_change_the_age_of_learned_limits(jump_s: f
     def lived(jump_s: float) -> tuple[Account, Reservation]:
         account = proven()
         account.learn(Feedback(kind=Kind.RATE_LIMITED), 100)
-        (call,) = underway(account, 1, input_tokens=100)
+        call, _ = underway(account, 2, input_tokens=100)
         for _ in range(3):
             account.learn(Feedback(kind=Kind.OVERLOADED), 100)
         account.shift(jump_s)

@@ -1,8 +1,7 @@
 """The requests in line: their places and sums. Time is passed in."""
 
-from consumers.limits.amounts import Amounts
-from consumers.limits.lines import Lines
-from consumers.limits.waiter import Waiter
+from consumers.limits.base import Amounts
+from consumers.limits.lines import Lines, Waiter
 
 
 def waiter(lane: int, arrived_s: float, *, tokens: float = 10, until_s: float | None = None) -> Waiter:

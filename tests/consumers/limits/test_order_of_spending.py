@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 from consumers.limits.own_turns import own_accounts
 from tests.support.budget import ACCOUNT, Tokens, Traffic, spec, traffic
 from tests.support.virtual_time import virtually

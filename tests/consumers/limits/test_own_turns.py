@@ -7,8 +7,7 @@ import pytest
 import structlog
 
 from consumers.limits.accounts import Accounts
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import NO_FEEDBACK, Feedback, Kind, Reservation
+from consumers.limits.base import NO_FEEDBACK, Amounts, Feedback, Kind, Reservation
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import OwnTurns, own_accounts
 from lanekeeper.telemetry import signals

@@ -12,7 +12,7 @@ from benchmarks.replaying.own import Own, starts_s
 from benchmarks.replaying.replay import run
 from benchmarks.replaying.result import Result
 from benchmarks.replaying.scenarios import LANES, SCENARIOS
-from consumers.limits.amounts import Amounts
+from consumers.limits.base import Amounts
 
 LIMITS = Amounts(60, 60_000, 60_000)
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Feedback, Kind, Reservation, Wait, WaitTooLong
+from consumers.limits.base import Amounts, Feedback, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.headers import BucketHeaders, RateHeaders
 from consumers.limits.own_turns import own_accounts
 from consumers.limits.spec import DEFAULT_SHARES, AccountCaps, BudgetSpec

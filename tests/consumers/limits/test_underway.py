@@ -2,8 +2,7 @@
 
 import pytest
 
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Reservation
+from consumers.limits.base import Amounts, Reservation
 from consumers.limits.running_calls import RunningCalls
 
 

@@ -10,8 +10,7 @@ import uvloop
 from consumers.limits.account import Account
 from consumers.limits.accounts import MOST
 from consumers.limits.adaptive import FORGOTTEN_AFTER_S
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Feedback, Kind, Reservation, Wait, WaitTooLong
+from consumers.limits.base import Amounts, Feedback, Kind, Reservation, Wait, WaitTooLong
 from consumers.limits.bucket import ROUNDING
 from consumers.limits.concurrency import REGAIN_S
 from consumers.limits.headers import BucketHeaders, RateHeaders

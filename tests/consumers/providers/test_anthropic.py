@@ -16,7 +16,7 @@ from consumers.failures import (
     SpendLimitError,
     TransientError,
 )
-from consumers.limits.amounts import NOTHING, Amounts
+from consumers.limits.base import NOTHING, Amounts
 from consumers.providers.anthropic import MAX_TOKENS_AT_ONCE, AnthropicProvider, Dialect, set_stream
 from service.simulated.app import SimulatedAPI
 from service.simulated.faults import BROKEN, REFUSED

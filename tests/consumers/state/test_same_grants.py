@@ -21,13 +21,12 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from consumers.limits.account import Account
-from consumers.limits.amounts import NOTHING, Amounts
-from consumers.limits.base import Feedback, Kind, Reservation
+from consumers.limits.base import NOTHING, Amounts, Feedback, Kind, Reservation
 from consumers.limits.headers import BucketHeaders, RateHeaders
+from consumers.limits.lines import Waiter
 from consumers.limits.own_turns import OwnTurns
 from consumers.limits.spec import DEFAULT_SHARES, AccountCaps, BudgetSpec
 from consumers.limits.turns import Turns
-from consumers.limits.waiter import Waiter
 from consumers.state.redis import shared_turns
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.script import BUDGET, Script

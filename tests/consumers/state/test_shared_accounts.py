@@ -17,10 +17,9 @@ from typing_extensions import override
 from consumers.limits import adaptive
 from consumers.limits.account import Account
 from consumers.limits.accounts import Accounts
-from consumers.limits.amounts import Amounts
-from consumers.limits.base import Feedback, Kind, Reservation, WaitTooLong
+from consumers.limits.base import Amounts, Feedback, Kind, Reservation, WaitTooLong
 from consumers.limits.headers import BucketHeaders, RateHeaders
-from consumers.limits.waiter import Waiter
+from consumers.limits.lines import Waiter
 from consumers.state.base import StoreUnavailable
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.script import Script

@@ -154,6 +154,7 @@ def test_a_hop_passes_on_the_requesters_headers_and_none_of_the_brokers_or_ours(
         "traceparent": "00-…",
         "x-lane-stream": True,
         "x-lane-deadline-ms": 5,
+        "lane-d29": True,  # no level of the cascade has this number
         "anthropic-beta": "b",
     }
     brokers = {

@@ -41,7 +41,7 @@ class OldestMessages:
     def __init__(self, connection: Connection, queue: str) -> None:
         self._connection = connection
         self._queue = queue
-        self._channel: Channel | None = None
+        self._channel: Channel
 
     async def __aenter__(self) -> Self:
         self._channel = await self._connection.raw_channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
@@ -49,14 +49,12 @@ class OldestMessages:
 
     async def __aexit__(self, *_: object) -> None:
         """Close the channel; the messages that were fetched and not removed return to the queue."""
-        if self._channel is not None:
-            with suppress(BrokerUnreachable), border("closing"):
-                await self._channel.close(timeout=RPC_TIMEOUT_S)
+        with suppress(BrokerUnreachable), border("closing"):
+            await self._channel.close(timeout=RPC_TIMEOUT_S)
 
     async def take(self) -> FetchedMessage | None:
         """Fetch the oldest message that no process has fetched; None if there is none. Raises AccessRefused,
         BrokerUnreachable."""
-        assert self._channel is not None
         try:
             with border(f"cannot read {self._queue!r}"):
                 got = await self._channel.basic_get(self._queue, timeout=RPC_TIMEOUT_S)
@@ -71,6 +69,5 @@ class OldestMessages:
 
     async def remove(self, letter: FetchedMessage) -> None:
         """Remove a message from the queue. Raises BrokerUnreachable; the message may then still be in the queue."""
-        assert self._channel is not None
         with border(f"channel lost before a message of {self._queue} was removed"):
             await self._channel.basic_ack(letter.tag, wait=True)

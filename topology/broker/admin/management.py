@@ -35,6 +35,7 @@ class Management:
     """
 
     url: str
+    """The API's address, without credentials, for error texts too."""
     user: str
     password: str = field(repr=False)
     vhost: str
@@ -64,7 +65,7 @@ class Management:
 
     async def import_definitions(self, definitions: dict[str, Any]) -> None:
         """Import `definitions` (topology/export.py) into the broker. The user needs the tag `administrator`."""
-        await self._call("POST", "definitions", body=json.dumps(definitions).encode())
+        await self._call("POST", "definitions", body=definitions)
 
     async def _nodes(self) -> tuple[str, ...]:
         """The names of all nodes of the cluster; empty if the user does not have the tag `monitoring`."""
@@ -75,11 +76,6 @@ class Management:
         return tuple(sorted(node["name"] for node in found))
 
     @property
-    def address(self) -> str:
-        """The management API's URL without credentials, for logs and error texts."""
-        return str(URL(self.url).with_user(None))
-
-    @property
     def _vhost(self) -> str:
         return quote(self.vhost, safe="")
 
@@ -88,24 +84,22 @@ class Management:
         try:
             return json.loads(body)
         except ValueError as error:
-            raise BrokerError(f"{self.address} answered with something else than JSON; is it RabbitMQ's?") from error
+            raise BrokerError(f"{self.url} answered with something else than JSON; is it RabbitMQ's?") from error
 
     async def _call(
-        self, method: str, path: str, *, query: dict[str, str] | None = None, body: bytes | None = None
+        self, method: str, path: str, *, query: dict[str, str] | None = None, body: dict[str, Any] | None = None
     ) -> bytes:
         # `encoded=True`, because the virtual host "/" must stay %2F in the path
-        url = URL(f"{str(URL(self.url).with_user(None)).rstrip('/')}/api/{path}", encoded=True)
+        url = URL(f"{self.url.rstrip('/')}/api/{path}", encoded=True)
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session,
                 session.request(
                     method,
-                    url.with_query(query) if query else url,
-                    data=body,
-                    headers={
-                        "authorization": aiohttp.encode_basic_auth(self.user, self.password),
-                        "content-type": "application/json",
-                    },
+                    url,
+                    params=query,
+                    json=body,
+                    headers={"authorization": aiohttp.encode_basic_auth(self.user, self.password)},
                     ssl=self.ssl_context or True,
                     allow_redirects=False,
                 ) as answer,
@@ -115,18 +109,18 @@ class Management:
                     raise self._refusal(answer.status, path, text)
                 return text
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise BrokerUnreachable(f"no management API at {self.address}: {error or type(error).__name__}") from error
+            raise BrokerUnreachable(f"no management API at {self.url}: {error or type(error).__name__}") from error
 
     def _refusal(self, status: int, path: str, text: bytes) -> BrokerError:
         if status in (401, 403):
             return AccessRefused(
-                f"the management API at {self.address} refuses user {self.user!r} ({status}): "
+                f"the management API at {self.url} refuses user {self.user!r} ({status}): "
                 f"it needs the tag `management` and rights in virtual host {self.vhost!r}"
             )
         if status == 404:
-            return BrokerError(f"the management API at {self.address} knows no virtual host {self.vhost!r}")
+            return BrokerError(f"the management API at {self.url} knows no virtual host {self.vhost!r}")
         text_start = text[:200].decode("utf-8", errors="replace")
-        return BrokerError(f"the management API at {self.address} answered {status} to {path}: {text_start}")
+        return BrokerError(f"the management API at {self.url} answered {status} to {path}: {text_start}")
 
 
 async def discover(

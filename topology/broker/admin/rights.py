@@ -29,9 +29,8 @@ class WritingRights:
         self.trouble: str | None = "whether it may write is not known yet"
         """Why the worker must not take requests: a right is missing, or was not checked yet. None: all rights exist."""
 
-    async def look(self) -> None:
-        """Check once whether the user may publish to all routes (pairs of an exchange and a routing key). Raises the
-        errors of `check_write_rights`."""
+    async def check(self) -> None:
+        """Check once whether the user may publish to all routes. Raises the errors of `check_write_rights`."""
         try:
             await check_write_rights(self._connection, self._routes)
         except AccessRefused as error:
@@ -40,11 +39,11 @@ class WritingRights:
         self.trouble = None
 
     async def run(self) -> None:
-        """Check the user's rights again and again, with pauses, until the user may publish to all routes."""
+        """Check repeatedly, with pauses, until the user may publish to all routes."""
         while self.trouble is not None:
             await asyncio.sleep(CHECK_EVERY_S)
             with suppress(BrokerError):
-                await self.look()
+                await self.check()
 
 
 async def check_write_rights(connection: Connection, routes: Iterable[tuple[str, str]]) -> None:

@@ -8,7 +8,7 @@ not show additional bindings and policies, and the broker silently ignores unkno
 from dataclasses import dataclass
 from typing import Literal
 
-from aio_pika.abc import AbstractChannel, AbstractConnection
+from aio_pika.abc import AbstractConnection
 from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity
 
 from lanekeeper.contract.problems import BrokerError
@@ -54,7 +54,7 @@ async def verify(topology: Topology, management: Management | None, connection: 
             if is_same_broker(await management.cluster_name(), connection):
                 found = await management.topology()
                 return Verification(tuple(compare(topology, found)), "everything", None if found.nodes else NO_NODES)
-            note = f"the management API at {management.address} is another broker's"
+            note = f"the management API at {management.url} is another broker's"
         except BrokerError as error:
             note = str(error)
     missing, hidden = await _check_existence(topology, connection)
@@ -82,7 +82,10 @@ async def _check_existence(
             if channel.is_closed:
                 channel = await connection.channel()  # each refusal closes the channel
             try:
-                await _declare_passively(thing, channel)
+                if isinstance(thing, Queue):
+                    await channel.declare_queue(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)
+                else:
+                    await channel.declare_exchange(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)
             except ChannelNotFoundEntity:
                 missing.append(Difference("missing", "queue" if isinstance(thing, Queue) else "exchange", thing.name))
             except ChannelAccessRefused:
@@ -91,10 +94,3 @@ async def _check_existence(
         if not channel.is_closed:
             await channel.close()
     return tuple(missing), hidden
-
-
-async def _declare_passively(thing: Exchange | Queue, channel: AbstractChannel) -> None:
-    if isinstance(thing, Queue):
-        await channel.declare_queue(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)
-    else:
-        await channel.declare_exchange(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)

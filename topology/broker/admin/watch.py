@@ -67,7 +67,11 @@ class TopologyWatch:
         self._watched_opening = 0
         self._check_requested = asyncio.Event()
         names = Names(topology.namespace)
-        self._intakes = tuple(names.intake(lane) for lane in topology.lanes)
+        intakes = {names.intake(lane) for lane in topology.lanes}
+        self._intakes = intakes | {
+            each.label for each in topology.bindings if each.destination_kind == "queue" and each.destination in intakes
+        }
+        """The intake queues and their bindings, as `Difference.name` names them."""
 
     @property
     def trouble(self) -> str | None:
@@ -89,25 +93,20 @@ class TopologyWatch:
         missing, results of requests could be lost.
         """
         missing = (*self._missing_objects, *self._missing_bindings)
-        only_intakes = self._failed is None and self._is_checked and all(map(self._is_an_intake, missing))
-        return None if only_intakes else self.trouble
+        only_intakes = all(each.what != "exchange" and each.name in self._intakes for each in missing)
+        return None if only_intakes and self._failed is None and self._is_checked else self.trouble
 
-    def look(self) -> None:
-        """Make `run` check soon. Does not wait for the check."""
+    def check_soon(self) -> None:
+        """Make `run` check again soon. Does not wait for the check."""
         self._check_requested.set()
 
     @property
     def _is_checked(self) -> bool:
         return self._connection.is_open and self._checked_opening == self._connection.openings
 
-    def _is_an_intake(self, missing: Difference) -> bool:
-        return missing.what != "exchange" and any(
-            missing.name == intake or f" → queue {intake}," in missing.name for intake in self._intakes
-        )
-
     async def run(self) -> None:
-        """Check the topology repeatedly, until cancelled: regularly, soon after a failed check, and when `look`
-        asks."""
+        """Check the topology repeatedly, until cancelled: regularly, soon after a failed check, and after
+        `check_soon`."""
         while True:
             if asks_to_stop():  # aiormq may have swallowed a cancellation while it waited
                 raise asyncio.CancelledError
@@ -127,7 +126,7 @@ class TopologyWatch:
         opening = self._connection.openings
         if self._watched_opening != opening:
             self._watched_opening = opening
-            self._connection.loss.add_done_callback(lambda _: self.look())
+            self._connection.loss.add_done_callback(lambda _: self.check_soon())
         missing = (await verify(self._topology, None, underlying)).missing
         self._report("things", missing)
         if missing and self._declares:
