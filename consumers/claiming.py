@@ -159,7 +159,7 @@ class Claiming:
 
     async def _defer(self, job: Job, due_ms: int, deadline_ms: int) -> bool:
         may_wait = await self._store.defer(job.identity, due_ms=due_ms, keep_until_ms=deadline_ms + DEFERRED_KEPT_MS)
-        return may_wait or job.dead_at is not None  # a dead letter that is published again may run again
+        return may_wait or job.hop.dead_at is not None  # a dead letter that is published again may run again
 
     async def _request_claim(self, job: Job) -> Granted | Running | Ended | Conflict:
         found = await _until_stored(lambda: self._store.claim(job.identity, job.fingerprint()), within_s=CLAIM_WITHIN_S)

@@ -33,12 +33,11 @@ def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
         redelivered=job.redelivered,
         hop_ms=job.hop.hop_ms or since_ms,
         back_ms=job.hop.back_ms or since_ms,
-        is_fresh=job.is_fresh,
     )
     copy = _copy(job, _hop_headers(job, hop), names=names)
-    copy.priority = rank(job.message.priority, is_fresh=job.is_fresh)
-    expiration = _expiration(job)
-    if job.is_fresh and expiration is not None and expiration.isdecimal():
+    copy.priority = rank(job.message.priority, is_fresh=hop.is_fresh)
+    expiration = hop.expiration
+    if hop.is_fresh and expiration is not None and expiration.isdecimal():
         copy.expiration = str(max(0, int(expiration) - (now_ms - since_ms)))
     return copy
 
@@ -54,10 +53,10 @@ def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names
         n.ROUTING_KEY: job.routing_key,
         n.ERRORS: [f"{code}: {detail}", *job.hop.errors][:ERRORS_KEPT],
     }
-    if job.user_id:
-        headers[n.USER_ID] = job.user_id
-    if expiration := _expiration(job):
-        headers[n.EXPIRATION] = expiration
+    if job.hop.user_id:
+        headers[n.USER_ID] = job.hop.user_id
+    if job.hop.expiration:
+        headers[n.EXPIRATION] = job.hop.expiration
     return _copy(job, headers, names=names)
 
 
@@ -67,20 +66,15 @@ def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
     hop = replace(
         hop,
         first_seen_ms=job.hop.first_seen_ms or job.published.ms or job.taken_ms,
-        user_id=job.user_id,
-        expiration=_expiration(job),
-        dead_at=job.dead_at,
+        user_id=job.hop.user_id,
+        expiration=job.hop.expiration,
+        dead_at=job.hop.dead_at,
     )
     headers = hop_headers(hop)
-    if job.identity.tenant != (job.user_id or ""):
+    if job.identity.tenant != (job.hop.user_id or ""):
         # the tenant of a republished dead letter: the header USER_ID now names who republished it
         headers[n.TENANT] = job.identity.tenant
     return headers
-
-
-def _expiration(job: Job) -> str | None:
-    """The `expiration` with which the requester published the message. A worker moves it into a header."""
-    return job.hop.expiration if job.trusted else job.message.expiration
 
 
 def _copy(job: Job, headers: Mapping[str, Any], *, names: Names) -> Message:

@@ -68,7 +68,7 @@ class Handler:
                 "invalid_request",
                 f"published to exchange {job.message.exchange[:80]!r}: allowed is {self.names.requests!r}",
             )
-        if self.needs_user_id and not job.user_id:
+        if self.needs_user_id and not job.hop.user_id:
             return ended(
                 "invalid_request",
                 "user_id: missing; publish with the property user_id, the name of the user that is connected: "

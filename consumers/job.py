@@ -118,13 +118,23 @@ class Job:
         """The lane whose request this is; None if the message's routing key names no lane."""
         self.source = source
         self.id = delivery.message.message_id or uuid.uuid4().hex
-        self.hop = read_hop(delivery.message.headers) if self.trusted else HopHeaders()
+        message, headers = delivery.message, delivery.message.headers
         if self.trusted:
-            delivery.message.priority = original_priority(delivery.message.priority)
-        headers = delivery.message.headers
+            self.hop = read_hop(headers)
+            message.priority = original_priority(message.priority)
+        else:
+            dead_at = headers.get(n.DEAD_AT)
+            self.hop = HopHeaders(
+                user_id=message.user_id,
+                expiration=message.expiration,
+                dead_at=dead_at if isinstance(dead_at, str) else None,
+                is_fresh=True,
+            )
+        """What is known about the request's past: from a worker's headers, or, of a message that comes directly from
+        its publisher, from the message's own properties."""
         # a republished dead letter names its tenant in a header, which counts if its sender may speak for others
         stated = headers.get(n.TENANT) or (headers.get(n.USER_ID) if n.DEAD_AT in headers else None)
-        self.identity = Identity(tenant_of(self.user_id, stated, speakers), self.id)
+        self.identity = Identity(tenant_of(self.hop.user_id, stated, speakers), self.id)
         self.taken_ms = taken_ms
         self.decoded: Decoded | None = None
         """The request, decoded from the message; None until then."""
@@ -170,33 +180,15 @@ class Job:
         return self.source is not Source.REQUESTER
 
     @property
-    def user_id(self) -> str | None:
-        """The user who published the request, as checked by the broker; None: unknown. A worker that publishes the
-        request again keeps the name in a header."""
-        return self.hop.user_id if self.trusted else self.message.user_id
-
-    @property
-    def dead_at(self) -> str | None:
-        """For a dead letter that was published again: when the request had ended, as its header says. Else None."""
-        dead_at = self.hop.dead_at if self.trusted else self.message.headers.get(n.DEAD_AT)
-        return dead_at if isinstance(dead_at, str) else None
-
-    @property
     def redelivered(self) -> bool:
         """True if an earlier delivery of this message was neither acknowledged nor returned."""
         return self.delivery.redelivered or self.hop.redelivered
 
     @property
-    def is_fresh(self) -> bool:
-        """True if the request was never delayed or retried: it comes from the lane's intake, directly or through a side
-        queue."""
-        return not self.trusted or self.hop.is_fresh
-
-    @property
     def came_before(self) -> bool:
         """True if a worker had the request before. Its outcome may be stored already, but its reply not yet
         published."""
-        return self.redelivered or not self.is_fresh
+        return self.redelivered or not self.hop.is_fresh
 
     def fingerprint(self) -> Fingerprint:
         """The properties of this message (such as the hash of its body) by which the store detects another request with
@@ -214,7 +206,7 @@ class Job:
             # a message in a side queue that was not delivered before has no claim; only its original may have one
             redelivered=self.delivery.redelivered if self.source is Source.SIDE else self.redelivered,
             nonce=(b"s" if self.source is Source.SIDE else b"q") + os.urandom(7),
-            dead_at_ms=dead_at_ms(self.dead_at),
+            dead_at_ms=dead_at_ms(self.hop.dead_at),
         )
         return self._fingerprint
 

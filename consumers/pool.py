@@ -61,8 +61,6 @@ class Pool:
         self.in_hand = 0
         """How many deliveries this pool has taken and not finished: at most the prefetch, or more after pauses (see
         `resume`)."""
-        self.running = 0
-        """How many of the pool's deliveries have a slot and are worked on."""
         self.jobs: set[Job] = set()
         """The jobs of the deliveries that have a slot."""
         self._undecided: dict[asyncio.Task[Any], Job] = {}
@@ -75,6 +73,11 @@ class Pool:
     def trouble(self) -> str | None:
         """The reason why nothing is delivered to this pool at present; None while its queue is consumed."""
         return "stopping" if self._stopping else self._deliveries.trouble
+
+    @property
+    def running(self) -> int:
+        """How many of the pool's deliveries have a slot and are worked on."""
+        return len(self.jobs)
 
     async def run(self) -> None:
         """Work until `stop` is called and all running jobs have ended. Cancel it to end at once."""
@@ -126,30 +129,13 @@ class Pool:
             log.warning(signals.DELIVERY_LOST, queue=self.queue, error=str(lost.exceptions[0]))
 
     async def _take(self, delivery: Delivery) -> None:
-        """Wait until a delivery gets a slot, then work on it; or move it to a side queue, if its tenant uses more than
-        its share of the slots."""
         self.in_hand += 1
         try:
             if self._gives_back:
-                return await self._settler.nack(delivery)
-            if (job := await self._job(delivery)) is None:
-                return None
-            with logs.about(job):
-                try:
-                    with self._undecided_yet(job):
-                        admission = await self._entrance.enter(job)
-                except asyncio.CancelledError:
-                    if self._stopping:
-                        await self._settler.nack(delivery)
-                    raise
-                if admission is Admission.ASIDE:
-                    return await self._set_aside(job)
-                self.running += 1
-                try:
-                    await self._work(job)
-                finally:
-                    self.running -= 1
-                    self._entrance.leave(job)
+                await self._settler.nack(delivery)
+            elif (job := await self._job(delivery)) is not None:
+                with logs.about(job):
+                    await self._take_job(job)
         finally:
             self.in_hand -= 1
 
@@ -166,9 +152,16 @@ class Pool:
             self._entrance.unread(delivery.queue)
             return None
 
-    async def _set_aside(self, job: Job) -> None:
+    async def _take_job(self, job: Job) -> None:
+        """Wait until a job gets a slot, then work on it; or move it to a side queue, if its tenant uses more than its
+        share of the slots. All exceptions are caught here or in `_outcome`."""
+        admission: Admission | None = None
         try:
-            if (outcome := await self._entrance.set_aside(job)) is None:
+            with self._undecided_yet(job):
+                admission = await self._entrance.enter(job)
+            if admission is Admission.BEGIN:
+                await self._work(job)
+            elif (outcome := await self._entrance.set_aside(job)) is None:
                 await self._settler.ack(job.delivery)
             else:
                 await self._settle(job, outcome)
@@ -176,15 +169,19 @@ class Pool:
             if self._stopping:
                 await self._settler.nack(job.delivery)
             raise
-        except BrokerError as error:
-            log.error(signals.HANDLER_FAILED, where="set aside", error=str(error))
+        except (BrokerError, StoreUnavailable) as error:
+            where = "store" if isinstance(error, StoreUnavailable) else "set aside"
+            log.error(signals.HANDLER_FAILED, where=where, error=str(error))
             await self._settler.nack_later(job.delivery)
-        except Exception:  # one request that cannot be moved must not stop the whole lane
-            log.exception(signals.HANDLER_FAILED, where="set aside")
+        except Exception:  # one request that cannot even be moved or dead-lettered must not stop the whole lane
+            log.exception(signals.HANDLER_FAILED, where="settle" if admission is Admission.BEGIN else "set aside")
             await self._settler.reject_later(job.delivery)
+        finally:
+            if admission is Admission.BEGIN:
+                self._entrance.leave(job)
 
     async def _work(self, job: Job) -> None:
-        """Work on one delivery that has a slot. All exceptions are caught here or in `_outcome`."""
+        """Work on one delivery that has a slot: one span for all that is done with it."""
         delivery = job.delivery
         self._activity.running += 1
         self.jobs.add(job)
@@ -200,16 +197,6 @@ class Pool:
                 if span.is_recording():
                     self._record(span, job, settled or outcome)
                     self._record_waits(job, taken_ns)
-        except asyncio.CancelledError:
-            if self._stopping:
-                await self._settler.nack(delivery)
-            raise
-        except StoreUnavailable as away:
-            log.error(signals.HANDLER_FAILED, where="store", error=str(away))
-            await self._settler.nack_later(delivery)
-        except Exception:  # one request that cannot even be dead-lettered must not stop the whole lane
-            log.exception(signals.HANDLER_FAILED, where="settle")
-            await self._settler.reject_later(delivery)
         finally:
             self._activity.running -= 1
             self.jobs.discard(job)

@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import assert_never
 
 from consumers.bodies.fetching import Fetching
@@ -66,9 +66,9 @@ class Settler:
     tracing: Tracing
     now_ms: NowMs
     failpoints: Failpoints
-    parking: Parking = field(default_factory=Parking)
+    parking: Parking
     sendable: Sendable
-    bodies: Fetching | None = None
+    bodies: Fetching
 
     async def settle(self, job: Job, outcome: Outcome) -> Outcome | None:
         """Settle a delivery, and return the outcome that is valid: the given one, or another if the request had ended
@@ -102,7 +102,7 @@ class Settler:
             log.warning(signals.DELIVERY_LOST, queue=job.delivery.queue, error=str(lost))
             return None
         self.failpoints.reach("after_ack")
-        if self.bodies is not None and n.BODY in job.message.headers and not _is_needed_again(outcome):
+        if not _is_needed_again(outcome):
             self.bodies.forget(job.message)
         self.lifecycle.publish_outcome(job, outcome)
         return outcome
@@ -155,7 +155,7 @@ class Settler:
                 assert_never(outcome)
         if completion.code in NEVER_KEPT:
             return outcome
-        if completion.code in NOTED and job.claim is None and job.is_fresh:
+        if completion.code in NOTED and job.claim is None and job.hop.is_fresh:
             if job.redelivered and (before := await self.claiming.find(job.identity)) and before.completion:
                 # an earlier delivery of the message has stored an outcome, which stays the valid one
                 return Replayed(completion=before.completion, buries=True)

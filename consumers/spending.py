@@ -9,7 +9,7 @@ waits for its correction nor is lost if that fails."""
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -126,8 +126,15 @@ class Spending:
 
     def bounds(self, lane: str, tenant: str) -> tuple[Bound, ...]:
         """The limits of the daily caps that apply to requests of this lane and this tenant."""
-        of_lane = self._bounds_of(LANE, lane, self._spec.lanes.get(lane))
-        return (*of_lane, *self._bounds_of(TENANT, tenant, self._cap_of_tenant(tenant)))
+        of_tenant = self._spec.tenants.get(tenant) or self._spec.tenants.get(EVERY_TENANT)
+        caps = ((LANE, lane, self._spec.lanes.get(lane)), (TENANT, tenant, of_tenant))
+        return tuple(
+            Bound(reason=reason, who=who, what=what, limit=limit)
+            for reason, who, cap in caps
+            if cap is not None
+            for what in Spent._fields
+            if (limit := getattr(cap, what)) is not None
+        )
 
     async def take(self, bounds: tuple[Bound, ...], spent: Spent, *, publish: Publish) -> Hold | Over:
         """Count a request's estimated use against all these limits of daily caps, or against none if it would exceed
@@ -163,16 +170,6 @@ class Spending:
         for (kind, name), spent in self._totals.items():
             found[kind][name] = spent
         return found
-
-    def _cap_of_tenant(self, tenant: str) -> Cap | None:
-        return self._spec.tenants.get(tenant) or self._spec.tenants.get(EVERY_TENANT)
-
-    @staticmethod
-    def _bounds_of(reason: str, who: str, cap: Cap | None) -> Iterator[Bound]:
-        for what in Spent._fields:
-            limit = None if cap is None else getattr(cap, what)
-            if limit is not None:
-                yield Bound(reason=reason, who=who, what=what, limit=limit)
 
     async def _take(self, bounds: tuple[Bound, ...], spent: Spent, publish: Publish) -> Hold | Over:
         hold = Hold((), spent)

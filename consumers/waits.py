@@ -38,7 +38,7 @@ def before_delivery(job: Job, taken_ns: int) -> Iterator[Wait]:
         yield from _lasting(signals.DELAY, queue, hop.hop_ms * MS, back_ns)
         yield from _lasting(signals.WAIT, queue, back_ns, taken_ns)
     elif not job.trusted and (sent_ns := _sent_ns(job, taken_ns)) is not None:
-        if (parked_ms := dead_at_ms(job.dead_at)) is not None:
+        if (parked_ms := dead_at_ms(job.hop.dead_at)) is not None:
             yield from _lasting(signals.WAIT, signals.DEAD_LETTER, parked_ms * MS, sent_ns)
         yield from _lasting(signals.WAIT, queue, sent_ns, taken_ns)
 

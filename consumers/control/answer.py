@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
+from consumers.control.command import id_of
 from consumers.rate_limit import LogThrottle
 from consumers.replies.address import ReplyRule
 from consumers.replies.reply import JSON, PROBLEM
@@ -41,20 +42,22 @@ class Answers:
     """How many control messages should have been answered and could not be."""
     _log_throttle: LogThrottle = field(default_factory=LogThrottle, init=False)
 
-    async def tell(
-        self, message: Message, body: Mapping[str, Any], *, id: str | None, control: Literal["accepted", "pending"]
-    ) -> None:
-        """Answer a control message with a JSON object. `id`: the id of the request that the message is about.
+    async def tell(self, message: Message, body: Mapping[str, Any], *, control: Literal["accepted", "pending"]) -> None:
+        """Answer a control message with a JSON object. If it is about a request, its field `id` is the request's id.
         `control`: "accepted" for a cancellation that was recorded, "pending" for the state of a request that has not
         ended."""
-        await self._send(message, json.dumps(body).encode(), JSON, _headers(id, {n.CONTROL: control}))
+        headers = {n.CONTROL: control}
+        if "id" in body:
+            headers[n.REQUEST_ID] = body["id"]
+        await self._send(message, _answer(message, json.dumps(body).encode(), JSON, headers))
 
-    async def refuse(self, message: Message, problem: RequestProblem, *, id: str | None) -> None:
-        """Answer a control message that is invalid, over the limit or failed, with a problem document. `id`: the id of
-        the request that the message is about; None: unknown."""
+    async def refuse(self, message: Message, problem: RequestProblem) -> None:
+        """Answer a control message that is invalid, over the limit or failed, with a problem document."""
         self._log_refusal(message, problem)
+        id = id_of(message)
+        headers = {n.CONTROL: "error"} if id is None else {n.CONTROL: "error", n.REQUEST_ID: id}
         document = problem.document(request=id or "", attempts=0)
-        await self._send(message, document, PROBLEM, _headers(id, {n.CONTROL: "error"}), must_answer=True)
+        await self._send(message, _answer(message, document, PROBLEM, headers), must_answer=True)
 
     def refuse_silently(self, message: Message, problem: RequestProblem) -> None:
         """Refuse a control message without sending an answer, because there may be thousands: count it, and log it at
@@ -78,21 +81,18 @@ class Answers:
 
     async def replay(self, message: Message, completion: Completion, *, id: str) -> None:
         """Answer a control message `result` with the final reply of the request, as its requester got it."""
-        headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True}
+        headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True, n.REQUEST_ID: id}
         content_type = PROBLEM if completion.status == "error" else JSON
         if not self._may_answer(message):
             return
         try:
-            await self._publish(message, _answer(message, completion.body, content_type, _headers(id, headers)))
+            await self._publish(message, _answer(message, completion.body, content_type, headers))
         except MessageTooLarge as error:
-            await self.refuse(message, answer_too_large(error.size, error.limit), id=id)
+            await self.refuse(message, answer_too_large(error.size, error.limit))
 
-    async def _send(
-        self, message: Message, body: bytes, content_type: str, headers: Mapping[str, Any], *, must_answer: bool = False
-    ) -> None:
+    async def _send(self, message: Message, answer: Message, *, must_answer: bool = False) -> None:
         if not self._may_answer(message, must_answer=must_answer):
             return
-        answer = _answer(message, body, content_type, headers)
         address = message.reply_to or ""
         if self.sender.needs_own_connection(address) or not self.notices.send(answer, routing_key=address):
             await self._publish(message, answer)
@@ -128,7 +128,3 @@ def _answer(message: Message, body: bytes, content_type: str, headers: Mapping[s
         correlation_id=message.correlation_id,
         persistent=False,
     )
-
-
-def _headers(id: str | None, headers: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(headers) if id is None else {**headers, n.REQUEST_ID: id}

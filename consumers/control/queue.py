@@ -15,7 +15,7 @@ from typing import Any
 from consumers.claiming import Claiming
 from consumers.control.allowance import Allowance, Verdict
 from consumers.control.answer import Answers
-from consumers.control.command import Command, id_of, read
+from consumers.control.command import Command, read
 from consumers.job import NowMs, moment_text
 from consumers.rate_limit import LogThrottle
 from consumers.settle import Settler
@@ -188,8 +188,7 @@ class Control:
     async def _take(self, delivery: Delivery, verdict: Verdict, session: Session, reading: asyncio.TaskGroup) -> None:
         try:
             if verdict is Verdict.REFUSED:
-                message = delivery.message
-                await self._answers.refuse(message, self._allowance.problem, id=id_of(message))
+                await self._answers.refuse(delivery.message, self._allowance.problem)
             elif not await self._handle(delivery):
                 return
             self._acknowledge(delivery, session, reading)
@@ -208,7 +207,7 @@ class Control:
             if command is not None:
                 await self._carry_out(message, command)
         except RequestProblem as problem:
-            await self._answers.refuse(message, problem, id=id_of(message))
+            await self._answers.refuse(message, problem)
         except StoreUnavailable as away:
             log.warning(signals.CONTROL_POSTPONED, type=message.type, reason=str(away))
             await self._settler.nack_later(delivery)
@@ -219,7 +218,7 @@ class Control:
                 await self._settler.reject_later(delivery)
                 return False
             fault = RequestProblem("internal", "a fault of ours; the worker's log has it")
-            await self._answers.refuse(message, fault, id=id_of(message))
+            await self._answers.refuse(message, fault)
         return True
 
     async def _carry_out(self, message: Message, command: Command) -> None:
@@ -227,13 +226,13 @@ class Control:
         identity = command.identity
         if command.kind == n.CANCEL_KEY:
             answer = await self._cancel(identity)
-            await self._answers.tell(message, answer, id=identity.id, control="accepted")
+            await self._answers.tell(message, answer, control="accepted")
             return
         found = await self._claiming.find(identity)
         if found is not None and found.completion is not None:
             await self._answers.replay(message, found.completion, id=identity.id)
         else:
-            await self._answers.tell(message, _state(identity.id, found), id=identity.id, control="pending")
+            await self._answers.tell(message, _state(identity.id, found), control="pending")
 
     async def _cancel(self, identity: Identity) -> dict[str, Any]:
         """Store the cancellation of a request, and return the answer to the control message."""

@@ -111,7 +111,7 @@ class SideQueues:
     def _full(self, job: Job) -> Outcome:
         """The outcome of a request whose side queue is full: it is refused if it comes directly from its publisher, and
         deferred if it comes from a delay or a side queue."""
-        if job.is_fresh and not job.trusted:
+        if job.hop.is_fresh and not job.trusted:
             return ended(
                 "too_many_waiting",
                 f"lane {self._lane.name} holds {self._lane.max_length} waiting requests of this tenant (and of "

@@ -90,4 +90,4 @@ class SideQueueEntrance:
 
 def _rank(job: Job) -> int:
     """The priority of a request among the waiting requests of its tenant: the highest goes first."""
-    return rank(job.message.priority, is_fresh=job.is_fresh) or 0
+    return rank(job.message.priority, is_fresh=job.hop.is_fresh) or 0

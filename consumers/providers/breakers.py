@@ -13,7 +13,7 @@ import random
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from logging import INFO, WARNING
 from typing import Any, assert_never
 
@@ -39,14 +39,13 @@ class Change:
 
     provider: str
     model: str
-    state: State
+    state: str
     error: str | None = None
     retry_in_s: float | None = None
 
     def figures(self) -> dict[str, Any]:
         """The fields of the life-cycle event `breaker`, which reports this change."""
-        found = {"provider": self.provider, "model": self.model, "state": self.state.value}
-        return found if self.error is None else {**found, "error": self.error, "retry_in_s": self.retry_in_s}
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +80,12 @@ class Breakers:
     def least_wait_s(self, routes: Iterable[Route]) -> float:
         """Seconds until a call of one of these routes (providers and models) may be made, as far as their circuit
         breakers know; 0: now."""
-        if not self._all:
-            return 0.0
         now_s = asyncio.get_running_loop().time()
         return min(self.wait_s(route, now_s) for route in routes)
 
     def usable(self, routes: Sequence[Route]) -> Sequence[Route]:
         """Those of the given routes (providers and models) whose circuit breaker allows a call now; all of them if none
         does."""
-        if not self._all:
-            return routes
         now_s = asyncio.get_running_loop().time()
         return [route for route in routes if self.wait_s(route, now_s) <= 0] or routes
 
@@ -207,19 +202,11 @@ def _changed(route: Route, breaker: Breaker, now_s: float, error: ProviderError 
     change = Change(
         provider=route.provider,
         model=route.model,
-        state=breaker.state,
+        state=breaker.state.value,
         error=None if error is None else error.brief,
         retry_in_s=None if error is None else round(breaker.wait_s(now_s), 1),
     )
-    log.log(
-        WARNING if change.state is State.OPEN else INFO,
-        signals.BREAKER_CHANGED,
-        provider=change.provider,
-        model=change.model,
-        state=change.state.value,
-        error=change.error,
-        retry_in_s=change.retry_in_s,
-    )
+    log.log(WARNING if breaker.state is State.OPEN else INFO, signals.BREAKER_CHANGED, **asdict(change))
     return change
 
 

@@ -120,16 +120,14 @@ def classify(
     is_spent = any(text in message for text in _SPEND_LIMIT_TEXTS)
     if code.endswith("spend_limit_reached") or type == "billing_error" or is_spent:
         return SpendLimitError(detail, **fields)
-    if type == "rate_limit_error" or (not type and status == 429):
-        return RateLimitedError(detail, retry_after_s=retry_after_s, **fields)
-    # a 503 that says when to come back means the same as a 529
-    if type == "overloaded_error" or status == 529 or (status == 503 and retry_after_s is not None):
-        return OverloadedError(detail, retry_after_s=retry_after_s, **fields)
     effective = _STATUS_OF_TYPE.get(type, status)
-    if effective >= 500 or effective in _TEMPORARY:
-        return TransientError(detail, **fields)
     if effective == 429:
         return RateLimitedError(detail, retry_after_s=retry_after_s, **fields)
+    # a 503 that says when to come back means the same as a 529
+    if 529 in (effective, status) or (status == 503 and retry_after_s is not None):
+        return OverloadedError(detail, retry_after_s=retry_after_s, **fields)
+    if effective >= 500 or effective in _TEMPORARY:
+        return TransientError(detail, **fields)
     return RejectedError(detail, **fields)
 
 

@@ -48,9 +48,9 @@ class Replies:
         address = job.message.reply_to
         if not address:
             return None
-        if self.rule.allows(address, user=job.user_id):
+        if self.rule.allows(address, user=job.hop.user_id):
             return self.sender.refusal(address)
-        return self.rule.refusal(address, user=job.user_id)
+        return self.rule.refusal(address, user=job.hop.user_id)
 
     async def final(self, job: Job, completion: Completion, *, replayed: bool = False) -> bool:
         """Send the final reply. Return False if the reply queue is full and refused it.
@@ -77,7 +77,7 @@ class Replies:
 
     async def _final(self, job: Job, *, body: bytes, content_type: str, headers: dict[str, Any]) -> bool:
         address = job.message.reply_to
-        if not address or not self.rule.allows(address, user=job.user_id):
+        if not address or not self.rule.allows(address, user=job.hop.user_id):
             return True
         if (forged := self.sender.refusal(address)) is not None:
             raise forged

@@ -6,9 +6,7 @@ or of one whose id belongs to another request) is carried in a header. A minute 
 up; a stored result can still be fetched.
 """
 
-import heapq
 import json
-from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from consumers.claiming import Claiming
@@ -40,8 +38,7 @@ class ReplyRetries:
         self._claiming = claiming
         self._max_waiting = max_waiting
         self._waiting: list[tuple[int, tuple[str, str]]] = []
-        """A heap: when each waiting reply comes back, and whose it is: ("tenant", name) or ("queue", name)."""
-        self._waiting_of: Counter[tuple[str, str]] = Counter()
+        """When each waiting reply comes back, and whose it is: ("tenant", name) or ("queue", name)."""
         self._next_warning_ms = 0
         self.given_up = 0
         """The number of replies that were given up because their queue stayed full."""
@@ -51,18 +48,13 @@ class ReplyRetries:
         up."""
         tenant = job.identity.tenant
         whose = ("tenant", tenant) if tenant else ("queue", job.message.reply_to or "")
-        while self._waiting and self._waiting[0][0] <= now_ms:
-            _, returned = heapq.heappop(self._waiting)
-            self._waiting_of[returned] -= 1
-            if not self._waiting_of[returned]:
-                del self._waiting_of[returned]
-        most_of_one = max(1, self._max_waiting // MOST_OF_ONE)
-        is_full = len(self._waiting) >= self._max_waiting or self._waiting_of[whose] >= most_of_one
+        self._waiting = [(back_ms, owner) for back_ms, owner in self._waiting if back_ms > now_ms]
+        of_one = sum(owner == whose for _, owner in self._waiting)
+        is_full = len(self._waiting) >= self._max_waiting or of_one >= max(1, self._max_waiting // MOST_OF_ONE)
         if is_full or job.hop.reply_try >= len(PAUSES_S):
             return None
         pause_ms = 1000 * PAUSES_S[job.hop.reply_try]
-        heapq.heappush(self._waiting, (now_ms + pause_ms, whose))
-        self._waiting_of[whose] += 1
+        self._waiting.append((now_ms + pause_ms, whose))
         return pause_ms
 
     def give_up(self, job: Job, *, now_ms: int) -> None:

@@ -17,6 +17,8 @@ from consumers.job import Job, now_ms, source_of
 from consumers.pool import Pool
 from consumers.replies.reply_retries import ReplyRetries
 from consumers.settle import Settler
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.depth import depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.names import Names
 from lanekeeper.telemetry.tracing import Tracing
@@ -124,6 +126,14 @@ class PoolFactory:
             )
         )
 
+    async def ready_in(self, connection: Connection, queues: list[str]) -> Mapping[str, int]:
+        """Ask the broker how many messages wait in each queue. The messages in a lane's side queues count for its
+        intake. Raises BrokerError."""
+        ready = await ready_in(connection, queues)
+        return {
+            queue: count + (self.heads[queue].ready if queue in self.heads else 0) for queue, count in ready.items()
+        }
+
     def _pool(
         self, deliveries: Callable[..., Deliveries], slots: int, *, prefetch: int | None = None, **options: Any
     ) -> Pool:
@@ -138,3 +148,8 @@ class PoolFactory:
             taken_ms=now_ms(),
             speakers=self.speakers,
         )
+
+
+async def ready_in(connection: Connection, queues: list[str]) -> Mapping[str, int]:
+    """Ask the broker how many messages wait in each queue. Raises BrokerError."""
+    return {queue: depth.ready for queue, depth in (await depths(connection, queues)).items()}

@@ -149,7 +149,7 @@ async def _send_status(worker: Worker, question: Message, worker_name: str) -> N
             "displaced": worker.control.displaced,
         },
     }
-    await worker.answers.tell(question, figures, id=None, control="accepted")
+    await worker.answers.tell(question, figures, control="accepted")
 
 
 async def _summarise(worker: Worker) -> None:

@@ -253,14 +253,14 @@ async def test_no_answer_goes_to_a_queue_with_a_chosen_name(
     bench: Bench, reply_to: str | None, unanswered: int
 ) -> None:
     answers = answers_of(bench)
-    await answers.tell(Message(body=b"", reply_to=reply_to), {}, id="m-1", control="accepted")
+    await answers.tell(Message(body=b"", reply_to=reply_to), {"id": "m-1"}, control="accepted")
     assert bench.log == []
     assert answers.unanswered == unanswered
 
 
 async def test_a_refusal_without_an_address_is_counted(bench: Bench) -> None:
     answers = answers_of(bench)
-    await answers.refuse(Message(body=b"", type="reboot"), RequestProblem("invalid_request", "type"), id=None)
+    await answers.refuse(Message(body=b"", type="reboot"), RequestProblem("invalid_request", "type"))
     assert bench.log == []
     assert (answers.refused, answers.unanswered) == (1, 1)
 
@@ -306,7 +306,7 @@ async def test_with_bound_replies_an_answer_goes_only_to_the_user_who_asked(
 ) -> None:
     answers = answers_of(bench, bound=bound)
     question = Message(body=b"{}", reply_to=address, user_id=user)
-    await answers.tell(question, {}, id=None, control="accepted")
+    await answers.tell(question, {}, control="accepted")
     assert [each.routing_key for each in bench.publisher.sent] == [address] * is_told
     assert answers.unanswered == (not is_told)
 

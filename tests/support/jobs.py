@@ -13,6 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from consumers.attempt import Attempts
+from consumers.bodies.fetching import Fetching
 from consumers.capacity.pausing import Pausing
 from consumers.chain import Chain
 from consumers.claiming import Claiming
@@ -188,6 +189,7 @@ class Bench:
             failpoints=Failpoints(),
             parking=parking or Parking(),
             sendable=Sendable(self.publisher),
+            bodies=Fetching(None, most_bytes=0),
         )
 
     def delivery(self, *, body: bytes = BODY, queue: str = "lane.critical", **properties: Any) -> FakeDelivery:

@@ -86,7 +86,8 @@ class HopHeaders:
     back_ms: int | None = None
     """When the request's delay is over; ms since 1970."""
     is_fresh: bool = False
-    """True if the request was moved to a side queue before any worker had started it."""
+    """True if the request was never delayed or retried: it comes from its lane's intake, directly or through a side
+    queue."""
     reply_try: int = 0
     """How often the requester's reply queue has refused the reply. If this is above 0, the request has ended, and only
     its reply has to be sent again."""

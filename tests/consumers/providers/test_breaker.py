@@ -275,7 +275,7 @@ async def test_a_single_request_that_fails_every_time_opens_no_breaker() -> None
 
 async def test_providers_known_to_fail_are_left_out_unless_all_are() -> None:
     these = Breakers(rng=random.Random(1))
-    assert these.usable((HERE, ELSEWHERE)) == (HERE, ELSEWHERE)
+    assert list(these.usable((HERE, ELSEWHERE))) == [HERE, ELSEWHERE]
     now_s = asyncio.get_running_loop().time()
     await fail(these, now_s, times=FAILURES)
     assert list(these.usable((HERE, ELSEWHERE))) == [ELSEWHERE]

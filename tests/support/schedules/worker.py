@@ -8,6 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from consumers.bodies.fetching import Fetching
 from consumers.capacity.activity import LaneActivity
 from consumers.claiming import Claiming
 from consumers.failpoints import Failpoints
@@ -17,6 +18,7 @@ from consumers.gates.deadline import DeadlineGate
 from consumers.gates.schedule import ScheduleGate
 from consumers.job import Job, source_of
 from consumers.lifecycle import Lifecycle
+from consumers.parking import Parking
 from consumers.parsing import Parsing
 from consumers.pool import Pool
 from consumers.providers.registry import Registry
@@ -75,7 +77,9 @@ class Worker:
             tracing=TRACING,
             now_ms=world.now_ms,
             failpoints=Failpoints(),
+            parking=Parking(),
             sendable=Sendable(publisher),
+            bodies=Fetching(None, most_bytes=0),
         )
         steps = handler(
             attempts(
