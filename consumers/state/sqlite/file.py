@@ -17,9 +17,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from consumers.state.base import StoreUnavailable
-from consumers.state.clock import Clock
 from consumers.state.sqlite import following as sqlite_following
 from consumers.state.sqlite import shares as sqlite_shares
+from consumers.state.sqlite.clock import Clock
 
 VERSION = 4
 """The version of the SQLite schema, which is stored in the file as `user_version`."""

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from consumers.state.base import StoreUnavailable
-from consumers.state.clock import Clock
 from consumers.state.spec import StoreSpec
+from consumers.state.sqlite.clock import Clock
 from consumers.state.sqlite.counters import Counters
 from consumers.state.sqlite.file import drop_log, explain, inode, log_of, open_file, sync_commits
 from consumers.state.sqlite.following import Followed
