@@ -67,12 +67,6 @@ class Gateway:
         self._speaker = SpeakerCheck(client, user=user)
         self._limit = CallLimit(spec.calls)
         self._client = client
-        self._bodies = Bodies(
-            self._limit,
-            over_bytes=settings.bodies.over_bytes,
-            # what is too large for a message is accepted only if there is a store for it
-            most_bytes=PACKED_BYTES if settings.bodies_url is None else settings.bodies.most_bytes,
-        )
         own = settings.body_store()
         self._body_stores = [*([] if own is None else [own]), *settings.bodies.allowed_stores()]
         answers = Answers(self._body_stores, most_bytes=settings.answer_bytes)
@@ -83,21 +77,17 @@ class Gateway:
             max_values=settings.json_values,
             cancel_abandoned=spec.cancel_abandoned,
         )
-        self._messages = Messages(
-            client,
-            call_reader=call_reader,
-            bodies=self._bodies,
-            answers=answers,
-            ping_every_s=spec.ping_every_s,
+        self._bodies = Bodies(
+            call_reader,
+            self._limit,
+            over_bytes=settings.bodies.over_bytes,
+            # what is too large for a message is accepted only if there is a store for it
+            most_bytes=PACKED_BYTES if settings.bodies_url is None else settings.bodies.most_bytes,
         )
+        self._messages = Messages(client, bodies=self._bodies, answers=answers, ping_every_s=spec.ping_every_s)
         requests = Requests(client, store, looking=self._looking, positions=Positions(client, store))
         self._paths = RequestPaths(
-            requests,
-            self._looking,
-            call_reader=call_reader,
-            bodies=self._bodies,
-            answers=answers,
-            ping_every_s=spec.ping_every_s,
+            requests, self._looking, bodies=self._bodies, answers=answers, ping_every_s=spec.ping_every_s
         )
         self._sockets = Sockets(
             requests,

@@ -4,7 +4,6 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 
 from aiohttp import web
 
@@ -13,7 +12,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import LanekeeperError
 from service.config.gateway_section import GatewayKey
 from service.gateway.answers import Answers
-from service.gateway.asking import CallReader, request_id_of
+from service.gateway.asking import request_id_of
 from service.gateway.bodies import Bodies
 from service.gateway.error_answers import ABOUT_REQUEST
 from service.gateway.problems import ApiError, api_error_of
@@ -32,7 +31,6 @@ class Messages:
 
     client: Client
     _: KW_ONLY
-    call_reader: CallReader
     bodies: Bodies
     answers: Answers
     ping_every_s: float
@@ -42,9 +40,8 @@ class Messages:
         the request. Raises ApiError, LanekeeperError."""
         request_id, chose_id = request_id_of(request.headers)
         request[ABOUT_REQUEST] = request_id
-        read = partial(self.call_reader.read, request.headers, caller=caller, request_id=request_id, chose_id=chose_id)
         try:
-            async with self.bodies.checked_call(request, read) as asked:
+            async with self.bodies.checked_call(request, caller, request_id=request_id, chose_id=chose_id) as asked:
                 if not asked.stream:
                     final = await self.client.request(
                         asked.body, key=asked.key, timeout_s=asked.timeout_s, **asked.options

@@ -5,7 +5,6 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import Final
 
 from aiohttp import web
@@ -13,7 +12,7 @@ from aiohttp import web
 from lanekeeper.contract.problems import LanekeeperError, invalid_request
 from service.config.gateway_section import GatewayKey
 from service.gateway.answers import Answers
-from service.gateway.asking import CallReader, submitted_id_of
+from service.gateway.asking import submitted_id_of
 from service.gateway.bodies import Bodies
 from service.gateway.documents import JSON, LargeStatus, answer, path_of
 from service.gateway.error_answers import ABOUT_REQUEST
@@ -40,7 +39,6 @@ class RequestPaths:
     requests: Requests
     looking: Looking
     _: KW_ONLY
-    call_reader: CallReader
     bodies: Bodies
     answers: Answers
     ping_every_s: float
@@ -49,10 +47,9 @@ class RequestPaths:
         """Answer `POST /v1/requests`: submit a request."""
         id, chose_id = submitted_id_of(request.headers)
         request[ABOUT_REQUEST] = id
-        read = partial(
-            self.call_reader.read, request.headers, caller=caller, request_id=id, chose_id=chose_id, task="requests"
-        )
-        async with self.bodies.checked_call(request, read) as asked:
+        async with self.bodies.checked_call(
+            request, caller, request_id=id, chose_id=chose_id, task="requests"
+        ) as asked:
             await self.requests.submit(asked, caller)
         path = path_of(id)
         body = json.dumps({"id": id, "status_url": path, "events_url": f"{path}/events"}).encode()
@@ -103,9 +100,9 @@ class RequestPaths:
                     if not isinstance(entry.body, LargeStatus):
                         await writing.write(b"%b%b\n\n" % (head, _in_one_line(entry.body)))
                         continue
-                    begin, kept, end = entry.body
-                    async with self.answers.fetched(kept) as result:
-                        await writing.write_all(_event_of(head, result.pieces(begin=begin, end=end)))
+                    status = entry.body
+                    async with self.answers.fetched(status.result) as result:
+                        await writing.write_all(_event_of(head, result.pieces(begin=status.begin, end=status.end)))
         except ConnectionError:
             return writing.response
         except (ApiError, LanekeeperError):

@@ -15,7 +15,7 @@ from aiohttp import web
 from lanekeeper.contract.problems import LanekeeperError
 from service.gateway.connections import Connection
 from service.gateway.documents import answer
-from service.gateway.error_answers import answer_errors, not_found, note_beginning
+from service.gateway.error_answers import answer_errors, note_beginning
 from topology.codec.decoding import PACKED_BYTES
 
 Readiness = Callable[[], Mapping[str, str | None]]
@@ -76,7 +76,6 @@ class Server:
         app.router.add_get("/readyz", self._readyz)
         for (method, path), handler in ({} if routes is None else routes.handlers()).items():
             app.router.add_route(method, path, handler, expect_handler=self._expected)
-        app.router.add_route("*", "/{path:.*}", not_found)
         self._runner = web.AppRunner(
             app,
             handle_signals=False,

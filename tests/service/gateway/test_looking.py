@@ -128,7 +128,6 @@ async def test_a_reader_of_events_is_sent_to_the_next_process_by_a_stream_that_e
     paths = RequestPaths(
         Known(looking),
         looking,
-        call_reader=None,  # type: ignore[arg-type]
         bodies=None,  # type: ignore[arg-type]
         answers=None,  # type: ignore[arg-type]
         ping_every_s=60,
