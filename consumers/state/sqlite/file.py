@@ -49,7 +49,7 @@ CREATE TABLE request (
     attempts INTEGER NOT NULL,
     keep_ms INTEGER NOT NULL,     -- since 1970: when the row may be removed
     noted INTEGER NOT NULL,       -- 1: it ended or was deferred without a claim; any message may still claim it
-    cancelling INTEGER NOT NULL,  -- 1: it was cancelled while claimed: `status` and so on apply when the claim ends
+    cancelling INTEGER NOT NULL,  -- 1: cancelled while claimed; `status` and so on apply unless its holder completes it
     nonce BLOB,                   -- of the delivery that claimed it last
     deaths INTEGER NOT NULL,      -- claims that were not released
     due_ms INTEGER,               -- since 1970: when its next attempt may begin; NULL: not known, or it does not wait
