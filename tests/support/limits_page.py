@@ -26,7 +26,7 @@ NO_LIMITS = {
     "consumers/capacity/pace.py": {"UNLIMITED"},
     "consumers/failpoints.py": {"EXIT_CODE", "SOON_S"},
     "consumers/limits/adaptive.py": {"NO_LIMIT"},
-    "consumers/limits/amounts.py": {"INPUT"},
+    "consumers/limits/base.py": {"INPUT"},
     "consumers/limits/learned.py": {"VERSION"},
     "consumers/parking.py": {"HOUR_S"},
     "consumers/prices.py": {"MILLION"},
