@@ -163,7 +163,7 @@ class Deliveries:
             log.warning(signals.CONSUME_FAILED, queue=self.queue, reason=why)
 
     async def _open(self) -> Session:
-        channel = await self._connection.raw_channel(confirms=False, timeout_s=OPEN_TIMEOUT_S)
+        channel = await self._connection.channel(confirms=False, timeout_s=OPEN_TIMEOUT_S)
         if self._heads is not None:
             session: Session = HeadsSession(channel, self._heads, queue=self.queue, counted=self._counted)
         else:
