@@ -27,7 +27,7 @@ from consumers.state.base import (
     WaitingLimit,
 )
 from consumers.state.following import FollowedStore, Submission
-from consumers.trail import Trails
+from consumers.trail import Trail, Trails
 from lanekeeper.telemetry import logs, signals
 
 RENEW_EVERY_S = 0.5
@@ -114,7 +114,7 @@ class Claiming:
         if decoded is None or not (granted.followed or (decoded.request.stream and not job.message.reply_to)):
             return
         submission = Submission.of(decoded.request, job.fingerprint().body_hash)
-        job.trail = self._trails.begin(held, submission, is_takeover=granted.deaths > 0)
+        job.trail = Trail(self._trails, held, submission, is_takeover=granted.deaths > 0)
 
     async def release(self, job: Job, *, due_ms: int | None = None) -> None:
         """Release the claim of a request that has not ended and will be delivered again. `due_ms`: the time of that
