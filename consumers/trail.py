@@ -127,9 +127,13 @@ class Trails:
         self._store = store
         self._background = background
         self._unwritten: dict[Trail, None] = {}
+        """The trails with unwritten entries, in the order in which they are written."""
         self._writing: asyncio.Task[None] | None = None
+        """The task that writes while there are unwritten entries."""
         self._hurry = asyncio.Event()
+        """Set to end the pause before the next write."""
         self._round = asyncio.Event()
+        """Set after the next write; each write has an event of its own."""
 
     def write_soon(self, trail: Trail) -> None:
         """Write the new entries (steps and events) of this request's progress with the next write to the store."""

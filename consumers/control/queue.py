@@ -87,8 +87,11 @@ class Control:
         self._received = 0
         """How many control messages have arrived in this process."""
         self._in_hand: set[int] = set()
+        """The delivery tags of the messages that are worked on."""
         self._done: list[Delivery] = []
+        """The finished messages that are acknowledged together next."""
         self._busy_at_s = 0.0
+        """When a message was last finished, by the event loop's clock."""
 
     @property
     def trouble(self) -> str | None:
