@@ -115,37 +115,41 @@ def listed(names: Sequence[Any]) -> str:
     return ", ".join(mask(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _key(value: SecretStr) -> SecretStr:
-    text = value.get_secret_value().strip()
+def _secret(check: Callable[[str], str]) -> AfterValidator:
+    """The validator of a secret text. `check` returns the text as it is used, or raises a validation error."""
+    return AfterValidator(lambda value: SecretStr(check(value.get_secret_value().strip())))
+
+
+def _key(text: str) -> str:
     if _PRINTABLE.fullmatch(text) is None:
         raise wrong("a key without spaces or control characters")
-    return SecretStr(text)
+    return text
 
 
-def _split(value: SecretStr, *, schemes: tuple[str, ...], example: str) -> SplitResult:
+def _split(url: str, *, schemes: tuple[str, ...], example: str) -> SplitResult:
     what = f"a URL such as {example}, other characters in user and password as %XX"
     try:
-        parts = urlsplit(value.get_secret_value().strip())
+        parts = urlsplit(url)
         port = parts.port
     except ValueError:
         raise wrong(what) from None
-    printable = _PRINTABLE.fullmatch(value.get_secret_value().strip()) is not None
-    if parts.scheme not in schemes or not parts.hostname or port == 0 or parts.fragment or not printable:
+    is_printable = _PRINTABLE.fullmatch(url) is not None
+    if parts.scheme not in schemes or not parts.hostname or port == 0 or parts.fragment or not is_printable:
         raise wrong(what)
     return parts
 
 
-def _amqp_urls(value: SecretStr) -> SecretStr:
+def _amqp_urls(text: str) -> str:
     """Check the setting with the broker's URL, or the URLs of one cluster's nodes, separated by commas. All must have
     the same scheme and virtual host."""
-    every = [_amqp_url(SecretStr(url)) for url in urls_of(value.get_secret_value())]
+    every = [_amqp_url(url) for url in urls_of(text)]
     if len({(parts.scheme, unquote(parts.path[1:]) or "/") for parts in every}) > 1:
         raise wrong("URLs of one cluster: all amqp:// or all amqps://, and with the same virtual host")
-    return SecretStr(",".join(parts.geturl() for parts in every))
+    return ",".join(parts.geturl() for parts in every)
 
 
-def _amqp_url(value: SecretStr) -> SplitResult:
-    parts = _split(value, schemes=("amqp", "amqps"), example="amqps://user:password@host:5671/vhost")
+def _amqp_url(url: str) -> SplitResult:
+    parts = _split(url.strip(), schemes=("amqp", "amqps"), example="amqps://user:password@host:5671/vhost")
     if parts.query:
         # For example, `?no_verify_ssl=1` would silently turn off the check of the broker's certificate.
         raise wrong("a URL without ?…: for certificates there are LANEKEEPER_TLS__CA_FILE, …__CERT_FILE, …__KEY_FILE")
@@ -156,29 +160,26 @@ def _amqp_url(value: SecretStr) -> SplitResult:
     return parts
 
 
-def _http_url(value: SecretStr) -> SecretStr:
-    parts = _split(value, schemes=("http", "https"), example="https://host:8443")
+def _http_url(text: str) -> str:
+    parts = _split(text, schemes=("http", "https"), example="https://host:8443")
     if parts.query:
         raise wrong("a URL without ?…")
-    return SecretStr(parts.geturl().rstrip("/"))
+    return parts.geturl().rstrip("/")
 
 
-def _store_url(value: SecretStr) -> SecretStr:
-    text = value.get_secret_value().strip()
+def _store_url(text: str) -> str:
     if text.startswith("sqlite:"):
         file = text.removeprefix("sqlite:///")
         if file in (text, "", "/") or file.endswith("/") or "?" in text or "#" in text or not text.isprintable():
             raise wrong("sqlite:///relative/file or sqlite:////absolute/file, with ?, # and % in it as %XX")
-        return SecretStr(text)
+        return text
     parts = _split(
-        SecretStr(text),
-        schemes=("redis", "rediss"),
-        example="redis://:password@host:6379/0 or sqlite:////absolute/file",
+        text, schemes=("redis", "rediss"), example="redis://:password@host:6379/0 or sqlite:////absolute/file"
     )
     if parts.query or re.fullmatch(r"/?|/[0-9]{1,5}", parts.path) is None:
         # For example, `?ssl_cert_reqs=none` would silently turn off the check of the server's certificate.
         raise wrong("a URL with nothing after the address but the database's number, such as redis://host:6379/0")
-    return SecretStr(text)
+    return text
 
 
 def _chances(value: Any) -> Any:
@@ -215,9 +216,9 @@ ModelWords = Annotated[tuple[ModelName, ...], *_Once]
 ProviderNames = Annotated[tuple[ProviderName, ...], *_Once]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(words), AfterValidator(not_empty)]
 UserNames = Annotated[tuple[Annotated[str, AfterValidator(_user)], ...], BeforeValidator(words)]
-Key = Annotated[SecretStr, AfterValidator(_key)]
-AmqpUrl = Annotated[SecretStr, AfterValidator(_amqp_urls)]
-HttpUrl = Annotated[SecretStr, AfterValidator(_http_url)]
-StoreUrl = Annotated[SecretStr, AfterValidator(_store_url)]
+Key = Annotated[SecretStr, _secret(_key)]
+AmqpUrl = Annotated[SecretStr, _secret(_amqp_urls)]
+HttpUrl = Annotated[SecretStr, _secret(_http_url)]
+StoreUrl = Annotated[SecretStr, _secret(_store_url)]
 Chances = Annotated[dict[str, float], BeforeValidator(_chances)]
 ReadableFile = Annotated[Path, AfterValidator(_readable_file)]

@@ -11,9 +11,9 @@ from consumers.capacity.activity import quantile
 from consumers.state.following import FollowedStore
 from lanekeeper import Client
 from lanekeeper.contract.names import LANE_NAME
-from lanekeeper.contract.problems import LanekeeperError
 from service.config.gateway_section import GatewaySettings
 from service.config.settings import Settings
+from service.demo.working import ANSWER_WITHIN_S, answer_of
 from service.gateway.app import Gateway, client_for
 from service.gateway.server import Server
 from topology.lanes import BATCH, CRITICAL
@@ -23,7 +23,6 @@ JOBS = 120
 CALLS = 10
 """How many streamed calls the SDK makes in each of the two lanes."""
 CALL_EVERY_S = 0.05
-ANSWER_WITHIN_S = 90.0
 PROMPT = "call {number} of the SDK, and some words to stream"
 
 
@@ -58,28 +57,21 @@ async def run(settings: Settings, client: Client, store: FollowedStore) -> BySdk
             ) as sdk,
             asyncio.TaskGroup() as group,
         ):
-            jobs = [group.create_task(_job(client, number)) for number in range(JOBS)]
+            jobs = [
+                group.create_task(answer_of(client, f"job {number} beside the SDK", key=f"{BATCH.name}.demo.sdk"))
+                for number in range(JOBS)
+            ]
             calls: dict[str, list[asyncio.Task[int | None]]] = {CRITICAL.name: [], BATCH.name: []}
             for number in range(CALLS):
                 await asyncio.sleep(CALL_EVERY_S)
                 for lane, tasks in calls.items():
                     tasks.append(group.create_task(_first_ms(sdk, lane, number)))
     return BySdk(
-        jobs=sum(job.result() for job in jobs),
+        jobs=sum(job.result() is not None for job in jobs),
         first_ms={
             lane: [found for task in tasks if (found := task.result()) is not None] for lane, tasks in calls.items()
         },
     )
-
-
-async def _job(client: Client, number: int) -> bool:
-    try:
-        await client.request(
-            {"prompt": f"job {number} beside the SDK"}, key=f"{BATCH.name}.demo.sdk", timeout_s=ANSWER_WITHIN_S
-        )
-    except LanekeeperError:
-        return False
-    return True
 
 
 async def _first_ms(sdk: AsyncAnthropic, lane: str, number: int) -> int | None:

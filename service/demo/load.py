@@ -2,15 +2,18 @@
 load."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from consumers.capacity.activity import quantile
+from lanekeeper import Client
+from lanekeeper.contract.problems import LanekeeperError
+from service.demo.working import ANSWER_WITHIN_S
 from topology.lanes import BATCH, CRITICAL, NORMAL
 
 BATCH_JOBS = 500
 CHATS = 40
 """The number of chats in each of the lanes critical and normal."""
+SENT = {CRITICAL.name: CHATS, NORMAL.name: CHATS, BATCH.name: BATCH_JOBS}
 CHAT_EVERY_S = 0.025
 FLOOD_FIRST_S = 0.2
 """The seconds between the first batch job and the first chat: by then all batch jobs are in the queue."""
@@ -36,24 +39,10 @@ class Ask:
         return self.mark + fault
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The outcome of one request of the demo: the answer's text and figures, or why there was none."""
-
-    text: str = ""
-    wait_ms: int = 0
-    attempts: int = 1
-    error: str | None = None
-
-
-Asking = Callable[[Ask], Awaitable[Result]]
-
-
 @dataclass(slots=True)
 class Score:
     """What has become of the demo's requests in one lane so far."""
 
-    lane: str
     expected: int
     asked: int = 0
     right: int = 0
@@ -61,14 +50,6 @@ class Score:
     waits_ms: list[int] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     """The requests that were not answered right, and why."""
-
-    def add(self, ask: Ask, result: Result) -> None:
-        self.waits_ms.append(result.wait_ms)
-        self.retried += result.attempts > 1
-        if result.error is None and ask.mark in result.text:
-            self.right += 1
-        else:
-            self.wrong.append(f"{ask.lane} {ask.number}: {result.error or 'the answer is to another question'}")
 
     def wait_ms(self, share: float) -> int:
         return quantile(sorted(self.waits_ms), share) or 0
@@ -78,7 +59,7 @@ class Score:
 class Board:
     """The results of the demo's load: the score of each lane, and how long the whole load took."""
 
-    lanes: dict[str, Score]
+    lanes: dict[str, Score] = field(default_factory=lambda: {lane: Score(count) for lane, count in SENT.items()})
     total_s: float = 0.0
 
     @property
@@ -90,33 +71,35 @@ class Board:
         return [request for score in self.lanes.values() for request in score.wrong]
 
 
-def board() -> Board:
-    """Create the board for a new run of the demo's load, without results; the most urgent lane is first."""
-    expected = {CRITICAL.name: CHATS, NORMAL.name: CHATS, BATCH.name: BATCH_JOBS}
-    return Board({lane: Score(lane, count) for lane, count in expected.items()})
-
-
-async def send(asking: Asking, scores: Board) -> None:
-    """Send the demo's load, batch jobs and chats, with `asking`, and add the results to `scores`. Returns when every
-    request has an outcome."""
+async def send(client: Client, scores: Board, *, lane: str | None = None) -> None:
+    """Send the demo's load, batch jobs and chats, and add the results to `scores`. Returns when every request has an
+    outcome. `lane`: the lane to which all requests are sent; None: each request goes to its own lane."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-
-    async def ask_one(ask: Ask) -> None:
-        scores.lanes[ask.lane].asked += 1
-        scores.lanes[ask.lane].add(ask, await asking(ask))
-
     async with asyncio.TaskGroup() as group:
         for number in range(BATCH_JOBS):
-            group.create_task(ask_one(Ask(BATCH.name, number)))
+            group.create_task(_ask(client, Ask(BATCH.name, number), scores, lane=lane))
         await asyncio.sleep(FLOOD_FIRST_S)
-        for ask in _chats():
-            group.create_task(ask_one(ask))
-            await asyncio.sleep(CHAT_EVERY_S)
+        for number in range(CHATS):
+            for chat in (CRITICAL, NORMAL):
+                group.create_task(_ask(client, Ask(chat.name, number), scores, lane=lane))
+                await asyncio.sleep(CHAT_EVERY_S)
     scores.total_s = loop.time() - began_s
 
 
-def _chats() -> Iterator[Ask]:
-    for number in range(CHATS):
-        yield Ask(CRITICAL.name, number)
-        yield Ask(NORMAL.name, number)
+async def _ask(client: Client, ask: Ask, scores: Board, *, lane: str | None) -> None:
+    score = scores.lanes[ask.lane]
+    score.asked += 1
+    key = f"{lane or ask.lane}.demo.load"
+    try:
+        final = await client.request({"prompt": ask.prompt}, key=key, timeout_s=ANSWER_WITHIN_S)
+    except LanekeeperError as error:
+        score.waits_ms.append(0)
+        score.wrong.append(f"{ask.lane} {ask.number}: {error}")
+        return
+    score.waits_ms.append(final.wait_ms)
+    score.retried += final.attempt > 1
+    if ask.mark in final.text:
+        score.right += 1
+    else:
+        score.wrong.append(f"{ask.lane} {ask.number}: the answer is to another question")

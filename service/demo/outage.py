@@ -7,13 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lanekeeper import Client
-from lanekeeper.contract.problems import LanekeeperError
 from lanekeeper.replies import Final
 from lanekeeper.telemetry import signals
 from service.config.budget_sections import ProviderSettings
 from service.config.copies import with_provider
 from service.config.settings import Settings
-from service.demo.working import working
+from service.demo.working import answer_of, working
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
 from service.telemetry import logs
@@ -30,7 +29,6 @@ DOWN_S = 2.0
 UP_AGAIN_CALLS = 20
 """The demo's outage act ends when the first provider, after its failure, has answered this many requests."""
 UP_AGAIN_WITHIN_S = 10.0
-ANSWER_WITHIN_S = 60.0
 CALLS_MOST = 1.5
 """The demo's outage act succeeds only if the providers were called at most this often for each answer, on average:
 repeated calls are the cost of an outage."""
@@ -85,15 +83,11 @@ async def run(settings: Settings) -> Outage:
 
 
 async def _ask_meanwhile(client: Client, first: SimulatedAPI) -> list[Final | None]:
-    async def ask(number: int) -> Final | None:
-        with suppress(LanekeeperError):
-            prompt = {"prompt": f"request {number} of the fourth act"}
-            return await client.request(prompt, key=f"{CRITICAL.name}.demo.outage", timeout_s=ANSWER_WITHIN_S)
-        return None
-
     async def keep_asking() -> None:
         while True:
-            tasks.append(group.create_task(ask(len(tasks))))
+            prompt = f"request {len(tasks)} of the fourth act"
+            asked = answer_of(client, prompt, key=f"{CRITICAL.name}.demo.outage")
+            tasks.append(group.create_task(asked))
             await asyncio.sleep(EVERY_S)
 
     def answered() -> int:

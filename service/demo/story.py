@@ -14,15 +14,12 @@ from urllib.parse import quote
 import uvloop
 from rich.console import Console
 
-from lanekeeper import Client
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.contract.problems import LanekeeperError
 from service.config.budget_sections import BudgetSettings, CapsSettings
 from service.config.copies import with_broker, with_provider, with_store
 from service.config.sections import LanesSettings
 from service.config.settings import Settings
 from service.demo import budget, by_sdk, load, outage, unbroken
-from service.demo.load import Ask, Asking, Result
 from service.demo.table import show_budget, show_by_sdk, show_outage, show_unbroken, show_verdict, watching
 from service.demo.working import working
 from service.private_broker.broker import private_broker
@@ -35,7 +32,6 @@ from topology.lanes import BATCH
 BATCH_SLOTS = 12
 LATENCY_MS = 300
 RETRY_BASE_S, RETRY_SPAN_S = 0.2, 6.0
-ANSWER_WITHIN_S = 90
 PLAIN_WIDTH = 110
 """How many characters a line of the demo's output has if the output is not a terminal."""
 
@@ -68,9 +64,9 @@ async def _tell(settings: Settings) -> bool:
                 style="dim",
                 highlight=False,
             )
-            lanes = load.board()
+            lanes = load.Board()
             async with watching(console, lanes, {activity.lane: activity for activity in parts.activities}):
-                await load.send(_asking(client), lanes)
+                await load.send(client, lanes)
             console.print("a second worker, which is killed in the middle of its work …", style="dim")
             unbroken_act = await unbroken.run(settings, client, api, folder=Path(folder))
             console.print("Anthropic's SDK, through the gateway, among batch jobs …", style="dim")
@@ -78,8 +74,8 @@ async def _tell(settings: Settings) -> bool:
         console.print("the first load again, through one first-come queue …", style="dim")
         api.configure(api.options)  # resets the counts, so that the same faults occur again
         async with working(_with_single_queue(settings), lanes=(BATCH.name,)) as (_, client):
-            queued = load.board()
-            await load.send(_asking(client, lane=BATCH.name), queued)
+            queued = load.Board()
+            await load.send(client, queued, lane=BATCH.name)
         console.print(
             f"a provider that allows {budget.ACCOUNT.requests_per_minute} requests a minute, {budget.JOBS} batch jobs "
             "and a critical request now and then; the same without a gate …",
@@ -140,18 +136,3 @@ def _with_single_queue(settings: Settings) -> Settings:
 def _with_batch_slots(settings: Settings, slots: int) -> LanesSettings:
     batch = settings.lanes.batch.model_copy(update={"slots": slots, "slots_max": slots})
     return settings.lanes.model_copy(update={"batch": batch})
-
-
-def _asking(client: Client, *, lane: str | None = None) -> Asking:
-    """A function that sends one request. `lane`: the lane to which it sends all requests; None: each request goes to
-    its own lane."""
-
-    async def asking(ask: Ask) -> Result:
-        key = f"{lane or ask.lane}.demo.load"
-        try:
-            final = await client.request({"prompt": ask.prompt}, key=key, timeout_s=ANSWER_WITHIN_S)
-        except LanekeeperError as error:
-            return Result(error=str(error))
-        return Result(text=final.text, wait_ms=final.wait_ms, attempts=final.attempt)
-
-    return asking

@@ -13,6 +13,7 @@ from lanekeeper.contract.problems import LanekeeperError
 from lanekeeper.replies import Final
 from lanekeeper.telemetry import signals
 from service.config.settings import Settings
+from service.demo.working import answer_of
 from service.simulated.app import SimulatedAPI
 from topology.lanes import BATCH
 
@@ -20,7 +21,6 @@ JOBS = 60
 """The number of requests that are published in the demo's act in which a worker is killed."""
 TWICE = 20
 """How many of the published requests are published a second time."""
-ANSWER_WITHIN_S = 60.0
 READY_WITHIN_S = 30.0
 WORKS_FIRST_S = 0.45
 """How many seconds the second worker works before it is killed: by then it has answered some requests and is working on
@@ -74,15 +74,8 @@ async def run(settings: Settings, client: Client, api: SimulatedAPI, *, folder: 
 
 
 async def _ask(client: Client, number: int) -> Final | None:
-    try:
-        return await client.request(
-            {"prompt": f"job {number} of the second act"},
-            key=f"{BATCH.name}.demo.unbroken",
-            message_id=f"unbroken-{number}",
-            timeout_s=ANSWER_WITHIN_S,
-        )
-    except LanekeeperError:
-        return None
+    prompt = f"job {number} of the second act"
+    return await answer_of(client, prompt, key=f"{BATCH.name}.demo.unbroken", message_id=f"unbroken-{number}")
 
 
 def _is_replay(first: Final, again: Final | None) -> bool:

@@ -1,16 +1,21 @@
-"""A worker in the demo's own process, and a client that sends requests to it."""
+"""A worker in the demo's own process, a client that sends requests to it, and the answer to one request."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from typing import Unpack
 
 from lanekeeper import Client
+from lanekeeper.contract.problems import LanekeeperError
+from lanekeeper.options import Options
+from lanekeeper.replies import Final
 from service.config.settings import Settings
 from service.worker import running as worker
 from service.worker.assembly import assemble
 from service.worker.worker import Worker
 
 GRACE_S = 1.0
+ANSWER_WITHIN_S = 90.0
 
 
 @asynccontextmanager
@@ -29,3 +34,10 @@ async def working(settings: Settings, *, lanes: tuple[str, ...] = ()) -> AsyncIt
             yield parts, client
         finally:
             stop.set()
+
+
+async def answer_of(client: Client, prompt: str, *, key: str, **options: Unpack[Options]) -> Final | None:
+    """Send a request, and return its answer; None if there is none."""
+    with suppress(LanekeeperError):
+        return await client.request({"prompt": prompt}, key=key, timeout_s=ANSWER_WITHIN_S, **options)
+    return None

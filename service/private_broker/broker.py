@@ -15,8 +15,7 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -31,82 +30,54 @@ def say_on_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True, slots=True)
 class PrivateBroker:
-    """A private broker: a RabbitMQ that was started for a block of code, and is removed at its end."""
+    """A private broker: a RabbitMQ that was started for a block of code, and is removed at its end.
 
-    amqp_url: str = field(repr=False)
+    A process, the guard, owns the broker, and is told over a pipe what to do. When `close` is called, or this process
+    ends, the pipe is closed, and the guard removes the broker."""
+
+    amqp_url: str
     """The AMQP URL with user and password; the virtual host is `/`."""
     management_url: str
     """The management API's URL without credentials, which are those of `amqp_url`."""
     version: str
-    guard: "_Guard" = field(repr=False)
-
-    async def kill(self) -> None:
-        """Kill the broker with SIGKILL, like a power cut. Raises BrokerUnreachable if its guard has ended."""
-        await asyncio.to_thread(self.guard.order, "kill")
-
-    async def start(self) -> None:
-        """After `kill`: start it again with the same data, ports and name, and wait until it is ready."""
-        await asyncio.to_thread(self.guard.order, "start")
-
-
-@asynccontextmanager
-async def private_broker(
-    *, sources: Sequence[str] = SOURCES, image: str | None = None, say: Say = say_on_stderr
-) -> AsyncIterator[PrivateBroker]:
-    """Run a broker inside the block. Raises BrokerUnreachable, which says what to install, if no source provides one.
-
-    `sources`: the sources to try, in this order. `image`: the Docker image to use. `say` is called, from another
-    thread, with a text about each step that takes long.
-    """
-    with _Guard(sources, image, say) as guard:  # its end blocks the event loop, so that no cancellation interrupts it
-        # If this is cancelled, the thread keeps reading until the guard ends.
-        yield await asyncio.to_thread(guard.ready)
-
-
-@contextmanager
-def guarded_broker(*, sources: Sequence[str] = SOURCES) -> Iterator[PrivateBroker]:
-    """Run a private broker inside the block, for code without an event loop (see `private_broker`)."""
-    with _Guard(sources, None, say_on_stderr) as guard:
-        yield guard.ready()
-
-
-class _Guard:
-    """Runs the guard, the process that owns the private broker, and talks to it over pipes. When the block ends, or
-    this process, the pipe is closed, and the guard removes the broker."""
 
     def __init__(self, sources: Sequence[str], image: str | None, say: Say) -> None:
         command = [sys.executable, "-m", "service.private_broker.guard", "--sources", ",".join(sources)]
         # Not an asyncio subprocess: an event loop that is closed early kills its children before they can clean up.
-        process = subprocess.Popen(
+        guard = subprocess.Popen(
             command if image is None else [*command, "--image", image],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[2],  # from this folder Python can import `service`, even if it is not installed
             start_new_session=True,
         )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process, self._commands, self._answers, self._say = process, process.stdin, process.stdout, say
+        assert guard.stdin is not None
+        assert guard.stdout is not None
+        self.guard, self._commands, self._answers, self._say = guard, guard.stdin, guard.stdout, say
 
-    def __enter__(self) -> Self:
+    def ready(self) -> Self:
+        """Wait until the broker is ready. Raises BrokerUnreachable."""
+        access = self._answer()
+        self.amqp_url, self.management_url = access["amqp_url"], access["management_url"]
+        self.version = access["version"]
         return self
 
-    def __exit__(self, *_: object) -> None:
+    async def kill(self) -> None:
+        """Kill the broker with SIGKILL, like a power cut. Raises BrokerUnreachable if its guard has ended."""
+        await asyncio.to_thread(self._order, "kill")
+
+    async def start(self) -> None:
+        """After `kill`: start it again with the same data, ports and name, and wait until it is ready."""
+        await asyncio.to_thread(self._order, "start")
+
+    def close(self) -> None:
         with suppress(BrokenPipeError):
             self._commands.close()
-        self._process.wait()
+        self.guard.wait()
         self._answers.close()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def ready(self) -> PrivateBroker:
-        return PrivateBroker(**self._answer(), guard=self)
-
-    def order(self, command: str) -> None:
+    def _order(self, command: str) -> None:
         try:
             self._commands.write(f"{command}\n".encode())
             self._commands.flush()
@@ -124,3 +95,24 @@ class _Guard:
             else:
                 return answer
         raise BrokerUnreachable("the private broker's guard ended without a word")
+
+
+@asynccontextmanager
+async def private_broker(
+    *, sources: Sequence[str] = SOURCES, image: str | None = None, say: Say = say_on_stderr
+) -> AsyncIterator[PrivateBroker]:
+    """Run a broker inside the block. Raises BrokerUnreachable, which says what to install, if no source provides one.
+
+    `sources`: the sources to try, in this order. `image`: the Docker image to use. `say` is called, from another
+    thread, with a text about each step that takes long.
+    """
+    # `close` blocks the event loop, so that no cancellation interrupts it.
+    with closing(PrivateBroker(sources, image, say)) as broker:
+        yield await asyncio.to_thread(broker.ready)  # if this is cancelled, the thread reads until the guard ends
+
+
+@contextmanager
+def guarded_broker(*, sources: Sequence[str] = SOURCES) -> Iterator[PrivateBroker]:
+    """Run a private broker inside the block, for code without an event loop (see `private_broker`)."""
+    with closing(PrivateBroker(sources, None, say_on_stderr)) as broker:
+        yield broker.ready()

@@ -17,8 +17,6 @@ from service.simulated.errors import TYPES, Refusal, invalid
 from service.simulated.faults import Fault, Faults
 from service.simulated.options import SimulatedOptions
 
-_SLOW_FIRST_BYTE_S = 10.0
-
 
 class SimulatedAPI:
     """A simulated Anthropic API: an HTTP server on `host` and `port` (0: a free port, which stays the same after `stop`
@@ -227,7 +225,7 @@ async def _before_answering(request: web.BaseRequest, asked: messages.Asked, fau
         case "hang":
             await sending.hang()
         case "slow_first_byte":
-            await asyncio.sleep(_SLOW_FIRST_BYTE_S if fault.delay_s is None else fault.delay_s)
+            await asyncio.sleep(fault.delay_s)
         case "reset" if fault.at == "start" or (fault.at is None and not asked.stream):
             await sending.reset(request)
         case "error_mid_stream" if not asked.stream:

@@ -57,6 +57,7 @@ BROKEN: Final[Mapping[str, str]] = {
 """The simulated faults that are no error answers: they spoil the transfer or the answer itself."""
 
 _RETRY_AFTER: Final[Mapping[str, str]] = {"rate_limited": "1", "acceleration": "1"}
+_DELAYS_S: Final[Mapping[str, float]] = {"slow_first_byte": 10.0, "stall": 3600.0, "drip": 1.0}
 _ERROR_CODES: Final[Mapping[str, str]] = {
     "spend_limit": "enforced_spend_limit_reached",
     "acceleration": "ramp_limit_exceeded",
@@ -74,7 +75,7 @@ class Fault:
     name: str
     times: int | None = None
     retry_after: str | None = None
-    delay_s: float | None = None
+    delay_s: float = 0.0
     type: str = "overloaded_error"
     at: str | None = None
 
@@ -185,7 +186,7 @@ def parse_fault(text: str) -> Fault:
         name=name,
         times=times,
         retry_after=given.get("retry_after"),
-        delay_s=_seconds(given["delay"]) if "delay" in given else None,
+        delay_s=_seconds(given["delay"]) if "delay" in given else _DELAYS_S.get(name, 0.0),
         type=given.get("type", "overloaded_error"),
         at=given.get("at"),
     )

@@ -101,7 +101,7 @@ async def _send(
     pause_s: float = 0.0,
 ) -> web.StreamResponse:
     name = fault.name if fault else ""
-    delay_s = fault.delay_s if fault else None
+    delay_s = fault.delay_s if fault else 0.0
     response = web.StreamResponse(headers=headers)
     if "content-length" not in headers:
         response.enable_chunked_encoding()
@@ -117,7 +117,7 @@ async def _send(
         if nth == half:
             match name:
                 case "stall":
-                    await asyncio.sleep(3600.0 if delay_s is None else delay_s)
+                    await asyncio.sleep(delay_s)
                 case "truncated":
                     _break_off()
                 case "reset":
@@ -127,7 +127,7 @@ async def _send(
         if name == "drip":
             for at in range(len(chunk)):
                 await response.write(chunk[at : at + 1])
-                await asyncio.sleep(1.0 if delay_s is None else delay_s)
+                await asyncio.sleep(delay_s)
         else:
             await response.write(chunk)
     await response.write_eof()

@@ -1,4 +1,4 @@
-"""Sets up logs and traces of one process. Spans are sent by OTLP over HTTP if a URL is given.
+"""Sends the spans of a process by OTLP over HTTP.
 
 The SDK itself reads all other `OTEL_*` variables (sampler, headers, limits, resource attributes, OTEL_SDK_DISABLED).
 """
@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, TextIO
+from typing import Final
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
@@ -17,7 +17,6 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
-from service.telemetry import logs
 
 FLUSH_S: Final = 2.5
 """When the process ends, sending the last spans may take this many seconds."""
@@ -25,36 +24,16 @@ log = logger()
 
 
 @contextmanager
-def running(
-    *,
-    traces_url: str | None,
-    service_name: str = "lanekeeper",
-    log_level: str = "INFO",
-    log_format: logs.Format = "auto",
-    log_content: bool = False,
-    stream: TextIO | None = None,
-) -> Iterator[TracerProvider | None]:
-    """Write logs and send traces inside the block. Yields the provider for `Tracing`, or None if no spans are sent.
-
-    `log_content`: the log may quote prompts and answers, in texts of exceptions and in fields. Spans never do.
+def exporting(url: str | None, *, service_name: str) -> Iterator[TracerProvider | None]:
+    """Send spans over OTLP to `url` inside the block. Yields the provider for `Tracing`; None if `url` is None.
 
     The provider is not made OpenTelemetry's global one, so that two of them in one process (in tests, or beside an
     application's own) do not affect each other. Leaving the block takes about `FLUSH_S` at most, even if the endpoint
     does not answer.
     """
-    with logs.configured(
-        service=service_name, level=log_level, format=log_format, with_content=log_content, stream=stream
-    ):
-        if traces_url is None:
-            yield None
-            return
-        with exporting(traces_url, service_name=service_name) as provider:
-            yield provider
-
-
-@contextmanager
-def exporting(url: str, *, service_name: str) -> Iterator[TracerProvider]:
-    """Send spans over OTLP to `url` inside the block. Yields the tracer provider that receives them."""
+    if url is None:
+        yield None
+        return
     exporter = OTLPSpanExporter(endpoint=url)
     # The queue is bounded (OTEL_BSP_MAX_QUEUE_SIZE, 2048 spans): further spans are dropped, so nothing blocks.
     provider = TracerProvider(resource=_resource(service_name), shutdown_on_exit=False)

@@ -8,6 +8,8 @@ from functools import partial
 from opentelemetry.trace import TracerProvider
 
 from consumers.attempt import Attempts
+from consumers.bodies.fetching import Fetching
+from consumers.bodies.web import WebBodies
 from consumers.capacity.pausing import Pausing
 from consumers.capacity.scaling import Scaling
 from consumers.claiming import Claiming
@@ -16,7 +18,6 @@ from consumers.control.queue import Control
 from consumers.dead_letters import DeadLetters
 from consumers.decoding import Decoding
 from consumers.failpoints import Failpoints
-from consumers.fairness.lane_slots import Shares
 from consumers.fairness.scouting import Scouting
 from consumers.gates.body import BodyGate
 from consumers.gates.claim import ClaimGate
@@ -35,13 +36,12 @@ from consumers.settle import Settler
 from consumers.state.opening import open_store
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.telemetry.tracing import Tracing
+from service.config.bodies_section import WEB
 from service.config.settings import Settings
-from service.worker import ready
-from service.worker.bodies import fetching_of
 from service.worker.broker import apply_or_check, connection_for, management_of, watched_rights
 from service.worker.budgeting import open_budgeting
 from service.worker.open_providers import open_providers
-from service.worker.pool_factory import PoolFactory
+from service.worker.pool_factory import PoolFactory, ready_in
 from service.worker.worker import Worker
 from topology.broker.admin.deadletters import OldestMessages
 from topology.broker.admin.watch import TopologyWatch
@@ -117,21 +117,22 @@ async def assemble(
         rng = random.Random()
         replies = Replies(reply_sender, rule=reply_rule, loses_large_parts=settings.bodies_url is not None)
         lifecycle = Lifecycle(notices, names=names, now_ms=now_ms)
-        budgeting = await stack.enter_async_context(
-            open_budgeting(settings, providers, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng)
+        budgeting = open_budgeting(
+            settings, providers, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng, stack=stack
         )
         stack.push_async_callback(budgeting.spending.finish, within_s=FINISH_WITHIN_S)
         reply_retries = ReplyRetries(claiming, max_waiting=settings.reply_to.waiting)
         parking = Parking(invalid_per_hour=settings.dead.invalid_per_hour)
         decoding = Decoding(parsing, max_values=settings.json_values)
-        body_store = settings.body_store()
-        bodies = fetching_of(settings, body_store)
+        body_store, spec = settings.body_store(), settings.bodies
+        web = WebBodies([url for url in spec.allow if url.startswith(WEB)], private=spec.allow_private)
+        bodies = Fetching(body_store, others=[*spec.allowed_stores(), web], most_bytes=spec.most_bytes)
         stack.push_async_callback(bodies.aclose, within_s=FINISH_WITHIN_S)
         sendable = Sendable(
             publisher,
             answer_bytes=settings.answer_bytes,
             bodies=body_store,
-            over_bytes=settings.bodies.answers_over_bytes,
+            over_bytes=spec.answers_over_bytes,
             keep_s=settings.results.keep_s,
         )
         stack.push_async_callback(sendable.aclose, within_s=FINISH_WITHIN_S)
@@ -187,7 +188,7 @@ async def assemble(
             reply_retries=reply_retries,
             tracing=tracing,
             publisher=publisher,
-            shares=Shares(settings.fair.tenants),
+            shares=settings.fair.tenants,
         )
         for lane in worked_lanes:
             pools.add_lane(lane, handler)
@@ -199,7 +200,7 @@ async def assemble(
             settler=settler,
             answers=answers,
             now_ms=now_ms,
-            ready=partial(ready.in_queues, consuming, [names.control]),
+            ready=partial(ready_in, consuming, [names.control]),
             kept_s=settings.store_spec().cancelled_s,
             per_tenant_s=settings.control.per_tenant_s,
             speakers=settings.speakers,
@@ -230,11 +231,11 @@ async def assemble(
             pools=tuple(pools.made),
             scaling=Scaling(
                 pools.scaled,
-                depths=partial(ready.with_set_aside, consuming, pools.heads),
+                depths=partial(pools.ready_in, consuming),
                 now_ms=now_ms,
                 waiting_for=budgeting.waiting_for,
             ),
-            scouting=Scouting(pools.scouted, depths=partial(ready.in_queues, consuming)),
+            scouting=Scouting(pools.scouted, depths=partial(ready_in, consuming)),
             lane_slots=pools.lane_slots,
             budgeting=budgeting,
             simulated=simulated,

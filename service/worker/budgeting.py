@@ -2,8 +2,8 @@
 caps, and the gates (checks before a call) that use them."""
 
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from consumers.gates.budget import BudgetGate
@@ -14,6 +14,7 @@ from consumers.lifecycle import Lifecycle
 from consumers.limits.accounts import Budgets
 from consumers.limits.estimates import Estimates
 from consumers.limits.own_turns import own_accounts
+from consumers.limits.spec import BudgetSpec
 from consumers.providers.base import Provider
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
@@ -53,8 +54,7 @@ class Budgeting:
         }
 
 
-@asynccontextmanager
-async def open_budgeting(
+def open_budgeting(
     settings: Settings,
     providers: Sequence[Provider],
     *,
@@ -62,65 +62,60 @@ async def open_budgeting(
     lifecycle: Lifecycle,
     tracing: Tracing,
     rng: random.Random,
-) -> AsyncIterator[Budgeting]:
-    """Create the parts of a worker that limit its calls to providers, and close them at the end of the block."""
+    stack: AsyncExitStack,
+) -> Budgeting:
+    """Create the parts of a worker that limit its calls to providers; `stack` closes them."""
     spec, prices = settings.budget_spec(), settings.prices.table()
-    async with _budgets(settings) as budgets:
-        breakers, spending = Breakers(store), Spending(store, settings.caps.spec())
-        registry = Registry(*providers, tracing=tracing, prices=prices, learn=budgets.learn)
-        route_gate = RouteGate(breakers, now_ms=now_ms, rng=rng)
-        budget_gate = BudgetGate(
-            budgets,
+    budgets = _budgets(settings, spec, stack)
+    breakers, spending = Breakers(store), Spending(store, settings.caps.spec())
+    budget_gate = BudgetGate(
+        budgets,
+        breakers,
+        Estimates(first_output_tokens=spec.first_output_tokens, first_bytes_per_token=spec.first_bytes_per_token),
+        spec=spec,
+        now_ms=now_ms,
+        rng=rng,
+        on_wait=lambda job, wait: lifecycle.publish(
+            job,
+            "deferred",
+            delay_ms=round(1000 * wait.seconds),
+            reason=wait.reason,
+            **({} if wait.is_known else {"guessed": True}),
+        ),
+    )
+    return Budgeting(
+        budgets=budgets,
+        breakers=breakers,
+        spending=spending,
+        prices_as_of=prices.as_of,
+        registry=Registry(*providers, tracing=tracing, prices=prices, learn=budgets.learn),
+        routes=Routes(settings.routes_spec()),
+        route_gate=RouteGate(breakers, now_ms=now_ms, rng=rng),
+        caps_gate=CapsGate(
+            spending,
             breakers,
-            Estimates(first_output_tokens=spec.first_output_tokens, first_bytes_per_token=spec.first_bytes_per_token),
-            spec=spec,
+            prices=prices,
+            estimate=budget_gate.amounts,
             now_ms=now_ms,
             rng=rng,
-            on_wait=lambda job, wait: lifecycle.publish(
-                job,
-                "deferred",
-                delay_ms=round(1000 * wait.seconds),
-                reason=wait.reason,
-                **({} if wait.is_known else {"guessed": True}),
-            ),
-        )
-        yield Budgeting(
-            budgets=budgets,
-            breakers=breakers,
-            spending=spending,
-            prices_as_of=prices.as_of,
-            registry=registry,
-            routes=Routes(settings.routes_spec()),
-            route_gate=route_gate,
-            caps_gate=CapsGate(
-                spending,
-                breakers,
-                prices=prices,
-                estimate=budget_gate.amounts,
-                now_ms=now_ms,
-                rng=rng,
-                publish=lifecycle.publish,
-            ),
-            budget_gate=budget_gate,
-        )
+            publish=lifecycle.publish,
+        ),
+        budget_gate=budget_gate,
+    )
 
 
-@asynccontextmanager
-async def _budgets(settings: Settings) -> AsyncIterator[Budgets]:
+def _budgets(settings: Settings, spec: BudgetSpec, stack: AsyncExitStack) -> Budgets:
     """The providers' budgets. If the store is in Redis, all processes that use it share them; else they belong to this
     process alone."""
-    spec = settings.budget_spec()
     if not settings.store.startswith(("redis://", "rediss://")):
-        yield own_accounts(spec)
-        return
+        return own_accounts(spec)
 
     # Imported here, because these modules take 4 MiB of memory, which a worker with a SQLite store can save.
     from consumers.state.redis.client import RedisClient
     from consumers.state.redis.shared_turns import shared_accounts
 
-    async with AsyncExitStack() as stack:
-        client = RedisClient(settings.store)
-        stack.push_async_callback(client.aclose)
-        shared = shared_accounts(client, namespace=settings.namespace, spec=spec)
-        stack.push_async_callback(shared.aclose)
-        yield shared
+    client = RedisClient(settings.store)
+    stack.push_async_callback(client.aclose)
+    shared = shared_accounts(client, namespace=settings.namespace, spec=spec)
+    stack.push_async_callback(shared.aclose)
+    return shared

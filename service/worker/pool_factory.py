@@ -1,6 +1,6 @@
 """Creates a worker's pools, each of which consumes a queue: several for each lane, and one for `lane.fallen`."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ from consumers.capacity.activity import LaneActivity
 from consumers.capacity.scaling import ScaledQueue
 from consumers.fairness.aside import SideQueues
 from consumers.fairness.entrance import QueueEntrance, SideQueueEntrance
-from consumers.fairness.lane_slots import LaneSlots, Shares
+from consumers.fairness.lane_slots import LaneSlots, TenantShare
 from consumers.fairness.scouting import SCOUT_PREFETCH, Scouted
 from consumers.fallen import Fallen
 from consumers.handler import Handler
@@ -17,6 +17,8 @@ from consumers.job import Job, now_ms, source_of
 from consumers.pool import Pool
 from consumers.replies.reply_retries import ReplyRetries
 from consumers.settle import Settler
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.depth import depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.names import Names
 from lanekeeper.telemetry.tracing import Tracing
@@ -47,7 +49,7 @@ class PoolFactory:
     reply_retries: ReplyRetries
     tracing: Tracing
     publisher: Publisher
-    shares: Shares
+    shares: Mapping[str, TenantShare]
     made: list[Pool] = field(default_factory=list)
     scouted: list[Scouted] = field(default_factory=list)
     lane_slots: dict[str, LaneSlots] = field(default_factory=dict)
@@ -66,7 +68,7 @@ class PoolFactory:
         side_queues = None
         if heads.queues:
             side_queues = SideQueues(lane, heads, publisher=self.publisher, names=self.names, now_ms=now_ms)
-        lane_slots = LaneSlots(self.shares, side_queues)
+        lane_slots = LaneSlots(self.shares, None if side_queues is None else side_queues.has)
         self.lane_slots[lane.name] = lane_slots
         self.heads[self.names.intake(lane.name)] = heads
         common: dict[str, Any] = {
@@ -124,6 +126,14 @@ class PoolFactory:
             )
         )
 
+    async def ready_in(self, connection: Connection, queues: list[str]) -> Mapping[str, int]:
+        """Ask the broker how many messages wait in each queue. The messages in a lane's side queues count for its
+        intake. Raises BrokerError."""
+        ready = await ready_in(connection, queues)
+        return {
+            queue: count + (self.heads[queue].ready if queue in self.heads else 0) for queue, count in ready.items()
+        }
+
     def _pool(
         self, deliveries: Callable[..., Deliveries], slots: int, *, prefetch: int | None = None, **options: Any
     ) -> Pool:
@@ -138,3 +148,8 @@ class PoolFactory:
             taken_ms=now_ms(),
             speakers=self.speakers,
         )
+
+
+async def ready_in(connection: Connection, queues: list[str]) -> Mapping[str, int]:
+    """Ask the broker how many messages wait in each queue. Raises BrokerError."""
+    return {queue: depth.ready for queue, depth in (await depths(connection, queues)).items()}

@@ -75,7 +75,8 @@ async def test_two_unroutable_messages_with_the_same_id_are_both_reported(publis
         return_exceptions=True,
     )
     assert [type(each) for each in found] == [Unroutable] * 5
-    assert not publisher._in_flight
+    assert publisher._confirming is not None
+    assert not publisher._confirming._mandatory
 
 
 @pytest.mark.every_version
@@ -238,7 +239,8 @@ async def test_after_a_cancelled_publish_the_next_with_the_same_id_succeeds(publ
     found = await asyncio.gather(*tasks, return_exceptions=True)
     assert [task.cancelled() for task in tasks] == [True, True, False]
     assert found[2] is None
-    assert not publisher._in_flight
+    assert publisher._confirming is not None
+    assert not publisher._confirming._mandatory
 
 
 async def test_an_error_that_the_caller_does_not_want_retried_is_raised_at_once(publisher: Publisher) -> None:

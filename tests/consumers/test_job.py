@@ -135,3 +135,9 @@ def test_a_request_and_its_copy_in_a_side_queue_are_one_request_but_not_one_mess
     assert ours.redelivered
     assert not theirs.redelivered, "the copy is delivered for the first time"
     assert moved.redelivered, "so its outcome may be stored already"
+
+
+@pytest.mark.parametrize(("waited_ms", "left"), [(0, "5000"), (700, "4300"), (5001, "0")])
+def test_a_request_that_is_set_aside_keeps_what_is_left_of_its_expiration(waited_ms: int, left: str) -> None:
+    job = Bench().job(expiration="5000", headers={n.SENT_MS: NOW_MS})
+    assert set_aside(job, now_ms=NOW_MS + waited_ms, names=NAMES).expiration == left

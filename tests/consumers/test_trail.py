@@ -14,7 +14,7 @@ from consumers.state.sqlite.store import SqliteStore
 from consumers.trail import UNWRITTEN_BYTES, Trail, Trails
 from tests.support.waiting import until
 
-SUBMISSION = Submission(body_hash=b"", lane="critical", streams=True, submitted_ms=0, due_ms=None, deadline_ms=0)
+SUBMISSION = Submission(body_hash=b"", lane="critical", submitted_ms=0, due_ms=None, deadline_ms=0)
 
 
 class Store(SqliteStore):

@@ -13,6 +13,7 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.telemetry import recording, signals
 from lanekeeper.telemetry.tracing import Tracing
 from service.telemetry import exporters as telemetry
+from service.telemetry import logs
 from tests.support.otlp import OtlpReceiver, one
 
 CANARY = "canary-91c2"
@@ -31,7 +32,8 @@ def traces_url(otlp: OtlpReceiver) -> str:
 
 def publish(otlp: OtlpReceiver, message: Message, *, service: str, exchange: str, key: str) -> None:
     with (
-        telemetry.running(traces_url=traces_url(otlp), service_name=service, stream=io.StringIO()) as provider,
+        logs.configured(service=service, level="info", stream=io.StringIO()),
+        telemetry.exporting(traces_url(otlp), service_name=service) as provider,
         Tracing(provider).send(message, exchange=exchange, routing_key=key),
     ):
         pass
@@ -39,7 +41,7 @@ def publish(otlp: OtlpReceiver, message: Message, *, service: str, exchange: str
 
 def work(otlp: OtlpReceiver, message: Message, *, queue: str, attempts_left: int) -> Message:
     """What a worker does with one delivery; returns the published messages."""
-    with telemetry.running(traces_url=traces_url(otlp), service_name="worker", stream=io.StringIO()) as provider:
+    with telemetry.exporting(traces_url(otlp), service_name="worker") as provider:
         tracing = Tracing(provider)
         with tracing.process(message, queue=queue, delivery_tag=1) as span:
             try:
@@ -119,7 +121,7 @@ async def test_with_a_sampler_that_drops_everything_nothing_is_sent(monkeypatch:
 
 async def test_all_spans_are_exported_before_the_process_ends() -> None:
     async with OtlpReceiver() as otlp:
-        with telemetry.running(traces_url=traces_url(otlp), stream=io.StringIO()) as provider:
+        with telemetry.exporting(traces_url(otlp), service_name="worker") as provider:
             tracing = Tracing(provider)
             for _ in range(1000):
                 with tracing.send(Message(body=b""), exchange="e", routing_key="k"):
@@ -138,7 +140,10 @@ def test_an_unreachable_endpoint_neither_delays_the_exit_nor_fills_the_log(endpo
         if endpoint == "never answers":
             listener.listen()
         url = f"http://user:{CANARY}@127.0.0.1:{listener.getsockname()[1]}"
-        with telemetry.running(traces_url=f"{url}/v1/traces", log_format="json", stream=out) as provider:
+        with (
+            logs.configured(service="worker", level="info", format="json", stream=out),
+            telemetry.exporting(f"{url}/v1/traces", service_name="worker") as provider,
+        ):
             tracing = Tracing(provider)
             for _ in range(5000):
                 with tracing.send(Message(body=b""), exchange="e", routing_key="k"):
@@ -156,7 +161,7 @@ def test_an_unreachable_endpoint_neither_delays_the_exit_nor_fills_the_log(endpo
 def test_without_an_endpoint_there_is_no_tracer_provider_and_no_thread() -> None:
     before = set(threading.enumerate())
 
-    with telemetry.running(traces_url=None, stream=io.StringIO()) as provider:
+    with telemetry.exporting(None, service_name="worker") as provider:
         assert provider is None
         assert set(threading.enumerate()) <= before, "a thread of an earlier test may end meanwhile"
 
@@ -164,16 +169,17 @@ def test_without_an_endpoint_there_is_no_tracer_provider_and_no_thread() -> None
 def test_the_applications_global_tracer_provider_is_not_changed() -> None:
     before = trace.get_tracer_provider()
 
-    with telemetry.running(traces_url="http://127.0.0.1:9/v1/traces", stream=io.StringIO()):
+    with telemetry.exporting("http://127.0.0.1:9/v1/traces", service_name="worker"):
         assert trace.get_tracer_provider() is before
 
 
 async def test_prompts_and_keys_are_in_no_span_and_no_log_line() -> None:
     out = io.StringIO()
     async with OtlpReceiver() as otlp:
-        with telemetry.running(
-            traces_url=traces_url(otlp), log_level="DEBUG", log_format="json", stream=out
-        ) as provider:
+        with (
+            logs.configured(service="worker", level="debug", format="json", stream=out),
+            telemetry.exporting(traces_url(otlp), service_name="worker") as provider,
+        ):
             tracing = Tracing(provider)
             message = Message(
                 body=f'{{"prompt": "{CANARY}"}}'.encode(),

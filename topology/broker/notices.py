@@ -69,7 +69,7 @@ class Notices:
         confirmed publish."""
         if self._waiting.full():
             return False
-        self._waiting.put_nowait(("", routing_key, encoded(message, message_id=message.message_id), message.body))
+        self._waiting.put_nowait(("", routing_key, encoded(message), message.body))
         return True
 
     async def _write(self) -> None:
@@ -104,4 +104,4 @@ class Notices:
         await channel.write_queue.put(ChannelFrame(payload=payload, should_close=False))
 
 
-_JSON = encoded(Message(body=b"", content_type="application/json", persistent=False), message_id=None)
+_JSON = encoded(Message(body=b"", content_type="application/json", persistent=False))
