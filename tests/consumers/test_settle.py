@@ -312,7 +312,7 @@ async def test_a_dead_letter_that_is_published_again_has_a_new_start_and_keeps_i
     await bench.settler.settle(job, DEFERRED)
     copy = bench.to("lane.delay.01")
     back = bench.job(exchange="lane.due", headers=copy.headers, timestamp_s=5.0)
-    assert back.fingerprint().dead_at_ms == job.fingerprint().dead_at_ms is not None
+    assert back.fingerprint.dead_at_ms == job.fingerprint.dead_at_ms is not None
     request = decoding.decode(back.message, lane=CRITICAL, request_id=back.id, hop=back.hop, now_ms=NOW_MS + 900)
     assert request.published.ms == NOW_MS
 
