@@ -93,7 +93,7 @@ class Work:
     @property
     def overfull(self) -> list[str]:
         """Pools with more deliveries than slots: one of them waits for a slot."""
-        pools = [pool for line in self.lines.values() for pool in (line.pool, *(each.pool for each in line.added))]
+        pools = [pool for line in self.lines.values() for pool in (line.pool, *line.added, *line.taken_back)]
         return [pool.queue for pool in pools if pool.in_hand > pool.slots]
 
 
