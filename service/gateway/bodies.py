@@ -14,8 +14,8 @@ from typing import BinaryIO, Final
 from aiohttp import web
 
 from service.config.gateway_section import GatewayKey
-from service.gateway.asking import CallReader, CheckedCall
 from service.gateway.call_limit import CallLimit
+from service.gateway.call_reader import CallReader, CheckedCall
 from service.gateway.problems import ApiError, refused
 from topology.codec.decoding import UNPACKED_TIMES
 
@@ -64,11 +64,11 @@ class Bodies:
                 async with self._arriving(BODY_WITHIN_S + max(0, size - self._over_bytes) / LEAST_BYTES_PER_S):
                     body = await self._received(request, stack)
                 if isinstance(body, bytearray):
-                    asked = read(bytes(body))
+                    call = read(bytes(body))
                 else:
                     async with self._checking:  # only one large body at a time is whole in memory
-                        asked = await asyncio.get_running_loop().run_in_executor(self._reader, _read_whole, body, read)
-                yield asked
+                        call = await asyncio.get_running_loop().run_in_executor(self._reader, _read_whole, body, read)
+                yield call
             finally:
                 self._filed_bytes -= filed_bytes
 
@@ -143,7 +143,7 @@ def _read_whole(file: BinaryIO, read: Callable[[bytes], CheckedCall]) -> Checked
     """Check a call whose large body is in a file. It runs in a thread, because parsing 30 MiB takes up to 0.3 s."""
     file.seek(0)
     whole = file.read()
-    asked = read(whole)
+    call = read(whole)
     file.seek(0)
     sha256 = hashlib.sha256(whole).hexdigest()
-    return replace(asked, body=file, sha256=sha256, request=replace(asked.request, body=b""))
+    return replace(call, body=file, sha256=sha256, request=replace(call.request, body=b""))

@@ -25,11 +25,11 @@ from multidict import CIMultiDict
 from lanekeeper.contract.problems import LanekeeperError
 from service.config.gateway_section import GatewayKey
 from service.gateway.answers import Answers
-from service.gateway.asking import IDEMPOTENCY_KEY, CallReader, submitted_id_of
 from service.gateway.bounded_socket import BoundedSocket
 from service.gateway.call_limit import CallLimit
+from service.gateway.call_reader import IDEMPOTENCY_KEY, CallReader, submitted_id_of
 from service.gateway.documents import LargeStatus, path_of, problem_of
-from service.gateway.looking import Looking
+from service.gateway.polling import Poller
 from service.gateway.problems import ApiError, refused
 from service.gateway.requests import Requests
 from service.gateway.socket_messages import ClientMessage, InvalidMessage, read
@@ -50,7 +50,7 @@ class Sockets:
     """Answers `GET /v1/ws`: accepts WebSocket connections, over which clients submit, follow and cancel requests."""
 
     requests: Requests
-    looking: Looking
+    poller: Poller
     _: KW_ONLY
     call_reader: CallReader
     limit: CallLimit
@@ -62,14 +62,14 @@ class Sockets:
         ws = BoundedSocket(request, heartbeat_s=self.ping_every_s, message_bytes=MESSAGE_BYTES)
         if not ws.can_prepare(request).ok:
             raise ApiError(426, "this path is a WebSocket's", headers={"upgrade": "websocket"})
-        async with self.looking.following():
+        async with self.poller.following():
             await ws.prepare(request)
             async with beside(self._close_with_the_process(ws), name="socket stopping"):
                 await _Socket(ws, caller, self).serve()
         return ws
 
     async def _close_with_the_process(self, ws: BoundedSocket) -> None:
-        await self.looking.closing.wait()
+        await self.poller.closing.wait()
         await ws.close(code=WSCloseCode.GOING_AWAY, message=b"this process stops; connect again")
 
 
@@ -177,7 +177,7 @@ class _Socket:
     async def _entries(self, id: str, after: int) -> None:
         try:
             async with (
-                self._of.looking.following(),
+                self._of.poller.following(),
                 aclosing(self._requests.entries(id, self._caller, after=after)) as entries,
             ):
                 begin = b'{"type": "entry", "id": %b, "number": ' % json.dumps(id).encode()

@@ -45,7 +45,7 @@ NO_LIMITS = {
     "service/cli/ending.py": {"BAD_USE", "FAILED", "STOPPED"},
     "service/cli/simulate.py": {"PORT"},
     "service/gateway/described/requests.py": {"_ACCESS"},
-    "service/gateway/looking.py": {"LARGEST_NUMBER"},
+    "service/gateway/polling.py": {"LARGEST_NUMBER"},
     "topology/broker/admin/management.py": {"PORT", "TLS_PORT"},
     "topology/codec/bounds.py": {"_STEP"},
     "topology/declaration.py": {"OLDEST", "RECOMMENDED"},

@@ -281,6 +281,12 @@ def test_a_limit_beyond_twice_the_most_calls_that_ever_ran_ends() -> None:
     assert limits == [1.0, 2.0, math.inf]
 
 
+def test_without_a_limit_of_calls_none_waits() -> None:
+    calls = Concurrency()
+    calls.begin()
+    assert calls.wait_s(1000) == 0
+
+
 def test_a_single_overload_delays_no_request() -> None:
     calls = Concurrency(None, SHARES)
     calls.begin(0, ())
