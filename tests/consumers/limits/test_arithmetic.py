@@ -282,8 +282,8 @@ def test_a_limit_beyond_twice_the_most_calls_that_ever_ran_ends() -> None:
 
 
 def test_without_a_limit_of_calls_none_waits() -> None:
-    calls = Concurrency()
-    calls.begin()
+    calls = Concurrency(None, SHARES)
+    calls.begin(0, ())
     assert calls.wait_s(1000) == 0
 
 
