@@ -47,7 +47,7 @@ class RouteGate:
         until_s = clock() + min(HOLD_S, left_s)
         while (wait_s := self._breakers.least_wait_s(decoded.chain.routes)) > 0:
             if job.stopped is not None:
-                return stopped_by(job.stopped, doing="waited for a provider", due_ms=job.hop.due_ms)
+                return stopped_by(job.stopped, doing="waited for a provider")
             if clock() + wait_s >= until_s:
                 return self.later(job, decoded, wait_s)
             async with job.interruptible(None):
@@ -70,7 +70,7 @@ class RouteGate:
             )
         stay_s = min(SHARE_OF_OUTAGE * self._down_s(decoded), MOST_TARGETS * decoded.lane.target_wait_s)
         delay_ms = round(max(wait_ms, 1000 * stay_s) * (1 + self._rng.uniform(0, SPREAD)))
-        return Deferred(delay_ms=min(delay_ms, max(wait_ms, left_ms // 2)), reason=REASON, due_ms=job.hop.due_ms)
+        return Deferred(delay_ms=min(delay_ms, max(wait_ms, left_ms // 2)), reason=REASON)
 
     def _down_s(self, decoded: Decoded) -> float:
         """How long all providers of the request have been down."""
