@@ -48,10 +48,10 @@ end
 
 function run.hold(owner, for_ms)
   local found = redis.call('HMGET', KEYS[1], 'owner', 'lease')
-  if found[1] and found[1] ~= owner and tonumber(found[2]) > now then return 'another' end
+  if found[1] and found[1] ~= owner and tonumber(found[2]) > now then return 0 end
   redis.call('HSET', KEYS[1], 'owner', owner, 'token', 0, 'lease', now + for_ms)  -- earlier versions read the token
   redis.call('PEXPIRE', KEYS[1], for_ms)
-  return 'held'
+  return 1
 end
 
 function run.let_go(owner)
