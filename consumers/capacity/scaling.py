@@ -59,17 +59,15 @@ class SlotPool(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class ScaledQueue:
-    """A queue whose number of slots changes: its settings (see `QueueLoad`), the pools that consume it, and its load so
-    far."""
+    """A queue whose number of slots changes: the pools that consume it, and its load so far."""
 
     lane: str
     pool: SlotPool
     """The pool that consumes the queue with the queue's own slots."""
     new_pool: Callable[[int], SlotPool]
     """A function that creates a further pool: a consumer of the same queue with the given number of slots."""
-    reserved: int
-    max_slots: int
-    target_wait_s: float
+    load: QueueLoad
+    """The queue's settings, and its load at the latest check."""
     activity: LaneActivity
     side: SlotPool | None = None
     """The pool that consumes the lane's side queues, whose requests use the same slots. None: no requests are moved to
@@ -183,7 +181,9 @@ class Scaling:
         waiting = await self._ask() if asks else {}
         if self.is_paused or self._stopping.is_set():
             return
-        decided = decide([self._load(queue, waiting.get(queue.pool.queue, 0), asks, now_s) for queue in self._queues])
+        for queue in self._queues:
+            self._note_load(queue, waiting.get(queue.pool.queue, 0), asks, now_s)
+        decided = decide([queue.load for queue in self._queues])
         for queue, extra_slots in zip(self._queues, decided, strict=True):
             limit = extra_slots.limit if asks else queue.extra_slots.limit  # decided only if the waits are known
             self._carry_out(queue, replace(extra_slots, limit=limit))
@@ -202,9 +202,9 @@ class Scaling:
         except BrokerError:  # the pools notice and report a lost connection themselves
             return {}
 
-    def _load(self, queue: ScaledQueue, waiting: int, asked: bool, now_s: float) -> QueueLoad:
-        """Note the queue's current load, and return it. `waiting`: how many messages wait in the queue. `asked`:
-        whether the broker was asked for that."""
+    def _note_load(self, queue: ScaledQueue, waiting: int, asked: bool, now_s: float) -> None:
+        """Note the queue's current load. `waiting`: how many messages wait in the queue. `asked`: whether the broker
+        was asked for that."""
         queue.used.append(queue.in_hand)
         now_ms = self._now_ms()
         if not waiting and asked:
@@ -212,11 +212,8 @@ class Scaling:
         elif waiting and queue.waiting_since_ms is None:
             queue.waiting_since_ms = now_ms
         reason, until_s = self._bottlenecks.get(queue.lane, ("", 0.0))
-        return QueueLoad(
-            slots=queue.pool.slots,
-            reserved=queue.reserved,
-            max_slots=queue.max_slots,
-            target_wait_s=queue.target_wait_s,
+        queue.load = replace(
+            queue.load,
             # `ending` may have become less since the last decision, which counts until the next one
             extra=max(queue.added_slots + queue.ending, queue.extra_slots.total),
             grown=queue.extra_slots.grown,
