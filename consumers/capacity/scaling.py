@@ -65,15 +65,14 @@ class ScaledQueue:
     pool: SlotPool
     """The pool that consumes the queue with the queue's own slots."""
     new_pool: Callable[[int], SlotPool]
-    """A function that creates a further pool: a consumer of the same queue with the given number of slots."""
+    """Creates a further pool that consumes the same queue, with the given number of slots."""
     load: QueueLoad
     """The queue's settings, and its load at the latest check."""
     activity: LaneActivity
     side: SlotPool | None = None
-    """The pool that consumes the lane's side queues, whose requests use the same slots. None: no requests are moved to
-    side queues."""
+    """The pool that consumes the lane's side queues, whose requests use the same slots; None: there are none."""
     resize: Callable[[int], None] = lambda slots: None
-    """A function that is called with the queue's number of slots after each decision."""
+    """Called with the queue's number of slots after each decision."""
     added: list[SlotPool] = field(default_factory=list)
     """Pools with the slots that were added to the queue."""
     taken_back: list[SlotPool] = field(default_factory=list)
@@ -83,7 +82,7 @@ class ScaledQueue:
     extra_slots: ExtraSlots = field(default_factory=ExtraSlots)
     """How many slots the queue should have in addition to its own, by the latest decision."""
     waiting_since_ms: int | None = None
-    """Since when messages have waited in the queue, as far as this worker has seen, in ms; None: no message waits."""
+    """Since when messages have waited in the queue, as far as this worker has seen; None: no message waits."""
     limit_logged_s: float | None = None
     """When a limit that keeps the queue from getting more slots was last logged, by the event loop's clock."""
 
@@ -151,7 +150,7 @@ class Scaling:
                 await self._look()
 
     async def stop(self) -> None:
-        """Take back all slots (each works on one request at a time) that were added to queues, and add no more."""
+        """Take back all slots that were added to queues, and add no more."""
         self._stopping.set()
         await self._take_all_back()
 
