@@ -150,6 +150,6 @@ class _Given:
             if place not in omitted:
                 group[place[-1]] = found.value
         for lane in nested.get("lanes", {}).values():
-            if "slots" in lane:  # who sets how many slots a lane has does not want it to get more
+            if "slots" in lane:  # a lane whose slots are set gets no more of them, unless `slots_max` is set as well
                 lane.setdefault("slots_max", lane["slots"])
         return nested
