@@ -20,10 +20,11 @@ if TYPE_CHECKING:
         ConfirmUnknown,
         LanekeeperError,
         PublishRefused,
+        ReplyLost,
         TopologyMismatch,
         Unroutable,
     )
-    from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded, ReplyLost
+    from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded
     from lanekeeper.options import Options
     from lanekeeper.replies import Final, Part, Problem
     from lanekeeper.telemetry.tracing import Tracing
@@ -42,9 +43,9 @@ _NAMES_OF = {
     "contract.names": ("Names",),
     "contract.problems": (
         "AccessRefused", "BrokerBlocked", "BrokerError", "BrokerUnreachable", "ConfirmUnknown", "LanekeeperError",
-        "PublishRefused", "TopologyMismatch", "Unroutable",
+        "PublishRefused", "ReplyLost", "TopologyMismatch", "Unroutable",
     ),
-    "errors": ("Cancelled", "ControlRefused", "NoReply", "NotEnded", "ReplyLost"),
+    "errors": ("Cancelled", "ControlRefused", "NoReply", "NotEnded"),
     "options": ("Options",),
     "replies": ("Final", "Part", "Problem"),
     "telemetry.tracing": ("Tracing",),

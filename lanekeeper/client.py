@@ -11,7 +11,7 @@ async with Client("amqp://guest:guest@localhost:5672/") as client:
 import asyncio
 import ssl
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, Unpack
 
 from lanekeeper.abandoned import Abandoned
@@ -101,18 +101,17 @@ class Client:
         self._absent_within_s = absent_within_s
         self._own = self._transport.user or None if identified else None
         self._abandoned = Abandoned(self._transport, is_on=cancel_abandoned)
-        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         """Connect to the broker or gateway. Raises BrokerUnreachable, AccessRefused."""
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._transport)
-            stack.push_async_callback(self._abandoned.finish)
-            self._stack = stack.pop_all()
+        await self._transport.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        try:
+            await self._abandoned.finish()
+        finally:
+            await self._transport.__aexit__()
 
     async def publish(self, body: Body, *, key: str, **options: Unpack[Options]) -> str:
         """Publish without waiting for the answer. Returns the request's id, with which `result` fetches the answer.
@@ -206,12 +205,12 @@ class Client:
     ) -> OutgoingRequest:
         if self._own is not None:
             options.setdefault("tenant", self._own)
-        content = None if isinstance(body, (Mapping, bytes)) else body
-        if content is not None and not hasattr(content, "read"):
-            raise TypeError(f"body: found {type(body).__name__}, allowed are an object, bytes, and an open file")
-        message = message_of(
-            body if isinstance(body, (Mapping, bytes)) else b"", options, stream=stream, user=self._transport.user
-        )
+        content: BinaryIO | None = None
+        if not isinstance(body, (Mapping, bytes)):
+            if not hasattr(body, "read"):
+                raise TypeError(f"body: found {type(body).__name__}, allowed are an object, bytes, and an open file")
+            content, body = body, b""
+        message = message_of(body, options, stream=stream, user=self._transport.user)
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
         full_within_s = options.get("full_within_s")
         within_s = max(self._publish_within_s, full_within_s or 0)

@@ -4,18 +4,13 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
 
-from lanekeeper.contract.problems import BrokerError, LanekeeperError
+from lanekeeper.contract.problems import LanekeeperError
 
 Cancelled: TypeAlias = Literal["recorded", "told", "ended", "unseen"]
 """What a cancellation did. `recorded`: the request was waiting, and will end as cancelled. `told`: the request is
 running, and its worker got the cancellation and will stop it. `ended`: the request had ended before the cancellation
 came. `unseen`: no worker knows the request; if a worker receives it within the longest deadline of all lanes, it ends
 as cancelled."""
-
-
-class ReplyLost(BrokerError):
-    """The reply to a request cannot be delivered: the connection was lost, or parts came faster than the caller read
-    them. The request itself continues."""
 
 
 class NoReply(LanekeeperError):
@@ -41,12 +36,12 @@ class NotEnded(LanekeeperError):
     """The request has no result yet. `status` says whether it is `running` or `waiting`, or `unknown` to the
     workers."""
 
-    def __init__(self, id: str, status: str, *, attempts: int = 0, due_at: datetime | None = None) -> None:
+    def __init__(self, id: str, status: str, *, attempts: int = 0, due_at: str | None = None) -> None:
         self.id = id
         self.status = status
         self.attempts = attempts
         """How many attempts to call the provider have ended; one that runs now is not counted."""
-        self.due_at = due_at
+        self.due_at = None if due_at is None else datetime.fromisoformat(due_at)
         """The earliest start of the next attempt; None if it is not known."""
         super().__init__(
             f"request {id} has no result yet: {status}, {self._hint()}; to wait: lanekeeper result --wait 20s {id}"

@@ -28,16 +28,15 @@ class LargeBodies:
     `fetches`: whether large answers are fetched; if not, `Final.kept` contains their address.
     """
 
-    def __init__(self, store: BodyStore | str | None, *, over_bytes: int = OVER_BYTES, fetches: bool = True) -> None:
+    def __init__(self, store: BodyStore | str | None, *, fetches: bool) -> None:
         self._store = BodyStore(store) if isinstance(store, str) else store
-        self._over_bytes = over_bytes
         self._fetches = fetches
 
     async def store_body(self, outgoing: OutgoingRequest) -> None:
         """Move the body of a request into the store if it is large; the message then has its address and digest. Raises
         BodiesUnavailable."""
         message = outgoing.message
-        if outgoing.content is None and len(message.body) <= self._over_bytes:
+        if outgoing.content is None and len(message.body) <= OVER_BYTES:
             return
         if self._store is None:
             if outgoing.content is not None:

@@ -6,26 +6,41 @@ permission to send control messages, the broker closes only their channel, so no
 Replies arrive by direct reply-to, so the user needs no right to declare queues.
 """
 
+import asyncio
 import ssl
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Self
 from urllib.parse import unquote, urlsplit
 
+from lanekeeper import control
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.depth import Depth, depths
+from lanekeeper.amqp.direct import DirectReplies
 from lanekeeper.amqp.driver.urls import urls_of
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerError, PublishRefused, TopologyMismatch
-from lanekeeper.control import Control
-from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded, ReplyLost
+from lanekeeper.contract.problems import (
+    AccessRefused,
+    BrokerBlocked,
+    BrokerError,
+    PublishRefused,
+    ReplyLost,
+    TopologyMismatch,
+    Unroutable,
+)
+from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded
 from lanekeeper.large_bodies import LargeBodies
 from lanekeeper.replies import Final, Part, final_of, part_of
-from lanekeeper.reply_queue import ReplyQueue, next_of
 from lanekeeper.telemetry.tracing import Tracing
-from lanekeeper.transport import OutgoingRequest
+from lanekeeper.transport import OutgoingRequest, until_ended
+
+WORKERS_COUNTED_AFTER_S = 0.5
+"""If a client has sent a cancellation, and no answer came within this many seconds, it asks the broker whether any
+worker runs."""
+_START_ONE = "start one with `lanekeeper serve` or `lanekeeper consume`"
 
 
 class OverAmqp:
@@ -38,11 +53,10 @@ class OverAmqp:
         self._names = names
         self.user = unquote(urlsplit(urls_of(url)[0]).username or "guest")
         self._connection = Connection(url, name="lanekeeper client", ssl_context=ssl_context)
-        self._replies = ReplyQueue()
-        self._publisher = Publisher(self._connection, tracing=tracing, on_channel=self._replies.direct.consume)
-        answers = ReplyQueue()
-        asking = Publisher(self._connection, tracing=tracing, on_channel=answers.direct.consume)
-        self._control = Control(asking, answers, connection=self._connection, names=names, user=self.user)
+        self._replies = DirectReplies()
+        self._publisher = Publisher(self._connection, tracing=tracing, on_channel=self._replies.consume)
+        self._answers = DirectReplies()
+        self._asking = Publisher(self._connection, tracing=tracing, on_channel=self._answers.consume)
 
     @property
     def trouble(self) -> str | None:
@@ -107,27 +121,73 @@ class OverAmqp:
             await self.publish(outgoing)
             self._replies.published(arrived)
             while True:
-                reply = await next_of(arrived, end=outgoing.end)
+                reply = await arrived.next(end=outgoing.end)
                 if n.STATUS in reply.headers:
                     yield await self._bodies.whole(final_of(reply), end=outgoing.end)
                     return
                 yield part_of(reply)
 
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
-        return await self._bodies.whole(await self._control.result(id, tenant=tenant, end=end), end=None)
+        return await self._bodies.whole(await self._result(id, tenant=tenant, end=end), end=None)
 
     async def cancel(self, id: str, *, tenant: str | None) -> Cancelled:
-        return await self._control.cancel(id, tenant=tenant)
+        return control.outcome_of(await self._ask(control.cancellation(id, tenant=tenant, user=self.user)))
 
     async def send_cancellation(self, id: str, *, tenant: str | None, within_s: float) -> None:
-        await self._control.send_cancellation(id, tenant=tenant, within_s=within_s)
+        await self._send(control.cancellation(id, tenant=tenant, user=self.user), within_s=within_s)
 
     async def depth(self, lane: str) -> Depth | None:
-        queue = self._names.intake(lane)
+        return await self._depth_of(self._names.intake(lane))
+
+    async def _depth_of(self, queue: str) -> Depth | None:
         try:
             return (await depths(self._connection, [queue]))[queue]
         except BrokerError:
             return None
+
+    async def _send(self, message: Message, *, within_s: float) -> None:
+        """Publish a control message."""
+        try:
+            await self._asking.publish_surely(
+                message,
+                exchange=self._names.control,
+                routing_key=message.type or "",
+                within_s=within_s,
+                gives_up_on=(TopologyMismatch, Unroutable),
+            )
+        except Unroutable as error:
+            raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
+
+    async def _ask(self, message: Message) -> Message:
+        """Publish a control message and return the worker's answer. Raises NoReply, ReplyLost, BrokerErrors of a
+        publish."""
+        with self._answers.expecting(message) as arrived:
+            await self._send(message, within_s=control.ANSWERED_WITHIN_S)
+            self._answers.published(arrived)
+            began_s = asyncio.get_running_loop().time()
+            if message.persistent:
+                # a cancellation: the broker keeps it, so without workers there is nothing to wait for
+                with suppress(TimeoutError):
+                    return await arrived.next(end=began_s + WORKERS_COUNTED_AFTER_S)
+                depth = await self._depth_of(self._names.control)
+                if depth is not None and not depth.consumers:
+                    raise NoReply(f"no worker runs; it is recorded as soon as one runs: {_START_ONE}")
+            try:
+                return await arrived.next(end=began_s + control.ANSWERED_WITHIN_S)
+            except TimeoutError:
+                kept = "; it is recorded as soon as one runs" if message.persistent else ""
+                raise NoReply(
+                    f"no worker answered within {control.ANSWERED_WITHIN_S:g} s{kept}: {_START_ONE}"
+                ) from None
+
+    async def _result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
+        """Ask for a request's final reply, repeatedly until the request has ended, or until `end` (see `until_ended`).
+        The reply may have only the address of its body."""
+
+        async def ask(_: float | None) -> Final:
+            return control.result_of(await self._ask(control.question(id, tenant=tenant, user=self.user)))
+
+        return await until_ended(ask, end=end)
 
     async def _stored_result(self, outgoing: OutgoingRequest, lost: ReplyLost) -> Final:
         """Wait for the stored result of a request whose reply was lost.
@@ -135,7 +195,7 @@ class OverAmqp:
         Raises Problem, TimeoutError, AccessRefused, ReplyLost, BodyError, BodiesUnavailable.
         """
         try:
-            final = await self._control.result(outgoing.id, tenant=outgoing.tenant, end=outgoing.end)
+            final = await self._result(outgoing.id, tenant=outgoing.tenant, end=outgoing.end)
         except (NotEnded, NoReply):
             raise TimeoutError from None
         except AccessRefused:

@@ -8,21 +8,21 @@ import asyncio
 import ssl
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Self
 from urllib.parse import quote
 
 from lanekeeper.amqp.driver.backoff import pause_s
-from lanekeeper.asking_again import until_ended
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
-from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
-from lanekeeper.errors import Cancelled, ControlRefused, NotEnded, ReplyLost
+from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, ReplyLost
+from lanekeeper.errors import Cancelled, ControlRefused, NotEnded
 from lanekeeper.http.calls import FIRST_PAUSE_S, PAUSE_CAP_S, Calls
 from lanekeeper.http.documents import check_accepted, check_access, final_of_status
 from lanekeeper.http.events import Event, Events, EventTooLarge
 from lanekeeper.http.posting import body_of, headers_of
 from lanekeeper.replies import Final, Part
 from lanekeeper.telemetry.tracing import Tracing
-from lanekeeper.transport import OutgoingRequest
+from lanekeeper.transport import OutgoingRequest, until_ended
 
 if TYPE_CHECKING:
     from lanekeeper.amqp.depth import Depth
@@ -118,11 +118,7 @@ class OverHttp:
 
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
         _refuse_tenant(tenant)
-
-        async def ask(left_s: float | None) -> Final:
-            return await self._fetch_result(id, left_s)
-
-        return await until_ended(ask, end=end)
+        return await until_ended(partial(self._fetch_result, id), end=end)
 
     async def cancel(self, id: str, *, tenant: str | None) -> Cancelled:
         _refuse_tenant(tenant)
@@ -220,12 +216,15 @@ class OverHttp:
 def _path(id: str) -> str:
     """The URL path of the request with this id. Raises ControlRefused for an id that no request can have."""
     if not is_request_id(id) or not id.strip("."):  # `.` and `..` would name another path
-        raise ControlRefused({"code": "invalid_request", "status": 400, "detail": f"the request's id: {REQUEST_ID}"})
+        raise _refused(f"the request's id: {REQUEST_ID}")
     return f"{REQUESTS}/{quote(id, safe='')}"
 
 
 def _refuse_tenant(tenant: str | None) -> None:
     """Raise ControlRefused if a tenant is given: over HTTP, the gateway derives it from the API key."""
     if tenant:
-        detail = "tenant: over HTTP it follows from the key, and cannot be named"
-        raise ControlRefused({"code": "invalid_request", "status": 400, "detail": detail})
+        raise _refused("tenant: over HTTP it follows from the key, and cannot be named")
+
+
+def _refused(detail: str) -> ControlRefused:
+    return ControlRefused({"code": "invalid_request", "status": 400, "detail": detail})

@@ -1,16 +1,23 @@
-"""The interface between `Client` and the two ways to send requests and receive answers: AMQP and HTTP."""
+"""The interface between `Client` and the two ways to send requests and receive answers, AMQP and HTTP, and what both
+ways share."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Protocol, Self
 
 from lanekeeper.contract.messages import BodyAddress, Message
-from lanekeeper.errors import Cancelled
+from lanekeeper.contract.problems import AccessRefused, BrokerError, TopologyMismatch
+from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded
 from lanekeeper.replies import Final, Part
 
 if TYPE_CHECKING:
     from lanekeeper.amqp.depth import Depth
+
+FIRST_PAUSE_S = 0.1
+"""The first pause, in seconds, between two questions for the same result."""
+PAUSE_CAP_S = 5.0
+"""The longest pause, in seconds, between two questions for the same result."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,18 +33,15 @@ class OutgoingRequest:
     chose_id: bool
     """Whether the caller chose the request's id."""
     publish_within_s: float
-    """For how many seconds to try to publish the request, all repetitions included."""
+    """For how many seconds to try to publish the request."""
     absent_within_s: float | None
-    """A shorter limit in seconds for publishing, for the time in which there is no connection and nothing was sent yet.
-    None: no shorter limit.
-    """
+    """A shorter limit in seconds while there is no connection and nothing was sent yet; None: no shorter limit."""
     full_within_s: float
-    """A shorter limit in seconds for publishing, for the time in which the lane's queue is full."""
+    """A shorter limit in seconds while the lane's queue is full."""
     timeout_s: float | None
     """How many seconds the caller waits for the answer; None: without a limit."""
     end: float | None
-    """When the caller's wait for the answer ends (`timeout_s` after its begin), by the event loop's clock; None:
-    never."""
+    """When that wait ends, by the event loop's clock; None: never."""
 
     may_be_published: bool = False
     """Whether one of the earlier tries to publish the request may have reached the broker."""
@@ -90,3 +94,29 @@ class Transport(Protocol):
 def time_in(timeout_s: float | None) -> float | None:
     """The time `timeout_s` seconds from now, by the event loop's clock; None if `timeout_s` is None."""
     return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+
+
+async def until_ended(ask: Callable[[float | None], Awaitable[Final]], *, end: float | None) -> Final:
+    """Call `ask`, which fetches a request's final reply, repeatedly until the request has ended. The argument of `ask`
+    is the number of seconds left until `end`, a time of the event loop's clock, at which it is called for the last
+    time.
+
+    If `end` is None, there is no time limit, but the first BrokerError ends the wait. Raises the last error of `ask`.
+    """
+    loop = asyncio.get_running_loop()
+    pause_s = FIRST_PAUSE_S
+    while True:
+        asked_at = loop.time()
+        try:
+            return await ask(None if end is None else max(0.0, end - asked_at))
+        except (AccessRefused, TopologyMismatch):
+            raise
+        except (NotEnded, NoReply, BrokerError, ControlRefused) as error:
+            if isinstance(error, ControlRefused) and not error.is_passing:
+                raise
+            over = isinstance(error, BrokerError) if end is None else loop.time() >= end
+            if over:
+                raise
+        again_at = asked_at + pause_s
+        await asyncio.sleep(max(0.0, (again_at if end is None else min(again_at, end)) - loop.time()))
+        pause_s = min(PAUSE_CAP_S, pause_s * 1.5)

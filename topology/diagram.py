@@ -2,7 +2,7 @@
 
 from lanekeeper.contract.names import Names
 from topology import delays
-from topology.model import Arguments, Exchange, Queue, Topology
+from topology.model import Arguments, Exchange, Topology
 
 
 def mermaid(topology: Topology) -> str:
@@ -68,21 +68,15 @@ def render(topology: Topology) -> str:
     ]
     lines += [f"  {side_exchanges}: topic"] if most_side_queues else []
     lines += [f"  {cascade}: headers", "", "queues"]
-    by_lane: dict[str, list[Queue]] = {}
-    for queue in topology.queues:
-        for lane in topology.lanes:
-            if queue.name.startswith(names.side(lane, 0).removesuffix("00")):
-                by_lane.setdefault(lane, []).append(queue)
-    side_names = {queue.name for queues in by_lane.values() for queue in queues}
+    side_queues = tuple(names.side(lane, 0).removesuffix("00") for lane in topology.lanes)
     lines += [
         f"  {queue.name}: {_format_arguments(queue.arguments)}"
         for queue in topology.queues
-        if not queue.name.startswith(names.delay_prefix) and queue.name not in side_names
+        if not queue.name.startswith((names.delay_prefix, *side_queues))
     ]
-    lines += [
-        f"  {queues[0].name} … {queues[-1].name}: {_format_arguments(queues[0].arguments)}"
-        for queues in by_lane.values()
-    ]
+    for prefix in side_queues:
+        if queues := [queue for queue in topology.queues if queue.name.startswith(prefix)]:
+            lines.append(f"  {queues[0].name} … {queues[-1].name}: {_format_arguments(queues[0].arguments)}")
     wait = dict(topology.queue(names.delay(0)).arguments)
     wait["x-message-ttl"] = f"{delays.wait_ms(0)} … {delays.wait_ms(delays.LEVELS - 1)}"
     wait["x-dead-letter-exchange"] = f"the next lower, at last {names.due_exchange}"

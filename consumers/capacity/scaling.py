@@ -8,7 +8,7 @@ further consumer is cancelled, and its requests run to their end. The lender's o
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from consumers.background import every
@@ -57,15 +57,6 @@ class SlotPool(Protocol):
     def give_back_waiting(self) -> None: ...
 
 
-@dataclass(slots=True)
-class _Added:
-    """Slots that were added to a queue at one time. A separate pool works with them."""
-
-    pool: SlotPool
-    is_ending: bool = False
-    """True if these additional slots were taken back, while requests still run on them."""
-
-
 @dataclass(slots=True, kw_only=True)
 class ScaledQueue:
     """A queue whose number of slots changes: its settings (see `QueueLoad`), the pools that consume it, and its load so
@@ -85,7 +76,10 @@ class ScaledQueue:
     side queues."""
     resize: Callable[[int], None] = lambda slots: None
     """A function that is called with the queue's number of slots after each decision."""
-    added: list[_Added] = field(default_factory=list)
+    added: list[SlotPool] = field(default_factory=list)
+    """Pools with the slots that were added to the queue."""
+    taken_back: list[SlotPool] = field(default_factory=list)
+    """Pools whose added slots were taken back, while requests still run on them."""
     used: deque[int] = field(default_factory=lambda: deque(maxlen=round(STEADY_S / LOOK_EVERY_S)))
     """How many of the queue's requests this worker had, at each check within the last `STEADY_S` seconds."""
     extra_slots: ExtraSlots = field(default_factory=ExtraSlots)
@@ -96,34 +90,29 @@ class ScaledQueue:
     """When a limit that keeps the queue from getting more slots was last logged, by the event loop's clock."""
 
     @property
-    def open(self) -> list[_Added]:
-        """The groups of slots that were added to the queue and not taken back."""
-        return [added for added in self.added if not added.is_ending]
-
-    @property
-    def open_slots(self) -> int:
-        return sum(added.pool.slots for added in self.open)
+    def added_slots(self) -> int:
+        return sum(pool.slots for pool in self.added)
 
     @property
     def ending(self) -> int:
         """How many requests still run on additional slots that the queue no longer has."""
-        return sum(added.pool.in_hand for added in self.added if added.is_ending)
+        return sum(pool.in_hand for pool in self.taken_back)
 
     @property
     def in_hand(self) -> int:
         """How many requests of the queue this worker has, on its own slots and on added ones."""
         aside = 0 if self.side is None else self.side.running
-        return self.pool.in_hand + aside + sum(added.pool.in_hand for added in self.added)
+        return self.pool.in_hand + aside + sum(pool.in_hand for pool in self.added) + self.ending
 
     @property
     def is_full(self) -> bool:
         """Whether all slots of the queue are in use."""
-        return self.in_hand - self.ending >= self.pool.slots + self.open_slots
+        return self.in_hand - self.ending >= self.pool.slots + self.added_slots
 
     def wait_s(self, now_ms: int) -> float:
         """How long requests wait in the queue: the longest wait of those delivered within `STEADY_S`, or the time since
         the last delivery while messages wait, if that is longer."""
-        pools = [self.pool, *(added.pool for added in self.added), *([] if self.side is None else [self.side])]
+        pools = [self.pool, *self.added, *self.taken_back, *([] if self.side is None else [self.side])]
         jobs = [job for pool in pools for job in pool.jobs]
         waits = [
             job.taken_ms - job.decoded.request.start_ms
@@ -172,8 +161,8 @@ class Scaling:
         """After `stop`: return to the broker the requests on added slots whose call has not begun
         (`Pool.give_back_waiting`)."""
         for queue in self._queues:
-            for added in queue.added:
-                added.pool.give_back_waiting()
+            for pool in queue.taken_back:
+                pool.give_back_waiting()
 
     async def pause(self, reason: str) -> None:
         """Take back the slots that were added to queues, because the worker pauses all its work. During the pause,
@@ -197,7 +186,7 @@ class Scaling:
         decided = decide([self._load(queue, waiting.get(queue.pool.queue, 0), asks, now_s) for queue in self._queues])
         for queue, extra_slots in zip(self._queues, decided, strict=True):
             limit = extra_slots.limit if asks else queue.extra_slots.limit  # decided only if the waits are known
-            self._carry_out(queue, ExtraSlots(lent=extra_slots.lent, grown=extra_slots.grown, limit=limit))
+            self._carry_out(queue, replace(extra_slots, limit=limit))
             if asks and limit is not None:
                 self._log_limit(queue, limit, now_s)
         self._publish_figures()
@@ -229,7 +218,7 @@ class Scaling:
             max_slots=queue.max_slots,
             target_wait_s=queue.target_wait_s,
             # `ending` may have become less since the last decision, which counts until the next one
-            extra=max(queue.open_slots + queue.ending, queue.extra_slots.total),
+            extra=max(queue.added_slots + queue.ending, queue.extra_slots.total),
             grown=queue.extra_slots.grown,
             ending=queue.ending,
             busiest=max(queue.used),
@@ -240,17 +229,18 @@ class Scaling:
 
     def _carry_out(self, queue: ScaledQueue, extra_slots: ExtraSlots) -> None:
         """Stop pools with added slots, or start some, so that the queue has the decided number of slots."""
-        while (excess := queue.open_slots - extra_slots.total) > 0:
-            least = min(queue.open, key=lambda added: (added.pool.slots < excess, abs(added.pool.slots - excess)))
-            least.is_ending = True
-            self._group.create_task(least.pool.stop(), name=f"take back {queue.pool.queue}")
-        while (missing := extra_slots.total - queue.open_slots - queue.ending) > 0:
+        while (excess := queue.added_slots - extra_slots.total) > 0:
+            least = min(queue.added, key=lambda pool: (pool.slots < excess, abs(pool.slots - excess)))
+            queue.added.remove(least)
+            queue.taken_back.append(least)
+            self._group.create_task(least.stop(), name=f"take back {queue.pool.queue}")
+        while (missing := extra_slots.total - queue.added_slots - queue.ending) > 0:
             # in pools of 1, 2, 4, … slots, so that taking some back seldom takes back more than needed
-            added = _Added(queue.new_pool(1 << missing.bit_length() - 1))
-            queue.added.append(added)
-            queue.used.append(queue.pool.slots + queue.open_slots + queue.ending)  # new slots count as used at first
-            self._group.create_task(self._work(queue, added), name=f"added slots {queue.pool.queue}")
-        queue.resize(queue.pool.slots + queue.open_slots)
+            pool = queue.new_pool(1 << missing.bit_length() - 1)
+            queue.added.append(pool)
+            queue.used.append(queue.pool.slots + queue.added_slots + queue.ending)  # new slots count as used at first
+            self._group.create_task(self._work(queue, pool), name=f"added slots {queue.pool.queue}")
+        queue.resize(queue.pool.slots + queue.added_slots)
         if (extra_slots.lent, extra_slots.grown) != (queue.extra_slots.lent, queue.extra_slots.grown):
             log.debug(
                 signals.SLOTS_CHANGED,
@@ -262,21 +252,19 @@ class Scaling:
             )
         queue.extra_slots = extra_slots
 
-    async def _work(self, queue: ScaledQueue, added: _Added) -> None:
-        try:
-            await added.pool.run()
-        finally:
-            queue.added.remove(added)
+    async def _work(self, queue: ScaledQueue, pool: SlotPool) -> None:
+        await pool.run()
+        queue.taken_back.remove(pool)
 
     async def _take_all_back(self) -> None:
-        ending = [added for queue in self._queues for added in queue.open]
-        for added in ending:
-            added.is_ending = True
+        ending = [pool for queue in self._queues for pool in queue.added]
         for queue in self._queues:
+            queue.taken_back += queue.added
+            queue.added = []
             queue.extra_slots = ExtraSlots()
             queue.resize(queue.pool.slots)
         self._publish_figures()
-        await asyncio.gather(*(added.pool.stop() for added in ending))
+        await asyncio.gather(*(pool.stop() for pool in ending))
 
     def _log_limit(self, queue: ScaledQueue, limit: str, now_s: float) -> None:
         if queue.limit_logged_s is None or now_s >= queue.limit_logged_s + LIMIT_LOGGED_EVERY_S:

@@ -56,7 +56,7 @@ class SideQueues:
 
     def has(self, tenant: str) -> bool:
         """Whether a side queue has requests of the tenant, as far as this process knows."""
-        return tenant in self._tenants.values() or self._placed(tenant) is not None
+        return self._number_of(tenant) is not None
 
     def may_take(self, job: Job) -> bool:
         """Whether a request may be moved to a side queue. One whose headers will be refused may not, because its copy
@@ -117,17 +117,14 @@ class SideQueues:
                 f"lane {self._lane.name} holds {self._lane.max_length} waiting requests of this tenant (and of "
                 "those that share its side queue), and takes no more; send them later",
             )
-        return Deferred(delay_ms=LATER_MS, reason="too many waiting", due_ms=job.hop.due_ms)
+        return Deferred(delay_ms=LATER_MS, reason="too many waiting")
 
     def _place(self, tenant: str) -> int:
         """The number of the side queue for a tenant's requests: the queue that has some of them already; else the first
         queue that is free (no requests, no tenant), in an order that depends on the tenant; else the shortest queue."""
+        if (known := self._number_of(tenant)) is not None:
+            return known
         now_s = asyncio.get_running_loop().time()
-        for number, owner in self._tenants.items():
-            if owner == tenant:
-                return number
-        if (placed := self._placed(tenant)) is not None:
-            return placed
         assigned = {number for number, at_s in self._places.values() if at_s + PLACE_KEPT_S > now_s}
         waiting = {number: self._heads.ready_in(queue) for queue, number in self._numbers.items()}
         preferred = sorted(waiting, key=lambda number: blake2b(f"{number} {tenant}".encode(), digest_size=8).digest())
@@ -137,9 +134,12 @@ class SideQueues:
 
         return min(preferred, key=lambda number: (is_used(number), waiting[number]))
 
-    def _placed(self, tenant: str) -> int | None:
-        """The number of the side queue that was assigned to the tenant at most `PLACE_KEPT_S` ago; None if there is
-        none."""
+    def _number_of(self, tenant: str) -> int | None:
+        """The number of the side queue whose first message is of the tenant, or that was assigned to it at most
+        `PLACE_KEPT_S` ago; None if there is none."""
+        for number, owner in self._tenants.items():
+            if owner == tenant:
+                return number
         number, at_s = self._places.get(tenant, (0, -PLACE_KEPT_S))
         return number if at_s + PLACE_KEPT_S > asyncio.get_running_loop().time() else None
 

@@ -54,7 +54,7 @@ class QueueEntrance:
         assert self._side_queues is not None
         outcome = await self._side_queues.put(job)
         if outcome is None:
-            self._slots.count_aside(job.identity.tenant)
+            self._slots.lane.figures(job.identity.tenant).set_aside += 1
         return outcome
 
 

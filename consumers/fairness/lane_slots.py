@@ -1,6 +1,6 @@
 """Decides which request gets the next free slot of a lane, and which requests are set aside (moved to a side queue).
 
-    lane = LaneSlots(shares, side)          one for each lane in a process
+    lane = LaneSlots(shares, has_aside)     one for each lane in a process
     intake = lane.queue(16)                 the 16 slots of one queue
     if intake.begin(tenant) or await intake.wait(…) is Admission.BEGIN:
         …                                   the request holds a slot
@@ -13,11 +13,11 @@ the slots, further ones are set aside (`aside.py`), so that the broker delivers 
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import islice
-from typing import Final, Protocol
+from typing import Final
 
 from consumers.spending import EVERY_TENANT
 
@@ -40,16 +40,7 @@ class TenantShare:
     """How many of the tenant's requests a process works on at a time in one lane; None: no limit."""
 
 
-class Shares:
-    """How a lane's slots are shared among tenants: the settings of each tenant by name. The entry `*` applies to every
-    tenant that has none."""
-
-    def __init__(self, tenants: Mapping[str, TenantShare] | None = None) -> None:
-        self._tenants = tenants or {}
-        self._other = self._tenants.get(EVERY_TENANT, TenantShare())
-
-    def of(self, tenant: str) -> TenantShare:
-        return self._tenants.get(tenant, self._other)
+DEFAULT_SHARE: Final = TenantShare()
 
 
 class Admission(Enum):
@@ -58,12 +49,6 @@ class Admission(Enum):
 
     BEGIN = auto()
     ASIDE = auto()
-
-
-class SetAside(Protocol):
-    """The interface that says which tenants have requests in the side queues of a lane."""
-
-    def has(self, tenant: str) -> bool: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -94,9 +79,11 @@ class LaneSlots:
     """The slots of one lane in this process. A slot is the right to work on one request at a time. Each queue of the
     lane has its own slots (`QueueSlots`)."""
 
-    shares: Shares = field(default_factory=Shares)
-    side: SetAside | None = None
-    """The side queues of the lane; None: it has none, so that no request can be moved there."""
+    shares: Mapping[str, TenantShare] = field(default_factory=dict)
+    """The settings of each tenant by name. The entry `*` applies to every tenant that has none."""
+    has_aside: Callable[[str], bool] | None = None
+    """Whether a tenant has requests in the side queues of the lane (`SideQueues.has`); None: the lane has no side
+    queues, so that no request can be moved there."""
     queues: list["QueueSlots"] = field(default_factory=list)
     _figures: "OrderedDict[str, Figures]" = field(default_factory=OrderedDict)
 
@@ -106,9 +93,12 @@ class LaneSlots:
         self.queues.append(queue)
         return queue
 
+    def share_of(self, tenant: str) -> TenantShare:
+        return self.shares.get(tenant) or self.shares.get(EVERY_TENANT, DEFAULT_SHARE)
+
     def is_at_its_cap(self, tenant: str) -> bool:
         """Whether the tenant's running requests have reached its limit (`TenantShare.in_flight`)."""
-        cap = self.shares.of(tenant).in_flight
+        cap = self.share_of(tenant).in_flight
         return cap is not None and sum(queue.running_of(tenant) for queue in self.queues) >= cap
 
     def figures(self, tenant: str) -> Figures:
@@ -151,7 +141,7 @@ class QueueSlots:
     right to work on one request at a time."""
 
     def __init__(self, lane: LaneSlots, size: int) -> None:
-        self._lane = lane
+        self.lane = lane
         self.size = size
         self._running: dict[str, int] = {}
         self._passes: dict[str, float] = {}
@@ -170,11 +160,6 @@ class QueueSlots:
     def is_full(self) -> bool:
         return self.running >= self.size
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether more than one tenant had requests in this lane within `LATELY_S`."""
-        return self._lane.is_shared
-
     def running_of(self, tenant: str) -> int:
         return self._running.get(tenant, 0)
 
@@ -184,9 +169,6 @@ class QueueSlots:
 
     def waiting_of(self, tenant: str) -> int:
         return sum(waiting.tenant == tenant for waiting in self._waiting)
-
-    def count_aside(self, tenant: str) -> None:
-        self._lane.figures(tenant).set_aside += 1
 
     def resize(self, size: int) -> None:
         """Change the number of slots of the queue. A request that holds a slot keeps it."""
@@ -206,7 +188,7 @@ class QueueSlots:
         """Take a free slot for a request of the tenant. False if there is none, or the tenant is at its in-flight
         limit. It overtakes no waiting request: if requests wait while a slot is free, their tenants are at their
         limits."""
-        if self.running >= self.size or self._lane.is_at_its_cap(tenant):
+        if self.running >= self.size or self.lane.is_at_its_cap(tenant):
             return False
         self._grant(tenant)
         return True
@@ -215,7 +197,7 @@ class QueueSlots:
         """After `begin` returned False: wait for a slot. `rank`: the priority among the requests of its tenant.
         `movable`: the request may be moved to a side queue instead. `is_head`: it comes from a side queue, and is moved
         back there only if it waits here for `HELD_S`."""
-        movable = movable and self._lane.side is not None
+        movable = movable and self.lane.has_aside is not None
         if movable and not is_head and self._belongs_aside(tenant):
             return Admission.ASIDE
         admission: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
@@ -243,13 +225,13 @@ class QueueSlots:
         if not self._running[tenant]:
             del self._running[tenant]
             self._forget(tenant)
-        for queue in self._lane.queues:  # a tenant at its in-flight limit may wait at the lane's other queue
+        for queue in self.lane.queues:  # a tenant at its in-flight limit may wait at the lane's other queue
             queue.serve()
 
     def serve(self) -> None:
         """Give the queue's free slots to waiting requests, in the order that `QueueSlots` decides."""
         while self._waiting and self.running < self.size:
-            eligible = [waiting for waiting in self._waiting if not self._lane.is_at_its_cap(waiting.tenant)]
+            eligible = [waiting for waiting in self._waiting if not self.lane.is_at_its_cap(waiting.tenant)]
             if not eligible:
                 return
             # of the chosen tenant's requests, the one with the highest rank; among equals, the first
@@ -260,15 +242,15 @@ class QueueSlots:
     def _standing(self, tenant: str) -> tuple[float, float]:
         """The sort key of a tenant: its running requests in proportion to its weight, then how many slots it was
         granted so far. The tenant with the lowest standing gets the next slot."""
-        return self.running_of(tenant) / self._lane.shares.of(tenant).weight, self._passes.get(tenant, self._floor)
+        return self.running_of(tenant) / self.lane.share_of(tenant).weight, self._passes.get(tenant, self._floor)
 
     def _grant(self, tenant: str) -> None:
         self.running += 1
         self.begun += 1
         self._running[tenant] = self._running.get(tenant, 0) + 1
         self._floor = self._passes.get(tenant, self._floor)
-        self._passes[tenant] = self._floor + 1 / self._lane.shares.of(tenant).weight
-        self._lane.figures(tenant).begun += 1
+        self._passes[tenant] = self._floor + 1 / self.lane.share_of(tenant).weight
+        self.lane.figures(tenant).begun += 1
 
     def _admit(self, waiting: _Waiting, admission: Admission) -> None:
         self._waiting.remove(waiting)
@@ -282,17 +264,16 @@ class QueueSlots:
 
     def _belongs_aside(self, tenant: str) -> bool:
         """Whether a new request of the tenant is moved to a side queue at once, without waiting here for a slot."""
-        if self._lane.is_at_its_cap(tenant):
+        if self.lane.is_at_its_cap(tenant):
             return True
-        side = self._lane.side
-        return (self.sets_surplus_aside or (side is not None and side.has(tenant))) and self._is_over(tenant)
+        has_aside = self.lane.has_aside
+        return (self.sets_surplus_aside or (has_aside is not None and has_aside(tenant))) and self._is_over(tenant)
 
     def _is_over(self, tenant: str) -> bool:
         """Whether the tenant's running and waiting requests have reached its share of the slots, which is at least one
         slot."""
-        tenants: Collection[str] = {*self._running, tenant, *(waiting.tenant for waiting in self._waiting)}
-        weight = self._lane.shares.of(tenant).weight
-        share = self.size * weight / sum(self._lane.shares.of(other).weight for other in tenants)
+        weight = self.lane.share_of(tenant).weight
+        share = self.size * weight / sum(self.lane.share_of(other).weight for other in {*self._passes, tenant})
         return self.running_of(tenant) + self.waiting_of(tenant) >= max(1.0, share)
 
 

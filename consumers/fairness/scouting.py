@@ -113,7 +113,7 @@ class Scouting:
         scouted.full_looks += 1
         scouted.slow_looks = scouted.slow_looks + 1 if begun < scouted.slots.size else 0
         is_slow = scouted.slow_looks >= SENT_AFTER_LOOKS
-        is_full_and_shared = scouted.full_looks >= SENT_AFTER_LOOKS and scouted.slots.is_shared
+        is_full_and_shared = scouted.full_looks >= SENT_AFTER_LOOKS and scouted.slots.lane.is_shared
         if scouted.active is not None or not (is_slow or is_full_and_shared):
             return
         try:

@@ -9,17 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, TypeVar
 
 from consumers.limits import forecast
-from consumers.limits.base import (
-    NO_FEEDBACK,
-    PAUSED,
-    REASONS,
-    Amounts,
-    Feedback,
-    Reservation,
-    Wait,
-    Waiting,
-    WaitTooLong,
-)
+from consumers.limits.base import NO_FEEDBACK, REASONS, Amounts, Feedback, Reservation, Wait, Waiting, WaitTooLong
 from consumers.limits.lines import Waiter
 from consumers.limits.spec import BudgetSpec
 from consumers.limits.turns import Turns
@@ -78,8 +68,8 @@ class Accounts(Generic[AnyTurns]):
         offset_s = now_s - asyncio.get_running_loop().time()
         until_s = None if until is None else until + offset_s
         arrived_s = now_s if arrived is None else min(now_s, arrived + offset_s)
-        if (paused_s := account.paused_s(now_s)) > 0:
-            raise WaitTooLong(Wait(paused_s, PAUSED, paused_s))
+        if account.paused_s(now_s) > 0:
+            raise WaitTooLong(forecast.first(account, self._ranks[lane], amounts, now_s))
         waiter = Waiter(self._ranks[lane], amounts, arrived_s=arrived_s, until_s=until_s)
         account.refill(now_s)  # what has flowed in until now belongs to lanes that waited already
         if account.join(waiter):

@@ -43,15 +43,13 @@ class Entry(NamedTuple):
     body: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """A request as its client submitted it, kept so that clients can follow it: its lane, whether its answer is
-    streamed, and when it was submitted, is due, and must be answered (ms since 1970)."""
+class Submission(NamedTuple):
+    """A request as its client submitted it, kept so that clients can follow it: its lane, and when it was submitted, is
+    due, and must be answered (ms since 1970). The names of the fields are those of the SQL columns."""
 
     body_hash: bytes
     """The hash of the request's body, as in `Fingerprint.body_hash`."""
     lane: str
-    streams: bool
     submitted_ms: int
     due_ms: int | None
     deadline_ms: int
@@ -62,8 +60,7 @@ class Submission:
         return cls(
             body_hash=body_hash,
             lane=request.lane,
-            streams=request.stream,
-            submitted_ms=request.sent_ms,
+            submitted_ms=request.published.ms,
             due_ms=request.due_ms,
             deadline_ms=request.deadline_ms,
         )

@@ -2,11 +2,10 @@
 
 The broker numbers the messages of a channel. A confirm is for one number, or for all numbers up to it. If no queue is
 bound for a mandatory message, the broker first returns the message and then confirms it. A returned message is matched
-by its id, so two mandatory messages with the same id must not be in flight at the same time (`Publisher` prevents it).
+by its id, so a mandatory message waits until no other one with the same id is in flight.
 """
 
 import asyncio
-import uuid
 
 from aiormq.channel import Channel
 from aiormq.exceptions import AMQPError, ChannelInvalidStateError
@@ -29,47 +28,40 @@ class Confirming:
         self.channel = channel
         self._published = 0
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._by_id: dict[str, asyncio.Future[Answer]] = {}
+        self._mandatory: dict[str, asyncio.Future[Answer]] = {}
         tap = tap_of(channel)
         tap.on_confirm, tap.on_return = self._on_confirm, self._on_return
         channel.closing.add_done_callback(self._on_closed)
 
-    async def publish(self, message: Message, *, exchange: str, routing_key: str, mandatory: bool) -> Answer:
-        """Publish and wait for the broker's answer: None for an ack, else the class of the error (PublishRefused for a
-        nack, Unroutable for a returned message). Raises AMQPError if the channel is lost first."""
-        message_id = message.message_id or uuid.uuid4().hex
-        answer = await self.write(
-            message, exchange=exchange, routing_key=routing_key, mandatory=mandatory, message_id=message_id
-        )
-        if not mandatory:
-            return await answer
-        self._by_id[message_id] = answer
-        try:
-            return await answer
-        finally:
-            del self._by_id[message_id]
-
     async def write(
-        self, message: Message, *, exchange: str, routing_key: str, mandatory: bool, message_id: str
+        self, message: Message, *, exchange: str, routing_key: str, mandatory: bool
     ) -> "asyncio.Future[Answer]":
         """Wait for room in the channel's write queue, put the message into it, and return a future that gets the
-        broker's answer (see `publish`). The future raises AMQPError if the channel is lost before the answer
-        arrives."""
+        broker's answer: None for an ack, else the class of the error (PublishRefused for a nack, Unroutable for a
+        returned message). The future raises AMQPError if the channel is lost before the answer arrives."""
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         channel = self.channel
-        if channel.is_closed:
-            raise ChannelInvalidStateError("the channel is closed")
-        properties = encoded(message, message_id=message_id)
         frame = frames(
-            channel, message.body, exchange=exchange, routing_key=routing_key, properties=properties,
+            channel, message.body, exchange=exchange, routing_key=routing_key, properties=encoded(message),
             mandatory=mandatory,
         )  # fmt: skip
-        await channel.write_queue.put(frame)
-        if channel.is_closed:  # it was closed during the wait for room, so no confirm will come
-            raise ChannelInvalidStateError("the channel was closed")
-        # no await between writing and counting: `tag` must equal the delivery tag that the broker gives this message
-        self._published = tag = self._published + 1
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[tag] = answer
+        if mandatory:
+            message_id = message.message_id or ""
+            while (other := self._mandatory.get(message_id)) is not None:
+                await asyncio.wait([other])
+            self._mandatory[message_id] = answer
+            answer.add_done_callback(lambda _: self._mandatory.pop(message_id))
+        try:
+            if not channel.is_closed:
+                await channel.write_queue.put(frame)
+            if channel.is_closed:  # no confirm will come
+                raise ChannelInvalidStateError("the channel is closed")
+        except BaseException:
+            answer.cancel()
+            raise
+        # no await between writing and counting: the number must equal the tag that the broker gives this message
+        self._published += 1
+        self._waiting[self._published] = answer
         return answer
 
     def _on_confirm(self, tag: int, up_to: bool, accepted: bool) -> None:
@@ -79,7 +71,7 @@ class Confirming:
                 answer.set_result(None if accepted else PublishRefused)
 
     def _on_return(self, message: Message) -> None:
-        answer = self._by_id.get(message.message_id or "")
+        answer = self._mandatory.get(message.message_id or "")
         if answer is not None and not answer.done():
             answer.set_result(Unroutable)
 

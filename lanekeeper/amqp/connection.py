@@ -11,20 +11,22 @@ from contextlib import suppress
 from typing import Self
 from urllib.parse import unquote
 
-from aio_pika.abc import AbstractChannel
 from aiormq.channel import Channel
-from aiormq.exceptions import AMQPError, AuthenticationError, InvalidFrameError, ProbableAuthenticationError
+from aiormq.exceptions import AuthenticationError, InvalidFrameError, ProbableAuthenticationError
 from yarl import URL
 
 from lanekeeper.amqp.driver.alarms import BrokerConnection
 from lanekeeper.amqp.driver.backoff import pause_s
-from lanekeeper.amqp.driver.border import asks_to_stop, border, cancellations, is_bare, text_of
+from lanekeeper.amqp.driver.border import border, is_bare, text_of
 from lanekeeper.amqp.driver.frames import patch_pamqp
 from lanekeeper.amqp.driver.quiet import drop_log_lines
 from lanekeeper.amqp.driver.urls import urls_of
 from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerError, BrokerUnreachable
 from lanekeeper.telemetry import logs, signals
 
+HEARTBEAT_S = 10
+"""The interval, in seconds, of a connection's heartbeats. A silent broker is noticed after `3 * HEARTBEAT_S + 3`
+seconds (docs/facts.md, section 8)."""
 CONNECT_TIMEOUT_S = 10
 """The time limit, in seconds, for opening a connection to the broker if its URL names only one node."""
 NODE_TIMEOUT_S = 4
@@ -42,16 +44,12 @@ class Connection:
     """A connection to RabbitMQ. From `__aenter__` to `__aexit__` a background task opens it again whenever it is lost.
 
     `url`: one URL, or the URLs of a cluster's nodes, separated by commas. The connection starts with a random one of
-    them, and tries the next one when one fails. `heartbeat_s`: aiormq notices a silent broker after `3 * heartbeat_s +
-    3` seconds (docs/facts.md, section 8).
+    them, and tries the next one when one fails.
     """
 
-    def __init__(
-        self, url: str, *, name: str, heartbeat_s: int = 10, ssl_context: ssl.SSLContext | None = None
-    ) -> None:
+    def __init__(self, url: str, *, name: str, ssl_context: ssl.SSLContext | None = None) -> None:
         self._url = url
-        self._heartbeat_s = heartbeat_s
-        self._urls = [URL(node_url).update_query(heartbeat=str(heartbeat_s), name=name) for node_url in urls_of(url)]
+        self._urls = [URL(node_url).update_query(heartbeat=HEARTBEAT_S, name=name) for node_url in urls_of(url)]
         self._url_index = random.randrange(len(self._urls))
         self._name = name
         self._ssl_context = ssl_context
@@ -75,8 +73,7 @@ class Connection:
     def another(self, purpose: str) -> "Connection":
         """Create a second `Connection` to the same broker, without opening it. `purpose` becomes part of the
         connection's name in RabbitMQ's management pages."""
-        name = f"{self._name}: {purpose}"
-        return Connection(self._url, name=name, heartbeat_s=self._heartbeat_s, ssl_context=self._ssl_context)
+        return Connection(self._url, name=f"{self._name}: {purpose}", ssl_context=self._ssl_context)
 
     @property
     def is_open(self) -> bool:
@@ -132,20 +129,10 @@ class Connection:
                 f"no connection to {self.address} within {timeout_s:g} s: {self.trouble}"
             ) from error
 
-    async def channel(self, *, confirms: bool, timeout_s: float = 30) -> AbstractChannel:
-        """Open an aio-pika channel, for occasional operations such as declaring a topology.
+    async def channel(self, *, confirms: bool, timeout_s: float = 30) -> Channel:
+        """Open a channel of aiormq, the library below aio-pika (docs/decisions/0001).
 
         Raises BrokerUnreachable if there is no connection to the broker, or if it is lost while the channel is opened.
-        """
-        connection = await self.underlying(timeout_s=timeout_s)
-        with border(f"no channel on {self.address}"):
-            async with asyncio.timeout(timeout_s):
-                return await connection.channel(publisher_confirms=confirms, on_return_raises=confirms)
-
-    async def raw_channel(self, *, confirms: bool, timeout_s: float = 30) -> Channel:
-        """Open a channel of aiormq, the library below aio-pika, for publishing and consuming (docs/decisions/0001).
-
-        Raises BrokerUnreachable, like `channel`.
         """
         connection = await self.underlying(timeout_s=timeout_s)
         with border(f"no channel on {self.address}"):
@@ -163,11 +150,15 @@ class Connection:
                 async with asyncio.timeout_at(end):
                     await self._unblocked.wait()
             except TimeoutError as error:
-                raise BrokerBlocked(
-                    f"the broker at {self.address} takes nothing: {self.blocked} (a memory or disk alarm; "
-                    f"`rabbitmqctl status` says which); not published within {timeout_s:g} s"
-                ) from error
+                raise self.blocked_error(f"not published within {timeout_s:g} s") from error
         await self.underlying(timeout_s=max(0.0, end - asyncio.get_running_loop().time()))
+
+    def blocked_error(self, hint: str) -> BrokerBlocked:
+        """Make the error to raise while the broker accepts no publishes. `hint` is the end of its text."""
+        return BrokerBlocked(
+            f"the broker at {self.address} takes nothing: {self.blocked} (a memory or disk alarm; `rabbitmqctl status` "
+            f"says which); {hint}"
+        )
 
     async def _open_any(self) -> None:
         """Open a connection to the first URL that works. If none works, the error names all URLs."""
@@ -188,33 +179,28 @@ class Connection:
 
     async def _open(self) -> None:
         url = self._urls[self._url_index]
-        before = cancellations()
         connection = BrokerConnection(url, ssl_context=self._ssl_context, on_alarm=self._on_alarm)
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S if len(self._urls) == 1 else NODE_TIMEOUT_S):
-                await connection.connect()
-        except (ProbableAuthenticationError, AuthenticationError) as error:
-            raise AccessRefused(
-                f"the broker at {self.address} refused user {url.user!r}: {str(error).rstrip('.')}; "
-                "check user, password and virtual host in LANEKEEPER_AMQP_URL"
-            ) from error
-        except InvalidFrameError as error:  # the broker sent Close instead of OpenOk, and aiormq cannot read that
-            raise AccessRefused(
-                f"the broker at {self.address} let user {url.user!r} in, but not into virtual host "
-                f"{unquote(url.raw_path[1:]) or '/'!r}: is it there, and has the user permissions in it?"
-            ) from error
-        except (AMQPError, OSError, TimeoutError, RuntimeError) as error:
-            raise BrokerUnreachable(
-                f"no broker at {self.address}: {text_of(error)}; is it running, and is LANEKEEPER_AMQP_URL right?"
-            ) from error
-        except Exception as error:
-            if not is_bare(error):
-                raise
-            raise BrokerUnreachable(f"the broker at {self.address} closed the connection as it was opened") from error
-        try:
-            if cancellations() > before:
-                raise asyncio.CancelledError
-        except BaseException:
+            with border(f"no broker at {self.address}", hint="; is it running, and is LANEKEEPER_AMQP_URL right?"):
+                try:
+                    async with asyncio.timeout(CONNECT_TIMEOUT_S if len(self._urls) == 1 else NODE_TIMEOUT_S):
+                        await connection.connect()
+                except (ProbableAuthenticationError, AuthenticationError) as error:
+                    raise AccessRefused(
+                        f"the broker at {self.address} refused user {url.user!r}: {str(error).rstrip('.')}; "
+                        "check user, password and virtual host in LANEKEEPER_AMQP_URL"
+                    ) from error
+                except InvalidFrameError as error:  # the broker sent Close instead of OpenOk, unreadable for aiormq
+                    raise AccessRefused(
+                        f"the broker at {self.address} let user {url.user!r} in, but not into virtual host "
+                        f"{unquote(url.raw_path[1:]) or '/'!r}: is it there, and has the user permissions in it?"
+                    ) from error
+                except Exception as error:
+                    if not is_bare(error):
+                        raise
+                    why = f"the broker at {self.address} closed the connection as it was opened"
+                    raise BrokerUnreachable(why) from error
+        except asyncio.CancelledError:  # aiormq may have opened the connection all the same
             with suppress(Exception):
                 await connection.underlay.close(timeout=CLOSE_TIMEOUT_S)
             raise
@@ -229,7 +215,10 @@ class Connection:
     async def _supervise(self) -> None:
         while True:
             assert self._current is not None
-            reason = await _closed(self._current)
+            closing = self._current.underlay.closing
+            await asyncio.wait([closing])
+            error = None if closing.cancelled() else closing.exception()
+            reason = text_of(error) if isinstance(error, Exception) else "closed"
             self._opened.clear()
             self.trouble = f"connection lost: {reason}"
             self.blocked = None
@@ -265,16 +254,3 @@ class Connection:
             log.warning(signals.BROKER_BLOCKED, connection=self._name, broker=self.address, reason=reason)
         self.blocked = reason
         self._unblocked.clear()
-
-
-async def _closed(connection: BrokerConnection) -> str:
-    """Wait until a connection has closed, and return the reason."""
-    try:
-        await asyncio.shield(connection.underlay.closing)
-    except asyncio.CancelledError:
-        if asks_to_stop():
-            raise
-        return "closed"
-    except Exception as error:
-        return text_of(error)
-    return "closed"

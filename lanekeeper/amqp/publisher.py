@@ -8,15 +8,15 @@ import asyncio
 import random
 import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from aiormq.channel import Channel
-from aiormq.exceptions import AMQPError, ChannelAccessRefused, ChannelInvalidStateError, ChannelNotFoundEntity
+from aiormq.exceptions import AMQPError, ChannelAccessRefused, ChannelNotFoundEntity
 
 from lanekeeper.amqp.confirming import Answer, Confirming
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.limit import SMALL_BYTES, MessageLimit
+from lanekeeper.amqp.limit import MessageLimit
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import (
     AccessRefused,
@@ -42,7 +42,7 @@ worker returns the request to its queue; when the request is delivered again, it
 DEFAULT_EXCHANGE = "amq.default"
 """The name of the default exchange in RabbitMQ's error texts. An error of the channel fails all publishes on it; the
 text names the exchange of the one publish that caused the error."""
-_LOST = (AMQPError, ChannelInvalidStateError, RuntimeError, OSError)
+_LOST = (AMQPError, RuntimeError, OSError)
 """The exceptions that a publish raises if its channel is lost or its time limit is over (TimeoutError is an OSError).
 """
 
@@ -66,7 +66,6 @@ class Publisher:
         self._tracing = tracing
         self._confirming: Confirming | None = None
         self._opening = asyncio.Lock()
-        self._in_flight: dict[str, asyncio.Event] = {}
         self._on_missing = on_missing
         self._on_channel = on_channel
         self._limit = MessageLimit(connection)
@@ -75,11 +74,10 @@ class Publisher:
         """Return the broker's limit for the size of a message in bytes, if a body of `size` bytes exceeds it. None if
         it does not, or if the limit cannot be found out now; `publish` checks the size again."""
         try:
-            await self._limit.check(size)
+            with suppress(BrokerUnreachable):
+                await self._limit.check(size)
         except MessageTooLarge as error:
             return error.limit
-        except BrokerUnreachable:
-            return None
         return None
 
     async def publish(
@@ -98,25 +96,21 @@ class Publisher:
         ConfirmUnknown (no confirm came), BrokerBlocked (there was an alarm for all of `timeout_s`, so nothing was
         published), BrokerUnreachable, AccessRefused, MessageTooLarge (not sent), TopologyMismatch (no such exchange).
         """
-        if len(message.body) > SMALL_BYTES:
-            await self._limit.check(len(message.body))
+        message.message_id = message.message_id or uuid.uuid4().hex
+        await self._limit.check(len(message.body))
         span: AbstractContextManager[Any] = (
             self._tracing.send(message, exchange=exchange, routing_key=routing_key) if traced else nullcontext()
         )
         with span:
             confirming, timeout_s = await self._ready_channel(timeout_s)
-            turn = await self._take_turn(message.message_id) if mandatory and message.message_id else None
             try:
                 async with asyncio.timeout(timeout_s):
-                    refused = await confirming.publish(
+                    answer = await confirming.write(
                         message, exchange=exchange, routing_key=routing_key, mandatory=mandatory
                     )
+                    refused = await answer
             except _LOST as error:
                 raise self._error_of(error, exchange, routing_key, timeout_s) from error
-            finally:
-                if turn is not None:
-                    del self._in_flight[message.message_id or ""]
-                    turn.set()
             if refused is Unroutable:
                 raise Unroutable(f"no queue takes {routing_key!r} from exchange {exchange!r}")
             if refused is not None:
@@ -134,15 +128,12 @@ class Publisher:
         `timeout_s`: how long to wait for the connection, and for room in the write queue. Raises the errors of
         `publish`; the future raises AMQPError if the channel is lost.
         """
-        if len(message.body) > SMALL_BYTES:
-            await self._limit.check(len(message.body))
+        message.message_id = message.message_id or uuid.uuid4().hex
+        await self._limit.check(len(message.body))
         confirming, timeout_s = await self._ready_channel(timeout_s)
-        message_id = message.message_id or uuid.uuid4().hex
         try:
             async with asyncio.timeout(timeout_s):
-                return await confirming.write(
-                    message, exchange=exchange, routing_key=routing_key, mandatory=False, message_id=message_id
-                )
+                return await confirming.write(message, exchange=exchange, routing_key=routing_key, mandatory=False)
         except _LOST as error:
             raise self._error_of(error, exchange, routing_key, timeout_s) from error
 
@@ -175,18 +166,13 @@ class Publisher:
         pause_s = 0.05
         maybe_published = False
         while True:
-            if BrokerBlocked in gives_up_on and self.connection.blocked is not None:
-                blocked = BrokerBlocked(
-                    f"the broker at {self.connection.address} takes nothing: {self.connection.blocked} (a memory or "
-                    "disk alarm; `rabbitmqctl status` says which); try again later, under the same message_id"
-                )
-                blocked.maybe_published = maybe_published
-                raise blocked
             left_s = max(CONFIRM_LEAST_S, end - loop.time())
             if absent_within_s is not None and not maybe_published and not self.connection.is_open:
                 await self.connection.underlying(timeout_s=max(0.0, began + absent_within_s - loop.time()))
             try:
-                await self.publish(
+                if BrokerBlocked in gives_up_on and self.connection.blocked is not None:
+                    raise self.connection.blocked_error("try again later, under the same message_id")
+                return await self.publish(
                     message,
                     exchange=exchange,
                     routing_key=routing_key,
@@ -197,18 +183,14 @@ class Publisher:
                 maybe_published = error.maybe_published = maybe_published or error.maybe_published
                 if isinstance(error, TopologyMismatch | Unroutable) and exchange and self._on_missing is not None:
                     self._on_missing()
-                if isinstance(error, (AccessRefused, MessageTooLarge, *gives_up_on)) or (
-                    isinstance(error, Unroutable) and not exchange
-                ):
+                is_final = isinstance(error, (AccessRefused, MessageTooLarge, *gives_up_on))
+                if is_final or (isinstance(error, Unroutable) and not exchange):
                     raise
-                if isinstance(error, PublishRefused) and loop.time() + pause_s > began + refused_within_s:
+                tries_end = min(end, began + refused_within_s) if isinstance(error, PublishRefused) else end
+                if loop.time() + pause_s > tries_end:
                     raise
-                if loop.time() + pause_s > end:
-                    raise
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1))
-                pause_s = min(2.0, pause_s * 2)
-            else:
-                return
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1))
+            pause_s = min(2.0, pause_s * 2)
 
     async def _ready_channel(self, timeout_s: float) -> tuple[Confirming, float]:
         """Wait until the broker accepts publishes. Returns the channel to publish on, and how many of the `timeout_s`
@@ -218,7 +200,14 @@ class Publisher:
             end = asyncio.get_running_loop().time() + timeout_s
             await self.connection.flowing(timeout_s=timeout_s)
             timeout_s = max(CONFIRM_LEAST_S, end - asyncio.get_running_loop().time())
-        return await self._confirm_channel(timeout_s=timeout_s), timeout_s
+        if self._confirming is None or self._confirming.channel.is_closed:
+            async with self._opening:
+                if self._confirming is None or self._confirming.channel.is_closed:
+                    channel = await self.connection.channel(confirms=True, timeout_s=timeout_s)
+                    if self._on_channel is not None:
+                        await self._on_channel(channel)
+                    self._confirming = Confirming(channel)
+        return self._confirming, timeout_s
 
     def _error_of(self, error: Exception, exchange: str, routing_key: str, timeout_s: float) -> BrokerError:
         """Translate an exception that aiormq raised during a publish to a BrokerError."""
@@ -232,25 +221,3 @@ class Publisher:
             why = f": the broker reads nothing, {self.connection.blocked}" if self.connection.blocked else ""
             return ConfirmUnknown(f"no confirm for {routing_key!r} within {timeout_s:g} s{why}")
         return ConfirmUnknown(f"connection lost while publishing {routing_key!r}: {error}")
-
-    async def _confirm_channel(self, *, timeout_s: float) -> Confirming:
-        confirming = self._confirming
-        if confirming is not None and not confirming.channel.is_closed:
-            return confirming
-        # before the lock, so that several callers wait at the same time, each for at most `timeout_s`
-        await self.connection.underlying(timeout_s=timeout_s)
-        async with self._opening:
-            if self._confirming is None or self._confirming.channel.is_closed:
-                channel = await self.connection.raw_channel(confirms=True, timeout_s=timeout_s)
-                if self._on_channel is not None:
-                    await self._on_channel(channel)
-                self._confirming = Confirming(channel)
-            return self._confirming
-
-    async def _take_turn(self, message_id: str) -> asyncio.Event:
-        """Wait until no other mandatory publish of this message id is in flight, because `Confirming` matches returned
-        messages by their id. Returns the event to set when this publish has ended."""
-        while (other := self._in_flight.get(message_id)) is not None:
-            await other.wait()
-        done = self._in_flight[message_id] = asyncio.Event()
-        return done

@@ -10,7 +10,8 @@ LanekeeperError                 base of all errors that a caller may catch
 │   ├── Unroutable              no queue is bound for the key (mandatory publish)
 │   ├── ConfirmUnknown          no confirm came: the message may be published or not; publish it again with its id
 │   ├── AccessRefused           the user's permissions do not allow the operation
-│   └── TopologyMismatch        the broker's exchanges, queues or bindings differ from the declaration
+│   ├── TopologyMismatch        the broker's exchanges, queues or bindings differ from the declaration
+│   └── ReplyLost               the reply to a request cannot be delivered; the request itself continues
 └── SettingsError               a setting is wrong (raised by the service only)
 """
 
@@ -75,6 +76,11 @@ class AccessRefused(BrokerError):
 
 class TopologyMismatch(BrokerError):
     """The broker's exchanges, queues or bindings are missing or differ from those that Lanekeeper declares."""
+
+
+class ReplyLost(BrokerError):
+    """The reply to a request cannot be delivered: the connection was lost, or parts came faster than the caller read
+    them. The request itself continues."""
 
 
 class SettingsError(LanekeeperError):

@@ -4,8 +4,8 @@ reached. Repeating is safe because every request has an id: if it is posted twic
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -159,18 +159,14 @@ class Calls:
         headers: Mapping[str, str] | None,
         body: bytes | None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send one HTTP request. aiohttp's errors, also those inside the block, become BrokerUnreachable or
+        ConfirmUnknown."""
         assert self._session is not None, "use the client in `async with`"
-        with self._errors_of(method):
+        try:
             async with self._session.request(
                 method, self._address + path, headers=headers, data=body, timeout=timeout, allow_redirects=False
             ) as response:
                 yield response
-
-    @contextmanager
-    def _errors_of(self, method: str) -> Iterator[None]:
-        """Turn aiohttp's errors inside the block into BrokerUnreachable or ConfirmUnknown."""
-        try:
-            yield
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             why = f"no connection to the gateway at {self._address}: {str(error) or type(error).__name__}"
             raise BrokerUnreachable(why) from error

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any
 
 from lanekeeper.contract import names as n
@@ -71,13 +70,9 @@ def final_of_status(id: str, status: int, body: bytes) -> Final:
         return final_of(Message(body=_member_bytes(body, "result"), headers={**headers, n.STATUS: "ok"}))
     if isinstance(problem := document.get("problem"), dict):
         raise Problem(problem)
-    due_at = document.get("due_at")
-    raise NotEnded(
-        id,
-        _STATUS.get(str(document.get("status")), str(document.get("status"))),
-        attempts=int(document.get("attempts", 0)),
-        due_at=None if due_at is None else datetime.fromisoformat(due_at),
-    )
+    named = str(document.get("status"))
+    attempts = int(document.get("attempts", 0))
+    raise NotEnded(id, _STATUS.get(named, named), attempts=attempts, due_at=document.get("due_at"))
 
 
 def _member_bytes(body: bytes, name: str) -> bytes:

@@ -14,7 +14,7 @@ from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags, TraceState
 
-from lanekeeper.contract.names import BAGGAGE, TRACEPARENT, TRACESTATE
+from lanekeeper.contract.names import BAGGAGE, TRACE_CONTEXT, TRACEPARENT, TRACESTATE
 
 # Version 00 has exactly 55 characters. A later version may continue after another dash; it is read like 00.
 _TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
@@ -81,9 +81,7 @@ def written(headers: Mapping[str, Any], span: SpanContext) -> dict[str, Any]:
 
     Invalid values in `headers` are left out. Valid baggage in `headers` is kept if the current context has no baggage.
     """
-    out = dict(headers)
-    for name in (TRACEPARENT, TRACESTATE, BAGGAGE):
-        out.pop(name, None)
+    out = {name: value for name, value in headers.items() if name not in TRACE_CONTEXT}
     if span.is_valid:
         out[TRACEPARENT] = traceparent(span)
         if span.trace_state:

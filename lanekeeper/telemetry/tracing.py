@@ -17,8 +17,7 @@ Without an OpenTelemetry SDK, or if the trace is not sampled, no spans are made.
 """
 
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 from opentelemetry import context, trace
 from opentelemetry.context import Context
@@ -59,9 +58,7 @@ class Scope:
             self._token = context.attach(self._around)
         return self._span
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if self._around is not None:
             context.detach(self._token)
         if self._span.is_recording():
@@ -105,9 +102,7 @@ class Tracing:
         )
         message.headers = propagation.written(message.headers, span.get_span_context())
         if span.is_recording():
-            attributes = self._message_attributes(message, operation=signals.SEND, type=signals.SEND)
-            attributes[signals.MESSAGING_DESTINATION_NAME] = _destination(exchange, routing_key)
-            attributes[signals.MESSAGING_ROUTING_KEY] = routing_key
+            attributes = self._attributes(message, signals.SEND, exchange, routing_key)
             if not exchange:
                 attributes[signals.MESSAGING_DESTINATION_TEMPLATE] = signals.REPLY_TEMPLATE
             span.set_attributes(attributes)
@@ -145,8 +140,9 @@ class Tracing:
             start_time=start_ns,
         )
         if span.is_recording():
-            attributes = self._message_attributes(message, operation=signals.PROCESS, type=signals.PROCESS)
-            self._add_source(attributes, message, queue, delivery_tag)
+            attributes = self._attributes(message, signals.PROCESS, message.exchange, message.routing_key, queue)
+            if delivery_tag is not None:
+                attributes[signals.MESSAGING_DELIVERY_TAG] = delivery_tag
             span.set_attributes(attributes)
         return Scope(span, trace.set_span_in_context(span, received))
 
@@ -167,8 +163,9 @@ class Tracing:
             return _NO_SPAN
         span = self._tracer.start_span(f"{operation} {queue}", kind=SpanKind.CLIENT)
         if span.is_recording():
-            attributes = self._message_attributes(message, operation=operation, type=signals.SETTLE)
-            self._add_source(attributes, message, queue, delivery_tag)
+            attributes = self._attributes(message, operation, message.exchange, message.routing_key, queue)
+            attributes[signals.MESSAGING_OPERATION_TYPE] = signals.SETTLE
+            attributes[signals.MESSAGING_DELIVERY_TAG] = delivery_tag
             span.set_attributes(attributes)
         return Scope(span, None)
 
@@ -199,8 +196,7 @@ class Tracing:
 
     def trace_id(self) -> str | None:
         """The id of the current trace, for logs: 32 hexadecimal digits; None if there is no trace."""
-        current = trace.get_current_span().get_span_context()
-        return f"{current.trace_id:032x}" if current.is_valid else None
+        return propagation.trace_id(trace.get_current_span(), {})
 
     def _find_tracer(self) -> Tracer | None:
         """The tracer; None while there is no SDK. It costs 1 µs, so it is called only when a message is received or
@@ -209,11 +205,17 @@ class Tracing:
             self._tracer = _tracer_of(trace.get_tracer_provider())
         return self._tracer
 
-    def _message_attributes(self, message: Message, *, operation: str, type: str) -> Attributes:
+    def _attributes(
+        self, message: Message, operation: str, exchange: str, routing_key: str, queue: str = ""
+    ) -> Attributes:
+        # OpenTelemetry's conventions for RabbitMQ: `exchange:routing key[:queue]`, without empty and repeated parts
+        destination = dict.fromkeys(part for part in (exchange, routing_key, queue) if part)
         attributes: Attributes = {
             signals.MESSAGING_SYSTEM: signals.RABBITMQ,
             signals.MESSAGING_OPERATION_NAME: operation,
-            signals.MESSAGING_OPERATION_TYPE: type,
+            signals.MESSAGING_OPERATION_TYPE: operation,
+            signals.MESSAGING_DESTINATION_NAME: ":".join(destination) or signals.DEFAULT_EXCHANGE,
+            signals.MESSAGING_ROUTING_KEY: routing_key,
             signals.MESSAGING_BODY_SIZE: len(message.body),
         }
         if self._broker is not None:
@@ -224,26 +226,9 @@ class Tracing:
             attributes[signals.MESSAGING_CONVERSATION_ID] = message.correlation_id
         return attributes
 
-    @staticmethod
-    def _add_source(attributes: Attributes, message: Message, queue: str, delivery_tag: int | None) -> None:
-        attributes[signals.MESSAGING_DESTINATION_NAME] = _destination(message.exchange, message.routing_key, queue)
-        attributes[signals.MESSAGING_ROUTING_KEY] = message.routing_key
-        if delivery_tag is not None:
-            attributes[signals.MESSAGING_DELIVERY_TAG] = delivery_tag
 
-
-class _NoSpan(Scope):
-    """A scope that creates no span and leaves the current context unchanged."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> Span:
-        return INVALID_SPAN
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
-_NO_SPAN: Final = _NoSpan(INVALID_SPAN, None)
+_NO_SPAN: Final = Scope(INVALID_SPAN, None)
+"""A scope that creates no span and leaves the current context unchanged."""
 
 
 def _tracer_of(provider: TracerProvider) -> Tracer | None:
@@ -256,9 +241,3 @@ def _is_sampled_out(span: Span) -> bool:
     """Whether `span` was made by this process and is not recorded (not sampled): then its children would not be
     recorded either."""
     return not span.is_recording() and (of := span.get_span_context()).is_valid and not of.is_remote
-
-
-def _destination(*parts: str) -> str:
-    """Join `parts` to `exchange:routing key[:queue]`, as OpenTelemetry's conventions for RabbitMQ say. Empty parts are
-    left out, and equal parts are written once."""
-    return ":".join(dict.fromkeys(part for part in parts if part)) or signals.DEFAULT_EXCHANGE

@@ -20,7 +20,7 @@ from lanekeeper.amqp.depth import Depth, depths
 from lanekeeper.amqp.direct import DirectReplies
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.names import DIRECT_REPLY_TO, STATUS_KEY, Names
+from lanekeeper.contract.names import STATUS_KEY, Names
 from lanekeeper.contract.problems import AccessRefused, Unroutable
 from lanekeeper.telemetry.tracing import Tracing
 from topology.lanes import LaneSpec
@@ -127,29 +127,26 @@ async def look(connection: Connection, *, lanes: Sequence[LaneSpec], names: Name
 async def gather(connection: Connection, *, names: Names) -> list[Mapping[str, Any]]:
     """Publish the status question to all workers, and return their answers. It waits until no answer has come for
     `QUIET_S`, but not longer than `LONGEST_S`."""
-    received: asyncio.Queue[Message] = asyncio.Queue()  # holds at most one answer of each worker
-    direct = DirectReplies(on_reply=received.put_nowait, on_lost=lambda: None)
+    direct = DirectReplies()
     question = Message(
         body=b"{}",
         content_type="application/json",
         type=STATUS_KEY,
         message_id=uuid.uuid4().hex,
-        correlation_id=uuid.uuid4().hex,
-        reply_to=DIRECT_REPLY_TO,
         persistent=False,
         expiration=str(round(1000 * LONGEST_S)),  # a copy goes to `lane.control`, and must not stay there
     )
     answers: list[Mapping[str, Any]] = []
     try:
         publisher = Publisher(connection, tracing=Tracing(), on_channel=direct.consume)
-        await publisher.publish(question, exchange=names.control, routing_key=STATUS_KEY, traced=False)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LONGEST_S):
-                while True:
-                    async with asyncio.timeout(QUIET_S):
-                        message = await received.get()
-                    if message.correlation_id == question.correlation_id:
-                        answers.append(json.loads(message.body))
+        with direct.expecting(question) as arrived:
+            await publisher.publish(question, exchange=names.control, routing_key=STATUS_KEY, traced=False)
+            now_s = asyncio.get_running_loop().time
+            end = now_s() + LONGEST_S
+            with suppress(TimeoutError):
+                while now_s() < end:
+                    answer = await arrived.next(end=min(end, now_s() + QUIET_S))
+                    answers.append(json.loads(answer.body))
     except Unroutable:
         pass  # no worker has bound a queue
     finally:

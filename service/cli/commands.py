@@ -1,6 +1,7 @@
 """All commands, each in a separate file. A command imports what it needs only when it runs, so that others start
 fast."""
 
+import sys
 from functools import cache
 from typing import Annotated
 
@@ -12,7 +13,6 @@ from service.cli import (
     check,
     demo,
     gateway,
-    later,
     options,
     result,
     send,
@@ -22,7 +22,11 @@ from service.cli import (
     status,
     topology,
 )
+from service.cli.ending import BAD_USE
 
+LATER = ("top", "dead", "change", "pause", "resume", "pauses", "audit")
+"""Names that are reserved for commands of later versions. They report that they are not available yet; without them,
+the error would be `No such command`."""
 app = typer.Typer(
     name="lanekeeper",
     no_args_is_help=True,
@@ -44,8 +48,18 @@ app.add_typer(topology.app, name="topology")
 app.command()(check.check)
 app.command()(settings.settings)
 app.command()(simulate.simulate)
-for _name in later.COMMANDS:
-    app.command(_name, hidden=True, context_settings=later.ANYTHING)(later.absent)
+
+
+def _absent(context: typer.Context) -> None:
+    """Not available in this version."""
+    print(f"lanekeeper: `{context.info_name}` is not available in this version", file=sys.stderr)
+    raise typer.Exit(BAD_USE)
+
+
+for _name in LATER:
+    app.command(_name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+        _absent
+    )
 
 
 def _version(wanted: bool) -> None:

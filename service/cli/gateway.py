@@ -2,16 +2,15 @@
 
 import json as jsons
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from service.cli import options
-from service.cli.ending import run
 from service.cli.options import LaneName
+from service.cli.process import run_with_telemetry, stop_signals
 from service.cli.serve import Host, Port
-from service.cli.stopping import stop_signals
-from service.cli.telemetry import telemetry_of
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -29,8 +28,7 @@ def gateway(host: Host = None, port: Port = None, config: options.Config = None,
     Example:  lanekeeper gateway --port 8081
     """
     settings = options.settings_of(config, sets, gateway={"host": host, "port": port})
-    with telemetry_of(settings) as traces:
-        run(_run(settings, traces))
+    run_with_telemetry(settings, partial(_run, settings))
 
 
 async def _run(settings: "Settings", traces: "TracerProvider | None") -> None:
@@ -100,7 +98,7 @@ def new(
     hashed = hash_of(key)
     allowed: dict[str, object] = {"tenant": tenant}
     if lanes:
-        allowed["lanes"] = [lane.value for lane in lanes]
+        allowed["lanes"] = lanes
     if models:
         allowed["models"] = models
     if json:

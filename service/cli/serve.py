@@ -1,17 +1,16 @@
 """`lanekeeper serve` and `lanekeeper consume`: run a worker."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from service.cli import options
-from service.cli.ending import run
 from service.cli.options import LaneName
-from service.cli.stopping import stop_signals
-from service.cli.telemetry import telemetry_of
+from service.cli.process import run_with_telemetry, stop_signals
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -42,7 +41,7 @@ def serve(
       ANTHROPIC_API_KEY=… lanekeeper serve --set lanes.batch.slots=12
     """
     settings = options.settings_of(config, sets, for_calls=not simulate, gateway={"host": host, "port": port})
-    _run(settings, lanes=(), declares=True, simulate=simulate)
+    run_with_telemetry(settings, partial(_serve, settings, lanes=(), declares=True, simulate=simulate))
 
 
 def consume(
@@ -63,16 +62,16 @@ def consume(
     Example:  lanekeeper consume --lane critical --lane normal --port 8081
     """
     settings = options.settings_of(config, sets, for_calls=not simulate, gateway={"host": host, "port": port})
-    _run(settings, lanes=tuple(lane.value for lane in lanes or ()), declares=False, simulate=simulate)
-
-
-def _run(settings: "Settings", *, lanes: tuple[str, ...], declares: bool, simulate: bool) -> None:
-    with telemetry_of(settings) as traces:
-        run(_serve(settings, lanes=lanes, declares=declares, simulate=simulate, traces=traces))
+    run_with_telemetry(settings, partial(_serve, settings, lanes=lanes or (), declares=False, simulate=simulate))
 
 
 async def _serve(
-    settings: "Settings", *, lanes: tuple[str, ...], declares: bool, simulate: bool, traces: "TracerProvider | None"
+    settings: "Settings",
+    traces: "TracerProvider | None",
+    *,
+    lanes: Sequence[LaneName],
+    declares: bool,
+    simulate: bool,
 ) -> None:
     from lanekeeper.telemetry import signals
     from lanekeeper.telemetry.logs import logger

@@ -82,7 +82,7 @@ def simulate(
 
 
 async def _simulate(given: "SimulatedOptions", *, host: str, port: int) -> None:
-    from service.cli.stopping import listening
+    from service.cli.process import listening
     from service.gateway.server import CannotListen, why_not
     from service.simulated.app import SimulatedAPI
 

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -65,7 +65,7 @@ def plan(
     settings = options.settings_of(config, sets)
     found = run(_verify(settings))
     if json:
-        print_json(_differences(found))
+        print_json(asdict(found))
     else:
         shown, levels = (found.differences, 0) if every else without_levels(found.differences, settings.names())
         for difference in shown:
@@ -111,7 +111,7 @@ def verify(json: options.Json = False, config: options.Config = None, sets: opti
     """
     found = run(_verify(options.settings_of(config, sets)))
     if json:
-        print_json(_differences(found))
+        print_json(asdict(found))
     else:
         for difference in found.differences:
             print(difference.line)
@@ -217,14 +217,6 @@ async def _apply(settings: "Settings", users: "list[User]") -> None:
     )
     if users:
         print(f"users: {', '.join(f'{user.name} ({user.role})' for user in users)}")
-
-
-def _differences(found: "Verification") -> dict[str, Any]:
-    return {
-        "seen": found.seen,
-        "note": found.note,
-        "differences": [asdict(difference) for difference in found.differences],
-    }
 
 
 def _end(found: "Verification") -> None:

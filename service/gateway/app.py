@@ -13,15 +13,15 @@ from service.config.gateway_section import LANES, GatewayKey
 from service.config.settings import Settings
 from service.gateway.access import Access, is_loopback
 from service.gateway.answers import Answers
-from service.gateway.asking import CallReader
 from service.gateway.bodies import Bodies
 from service.gateway.call_limit import CallLimit
+from service.gateway.call_reader import CallReader
 from service.gateway.described.asyncapi import asyncapi
 from service.gateway.described.openapi import openapi
-from service.gateway.described.served import Served
-from service.gateway.looking import Looking
+from service.gateway.described.served import served
 from service.gateway.lookups import LookupPaths
 from service.gateway.messages import Messages
+from service.gateway.polling import Poller
 from service.gateway.positions import Positions
 from service.gateway.request_paths import RequestPaths
 from service.gateway.requests import Requests
@@ -67,41 +67,31 @@ class Gateway:
         self._speaker = SpeakerCheck(client, user=user)
         self._limit = CallLimit(spec.calls)
         self._client = client
-        self._bodies = Bodies(
-            self._limit,
-            over_bytes=settings.bodies.over_bytes,
-            # what is too large for a message is accepted only if there is a store for it
-            most_bytes=PACKED_BYTES if settings.bodies_url is None else settings.bodies.most_bytes,
-        )
         own = settings.body_store()
         self._body_stores = [*([] if own is None else [own]), *settings.bodies.allowed_stores()]
         answers = Answers(self._body_stores, most_bytes=settings.answer_bytes)
-        self._looking = Looking(store, followers=spec.followers)
+        self._poller = Poller(store, followers=spec.followers)
         call_reader = CallReader(
             lanes={lane.name: lane for lane in settings.lane_specs()},
             app=user if _ROUTING_KEY_WORD.fullmatch(user) else ANYBODY,
             max_values=settings.json_values,
             cancel_abandoned=spec.cancel_abandoned,
         )
-        self._messages = Messages(
-            client,
-            call_reader=call_reader,
-            bodies=self._bodies,
-            answers=answers,
-            ping_every_s=spec.ping_every_s,
+        self._bodies = Bodies(
+            call_reader,
+            self._limit,
+            over_bytes=settings.bodies.over_bytes,
+            # what is too large for a message is accepted only if there is a store for it
+            most_bytes=PACKED_BYTES if settings.bodies_url is None else settings.bodies.most_bytes,
         )
-        requests = Requests(client, store, looking=self._looking, positions=Positions(client, store))
+        self._messages = Messages(client, bodies=self._bodies, answers=answers, ping_every_s=spec.ping_every_s)
+        requests = Requests(client, store, poller=self._poller, positions=Positions(client, store))
         self._paths = RequestPaths(
-            requests,
-            self._looking,
-            call_reader=call_reader,
-            bodies=self._bodies,
-            answers=answers,
-            ping_every_s=spec.ping_every_s,
+            requests, self._poller, bodies=self._bodies, answers=answers, ping_every_s=spec.ping_every_s
         )
         self._sockets = Sockets(
             requests,
-            self._looking,
+            self._poller,
             call_reader=call_reader,
             limit=self._limit,
             answers=answers,
@@ -111,8 +101,8 @@ class Gateway:
         self._lookups = LookupPaths(settings, self._bodies)
         lanes = [lane.name for lane in settings.lane_specs()]
         self._documents = {
-            ("GET", "/openapi.json"): Served(partial(openapi, lanes=lanes)).get,
-            ("GET", "/asyncapi.json"): Served(partial(asyncapi, names=settings.names(), lanes=lanes)).get,
+            ("GET", "/openapi.json"): served(partial(openapi, lanes=lanes)),
+            ("GET", "/asyncapi.json"): served(partial(asyncapi, names=settings.names(), lanes=lanes)),
         }
 
     def reasons(self) -> Mapping[str, str | None]:
@@ -144,7 +134,7 @@ class Gateway:
         return self._bodies.most_bytes
 
     async def drained(self) -> None:
-        self._looking.close()
+        self._poller.close()
         await self._limit.close()
 
     async def aclose(self) -> None:
@@ -152,7 +142,7 @@ class Gateway:
         for store in self._body_stores:
             store.close()
         await self._lookups.aclose()
-        await self._looking.aclose()
+        await self._poller.aclose()
         await self._same_store.aclose()
 
     async def _for_tenant(self, handle: _CallHandler, request: web.Request) -> web.StreamResponse:

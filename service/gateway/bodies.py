@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import BinaryIO, Final
 
 from aiohttp import web
 
-from service.gateway.asking import CheckedCall
+from service.config.gateway_section import GatewayKey
 from service.gateway.call_limit import CallLimit
+from service.gateway.call_reader import CallReader, CheckedCall
 from service.gateway.problems import ApiError, refused
 from topology.codec.decoding import UNPACKED_TIMES
 
@@ -33,7 +35,8 @@ class Bodies:
     """Receives the bodies of HTTP calls, and counts these calls in `limit` until they have been answered. Bodies larger
     than `over_bytes` are written to temporary files; those larger than `most_bytes` are refused."""
 
-    def __init__(self, limit: CallLimit, *, over_bytes: int, most_bytes: int) -> None:
+    def __init__(self, call_reader: CallReader, limit: CallLimit, *, over_bytes: int, most_bytes: int) -> None:
+        self._call_reader = call_reader
         self._limit = limit
         self._over_bytes = over_bytes
         self.most_bytes = most_bytes
@@ -44,10 +47,13 @@ class Bodies:
 
     @asynccontextmanager
     async def checked_call(
-        self, request: web.BaseRequest, read: Callable[[bytes], CheckedCall]
+        self, request: web.Request, caller: GatewayKey, *, request_id: str, chose_id: bool, task: str = "messages"
     ) -> AsyncIterator[CheckedCall]:
-        """Receive the body of an HTTP call, check the call with `read`, which gets the whole body, and yield the
-        result. A temporary file with a large body exists until the end of the block. Raises ApiError."""
+        """Receive the body of an HTTP call, and yield the checked call (see `CallReader.read`). A temporary file with a
+        large body exists until the end of the block. Raises ApiError, RequestProblem."""
+        read = partial(
+            self._call_reader.read, request.headers, caller=caller, request_id=request_id, chose_id=chose_id, task=task
+        )
         size = self._size_of(request)
         filed_bytes = size if size > self._over_bytes else 0
         with self._limit.counted(min(size, self._over_bytes)), ExitStack() as stack:
@@ -58,16 +64,16 @@ class Bodies:
                 async with self._arriving(BODY_WITHIN_S + max(0, size - self._over_bytes) / LEAST_BYTES_PER_S):
                     body = await self._received(request, stack)
                 if isinstance(body, bytearray):
-                    asked = read(bytes(body))
+                    call = read(bytes(body))
                 else:
                     async with self._checking:  # only one large body at a time is whole in memory
-                        asked = await asyncio.get_running_loop().run_in_executor(self._reader, _read_whole, body, read)
-                yield asked
+                        call = await asyncio.get_running_loop().run_in_executor(self._reader, _read_whole, body, read)
+                yield call
             finally:
                 self._filed_bytes -= filed_bytes
 
     @asynccontextmanager
-    async def in_memory(self, request: web.BaseRequest) -> AsyncIterator[bytes]:
+    async def in_memory(self, request: web.Request) -> AsyncIterator[bytes]:
         """Receive the body of an HTTP call that the provider answers, and yield it. The call is counted until the end
         of the block. Raises ApiError."""
         with self._limit.counted(self._size_of(request)):
@@ -137,7 +143,7 @@ def _read_whole(file: BinaryIO, read: Callable[[bytes], CheckedCall]) -> Checked
     """Check a call whose large body is in a file. It runs in a thread, because parsing 30 MiB takes up to 0.3 s."""
     file.seek(0)
     whole = file.read()
-    asked = read(whole)
+    call = read(whole)
     file.seek(0)
     sha256 = hashlib.sha256(whole).hexdigest()
-    return replace(asked, body=file, sha256=sha256, request=replace(asked.request, body=b""))
+    return replace(call, body=file, sha256=sha256, request=replace(call.request, body=b""))

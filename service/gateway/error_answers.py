@@ -38,20 +38,18 @@ def refusal(
     return answer(body, status=api_error.status, **{**api_error.headers, "content-type": PROBLEM})
 
 
-async def not_found(request: web.Request) -> web.Response:
-    """Handle all paths and methods that have no handler: answer 405 if the path has other methods, else 404."""
-    allowed: set[str] = set()
-    for resource in request.app.router.resources():
-        if resource is not request.match_info.route.resource:
-            allowed |= (await resource.resolve(request))[1]
-    if allowed:
-        names = ", ".join(sorted(allowed))
-        raise ApiError(405, f"{request.method} {request.path}: allowed is {names}", headers={"Allow": names})
+def _without_handler(request: web.Request, error: web.HTTPException) -> ApiError:
+    """The error for a call that aiohttp's router refuses: of a path or method that has no handler."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        names = ", ".join(sorted(error.allowed_methods))
+        return ApiError(405, f"{request.method} {request.path}: allowed is {names}", headers={"Allow": names})
+    if error.status != 404 or not request.path:  # CONNECT has no path
+        return ApiError(error.status, error.text or error.reason)
     is_later = request.path == "/" or request.path.startswith(LATER)
     why = "is not available in this version" if is_later else "is not a path of Lanekeeper's"
     if request.path == "/v1/messages":
         why = "is served by `lanekeeper gateway` and `lanekeeper serve`, not by this process"
-    raise ApiError(404, f"{request.path} {why}")
+    return ApiError(404, f"{request.path} {why}")
 
 
 async def note_beginning(request: web.Request, response: web.StreamResponse) -> None:
@@ -70,8 +68,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return refusal(request, error)
     except ConnectionError:  # the client has disconnected
         raise
-    except web.HTTPException as error:  # by aiohttp's router, such as for CONNECT
-        return refusal(request, ApiError(error.status, error.text or error.reason))
+    except web.HTTPException as error:
+        return refusal(request, _without_handler(request, error))
     except Exception:
         id, resource = uuid.uuid4().hex, request.match_info.route.resource
         path = "" if resource is None else resource.canonical

@@ -4,7 +4,6 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 
 from aiohttp import web
 
@@ -13,15 +12,15 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import LanekeeperError
 from service.config.gateway_section import GatewayKey
 from service.gateway.answers import Answers
-from service.gateway.asking import CallReader, request_id_of
 from service.gateway.bodies import Bodies
+from service.gateway.call_reader import request_id_of
 from service.gateway.error_answers import ABOUT_REQUEST
 from service.gateway.problems import ApiError, api_error_of
 from service.gateway.streams import PING, Forwarding, error_event, events_of
 from service.gateway.writing import event_stream, send_pieces
 from service.side_tasks import beside
 
-TOLD = (n.LANE_NAME, n.MODEL, n.PROVIDER, n.ATTEMPT, n.WAIT_MS, n.RUN_MS, n.WAIT_FROM, n.REPLAYED)
+REPLY_HEADERS_SENT = (n.LANE_NAME, n.MODEL, n.PROVIDER, n.ATTEMPT, n.WAIT_MS, n.RUN_MS, n.WAIT_FROM, n.REPLAYED)
 """The headers of a worker's reply that the gateway's HTTP answer contains too."""
 
 
@@ -32,7 +31,6 @@ class Messages:
 
     client: Client
     _: KW_ONLY
-    call_reader: CallReader
     bodies: Bodies
     answers: Answers
     ping_every_s: float
@@ -42,22 +40,19 @@ class Messages:
         the request. Raises ApiError, LanekeeperError."""
         request_id, chose_id = request_id_of(request.headers)
         request[ABOUT_REQUEST] = request_id
-        read = partial(self.call_reader.read, request.headers, caller=caller, request_id=request_id, chose_id=chose_id)
         try:
-            async with self.bodies.checked_call(request, read) as asked:
-                if not asked.stream:
-                    final = await self.client.request(
-                        asked.body, key=asked.key, timeout_s=asked.timeout_s, **asked.options
-                    )
+            async with self.bodies.checked_call(request, caller, request_id=request_id, chose_id=chose_id) as call:
+                if not call.stream:
+                    final = await self.client.request(call.body, key=call.key, timeout_s=call.timeout_s, **call.options)
                     return await self._whole(request, final, request_id)
-                replies = self.client.stream(asked.body, key=asked.key, timeout_s=asked.timeout_s, **asked.options)
+                replies = self.client.stream(call.body, key=call.key, timeout_s=call.timeout_s, **call.options)
                 async with aclosing(replies):
                     return await self._streamed(request, replies, request_id, chose_id=chose_id)
         except LanekeeperError as error:
             raise api_error_of(error, chose_id=chose_id) from error
 
     async def _whole(self, request: web.Request, final: Final, request_id: str) -> web.StreamResponse:
-        headers = {name: _text(final.headers[name]) for name in TOLD if name in final.headers}
+        headers = {name: _text(final.headers[name]) for name in REPLY_HEADERS_SENT if name in final.headers}
         headers |= {"content-type": "application/json", "cache-control": "no-store", "request-id": request_id}
         if (kept := final.kept) is None:
             return web.Response(body=final.body, headers=headers)

@@ -5,7 +5,6 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import Final
 
 from aiohttp import web
@@ -13,11 +12,11 @@ from aiohttp import web
 from lanekeeper.contract.problems import LanekeeperError, invalid_request
 from service.config.gateway_section import GatewayKey
 from service.gateway.answers import Answers
-from service.gateway.asking import CallReader, submitted_id_of
 from service.gateway.bodies import Bodies
+from service.gateway.call_reader import submitted_id_of
 from service.gateway.documents import JSON, LargeStatus, answer, path_of
 from service.gateway.error_answers import ABOUT_REQUEST
-from service.gateway.looking import LARGEST_NUMBER, Looking
+from service.gateway.polling import LARGEST_NUMBER, Poller
 from service.gateway.problems import ApiError
 from service.gateway.requests import Requests
 from service.gateway.writing import EVENT_STREAM, event_stream, send_pieces
@@ -38,9 +37,8 @@ class RequestPaths:
     """The handlers of the paths below `/v1/requests`. All of them raise ApiError, LanekeeperError."""
 
     requests: Requests
-    looking: Looking
+    poller: Poller
     _: KW_ONLY
-    call_reader: CallReader
     bodies: Bodies
     answers: Answers
     ping_every_s: float
@@ -49,11 +47,8 @@ class RequestPaths:
         """Answer `POST /v1/requests`: submit a request."""
         id, chose_id = submitted_id_of(request.headers)
         request[ABOUT_REQUEST] = id
-        read = partial(
-            self.call_reader.read, request.headers, caller=caller, request_id=id, chose_id=chose_id, task="requests"
-        )
-        async with self.bodies.checked_call(request, read) as asked:
-            await self.requests.submit(asked, caller)
+        async with self.bodies.checked_call(request, caller, request_id=id, chose_id=chose_id, task="requests") as call:
+            await self.requests.submit(call, caller)
         path = path_of(id)
         body = json.dumps({"id": id, "status_url": path, "events_url": f"{path}/events"}).encode()
         return answer(body, status=202, Location=path)
@@ -87,12 +82,12 @@ class RequestPaths:
         request[ABOUT_REQUEST] = id = request.match_info["id"]
         after = _number_of(request.headers.get(LAST_EVENT_ID))
         await self.requests.known(id, caller)
-        if self.looking.closing.is_set():
+        if self.poller.closing.is_set():
             return _no_events_yet(id)
         writing = event_stream(request, id)
         try:
             async with (
-                self.looking.following(),
+                self.poller.following(),
                 beside(writing.pings(HEARTBEAT, every_s=self.ping_every_s), name=f"heartbeats {id}"),
                 aclosing(self.requests.entries(id, caller, after=after)) as entries,
             ):
@@ -103,9 +98,9 @@ class RequestPaths:
                     if not isinstance(entry.body, LargeStatus):
                         await writing.write(b"%b%b\n\n" % (head, _in_one_line(entry.body)))
                         continue
-                    begin, kept, end = entry.body
-                    async with self.answers.fetched(kept) as result:
-                        await writing.write_all(_event_of(head, result.pieces(begin=begin, end=end)))
+                    status = entry.body
+                    async with self.answers.fetched(status.result) as result:
+                        await writing.write_all(_event_of(head, result.pieces(begin=status.begin, end=status.end)))
         except ConnectionError:
             return writing.response
         except (ApiError, LanekeeperError):
@@ -114,7 +109,7 @@ class RequestPaths:
             # The stream ends without its last entry. The reader connects again, and gets the error then.
         if writing.has_begun:
             return await writing.end()
-        if self.looking.closing.is_set():
+        if self.poller.closing.is_set():
             return _no_events_yet(id)
         return web.Response(status=204, headers={"cache-control": "no-store"})
 

@@ -20,9 +20,9 @@ from lanekeeper.contract.identity import is_request_id
 from lanekeeper.contract.problems import BrokerError, LanekeeperError, RequestProblem
 from lanekeeper.errors import ControlRefused, NoReply
 from service.config.gateway_section import GatewayKey
-from service.gateway.asking import CheckedCall
+from service.gateway.call_reader import CheckedCall
 from service.gateway.documents import End, Known, LargeStatus, end_of, status_of, word_of
-from service.gateway.looking import LARGEST_NUMBER, Looking
+from service.gateway.polling import LARGEST_NUMBER, Poller
 from service.gateway.positions import Positions
 from service.gateway.problems import ApiError, refused
 
@@ -38,14 +38,14 @@ class Requests:
     client: Client
     store: FollowedStore
     _: KW_ONLY
-    looking: Looking
+    poller: Poller
     positions: Positions
     _background: Background = field(default_factory=Background, init=False)
 
-    async def submit(self, asked: CheckedCall, caller: GatewayKey) -> None:
+    async def submit(self, call: CheckedCall, caller: GatewayKey) -> None:
         """Publish a request, unless a worker has already seen a request with its id. It is published even if the caller
         is cancelled, because its HTTP client has disconnected. Raises ApiError, LanekeeperError."""
-        submitting = self._background.begin(self._submit(asked, caller), name=f"submit {asked.request.id}")
+        submitting = self._background.begin(self._submit(call, caller), name=f"submit {call.request.id}")
         try:
             await asyncio.shield(submitting)
         except asyncio.CancelledError:
@@ -68,10 +68,10 @@ class Requests:
         stops. Raises ApiError, StoreUnavailable."""
         known = await self.known(id, caller)
         if wait_s and known.found.completion is None:
-            async with self.looking.following():
+            async with self.poller.following():
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
-                        await self.looking.news(identity_of(id, caller), LARGEST_NUMBER)  # no entries, only the end
+                        await self.poller.news(identity_of(id, caller), LARGEST_NUMBER)  # no entries, only the end
             known = await self.known(id, caller)
         place = None
         if known.submission is not None and word_of(known, now_ms()) == "queued":
@@ -86,7 +86,7 @@ class Requests:
         StoreUnavailable.
         """
         identity = identity_of(id, caller)
-        while (look := await self.looking.news(identity, after)) is not None:
+        while (look := await self.poller.news(identity, after)) is not None:
             for entry in look.entries:
                 yield entry
                 after = entry.number
@@ -111,15 +111,15 @@ class Requests:
         except ControlRefused as error:
             raise refused(str(error), status=429 if error.is_passing else 503) from error
 
-    async def _submit(self, asked: CheckedCall, caller: GatewayKey) -> None:
-        request = asked.request
+    async def _submit(self, call: CheckedCall, caller: GatewayKey) -> None:
+        request = call.request
         identity = identity_of(request.id, caller)
-        first: dict[str, str] = {"lane": request.lane, "submitted_at": moment_text(request.sent_ms)}
+        first: dict[str, str] = {"lane": request.lane, "submitted_at": moment_text(request.published.ms)}
         if request.due_ms is not None:
             first["due_at"] = moment_text(request.due_ms)
         submitted = await self.store.follow(
             identity,
-            Submission.of(request, asked.body_hash),
+            Submission.of(request, call.body_hash),
             first_entry=NewEntry(QUEUED, json.dumps(first).encode()),
             keep_until_ms=max(request.deadline_ms, now_ms()) + KEPT_AFTER_MS,
         )
@@ -128,19 +128,19 @@ class Requests:
         if submitted is Submitted.KNOWN and await self._is_seen(identity):
             return
         try:
-            await self._publish(asked)
+            await self._publish(call)
         except LanekeeperError as error:
             maybe_published = isinstance(error, BrokerError) and error.maybe_published
             if submitted is Submitted.NEW and not maybe_published:
                 await self.store.unfollow(identity)
             raise
 
-    async def _publish(self, asked: CheckedCall) -> None:
-        options = asked.options
-        options["headers"] = {**options.get("headers", {}), n.SENT_MS: asked.request.sent_ms}
-        if asked.stream:
+    async def _publish(self, call: CheckedCall) -> None:
+        options = call.options
+        options["headers"] = {**options.get("headers", {}), n.SENT_MS: call.request.published.ms}
+        if call.stream:
             options["headers"] = {**options["headers"], n.STREAM: True}
-        await self.client.publish(asked.body, key=asked.key, **options)
+        await self.client.publish(call.body, key=call.key, **options)
 
     async def _is_seen(self, identity: Identity) -> bool:
         """Whether a worker has already received the request, according to the store. If not, the request waits, or a

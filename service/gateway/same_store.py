@@ -58,7 +58,7 @@ class SameStore:
         id = uuid.uuid4().hex
         identity, at_ms = identity_of(id, caller), now_ms()
         unpublished = Submission(
-            body_hash=b"", lane=caller.lanes[0], streams=False, submitted_ms=at_ms, due_ms=None, deadline_ms=at_ms
+            body_hash=b"", lane=caller.lanes[0], submitted_ms=at_ms, due_ms=None, deadline_ms=at_ms
         )
         await self._store.follow(
             identity, unpublished, first_entry=NewEntry(QUEUED, b"{}"), keep_until_ms=at_ms + KEPT_MS

@@ -7,15 +7,19 @@ has a gateway.
 import asyncio
 import errno
 import json
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol, Self
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from aiohttp.http_exceptions import ContentEncodingError, InvalidURLError, LineTooLong
 
 from lanekeeper.contract.problems import LanekeeperError
-from service.gateway.connections import Connection
+from service.gateway.bodies import unknown_encoding
 from service.gateway.documents import answer
-from service.gateway.error_answers import answer_errors, not_found, note_beginning
+from service.gateway.error_answers import answer_errors, note_beginning
+from service.gateway.problems import ApiError
 from topology.codec.decoding import PACKED_BYTES
 
 Readiness = Callable[[], Mapping[str, str | None]]
@@ -76,7 +80,6 @@ class Server:
         app.router.add_get("/readyz", self._readyz)
         for (method, path), handler in ({} if routes is None else routes.handlers()).items():
             app.router.add_route(method, path, handler, expect_handler=self._expected)
-        app.router.add_route("*", "/{path:.*}", not_found)
         self._runner = web.AppRunner(
             app,
             handle_signals=False,
@@ -110,9 +113,9 @@ class Server:
         if self._routes is not None:
             await self._routes.aclose()
 
-    def _connection(self) -> Connection:
+    def _connection(self) -> "_Connection":
         assert self._runner.server is not None
-        return Connection(
+        return _Connection(
             self._runner.server,
             loop=asyncio.get_running_loop(),
             access_log=None,  # type: ignore[arg-type]  # aiohttp then logs no access
@@ -141,6 +144,36 @@ class Server:
     async def _readyz(self, request: web.Request) -> web.Response:
         troubles = {name: trouble for name, trouble in self._readiness().items() if trouble is not None}
         return _json({"ready": not troubles, "reasons": troubles}, status=503 if troubles else 200)
+
+
+class _Connection(web.RequestHandler):
+    """An HTTP connection. It answers calls that aiohttp's parser cannot read with an error in Anthropic's format;
+    aiohttp itself answers them with plain text, and logs them with a part of the call, which may be a key."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """The answer to a call without a handler. aiohttp does not tell the path of a call that it could not parse, so
+        the format is the same for all paths."""
+        if not isinstance(exc, HttpProcessingError):
+            return super().handle_error(request, status, exc, message)
+        response = _parse_error(exc).response(uuid.uuid4().hex)
+        response.force_close()  # the parser cannot find the next call
+        return response
+
+
+def _parse_error(error: HttpProcessingError) -> ApiError:
+    match error:
+        case ContentEncodingError():
+            return unknown_encoding()
+        case LineTooLong():
+            return ApiError(400, "not valid HTTP: the first line or a header is too long (at most 8190 bytes)")
+        case InvalidURLError():
+            return ApiError(400, "not valid HTTP: the target is not a URL")
+    # The message quotes the call after a colon.
+    return ApiError(400, f"not valid HTTP: {error.message.partition(':')[0].rstrip('.')}")
 
 
 def _json(value: object, *, status: int = 200) -> web.Response:

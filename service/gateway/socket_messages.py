@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from aiohttp import WSCloseCode
 
-from service.gateway.looking import LARGEST_NUMBER
+from service.gateway.polling import LARGEST_NUMBER
 from topology.codec import bounds
 
 LONGEST_REF: Final = 128

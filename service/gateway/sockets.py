@@ -16,8 +16,8 @@ import asyncio
 import json
 from contextlib import aclosing, suppress
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import Final
+from weakref import WeakValueDictionary
 
 from aiohttp import WSCloseCode, WSMsgType, web
 from multidict import CIMultiDict
@@ -25,11 +25,11 @@ from multidict import CIMultiDict
 from lanekeeper.contract.problems import LanekeeperError
 from service.config.gateway_section import GatewayKey
 from service.gateway.answers import Answers
-from service.gateway.asking import IDEMPOTENCY_KEY, CallReader, submitted_id_of
 from service.gateway.bounded_socket import BoundedSocket
 from service.gateway.call_limit import CallLimit
+from service.gateway.call_reader import IDEMPOTENCY_KEY, CallReader, submitted_id_of
 from service.gateway.documents import LargeStatus, path_of, problem_of
-from service.gateway.looking import Looking
+from service.gateway.polling import Poller
 from service.gateway.problems import ApiError, refused
 from service.gateway.requests import Requests
 from service.gateway.socket_messages import ClientMessage, InvalidMessage, read
@@ -50,7 +50,7 @@ class Sockets:
     """Answers `GET /v1/ws`: accepts WebSocket connections, over which clients submit, follow and cancel requests."""
 
     requests: Requests
-    looking: Looking
+    poller: Poller
     _: KW_ONLY
     call_reader: CallReader
     limit: CallLimit
@@ -62,14 +62,14 @@ class Sockets:
         ws = BoundedSocket(request, heartbeat_s=self.ping_every_s, message_bytes=MESSAGE_BYTES)
         if not ws.can_prepare(request).ok:
             raise ApiError(426, "this path is a WebSocket's", headers={"upgrade": "websocket"})
-        async with self.looking.following():
+        async with self.poller.following():
             await ws.prepare(request)
             async with beside(self._close_with_the_process(ws), name="socket stopping"):
                 await _Socket(ws, caller, self).serve()
         return ws
 
     async def _close_with_the_process(self, ws: BoundedSocket) -> None:
-        await self.looking.closing.wait()
+        await self.poller.closing.wait()
         await ws.close(code=WSCloseCode.GOING_AWAY, message=b"this process stops; connect again")
 
 
@@ -82,11 +82,10 @@ class _Socket:
         self._caller = caller
         self._of = of
         self._requests = of.requests
-        self._call_reader = of.call_reader
         self._working = asyncio.Semaphore(AT_ONCE)
         self._followed: dict[str, asyncio.Task[None]] = {}
-        self._latest: dict[str, asyncio.Task[None]] = {}
-        """For each request id: the task that carries out the last message about the request, until it has ended."""
+        self._orders: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """For each request id: the lock by which messages about the request are carried out one after the other."""
         self._group = asyncio.TaskGroup()
 
     async def serve(self) -> None:
@@ -109,31 +108,26 @@ class _Socket:
                 raise InvalidMessage(WSCloseCode.UNSUPPORTED_DATA, "binary messages are not understood")
             if frame.type is not WSMsgType.TEXT:
                 return  # aiohttp has closed the connection: the message is not UTF-8, or too large
-            message = read(frame.data, max_values=self._call_reader.max_values)
+            message = read(frame.data, max_values=self._of.call_reader.max_values)
             await self._working.acquire()
-            self._begin(message)
-
-    def _begin(self, message: ClientMessage) -> None:
-        """Start to carry out a message. Messages about the same request are carried out one after the other."""
-        before = None if message.id is None else self._latest.get(message.id)
-        task = self._group.create_task(self._work(message, before=before), name=f"socket {message.type}")
-        if message.id is not None:
-            self._latest[message.id] = task
-        task.add_done_callback(partial(self._end, message.id))
-
-    def _end(self, id: str | None, task: "asyncio.Task[None]") -> None:
-        self._working.release()
-        if id is not None and self._latest.get(id) is task:
-            del self._latest[id]
+            self._group.create_task(self._work(message), name=f"socket {message.type}")
 
     async def _close(self, group: "ExceptionGroup[InvalidMessage]") -> None:
         first = group.exceptions[0]
         assert isinstance(first, InvalidMessage)
         await self._ws.close(code=first.code, message=first.reason.encode()[:120])
 
-    async def _work(self, message: ClientMessage, *, before: "asyncio.Task[None] | None") -> None:
-        if before is not None:
-            await asyncio.wait([before])
+    async def _work(self, message: ClientMessage) -> None:
+        order = asyncio.Lock()
+        if message.id is not None:
+            order = self._orders.setdefault(message.id, order)
+        try:
+            async with order:
+                await self._carry_out(message)
+        finally:
+            self._working.release()
+
+    async def _carry_out(self, message: ClientMessage) -> None:
         try:
             match message.type:
                 case "submit":
@@ -160,7 +154,7 @@ class _Socket:
             headers[IDEMPOTENCY_KEY] = message.id
         id, chose_id = submitted_id_of(headers)
         with self._of.limit.counted(len(message.body)):
-            asked = self._call_reader.read(
+            asked = self._of.call_reader.read(
                 headers, message.body, self._caller, request_id=id, chose_id=chose_id, task="requests"
             )
             await self._requests.submit(asked, self._caller)
@@ -183,7 +177,7 @@ class _Socket:
     async def _entries(self, id: str, after: int) -> None:
         try:
             async with (
-                self._of.looking.following(),
+                self._of.poller.following(),
                 aclosing(self._requests.entries(id, self._caller, after=after)) as entries,
             ):
                 begin = b'{"type": "entry", "id": %b, "number": ' % json.dumps(id).encode()
@@ -192,9 +186,9 @@ class _Socket:
                     if not isinstance(entry.body, LargeStatus):
                         await self._ws.send_text(b"%b%b}" % (head, entry.body))
                         continue
-                    begin, kept, end = entry.body
-                    async with self._of.answers.in_memory(kept) as result:
-                        await self._ws.send_large(b"%b%b%b%b}" % (head, begin, result, end))
+                    status = entry.body
+                    async with self._of.answers.in_memory(status.result) as result:
+                        await self._ws.send_large(b"%b%b%b%b}" % (head, status.begin, result, status.end))
         except (ApiError, LanekeeperError) as error:
             await self._send("problem", id, problem=problem_of(error, id))
 

@@ -18,7 +18,6 @@ from consumers.control.queue import Control
 from consumers.dead_letters import DeadLetters
 from consumers.decoding import Decoding
 from consumers.failpoints import Failpoints
-from consumers.fairness.lane_slots import Shares
 from consumers.fairness.scouting import Scouting
 from consumers.gates.body import BodyGate
 from consumers.gates.claim import ClaimGate
@@ -189,7 +188,7 @@ async def assemble(
             reply_retries=reply_retries,
             tracing=tracing,
             publisher=publisher,
-            shares=Shares(settings.fair.tenants),
+            shares=settings.fair.tenants,
         )
         for lane in worked_lanes:
             pools.add_lane(lane, handler)

@@ -9,7 +9,7 @@ from consumers.capacity.activity import LaneActivity
 from consumers.capacity.scaling import ScaledQueue
 from consumers.fairness.aside import SideQueues
 from consumers.fairness.entrance import QueueEntrance, SideQueueEntrance
-from consumers.fairness.lane_slots import LaneSlots, Shares
+from consumers.fairness.lane_slots import LaneSlots, TenantShare
 from consumers.fairness.scouting import SCOUT_PREFETCH, Scouted
 from consumers.fallen import Fallen
 from consumers.handler import Handler
@@ -48,7 +48,7 @@ class PoolFactory:
     reply_retries: ReplyRetries
     tracing: Tracing
     publisher: Publisher
-    shares: Shares
+    shares: Mapping[str, TenantShare]
     made: list[Pool] = field(default_factory=list)
     scouted: list[Scouted] = field(default_factory=list)
     """The queues that may get a scout: a further consumer, which brings no slots (`consumers/fairness/scouting.py`)."""
@@ -68,7 +68,7 @@ class PoolFactory:
         side_queues = None
         if heads.queues:
             side_queues = SideQueues(lane, heads, publisher=self.publisher, names=self.names, now_ms=now_ms)
-        lane_slots = LaneSlots(self.shares, side_queues)
+        lane_slots = LaneSlots(self.shares, None if side_queues is None else side_queues.has)
         self.lane_slots[lane.name] = lane_slots
         self.heads[self.names.intake(lane.name)] = heads
         common: dict[str, Any] = {

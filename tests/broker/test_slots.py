@@ -93,7 +93,7 @@ class Work:
     @property
     def overfull(self) -> list[str]:
         """Pools with more deliveries than slots: one of them waits for a slot."""
-        pools = [pool for line in self.lines.values() for pool in (line.pool, *(each.pool for each in line.added))]
+        pools = [pool for line in self.lines.values() for pool in (line.pool, *line.added, *line.taken_back)]
         return [pool.queue for pool in pools if pool.in_hand > pool.slots]
 
 
@@ -103,7 +103,7 @@ async def work(vhost: Vhost) -> AsyncIterator[Work]:
         consuming = await stack.enter_async_context(Connection(vhost.amqp_url, name=f"{vhost.name} consume"))
         publishing = await stack.enter_async_context(Connection(vhost.amqp_url, name=f"{vhost.name} publish"))
         work = Work(Publisher(publishing, tracing=Tracing()))
-        channel = await publishing.raw_channel(confirms=False)
+        channel = await publishing.channel(confirms=False)
         for lane in LANES:
             await channel.queue_declare(lane.name, durable=True, arguments={"x-queue-type": "quorum"})
             work.lines[lane.name] = line_of(lane, consuming, work)

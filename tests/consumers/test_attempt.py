@@ -27,6 +27,7 @@ from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
 from consumers.retry import RetryPolicy
 from lanekeeper.contract import names as n
+from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedAPI
 from service.simulated.options import SimulatedOptions
@@ -447,3 +448,17 @@ async def test_the_pause_that_a_provider_asks_for_is_kept_unless_the_retry_can_c
     assert isinstance(with_other, Retried)
     assert isinstance(alone, Retried)
     assert with_other.delay_ms < 20_000 <= alone.delay_ms
+
+
+async def test_an_attempt_whose_part_may_not_be_sent_has_its_run_time(
+    providers: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise RequestProblem("forbidden_reply_to", "it is forged")
+
+    two = await providers()
+    monkeypatch.setattr("consumers.replies.reply.Replies.part", refuse)
+    outcome = await two.ask("hello", stream=True)
+    assert isinstance(outcome, Buried | Refused)
+    assert outcome.problem.code == "forbidden_reply_to"
+    assert 0 <= two.job.run_ms < 60_000

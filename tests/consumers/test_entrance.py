@@ -22,7 +22,7 @@ class World:
         self.bench = Bench()
         self.heads = Heads(NAMES.side(LANE.name, each) for each in range(2))
         self.aside = SideQueues(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)
-        self.slots: QueueSlots = LaneSlots(side=self.aside).queue(1)
+        self.slots: QueueSlots = LaneSlots(has_aside=self.aside.has).queue(1)
         self.slots.set_surplus_aside(True)
         self.slots.begin("crm")
 

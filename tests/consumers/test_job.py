@@ -129,9 +129,15 @@ def test_a_request_and_its_copy_in_a_side_queue_are_one_request_but_not_one_mess
     copy_delivery.message = replace(copy, exchange=NAMES.side_exchange(1), routing_key=original.routing_key)
     moved = bench.job(delivery=copy_delivery)
 
-    ours, theirs = original.fingerprint(), moved.fingerprint()
+    ours, theirs = original.fingerprint, moved.fingerprint
     assert (ours.body_hash, ours.mark) == (theirs.body_hash, theirs.mark)
     assert ours.nonce[:1] != theirs.nonce[:1]
     assert ours.redelivered
     assert not theirs.redelivered, "the copy is delivered for the first time"
     assert moved.redelivered, "so its outcome may be stored already"
+
+
+@pytest.mark.parametrize(("waited_ms", "left"), [(0, "5000"), (700, "4300"), (5001, "0")])
+def test_a_request_that_is_set_aside_keeps_what_is_left_of_its_expiration(waited_ms: int, left: str) -> None:
+    job = Bench().job(expiration="5000", headers={n.SENT_MS: NOW_MS})
+    assert set_aside(job, now_ms=NOW_MS + waited_ms, names=NAMES).expiration == left

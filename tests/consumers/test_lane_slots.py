@@ -2,33 +2,28 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
 from consumers.fairness import lane_slots as lane_slots_module
-from consumers.fairness.lane_slots import TENANTS_COUNTED, Admission, LaneSlots, QueueSlots, Shares, TenantShare
+from consumers.fairness.lane_slots import TENANTS_COUNTED, Admission, LaneSlots, QueueSlots, TenantShare
 from tests.support.virtual_time import virtually
 
 Tasks = list[asyncio.Task[Any]]
 
 
-class Side:
-    """Side queues that hold requests of these tenants."""
-
-    def __init__(self, *tenants: str) -> None:
-        self.tenants = set(tenants)
-
-    def has(self, tenant: str) -> bool:
-        return tenant in self.tenants
+def aside(*tenants: str) -> Callable[[str], bool]:
+    """Whether a tenant is one of these, which have requests in side queues."""
+    return lambda tenant: tenant in tenants
 
 
 class Worked:
     """A queue's slots, whose tenants always have enough requests waiting."""
 
     def __init__(self, slots: int, shares: dict[str, TenantShare] | None = None) -> None:
-        self.lane_slots = LaneSlots(Shares(shares))
+        self.lane_slots = LaneSlots(shares or {})
         self.slots = self.lane_slots.queue(slots)
         self.begun: list[str] = []
         self.ended = 0
@@ -111,7 +106,7 @@ async def test_a_tenant_at_its_in_flight_limit_waits_although_slots_are_free(end
 
 
 async def test_the_in_flight_limit_counts_requests_of_both_queues_of_a_lane(ended: Tasks) -> None:
-    lane_slots = LaneSlots(Shares({"a": TenantShare(in_flight=1)}))
+    lane_slots = LaneSlots({"a": TenantShare(in_flight=1)})
     intake, due = lane_slots.queue(4), lane_slots.queue(4)
     assert intake.begin("a")
     assert not due.begin("a")
@@ -138,15 +133,15 @@ async def test_of_one_tenants_requests_the_highest_priority_goes_first_then_the_
     assert order == ["high", "old", "young"]
 
 
-def full(side: Side, **running: int) -> QueueSlots:
-    slots = LaneSlots(side=side).queue(sum(running.values()))
+def full(has_aside: Callable[[str], bool], **running: int) -> QueueSlots:
+    slots = LaneSlots(has_aside=has_aside).queue(sum(running.values()))
     for tenant, count in running.items():
         assert all(slots.begin(tenant) for _ in range(count))
     return slots
 
 
 async def test_requests_above_their_tenants_share_are_set_aside_while_the_lane_is_being_sorted() -> None:
-    slots = full(Side(), flood=4)
+    slots = full(aside(), flood=4)
     slots.set_surplus_aside(True)
     assert await slots.wait("flood", movable=True) is Admission.ASIDE
     small = asyncio.create_task(slots.wait("small", movable=True))
@@ -156,7 +151,7 @@ async def test_requests_above_their_tenants_share_are_set_aside_while_the_lane_i
 
 
 async def test_when_sorting_begins_requests_that_already_wait_are_included() -> None:
-    slots = full(Side(), flood=4)
+    slots = full(aside(), flood=4)
     waiting = [asyncio.create_task(slots.wait(tenant, movable=True)) for tenant in ("flood", "small")]
     await asyncio.sleep(0)
     slots.set_surplus_aside(True)
@@ -167,12 +162,12 @@ async def test_when_sorting_begins_requests_that_already_wait_are_included() -> 
 
 
 async def test_further_requests_of_a_tenant_with_requests_set_aside_follow_them() -> None:
-    slots = full(Side("flood"), flood=2)
+    slots = full(aside("flood"), flood=2)
     assert await slots.wait("flood", movable=True) is Admission.ASIDE
 
 
 async def test_nothing_is_set_aside_if_the_lane_is_not_being_sorted_or_the_request_cannot_be_moved() -> None:
-    slots = full(Side(), flood=1)
+    slots = full(aside(), flood=1)
     held = asyncio.create_task(slots.wait("flood", movable=True))
     slots.set_surplus_aside(False)
     await asyncio.sleep(0)
@@ -188,14 +183,14 @@ async def test_nothing_is_set_aside_if_the_lane_is_not_being_sorted_or_the_reque
 
 async def test_a_request_that_waits_too_long_for_a_slot_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_slots_module, "HELD_S", 0.01)
-    slots = full(Side(), flood=1)
+    slots = full(aside(), flood=1)
     assert await slots.wait("small", movable=True) is Admission.ASIDE
     assert await slots.wait("small", movable=True, is_head=True) is Admission.ASIDE
     assert (slots.running, slots.waiting_of("small")) == (1, 0)
 
 
 async def test_a_request_that_is_cancelled_when_its_turn_comes_returns_the_slot() -> None:
-    slots = full(Side(), flood=1)
+    slots = full(aside(), flood=1)
     waiting = asyncio.create_task(slots.wait("small"))
     await asyncio.sleep(0)
     slots.end("flood")
@@ -205,7 +200,7 @@ async def test_a_request_that_is_cancelled_when_its_turn_comes_returns_the_slot(
 
 
 async def test_an_added_slot_goes_to_a_waiting_request() -> None:
-    slots = full(Side(), flood=1)
+    slots = full(aside(), flood=1)
     waiting = asyncio.create_task(slots.wait("small"))
     await asyncio.sleep(0)
     slots.resize(2)
@@ -221,18 +216,18 @@ async def test_figures_are_kept_only_for_the_latest_tenants() -> None:
         assert slots.begin(f"t-{at}")
         slots.end(f"t-{at}")
     told = lane_slots.snapshot()
-    assert len(told) == TENANTS_COUNTED
+    assert list(told) == [f"t-{at}" for at in range(10, TENANTS_COUNTED + 10)]
     assert told[f"t-{TENANTS_COUNTED + 9}"] == {"running": 0, "in_hand": 0, "begun": 1, "set_aside": 0}
 
 
 async def test_a_lane_is_shared_if_a_second_tenant_had_a_request_lately(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = LaneSlots().queue(4)
-    found = [slots.is_shared]
+    found = [slots.lane.is_shared]
     for tenant in ("a", "a", "b"):
         slots.begin(tenant)
-        found.append(slots.is_shared)
+        found.append(slots.lane.is_shared)
     monkeypatch.setattr(lane_slots_module, "LATELY_S", 0.0)
-    assert [*found, slots.is_shared] == [False, False, False, True, False]
+    assert [*found, slots.lane.is_shared] == [False, False, False, True, False]
 
 
 def test_a_tenants_last_request_is_remembered_for_ten_minutes() -> None:
@@ -241,11 +236,11 @@ def test_a_tenants_last_request_is_remembered_for_ten_minutes() -> None:
         slots.begin("a")
         await asyncio.sleep(599)
         slots.begin("b")
-        found.append(slots.is_shared)
+        found.append(slots.lane.is_shared)
         await asyncio.sleep(2)
-        found.append(slots.is_shared)
+        found.append(slots.lane.is_shared)
         slots.begin("a")
-        found.append(slots.is_shared)
+        found.append(slots.lane.is_shared)
         return found
 
     assert virtually(story()) == [True, False, True]
@@ -253,7 +248,7 @@ def test_a_tenants_last_request_is_remembered_for_ten_minutes() -> None:
 
 def test_a_request_that_may_be_moved_waits_for_a_slot_for_a_minute_and_any_other_for_ever() -> None:
     async def story() -> None:
-        slots = full(Side(), flood=1)
+        slots = full(aside(), flood=1)
         movable = asyncio.create_task(slots.wait("small", movable=True))
         fixed = asyncio.create_task(slots.wait("small"))
         await asyncio.sleep(59)
@@ -280,8 +275,8 @@ async def test_without_side_queues_nothing_is_set_aside() -> None:
 
 
 async def test_a_tenants_share_of_the_slots_is_by_its_weight_and_at_least_one(ended: Tasks) -> None:
-    shares = Shares({"heavy": TenantShare(weight=3.0)})
-    slots = LaneSlots(shares, Side()).queue(4)
+    shares = {"heavy": TenantShare(weight=3.0)}
+    slots = LaneSlots(shares, aside()).queue(4)
     for tenant in ("heavy", "light", "light", "other"):
         assert slots.begin(tenant)
     slots.set_surplus_aside(True)
@@ -309,7 +304,7 @@ async def test_what_the_figures_tell() -> None:
     due.begin("a")
     waiting = asyncio.create_task(intake.wait("a"))
     await asyncio.sleep(0)
-    intake.count_aside("a")
+    lane_slots.figures("a").set_aside += 1
 
     assert lane_slots.snapshot() == {"a": {"running": 2, "in_hand": 1, "begun": 2, "set_aside": 1}}
     assert (lane_slots.in_hand, intake.running, intake.begun, intake.is_full) == (1, 1, 1, True)
@@ -319,7 +314,7 @@ async def test_what_the_figures_tell() -> None:
 
 def test_a_request_waits_a_minute_for_a_slot_before_it_is_set_aside() -> None:
     async def waits_s() -> float:
-        slots, clock = full(Side(), flood=1), asyncio.get_running_loop().time
+        slots, clock = full(aside(), flood=1), asyncio.get_running_loop().time
         began_s = clock()
         assert await slots.wait("small", movable=True) is Admission.ASIDE
         return clock() - began_s

@@ -9,7 +9,7 @@ import structlog
 from consumers.replies.parts import FIRST_UNCONFIRMED, UNCONFIRMED, UNCONFIRMED_BYTES, Parts
 from lanekeeper.amqp.confirming import Answer
 from lanekeeper.contract import names as n
-from lanekeeper.contract.problems import PublishRefused
+from lanekeeper.contract.problems import BrokerUnreachable, PublishRefused
 from lanekeeper.telemetry import signals
 from tests.support.jobs import Bench
 
@@ -143,3 +143,15 @@ async def test_parts_of_a_followed_request_without_a_reply_address_are_noted_for
 async def test_parts_of_a_request_that_nobody_waits_for_are_dropped(bench: Bench) -> None:
     await Parts(bench.replies, bench.job(reply_to=None))(b"1")
     assert bench.publisher.sent == []
+
+
+async def test_parts_that_the_connection_does_not_take_are_told_once_and_the_stream_goes_on(bench: Bench) -> None:
+    bench.publisher.failing = {"": BrokerUnreachable("the connection is lost")}
+    parts = Parts(bench.replies, bench.job())
+    with structlog.testing.capture_logs() as logs:
+        await parts(b"{}")
+        await parts(b"{}")
+        bench.publisher.failing = {}
+        await parts(b"{}")
+    assert [each["event"] for each in logs] == [signals.PART_LOST]
+    assert [each.message.headers[n.SEQ] for each in bench.publisher.sent] == [2]

@@ -126,7 +126,7 @@ async def test_deliveries_are_worked_on_concurrently_and_counted() -> None:
     working = Working(bench, meet)
     working.deliver(*(bench.delivery(message_id=f"m-{at}") for at in range(3)))
     await until(lambda: working.activity.answered == 3)
-    assert working.activity.running == 0
+    assert (working.activity.running, working.pool.running) == (0, 0)
     await working.stop()
     assert bench.log.count("ack") == 3
 

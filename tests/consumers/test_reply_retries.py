@@ -10,7 +10,7 @@ from consumers.outcomes import Answered, Buried, Outcome, Refused, Replayed
 from consumers.replies.reply_retries import PAUSES_S, ReplyRetries
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import BrokerUnreachable, PublishRefused, RequestProblem
-from tests.support.jobs import NOW_MS, Bench
+from tests.support.jobs import BODY, NOW_MS, Bench
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
 REJECTED = Buried(RequestProblem("provider_rejected", "402 …", status=402))
@@ -154,3 +154,14 @@ def test_a_refused_reply_is_sent_again_after_1_2_4_8_16_and_30_seconds(bench: Be
         return bench.reply_retries.pause_ms(job, now_ms=NOW_MS)
 
     assert [pause_ms(tries) for tries in range(7)] == [1000, 2000, 4000, 8000, 16_000, 30_000, None]
+
+
+@pytest.mark.parametrize(("outcome", "body"), [(ANSWERED, BODY), (REJECTED, BODY), (UNREADABLE, b""), (CONFLICT, b"")])
+async def test_a_request_whose_reply_is_sent_again_keeps_its_body_unless_its_error_is_in_a_header(
+    bench: Bench, outcome: Outcome, body: bytes
+) -> None:
+    bench.publisher.failing = FULL
+    await bench.settler.settle(bench.job(), outcome)
+    (copy,) = (each.message for each in bench.publisher.sent if each.exchange.startswith("lane.delay."))
+    assert copy.body == body
+    assert (n.REPLY_ERROR in copy.headers) == (body == b"")

@@ -187,3 +187,14 @@ def test_the_rest_of_a_chain_begins_with_the_given_route() -> None:
 
     assert Chain((one, two)).starting_at(two) == (two,)
     assert Chain((one, two)).starting_at(one) == (one, two)
+
+
+async def test_a_request_is_deferred_for_at_most_half_of_the_time_until_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ground = Ground()
+    monkeypatch.setattr(Breakers, "down_s", lambda *_: 1000.0)
+    job = ground.job(**{"x-lane-deadline-ms": 8000})
+    outcome = ground.gate.later(job, decoded(job), 1.0)
+    assert isinstance(outcome, Deferred)
+    assert outcome.delay_ms == 4000

@@ -252,7 +252,7 @@ async def test_while_paused_all_added_slots_are_taken_back_and_none_is_added() -
         await world.slots.pause("store: away")
         assert world.slots.is_paused
         assert not world.open
-        assert world.low.open_slots == 0, "what still runs has no slots of the queue"
+        assert world.low.added_slots == 0, "what still runs has no slots of the queue"
         world.added[0].in_hand = 0
         await asyncio.sleep(0.05)
         assert not world.open

@@ -21,7 +21,7 @@ from consumers.failures import (
     RejectedError,
     TransientError,
 )
-from consumers.fairness.lane_slots import LaneSlots, QueueSlots, Shares, TenantShare
+from consumers.fairness.lane_slots import LaneSlots, QueueSlots, TenantShare
 from consumers.gates.waiting_room import WaitingRoom
 from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.outcomes import Retried
@@ -34,20 +34,13 @@ FOLDER = Path(__file__).with_name("stories")
 TENANTS = ("shop", "search", "crm", "tools")
 
 
-class TwoAside:
-    """Two tenants have requests in side queues."""
-
-    def has(self, tenant: str) -> bool:
-        return tenant in ("crm", "tools")
-
-
 def slots_of_tenants() -> list[str]:
     """Four tenants take and give back the slots of two queues."""
     chosen, lines = random.Random("turns"), []
 
     async def story() -> None:
-        shares = Shares({"shop": TenantShare(weight=2), "tools": TenantShare(in_flight=2), "*": TenantShare()})
-        turns = LaneSlots(shares=shares, side=TwoAside())
+        shares = {"shop": TenantShare(weight=2), "tools": TenantShare(in_flight=2), "*": TenantShare()}
+        turns = LaneSlots(shares, lambda tenant: tenant in ("crm", "tools"))
         benches = [turns.queue(4), turns.queue(2)]
         held: list[tuple[QueueSlots, str]] = []
         tasks: list[asyncio.Task[None]] = []
@@ -61,7 +54,7 @@ def slots_of_tenants() -> list[str]:
                 turn = await bench.wait(tenant, rank=rank, movable=movable, is_head=is_head)
                 lines.append(f"{number} {tenant} is told in {at}: {turn.name}, at {_now_s()}")
                 if turn.name == "ASIDE":
-                    bench.count_aside(tenant)
+                    bench.lane.figures(tenant).set_aside += 1
                     return
             held.append((bench, tenant))
 

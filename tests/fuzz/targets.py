@@ -245,7 +245,7 @@ def _delivered(data: bytes) -> Message:
 
 
 def _published(message: Message) -> Message:
-    payload = struct.pack(">HHQ", 60, 0, 2) + encoded(message, message_id=message.message_id)
+    payload = struct.pack(">HHQ", 60, 0, 2) + encoded(message)
     _, _, header = frame.unmarshal(struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce")
     assert isinstance(header, ContentHeader)
     return _received(header)

@@ -9,7 +9,7 @@ import pytest
 from consumers.lifecycle import COMMON, EVENTS
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import PROBLEMS, RequestProblem
-from service.cli import later
+from service.cli.commands import LATER
 from tests.support.sources import functions_in
 from topology.codec.headers import UNSUPPORTED
 
@@ -64,7 +64,7 @@ def test_control_messages_and_missing_features_are_documented() -> None:
     keys = re.findall(r"^\| `(\w+)` \| `\{", section("Control"), re.MULTILINE)
     assert set(keys) == {n.CANCEL_KEY, n.RESULT_KEY, n.STATUS_KEY}
     missing = section("Not in this version")
-    assert all(f"`{name}`" in missing for name in (*UNSUPPORTED, *later.COMMANDS))
+    assert all(f"`{name}`" in missing for name in (*UNSUPPORTED, *LATER))
 
 
 @pytest.mark.parametrize(("path", "name"), TESTS, ids=lambda each: str(each))

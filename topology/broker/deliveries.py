@@ -85,7 +85,9 @@ class Deliveries:
                 session = await self._open()
             except BrokerError as error:
                 failures += 1
-                self._report_failure(str(error))
+                if self._trouble != str(error):  # otherwise it is logged already
+                    self._trouble = str(error)
+                    log.warning(signals.CONSUME_FAILED, queue=self.queue, reason=str(error))
                 await self._back_off(failures)
                 continue
             if self._stopping.is_set():  # `stop` was called while the channel was opened
@@ -157,13 +159,8 @@ class Deliveries:
             for task in tasks:
                 task.cancel()
 
-    def _report_failure(self, why: str) -> None:
-        if self._trouble != why:
-            self._trouble = why
-            log.warning(signals.CONSUME_FAILED, queue=self.queue, reason=why)
-
     async def _open(self) -> Session:
-        channel = await self._connection.raw_channel(confirms=False, timeout_s=OPEN_TIMEOUT_S)
+        channel = await self._connection.channel(confirms=False, timeout_s=OPEN_TIMEOUT_S)
         if self._heads is not None:
             session: Session = HeadsSession(channel, self._heads, queue=self.queue, counted=self._counted)
         else:

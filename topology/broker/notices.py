@@ -69,7 +69,7 @@ class Notices:
         confirmed publish."""
         if self._waiting.full():
             return False
-        self._waiting.put_nowait(("", routing_key, encoded(message, message_id=message.message_id), message.body))
+        self._waiting.put_nowait(("", routing_key, encoded(message), message.body))
         return True
 
     async def _write(self) -> None:
@@ -95,7 +95,7 @@ class Notices:
         if self._connection.blocked is not None:  # during an alarm, written frames would stay in our memory
             raise BrokerBlocked(self._connection.blocked)
         if self._channel is None or self._channel.is_closed:
-            self._channel = await self._connection.raw_channel(confirms=False, timeout_s=WRITE_TIMEOUT_S)
+            self._channel = await self._connection.channel(confirms=False, timeout_s=WRITE_TIMEOUT_S)
         channel = self._channel
         payload = b"".join(
             frames(channel, body, exchange=exchange, routing_key=key, properties=properties, mandatory=False).payload
@@ -104,4 +104,4 @@ class Notices:
         await channel.write_queue.put(ChannelFrame(payload=payload, should_close=False))
 
 
-_JSON = encoded(Message(body=b"", content_type="application/json", persistent=False), message_id=None)
+_JSON = encoded(Message(body=b"", content_type="application/json", persistent=False))

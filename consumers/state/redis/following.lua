@@ -27,16 +27,16 @@ function run.unfollow()
 end
 
 function run.submission()
-  return redis.call('HMGET', followed, 'hash', 'lane', 'streams', 'submitted', 'due', 'deadline')
+  return redis.call('HMGET', followed, 'hash', 'lane', 'submitted', 'due', 'deadline')
 end
 
--- After the three arguments, for each request: the token of its claim, the number of its new entries, 12 fields and
+-- After the three arguments, for each request: the token of its claim, the number of its new entries, 10 fields and
 -- values of its submission, and each entry's kind and body.
 function run.append(keep_ms, events_at_most, bytes_at_most)
   local function append(key, followed, entries, at)
     local row = read(key)
     if not row or row.over or row.token ~= tonumber(ARGV[at]) then return 'fenced' end
-    local first, last = at + 14, at + 12 + 2 * ARGV[at + 1]
+    local first, last = at + 12, at + 10 + 2 * ARGV[at + 1]
     local starts, has_events, kept = 0, false, {}
     for i = first, last, 2 do
       if ARGV[i] == 'restart' then starts = i end
@@ -54,7 +54,7 @@ function run.append(keep_ms, events_at_most, bytes_at_most)
       end
     end
     if has_events and (events > tonumber(events_at_most) or bytes > tonumber(bytes_at_most)) then return 'full' end
-    if not held[1] then redis.call('HSET', followed, unpack(ARGV, at + 2, at + 13)) end
+    if not held[1] then redis.call('HSET', followed, unpack(ARGV, at + 2, at + 11)) end
     if starts > 0 then forget_events(entries) end  -- another call has begun: those of the call before are not needed
     for _, i in ipairs(kept) do
       number = number + 1
@@ -68,7 +68,7 @@ function run.append(keep_ms, events_at_most, bytes_at_most)
   local at, results = 4, {}
   for i = 1, #KEYS, 3 do
     results[#results + 1] = append(KEYS[i], KEYS[i + 1], KEYS[i + 2], at)
-    at = at + 14 + 2 * ARGV[at + 1]
+    at = at + 12 + 2 * ARGV[at + 1]
   end
   return results
 end

@@ -3,7 +3,6 @@
 Each run of a script is one atomic step that takes one round trip, and reads the time from Redis.
 """
 
-from dataclasses import dataclass, field
 from hashlib import sha1
 from importlib.resources import files
 from typing import Final
@@ -15,15 +14,12 @@ local run = {}
 """
 
 
-@dataclass(frozen=True, slots=True)
 class Script:
     """A Lua script, and the hash by which Redis finds it."""
 
-    text: str
-    sha: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sha", sha1(self.text.encode(), usedforsecurity=False).hexdigest())
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sha = sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
 def _read(*names: str) -> str:

@@ -92,8 +92,6 @@ class SharedTurns:
         below 0.5 ms."""
         self._answered_s = -inf
         """When Redis last answered."""
-        self.steps = 0
-        """How often the script was run in Redis; tests read it."""
 
     @property
     def is_idle(self) -> bool:
@@ -212,7 +210,6 @@ class SharedTurns:
         sent, self._unsent = self._unsent, Changes()
         state = {"process": self._process, "form": FORM, "expires_s": FORGOTTEN_AFTER_S, "version": self._version}
         asked = state | argument(account, waiters, sent, max_grants=max_grants, now_s=now_s)
-        self.steps += 1
         try:
             answer = await self._client.run(BUDGET, [self._key], json.dumps(asked), learned.to_json(account.learned()))
         except BaseException:

@@ -147,14 +147,12 @@ class RedisStore:
         await self._run("unfollow", self._keys(identity))
 
     async def submission(self, identity: Identity) -> Submission | None:
-        found = await self._run("submission", self._keys(identity))
-        body_hash, lane, streams, submitted, due, deadline = found
+        body_hash, lane, submitted, due, deadline = await self._run("submission", self._keys(identity))
         if body_hash is None:
             return None
         return Submission(
             body_hash=body_hash,
             lane=lane.decode(),
-            streams=streams == b"1",
             submitted_ms=int(submitted),
             due_ms=int(due) if due else None,
             deadline_ms=int(deadline),
@@ -189,9 +187,8 @@ class RedisStore:
     async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
         await self._run("give_back", [self._allowance(name, period_s)], period_s * 1000, amount)
 
-    async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
-        token: int | None = await self._run("hold", [self._lease(name)], owner, round(for_s * 1000))
-        return token
+    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
+        return bool(await self._run("hold", [self._lease(name)], owner, round(for_s * 1000)))
 
     async def let_go(self, name: str, owner: str) -> None:
         await self._run("let_go", [self._lease(name)], owner)
@@ -233,9 +230,8 @@ def _of_completion(completion: Completion) -> tuple[Argument, ...]:
 
 def _of_submission(submission: Submission) -> tuple[Argument, ...]:
     """The names and values of a submission's fields in Redis, `hash` first."""
-    what = ("hash", submission.body_hash, "lane", submission.lane, "streams", int(submission.streams))
-    due_ms = _or_empty(submission.due_ms)
-    return (*what, "submitted", submission.submitted_ms, "due", due_ms, "deadline", submission.deadline_ms)
+    times = ("submitted", submission.submitted_ms, "due", _or_empty(submission.due_ms))
+    return ("hash", submission.body_hash, "lane", submission.lane, *times, "deadline", submission.deadline_ms)
 
 
 def _completion(ending: Sequence[Any]) -> Completion:

@@ -11,11 +11,8 @@ from typing import Final
 
 from consumers.state.base import Identity
 from consumers.state.following import (
-    ENTRIES_AT_ONCE,
     EVENT,
     RESTART,
-    Entry,
-    Look,
     NewEntry,
     Part,
     Refused,
@@ -25,7 +22,6 @@ from consumers.state.following import (
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.requests import FORGET_EVENTS, Requests
 from consumers.state.sqlite.rows import Times
-from consumers.state.sqlite.together import SIZES, parts
 
 SCHEMA = """
 CREATE TABLE followed (
@@ -34,7 +30,7 @@ CREATE TABLE followed (
     id TEXT NOT NULL,
     body_hash BLOB NOT NULL,
     lane TEXT NOT NULL,
-    streams INTEGER NOT NULL,
+    streams INTEGER NOT NULL, -- not used
     submitted_ms INTEGER NOT NULL,
     due_ms INTEGER,
     deadline_ms INTEGER NOT NULL,
@@ -51,30 +47,16 @@ CREATE TRIGGER followed_removed AFTER DELETE ON followed BEGIN DELETE FROM entry
 CREATE TRIGGER request_removed AFTER DELETE ON request
     BEGIN DELETE FROM followed WHERE tenant = old.tenant AND id = old.id; END;
 """
-ENTRIES_IN_A_LOOK: Final = 5000
-"""The most entries (steps and events) that one call of `look` returns for all its requests together; the next call
-returns the rest."""
-_FIELDS: Final = "body_hash, lane, streams, submitted_ms, due_ms, deadline_ms"
+_FIELDS: Final = ", ".join(Submission._fields)
 _ADD: Final = (
-    f"INSERT INTO followed (tenant, id, {_FIELDS}, last, events, bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0)"
+    f"INSERT INTO followed (streams, last, events, bytes, tenant, id, {_FIELDS})"
+    " VALUES (0, 0, 0, 0, ?, ?, ?, ?, ?, ?, ?)"
 )
 _OF: Final = "tenant = ? AND id = ?"
 _HOLDS: Final = (
     "SELECT f.key, f.last, f.events, f.bytes FROM request r LEFT JOIN followed f ON f.tenant = r.tenant AND f.id = r.id"
     " WHERE r.tenant = ? AND r.id = ? AND r.token = ? AND (r.status IS NULL OR r.cancelling)"
 )
-_NEWS: Final = {
-    size: (
-        "SELECT asked.column1, asked.column4, f.key, coalesce(f.last, 0),"
-        " r.status IS NOT NULL AND NOT r.cancelling, r.token IS NOT NULL"
-        f" FROM (VALUES {', '.join(['(?, ?, ?, ?)'] * size)}) AS asked"
-        " LEFT JOIN request r ON r.tenant = asked.column2 AND r.id = asked.column3"
-        " LEFT JOIN followed f ON f.tenant = r.tenant AND f.id = r.id"
-        " WHERE f.last > asked.column4 OR r.token IS NULL OR (r.status IS NOT NULL AND NOT r.cancelling)"
-    )
-    for size in SIZES
-}
-_ENTRIES: Final = "SELECT number, kind, body FROM entry WHERE followed = ? AND number > ? ORDER BY number LIMIT ?"
 
 
 class Followed:
@@ -112,17 +94,7 @@ class Followed:
 
     def submission(self, identity: Identity) -> Submission | None:
         found = self._execute(f"SELECT {_FIELDS} FROM followed WHERE {_OF}", (identity.tenant, identity.id)).fetchone()
-        if found is None:
-            return None
-        body_hash, lane, streams, submitted_ms, due_ms, deadline_ms = found
-        return Submission(
-            body_hash=body_hash,
-            lane=lane,
-            streams=bool(streams),
-            submitted_ms=submitted_ms,
-            due_ms=due_ms,
-            deadline_ms=deadline_ms,
-        )
+        return None if found is None else Submission._make(found)
 
     def append(self, given: Sequence[Part]) -> list[Refused | None]:
         return [self._append(part) for part in given]
@@ -151,8 +123,7 @@ class Followed:
 
     def _add(self, me: Identity, given: Submission) -> int:
         """Store a request as it was submitted, so that clients can follow it. Returns the key of its row."""
-        values = (given.body_hash, given.lane, given.streams, given.submitted_ms, given.due_ms, given.deadline_ms)
-        key = self._execute(_ADD, (me.tenant, me.id, *values)).lastrowid
+        key = self._execute(_ADD, (me.tenant, me.id, *given)).lastrowid
         assert key is not None
         return key
 
@@ -162,21 +133,3 @@ class Followed:
         self._execute(
             "UPDATE followed SET last = ?, events = ?, bytes = ? WHERE key = ?", (last + len(rows), events, size, key)
         )
-
-
-def look(connection: sqlite3.Connection, wanted: Sequence[tuple[Identity, int]]) -> list[Look | None]:
-    """For each request, given with the number of the entry that its client has read last: the entries after it; None if
-    there is no news. It only reads, so that the connection may be another than the writer's."""
-    found: list[Look | None] = [None] * len(wanted)
-    numbered = [(at, identity, after) for at, (identity, after) in enumerate(wanted)]
-    left = ENTRIES_IN_A_LOOK
-    for batch in parts(numbered):
-        values = [value for at, identity, after in batch for value in (at, identity.tenant, identity.id, after)]
-        for at, after, key, last, ended, is_known in connection.execute(_NEWS[len(batch)], values).fetchall():
-            entries: list[Entry] = []
-            if key is not None and last > after:
-                read = connection.execute(_ENTRIES, (key, after, max(0, min(ENTRIES_AT_ONCE, left))))
-                entries = [Entry._make(row) for row in read]
-                left -= len(entries)
-            found[at] = Look(entries=entries, last=last, ended=bool(ended), is_known=bool(is_known))
-    return found

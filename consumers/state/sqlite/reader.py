@@ -1,23 +1,38 @@
-"""Reads the SQLite file for clients that follow requests, over its own connection and in its own thread. So readers do
-not delay claims, and commits that wait for the disk do not delay readers."""
+"""Reads the progress of followed requests from the SQLite file, over its own connection and in its own thread. So
+readers do not delay claims, and commits that wait for the disk do not delay readers."""
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Final
 
-from consumers.state.base import StoreUnavailable
+from consumers.state.base import Identity, StoreUnavailable
+from consumers.state.following import ENTRIES_AT_ONCE, Entry, Look
 from consumers.state.sqlite.file import connect, explain, inode
+from consumers.state.sqlite.together import SIZES, parts
 
-T = TypeVar("T")
+ENTRIES_IN_A_LOOK: Final = 5000
+"""The most entries (steps and events) that one call of `look` returns for all its requests together; the next call
+returns the rest."""
+_NEWS: Final = {
+    size: (
+        "SELECT asked.column1, asked.column4, f.key, coalesce(f.last, 0),"
+        " r.status IS NOT NULL AND NOT r.cancelling, r.token IS NOT NULL"
+        f" FROM (VALUES {', '.join(['(?, ?, ?, ?)'] * size)}) AS asked"
+        " LEFT JOIN request r ON r.tenant = asked.column2 AND r.id = asked.column3"
+        " LEFT JOIN followed f ON f.tenant = r.tenant AND f.id = r.id"
+        " WHERE f.last > asked.column4 OR r.token IS NULL OR (r.status IS NOT NULL AND NOT r.cancelling)"
+    )
+    for size in SIZES
+}
+_ENTRIES: Final = "SELECT number, kind, body FROM entry WHERE followed = ? AND number > ? ORDER BY number LIMIT ?"
 
 
 class Reader:
-    """Reads the SQLite file in a thread of its own, so that reads do not wait for writes. It opens the file at the
-    first read, and again after an error, or when the file was replaced."""
+    """Opens the file at the first read, and again after an error, or when the file was replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -25,10 +40,9 @@ class Reader:
         self._connection: sqlite3.Connection | None = None
         self._file: tuple[int, int] | None = None
 
-    async def do(self, read: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `read` within one transaction, on the latest state of the file, and return its result. Raises
-        StoreUnavailable."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._read, read)
+    async def look(self, wanted: Sequence[tuple[Identity, int]]) -> list[Look | None]:
+        """Implements `Following.look`."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._look, wanted)
 
     def close(self) -> None:
         """Have the connection closed after the read in progress, and return at once."""
@@ -37,11 +51,11 @@ class Reader:
 
     # ---- in the thread ----
 
-    def _read(self, read: Callable[[sqlite3.Connection], T]) -> T:
+    def _look(self, wanted: Sequence[tuple[Identity, int]]) -> list[Look | None]:
         try:
             connection = self._usable()
             connection.execute("BEGIN")
-            found = read(connection)
+            found = _look(connection, wanted)
             connection.execute("COMMIT")
         except (sqlite3.Error, OSError) as error:
             self._shut()
@@ -65,3 +79,19 @@ class Reader:
             with suppress(sqlite3.Error):
                 self._connection.close()
             self._connection = None
+
+
+def _look(connection: sqlite3.Connection, wanted: Sequence[tuple[Identity, int]]) -> list[Look | None]:
+    found: list[Look | None] = [None] * len(wanted)
+    numbered = [(at, identity, after) for at, (identity, after) in enumerate(wanted)]
+    left = ENTRIES_IN_A_LOOK
+    for batch in parts(numbered):
+        values = [value for at, identity, after in batch for value in (at, identity.tenant, identity.id, after)]
+        for at, after, key, last, ended, is_known in connection.execute(_NEWS[len(batch)], values).fetchall():
+            entries: list[Entry] = []
+            if last > after:
+                read = connection.execute(_ENTRIES, (key, after, min(ENTRIES_AT_ONCE, left)))
+                entries = [Entry._make(row) for row in read]
+                left -= len(entries)
+            found[at] = Look(entries=entries, last=last, ended=bool(ended), is_known=bool(is_known))
+    return found

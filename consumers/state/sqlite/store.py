@@ -21,11 +21,10 @@ from consumers.state.base import (
     Taken,
     WaitingLimit,
 )
-from consumers.state.clock import Clock
 from consumers.state.following import Look, NewEntry, Part, Refused, Submission, Submitted
 from consumers.state.spec import DEFAULT, StoreSpec
+from consumers.state.sqlite.clock import Clock
 from consumers.state.sqlite.file import ROOM_BYTES, probe
-from consumers.state.sqlite.following import look
 from consumers.state.sqlite.reader import Reader
 from consumers.state.sqlite.together import Claim, Complete
 from consumers.state.sqlite.writer import Writer
@@ -133,7 +132,7 @@ class SqliteStore:
     async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[Look | None]:
         if self._writer.trouble is not None:
             raise StoreUnavailable(self._writer.trouble)
-        return await self._reader.do(lambda connection: look(connection, wanted))
+        return await self._reader.look(wanted)
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
         return await self._writer.do(
@@ -143,7 +142,7 @@ class SqliteStore:
     async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
         await self._writer.do(lambda tables, at: tables.counters.correct(at, name, amount, period_s=period_s))
 
-    async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
+    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
         return await self._writer.do(lambda tables, at: tables.counters.hold(at, name, owner, for_s=for_s))
 
     async def let_go(self, name: str, owner: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import aio_pika
 from aio_pika.abc import TimeoutType, UnderlayConnection
+from aio_pika.tools import OneShotCallback
 from aiormq.abc import AbstractChannel
 from aiormq.channel import Channel as UnderlyingChannel
 from aiormq.connection import Connection as Underlying
@@ -21,8 +22,6 @@ from yarl import URL
 
 from lanekeeper.amqp.driver.incoming import Tap, Tapped
 from lanekeeper.amqp.driver.quiet import QuietConnection, quietly
-
-OVERRIDDEN = ("_Connection__handle_connection_blocked", "_Connection__handle_connection_unblocked")
 
 OnAlarm = Callable[[str | None], None]
 """A function that is called with the broker's reason ("low on memory") when the broker blocks the connection, and with
@@ -37,7 +36,7 @@ class UnderlyingConnection(QuietConnection, Underlying):
     @property
     def closing(self) -> "asyncio.Future[Any]":
         """The future that is done when the connection closes. All callers get the same future, so it must not be
-        cancelled: await it only under `shield`. (aiormq's own property makes a new future on each access, so that
+        cancelled: wait for it with `asyncio.wait`. (aiormq's own property makes a new future on each access, so that
         aio-pika cannot remove the callback that it adds for each channel; see `Channel`.)"""
         return self._closing
 
@@ -75,19 +74,6 @@ def tap_of(channel: UnderlyingChannel) -> Tap:
     return channel.connection.tap(channel.number)
 
 
-class Transport(UnderlayConnection):
-    """aio-pika's transport, changed to open our `UnderlyingConnection` in place of aiormq's own connection."""
-
-    connection: UnderlyingConnection
-
-    @classmethod
-    async def make_connection(cls, url: URL, timeout: TimeoutType = None, **kwargs: Any) -> UnderlyingConnection:
-        connection = UnderlyingConnection(url, **kwargs)
-        async with asyncio.timeout(timeout):
-            await connection.connect()
-        return connection
-
-
 class Channel(aio_pika.Channel):
     """aio-pika's channel without a memory leak: when it has closed, it removes its callback from the connection.
 
@@ -108,23 +94,18 @@ class BrokerConnection(aio_pika.Connection):
 
     def __init__(self, url: URL, *, ssl_context: ssl.SSLContext | None, on_alarm: OnAlarm) -> None:
         super().__init__(url, ssl_context=ssl_context)
-        self.kwargs["on_alarm"] = on_alarm
-        self._underlay: UnderlyingConnection | None = None
+        self.underlay = UnderlyingConnection(url, context=ssl_context, on_alarm=on_alarm)
+        """The connection of aiormq on which this one of aio-pika is built."""
 
     async def connect(self, timeout: TimeoutType = None) -> None:
-        transport = await Transport.connect(self.url, self._on_connection_close, timeout=timeout, **self.kwargs)
-        assert isinstance(transport.connection, UnderlyingConnection)
-        self.transport, self._underlay = transport, transport.connection
-        await self._on_connected()
-
-    @property
-    def underlay(self) -> UnderlyingConnection:
-        """The connection of aiormq on which this one of aio-pika is built. Raises RuntimeError before `connect`."""
-        if self._underlay is None:
-            raise RuntimeError("not connected")
-        return self._underlay
+        async with asyncio.timeout(timeout):
+            await self.underlay.connect()
+        on_close = OneShotCallback(self._on_connection_close)
+        self.underlay.closing.add_done_callback(on_close)
+        self.transport = UnderlayConnection(connection=self.underlay, close_callback=on_close)
 
     @property
     def is_closed(self) -> bool:
-        """Whether the connection was closed or lost. (aio-pika's own property is true only after `close`.)"""
-        return self._underlay is None or self._underlay.is_closed
+        """Whether the connection was closed or lost, or not opened yet. (aio-pika's own property is true only after
+        `close`.)"""
+        return self.transport is None or self.underlay.is_closed

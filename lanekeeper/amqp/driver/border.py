@@ -10,24 +10,22 @@ from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 
 
 @contextmanager
-def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable) -> Iterator[None]:
+def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable, hint: str = "") -> Iterator[None]:
     """Within this `with` block, translate aiormq's exceptions for a lost channel or connection, or for a broker that
-    does not answer, into the error class `lost`. `what` is the beginning of the new error's text."""
+    does not answer, into the error class `lost`. The new error's text begins with `what` and ends with `hint`."""
     before = cancellations()
     try:
         yield
-    except (AMQPError, RuntimeError, OSError, TimeoutError) as error:
-        if cancellations() == before:
-            raise lost(f"{what}: {text_of(error)}") from error
     except asyncio.CancelledError:
         if asks_to_stop():
             raise
-        raise lost(f"{what}: the connection was lost") from None
+        raise lost(f"{what}: the connection was lost{hint}") from None
     except Exception as error:
-        if not is_bare(error):
+        if not (is_bare(error) or isinstance(error, AMQPError | RuntimeError | OSError)):  # TimeoutError is an OSError
             raise
         if cancellations() == before:
-            raise lost(f"{what}: the connection was lost") from error
+            why = "the connection was lost" if is_bare(error) else text_of(error)
+            raise lost(f"{what}: {why}{hint}") from error
     if cancellations() > before:
         raise asyncio.CancelledError
 

@@ -27,12 +27,6 @@ frame (501 FRAME_ERROR), which also ends all other publishes on it."""
 NESTED_LEVELS = 16
 """How deep the tables and arrays in a message's headers may be nested."""
 _MORE_FLAGS = 1
-_SKIP: dict[str, Callable[[bytes], int]] = {
-    "shortstr": lambda data: 1 + data[0],
-    "octet": lambda data: 1,
-    "timestamp": lambda data: 8,
-    "table": lambda data: 4 + int(struct.unpack(">I", data[:4])[0]),
-}
 _READ_ERRORS = (ValueError, OverflowError, OSError, RecursionError, KeyError, IndexError, TypeError, struct.error)
 
 
@@ -94,13 +88,14 @@ def _unmarshal_properties(self: Any, flags: int, data: bytes) -> None:
     for name in self.__slots__:
         if not flags & self.flags[name]:
             continue
-        kind = getattr(self.__class__, f"_{name}")
+        read, length = _KINDS[getattr(self.__class__, f"_{name}")]
         try:
-            consumed, value = _read_headers(data) if kind == "table" else _READERS[kind](data)
+            consumed, value = read(data)
         except _READ_ERRORS as error:
-            unreadable.append(f"{name} ({_reason(error)})")
+            reason = str(error) if isinstance(error, fields.TableTooLarge) else type(error).__name__
+            unreadable.append(f"{name} ({reason})")
             try:
-                consumed, value = _SKIP[kind](data), None
+                consumed, value = length(data), None
             except _READ_ERRORS:
                 break
         setattr(self, name, value)
@@ -118,10 +113,6 @@ def _read_flags(data: bytes) -> tuple[int, int]:
     word even if none follows, and pamqp would raise then.
     """
     return 2, int.from_bytes(data[:2], "big")
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, fields.TableTooLarge) else type(error).__name__
 
 
 def _read_headers(data: bytes) -> tuple[int, Headers]:
@@ -142,8 +133,11 @@ def read_short_str(value: bytes) -> tuple[int, str]:
         return length + 1, text.decode("ascii", errors="replace").replace("\ufffd", "?")
 
 
-_READERS: dict[str, Callable[[bytes], tuple[int, Any]]] = {
-    "shortstr": decode.short_str,  # strict: a property that is not UTF-8 is unreadable
-    "octet": decode.octet,
-    "timestamp": decode.timestamp,
+_KINDS: dict[str, tuple[Callable[[bytes], tuple[int, Any]], Callable[[bytes], int]]] = {
+    "shortstr": (decode.short_str, lambda data: 1 + data[0]),  # strict: a property that is not UTF-8 is unreadable
+    "octet": (decode.octet, lambda data: 1),
+    "timestamp": (decode.timestamp, lambda data: 8),
+    "table": (_read_headers, lambda data: 4 + int(struct.unpack_from(">I", data)[0])),
 }
+"""For each type of property: the function that reads it (returns its number of bytes, and the value), and the one that
+computes its number of bytes if it cannot be read."""

@@ -34,8 +34,8 @@ def frames(
     return ChannelFrame(payload=b"".join(written), should_close=False)
 
 
-def encoded(message: Message, *, message_id: str | None) -> bytes:
-    """Encode the AMQP properties of `message`, headers included, with `message_id` in place of the message's own id."""
+def encoded(message: Message) -> bytes:
+    """Encode the AMQP properties of `message`, headers included."""
     flags, parts = 0x1000, []  # the delivery mode is always sent
     if message.content_type is not None:
         flags |= 0x8000
@@ -51,8 +51,11 @@ def encoded(message: Message, *, message_id: str | None) -> bytes:
         flags |= 0x0800
         parts.append(bytes((message.priority,)))
     for flag, text in (
-        (0x0400, message.correlation_id), (0x0200, message.reply_to), (0x0100, message.expiration), (0x0080, message_id)
-    ):  # fmt: skip
+        (0x0400, message.correlation_id),
+        (0x0200, message.reply_to),
+        (0x0100, message.expiration),
+        (0x0080, message.message_id),
+    ):
         if text is not None:
             flags |= flag
             parts.append(_short(text))

@@ -7,7 +7,7 @@ from typing import Any
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import ID_PATTERN
 from lanekeeper.contract.problems import PROBLEMS
-from service.gateway.asking import IDEMPOTENCY_KEY, NOT_HERE
+from service.gateway.call_reader import IDEMPOTENCY_KEY, NOT_HERE
 from service.gateway.described import requests
 from service.gateway.described.schemas import (
     MESSAGE,
@@ -23,7 +23,7 @@ from service.gateway.described.schemas import (
     ref,
 )  # fmt: skip
 from service.gateway.lookups import COUNT_TOKENS, MODEL, MODELS
-from service.gateway.messages import TOLD
+from service.gateway.messages import REPLY_HEADERS_SENT
 from service.gateway.models_page import PAGE_AT_MOST
 from service.gateway.problems import TYPES
 from topology.codec import schemas as codec
@@ -89,7 +89,7 @@ def _lane_headers(lanes: list[str]) -> list[dict[str, Any]]:
 def _messages(parameters: list[dict[str, Any]]) -> dict[str, Any]:
     answer = {
         **_answer("The answer.", ref("Message")),
-        "headers": {**_REQUEST_ID, **{name: {"schema": REPLY_HEADERS[name]} for name in TOLD}},
+        "headers": {**_REQUEST_ID, **{name: {"schema": REPLY_HEADERS[name]} for name in REPLY_HEADERS_SENT}},
     }
     answer["content"]["text/event-stream"] = {"schema": TEXT}
     summary = "Anthropic's call, through a lane; the answer is streamed if the body asks for it."

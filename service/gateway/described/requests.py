@@ -7,7 +7,7 @@ from lanekeeper.errors import Cancelled
 from service.gateway.described import schemas
 from service.gateway.described.schemas import PATH_ID, TEXT, TIME, WHOLE, Schema, content, operation, record, ref
 from service.gateway.documents import PROBLEM, path_of
-from service.gateway.looking import LARGEST_NUMBER
+from service.gateway.polling import LARGEST_NUMBER
 from service.gateway.request_paths import LAST_EVENT_ID
 
 WORDS = ("queued", "delayed", "running", "retrying", "completed", "failed", "cancelled")

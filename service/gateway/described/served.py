@@ -1,27 +1,25 @@
-"""Serves the OpenAPI and AsyncAPI documents. Each is made at its first GET, because making both takes as long as the
-rest of a gateway's start."""
+"""Serves the OpenAPI and AsyncAPI documents."""
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import cache
 from typing import Any
 
 from aiohttp import web
 
 
-class Served:
-    """The HTTP handler for `GET` of the document (OpenAPI or AsyncAPI) that `make` returns."""
+def served(make: Callable[[], Mapping[str, Any]]) -> Callable[[web.Request], Coroutine[Any, Any, web.Response]]:
+    """The HTTP handler for `GET` of the document that `make` returns. It is made at the first GET, because making both
+    documents takes as long as the rest of a gateway's start; and in a thread, so that other calls are answered
+    meanwhile."""
 
-    def __init__(self, make: Callable[[], Mapping[str, Any]]) -> None:
-        self._make = make
-        self._made: asyncio.Task[bytes] | None = None
+    @cache
+    def made() -> asyncio.Task[bytes]:
+        return asyncio.create_task(asyncio.to_thread(lambda: json.dumps(make()).encode()), name="document")
 
-    async def get(self, request: web.Request) -> web.Response:
-        if self._made is None:
-            # in a thread, so that other calls are answered meanwhile
-            self._made = asyncio.create_task(asyncio.to_thread(self._json), name="document")
+    async def get(request: web.Request) -> web.Response:
         # others may wait for it after this client has gone
-        return web.Response(body=await asyncio.shield(self._made), content_type="application/json")
+        return web.Response(body=await asyncio.shield(made()), content_type="application/json")
 
-    def _json(self) -> bytes:
-        return json.dumps(self._make()).encode()
+    return get

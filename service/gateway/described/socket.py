@@ -8,7 +8,7 @@ from lanekeeper.errors import Cancelled
 from service.gateway.described import requests
 from service.gateway.described.schemas import EVENT, MESSAGE, TEXT, TIME, WHOLE, Schema, record
 from service.gateway.documents import JSON
-from service.gateway.looking import LARGEST_NUMBER
+from service.gateway.polling import LARGEST_NUMBER
 from service.gateway.socket_messages import FIELDS, HEADERS_AT_MOST, LONGEST_HEADER, LONGEST_REF, NEEDED
 from topology.codec import schemas as codec
 

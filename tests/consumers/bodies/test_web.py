@@ -34,13 +34,13 @@ async def host() -> AsyncIterator[str]:
         raise web.HTTPFound("/in/body")
 
     async def broken(request: web.Request) -> web.Response:
-        raise web.HTTPServiceUnavailable
+        return web.Response(status=int(request.match_info["status"]))
 
     app = web.Application()
     app.router.add_get("/in/body", body)
     app.router.add_get("/in/streamed", streamed)
     app.router.add_get("/in/redirect", elsewhere)
-    app.router.add_get("/in/broken", broken)
+    app.router.add_get("/in/broken/{status}", broken)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -74,8 +74,6 @@ async def test_a_redirect_is_not_followed_and_what_is_gone_is_an_error() -> None
             await bodies.fetch(BodyAddress(f"{url}/in/redirect", SHA256), most_bytes=1000)
         with pytest.raises(BodyError, match="404"):
             await bodies.fetch(BodyAddress(f"{url}/in/nothing", SHA256), most_bytes=1000)
-        with pytest.raises(BodiesUnavailable, match="503"):
-            await bodies.fetch(BodyAddress(f"{url}/in/broken", SHA256), most_bytes=1000)
 
 
 async def test_a_private_address_is_refused_as_a_number_and_behind_a_name() -> None:
@@ -138,3 +136,31 @@ async def test_a_host_that_is_away_is_asked_again_later() -> None:
 )
 def test_only_what_is_below_an_allowed_url_is_called(address: str, allowed: bool) -> None:
     assert WebBodies(["https://files.example.com/in/"]).holds(address) is allowed
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
+async def test_after_a_status_that_may_be_temporary_the_host_is_asked_again_later(status: int) -> None:
+    async with host() as url:
+        with pytest.raises(BodiesUnavailable, match=str(status)):
+            await WebBodies([url], private=True).fetch(
+                BodyAddress(f"{url}/in/broken/{status}", SHA256), most_bytes=1000
+            )
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 410, 422, 499])
+async def test_after_another_client_error_the_body_counts_as_gone(status: int) -> None:
+    async with host() as url:
+        with pytest.raises(BodyError, match=str(status)):
+            await WebBodies([url], private=True).fetch(
+                BodyAddress(f"{url}/in/broken/{status}", SHA256), most_bytes=1000
+            )
+
+
+async def test_a_name_that_cannot_be_resolved_now_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise OSError("no answer from the name server")
+
+    monkeypatch.setattr("aiohttp.ThreadedResolver.resolve", fail)
+    url = "http://files.example.com"
+    with pytest.raises(BodiesUnavailable):
+        await WebBodies([url]).fetch(BodyAddress(f"{url}/body", SHA256), most_bytes=1000)

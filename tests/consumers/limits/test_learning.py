@@ -275,7 +275,7 @@ def test_a_jump_of_the_clock_does_not_change_the_age_of_learned_limits(jump_s: f
     def lived(jump_s: float) -> tuple[Account, Reservation]:
         account = proven()
         account.learn(Feedback(kind=Kind.RATE_LIMITED), 100)
-        (call,) = underway(account, 1, input_tokens=100)
+        call, _ = underway(account, 2, input_tokens=100)
         for _ in range(3):
             account.learn(Feedback(kind=Kind.OVERLOADED), 100)
         account.shift(jump_s)

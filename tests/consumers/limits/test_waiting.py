@@ -458,3 +458,15 @@ def test_a_request_leaves_the_line_if_on_wait_raises() -> None:
         assert on.budgets.waiting() == {}
 
     story(tell)
+
+
+def test_the_budgets_of_256_unused_accounts_are_kept() -> None:
+    async def told() -> None:
+        budgets = own_accounts(BudgetSpec())
+        for number in range(MOST):
+            budgets.turns(f"account-{number}")
+        before = len(budgets)
+        budgets.turns("one more")
+        assert (MOST, before, len(budgets)) == (256, 256, 1)
+
+    asyncio.run(told())

@@ -179,10 +179,10 @@ class Away:
     """A store whose leases fail; while `hangs` is set, they do not return."""
 
     def __init__(self, *, hangs: bool) -> None:
-        self._hangs = hangs
+        self.hangs = hangs
 
-    async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
-        if self._hangs:
+    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
+        if self.hangs:
             await asyncio.sleep(3600)
         raise StoreUnavailable("away")
 
@@ -297,3 +297,16 @@ async def test_how_long_a_provider_has_been_down_counts_from_when_its_breaker_fi
     assert answered is not None
     await these.answered(answered, 30)
     assert these.down_s(HERE, 31) == 0
+
+
+async def test_if_a_call_is_cancelled_while_it_asks_for_the_probe_the_next_call_may_probe() -> None:
+    store = Away(hangs=True)
+    these = await opened(store)
+    asking = asyncio.create_task(enter(these, OPEN_S))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    store.hangs = False
+
+    assert these.wait_s(HERE, OPEN_S) == 0
+    assert await enter(these, OPEN_S)

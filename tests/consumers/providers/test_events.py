@@ -99,3 +99,10 @@ def test_an_endless_event_is_refused() -> None:
 def test_an_event_that_is_too_large_is_refused_in_one_piece_and_in_many() -> None:
     with pytest.raises(AnswerTooLargeError):
         EventSplitter(max_event_bytes=1000).feed(b"data: " + b"x" * 2000 + b"\n\n")
+
+
+def test_a_line_end_that_is_cut_in_two_is_one_line_end() -> None:
+    stream = b"event: a\r\ndata: 1\r\n\r\ndata: 2\r\n\r\n"
+
+    for cut in range(len(stream)):
+        assert split(stream, [cut]) == [b"1", b"2"]

@@ -7,7 +7,7 @@ from anthropic import AsyncAnthropic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from consumers.failures import TransientError
+from consumers.failures import AnswerTooLargeError, TransientError
 from consumers.providers.streamed import StreamedMessage, parse_event, to_json
 from tests.support.examples import examples
 
@@ -263,3 +263,21 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(inner) for inner in value]
     return value
+
+
+def assembled(*events: dict[str, Any], most_bytes: int) -> StreamedMessage:
+    streamed = StreamedMessage(max_bytes=most_bytes)
+    for event in events:
+        streamed.add(event, json.dumps(event).encode())
+    return streamed
+
+
+def test_a_piece_of_text_counts_with_its_bytes_alone_and_a_citation_with_its_event() -> None:
+    text, citation = {"type": "text_delta", "text": "xy"}, {"type": "citations_delta", "citation": {"cited_text": "a"}}
+    start = {"type": "text", "text": "", "citations": None}
+    first = assembled(START, *block(0, start, text), most_bytes=10_000).size
+
+    assert assembled(START, *block(0, start, *[text] * 501), most_bytes=10_000).size == first + 1000
+    assert assembled(START, *block(0, start, text, *[citation] * 10), most_bytes=10_000).size > first + 500
+    with pytest.raises(AnswerTooLargeError):
+        assembled(START, *block(0, start, text, *[citation] * 10), most_bytes=first + 500)

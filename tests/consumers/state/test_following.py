@@ -17,7 +17,6 @@ def submission(**said: Any) -> Submission:
     found: dict[str, Any] = {
         "body_hash": fingerprint().body_hash,
         "lane": "critical",
-        "streams": True,
         "submitted_ms": 1000,
         "due_ms": None,
         "deadline_ms": 9000,

@@ -7,7 +7,7 @@ import pytest
 from typing_extensions import override
 
 from consumers.state.base import Ended, Granted, Identity, Running
-from consumers.state.clock import Clock
+from consumers.state.sqlite.clock import Clock
 from consumers.state.sqlite.store import SqliteStore
 from tests.support.completions import ME, answered, fingerprint
 

@@ -11,8 +11,8 @@ import pytest
 from typing_extensions import override
 
 from consumers.state.base import Completion, Conflict, Ended, Granted, Held, Identity, Running, Stop
-from consumers.state.clock import Clock
 from consumers.state.spec import StoreSpec
+from consumers.state.sqlite.clock import Clock
 from consumers.state.sqlite.file import SCHEMA
 from consumers.state.sqlite.requests import Requests
 from consumers.state.sqlite.rows import Times

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from consumers.state.base import Found, Granted, Identity, StoreUnavailable
-from consumers.state.clock import Clock
 from consumers.state.spec import StoreSpec
+from consumers.state.sqlite.clock import Clock
 from consumers.state.sqlite.file import BUSY_S
 from consumers.state.sqlite.store import SqliteStore
 from consumers.state.sqlite.writer import CLOSE_S, TOGETHER_AT_MOST, Writer

@@ -116,3 +116,9 @@ async def test_bytes_of_a_server_that_does_not_speak_amqp_are_left_to_aiormq() -
     for piece in (b"HTTP/1.1 400 ", b"Bad Request\r\n"):
         reading.reader.feed_data(piece)
     assert await reading.rest() == b"HTTP/1.1 400 Bad Request\r\n"
+
+
+async def test_aiormq_gets_the_begin_of_a_frame_that_the_broker_did_not_finish() -> None:
+    reading, begun = Reading(), OTHERS[0][:-3]
+    reading.reader.feed_data(MINE + begun)
+    assert await reading.rest() == begun

@@ -112,6 +112,7 @@ def test_every_error_derives_from_one_base_class() -> None:
         "BrokerBlocked",
         "AccessRefused",
         "TopologyMismatch",
+        "ReplyLost",
         "SettingsError",
     }
 

@@ -15,7 +15,7 @@ from service.config.gateway_section import GatewaySettings
 from service.config.settings import Settings
 from service.gateway import call_limit
 from service.gateway.app import Gateway, client_for
-from service.gateway.asking import CallReader
+from service.gateway.call_reader import CallReader
 from service.gateway.problems import ApiError
 from service.gateway.server import Server
 from tests.support.gate import opened as opened_store

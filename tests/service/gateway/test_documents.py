@@ -21,7 +21,7 @@ from service.config.copies import with_provider
 from service.config.gateway_section import LANES, GatewaySettings
 from service.config.settings import Settings
 from service.gateway.app import Gateway, client_for
-from service.gateway.asking import NOT_HERE
+from service.gateway.call_reader import NOT_HERE
 from service.gateway.described.asyncapi import asyncapi
 from service.gateway.described.openapi import openapi
 from service.gateway.described.schemas import problem

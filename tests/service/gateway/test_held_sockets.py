@@ -15,8 +15,8 @@ from typing_extensions import override
 from consumers.state.following import Entry
 from service.config.gateway_section import GatewayKey
 from service.gateway import bounded_socket, writing
-from service.gateway.asking import CallReader
-from service.gateway.looking import Looking
+from service.gateway.call_reader import CallReader
+from service.gateway.polling import Poller
 from service.gateway.requests import Requests
 from service.gateway.sockets import MESSAGE_BYTES, Sockets
 from tests.support.waiting import until
@@ -65,9 +65,9 @@ class Endless(Requests):
 class Served:
     """The path of the WebSocket alone."""
 
-    def __init__(self, port: int, looking: Looking, requests: Endless) -> None:
+    def __init__(self, port: int, poller: Poller, requests: Endless) -> None:
         self.port = port
-        self.looking = looking
+        self.poller = poller
         self.requests = requests
 
     async def is_full(self) -> bool:
@@ -79,11 +79,11 @@ class Served:
 
 @asynccontextmanager
 async def served() -> AsyncIterator[Served]:
-    looking = Looking(None, followers=9)  # type: ignore[arg-type]
+    poller = Poller(None, followers=9)  # type: ignore[arg-type]
     requests = Endless()
     sockets = Sockets(
         requests,
-        looking,
+        poller,
         call_reader=CallReader(lanes={}, app="", max_values=VALUES, cancel_abandoned=False),
         limit=None,  # type: ignore[arg-type]
         answers=None,  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ async def served() -> AsyncIterator[Served]:
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield Served(runner.addresses[0][1], looking, requests)
+        yield Served(runner.addresses[0][1], poller, requests)
     finally:
         await runner.cleanup()
 
@@ -150,8 +150,8 @@ async def test_a_client_that_follows_and_does_not_read_is_cut_off(monkeypatch: p
     async with served() as own, client(own.port) as silent:
         await silent.subscribes()
         own.requests.begins.set()
-        await until(lambda: own.looking.followers == 2)
-        await until(lambda: own.looking.followers == 0)
+        await until(lambda: own.poller.followers == 2)
+        await until(lambda: own.poller.followers == 0)
 
         assert 0 < own.requests.told_bytes < MOST_BYTES
         await asyncio.wait_for(silent.is_cut_off(), 60)
@@ -169,7 +169,7 @@ async def test_a_client_that_does_not_read_why_it_is_closed_is_cut_off(
         own.requests.begins.set()
         await until(own.is_full)
         await silent.say(kind, b"x", length=length)
-        await until(lambda: own.looking.followers == 0)
+        await until(lambda: own.poller.followers == 0)
 
         assert own.requests.told_bytes < MOST_BYTES
         await asyncio.wait_for(silent.is_cut_off(), 60)
@@ -179,12 +179,12 @@ async def test_a_request_that_is_left_while_nothing_is_read_takes_no_other_with_
     async with served() as own, client(own.port) as silent:
         for id in ("a", "b", "c"):
             await silent.subscribes(id)
-        await until(lambda: own.looking.followers == 4)
+        await until(lambda: own.poller.followers == 4)
         own.requests.begins.set()
         await until(own.is_full)
         for id in ("a", "b"):
             await silent.says(type="unsubscribe", id=id)
-        await until(lambda: own.looking.followers == 2)
+        await until(lambda: own.poller.followers == 2)
         full = own.requests.told_bytes
         reading = asyncio.create_task(silent.is_cut_off())
         await until(lambda: own.requests.told_bytes > full + MOST_BYTES)
@@ -199,10 +199,10 @@ async def test_a_request_that_is_left_before_its_subscription_is_answered_is_not
         await silent.subscribes("b")
         await own.requests.asked_for("b")
         own.requests.may_answer.set()
-        await until(lambda: own.looking.followers == 2)  # the connection, and b
+        await until(lambda: own.poller.followers == 2)  # the connection, and b
         own.requests.begins.set()
         await until(own.is_full)
-        assert own.looking.followers == 2
+        assert own.poller.followers == 2
 
 
 async def test_a_client_that_asks_for_pongs_and_does_not_read_them_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ async def test_a_client_that_asks_for_pongs_and_does_not_read_them_is_cut_off(mo
             async with asyncio.timeout(60):
                 while True:
                     await silent.say(PING, bytes(125))
-        await until(lambda: own.looking.followers == 0)
+        await until(lambda: own.poller.followers == 0)
 
 
 async def test_a_client_that_does_not_read_is_cut_off_when_the_process_stops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +221,6 @@ async def test_a_client_that_does_not_read_is_cut_off_when_the_process_stops(mon
         await silent.subscribes()
         own.requests.begins.set()
         await until(own.is_full)
-        own.looking.close()
-        await until(lambda: own.looking.followers == 0)
+        own.poller.close()
+        await until(lambda: own.poller.followers == 0)
         await asyncio.wait_for(silent.is_cut_off(), 60)

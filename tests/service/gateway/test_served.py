@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from service.gateway.described.served import Served
+from service.gateway.described.served import served
 
 GET = make_mocked_request("GET", "/openapi.json")
 WAIT_S = 60.0
@@ -32,10 +32,10 @@ class Making:
 async def test_it_is_made_at_the_first_get_and_never_again() -> None:
     making = Making()
     making.let.set()
-    served = Served(making)
+    get = served(making)
     assert making.count == 0
 
-    first, second = await served.get(GET), await served.get(GET)
+    first, second = await get(GET), await get(GET)
 
     assert isinstance(first.body, bytes)
     assert json.loads(first.body) == {"openapi": "3.1.0"}
@@ -44,8 +44,8 @@ async def test_it_is_made_at_the_first_get_and_never_again() -> None:
 
 async def test_while_it_is_made_the_loop_goes_on_and_a_client_that_leaves_ends_it_for_no_other() -> None:
     making = Making()
-    served = Served(making)
-    leaves, stays = asyncio.create_task(served.get(GET)), asyncio.create_task(served.get(GET))
+    get = served(making)
+    leaves, stays = asyncio.create_task(get(GET)), asyncio.create_task(get(GET))
     assert await asyncio.to_thread(making.begun.wait, WAIT_S)
 
     leaves.cancel()

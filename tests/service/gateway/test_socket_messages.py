@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from service.gateway.described import socket
-from service.gateway.looking import LARGEST_NUMBER
+from service.gateway.polling import LARGEST_NUMBER
 from service.gateway.socket_messages import FIELDS, ClientMessage, InvalidMessage, read
 
 BODY = {"prompt": "x"}

@@ -1,15 +1,41 @@
-"""Handles SIGINT and SIGTERM in a process that runs until somebody stops it."""
+"""Runs a command until somebody stops it, such as a worker: its logs and traces, SIGINT and SIGTERM."""
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from service.cli.ending import STOPPED
+from service.cli.ending import STOPPED, run
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+    from service.config.settings import Settings
+
+SERVICE_NAME = "lanekeeper"
 AT_ONCE_S = 5.0
 """After a second signal, the process exits after this many seconds at most, even if a task has not ended."""
+
+
+def run_with_telemetry(
+    settings: "Settings", main: "Callable[[TracerProvider | None], Coroutine[None, None, None]]"
+) -> None:
+    """Run `main` with logs and traces as configured in the settings. `main` gets the provider for `Tracing`, or None if
+    no spans are sent."""
+    from service.telemetry import exporters, logs
+
+    with (
+        logs.configured(
+            service=SERVICE_NAME,
+            level=settings.log_level,
+            format=settings.log_format,
+            with_content=settings.log_content,
+        ),
+        exporters.exporting(settings.traces_url, service_name=SERVICE_NAME) as traces,
+    ):
+        run(main(traces))
 
 
 class Stop:

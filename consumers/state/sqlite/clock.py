@@ -1,4 +1,4 @@
-"""The two clocks of the SQLite store: the time since boot, which never jumps, for leases; the calendar time for
+"""The two clocks of the SQLite store: the time since boot, which never jumps, for leases; and the calendar time, for
 retention."""
 
 import time

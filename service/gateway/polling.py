@@ -36,7 +36,7 @@ class _Waiter:
     news: "asyncio.Future[Look | None]"
 
 
-class Looking:
+class Poller:
     """Polls the store for new entries of all requests that clients follow, with one query for all of them. `followers`:
     the most calls that may follow requests at the same time."""
 
@@ -71,7 +71,7 @@ class Looking:
         waiter = _Waiter(identity, after, asyncio.get_running_loop().create_future())
         self._waiters.add(waiter)
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._look(), name="looking")
+            self._task = asyncio.create_task(self._poll(), name="poller")
         try:
             return await waiter.news
         finally:
@@ -91,7 +91,7 @@ class Looking:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         faults = 0
         while waiters := list(self._waiters):
             pause_s = EVERY_S
