@@ -117,7 +117,7 @@ class SideQueues:
                 f"lane {self._lane.name} holds {self._lane.max_length} waiting requests of this tenant (and of "
                 "those that share its side queue), and takes no more; send them later",
             )
-        return Deferred(delay_ms=LATER_MS, reason="too many waiting", due_ms=job.hop.due_ms)
+        return Deferred(delay_ms=LATER_MS, reason="too many waiting")
 
     def _place(self, tenant: str) -> int:
         """The number of the side queue for a tenant's requests: the queue that has some of them already; else the first

@@ -59,5 +59,5 @@ class BodyGate:
         except BodiesUnavailable as error:
             log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
         if job.stopped is not None:
-            return stopped_by(job.stopped, doing="was fetched", due_ms=job.hop.due_ms)
-        return Deferred(delay_ms=AGAIN_MS, reason="body unavailable", due_ms=job.hop.due_ms)
+            return stopped_by(job.stopped, doing="was fetched")
+        return Deferred(delay_ms=AGAIN_MS, reason="body unavailable")

@@ -9,6 +9,7 @@ import pytest
 from consumers.prices import Price
 from consumers.spending import Cap
 from service.config.copies import with_provider
+from service.config.effective import plain
 from tests.support.settings import load, wrong
 from topology.lanes import DEFAULT_LANES
 
@@ -409,6 +410,19 @@ def test_a_value_in_place_of_a_table_is_refused(toml: str) -> None:
 def test_a_tenants_share_is_above_zero_and_its_requests_in_flight_are_a_whole_number(share: str) -> None:
     assert load("[fair.tenants.shop]\nweight = 0.5\nin_flight = 2").fair.tenants["shop"].in_flight == 2
 
+    assert load("[fair.tenants.shop]\nin_flight = 2").fair.tenants["shop"].weight == 1
     told = wrong(f"[fair.tenants.shop]\n{share}")
 
     assert "numbers above 0: weight, in_flight (a whole one)" in told
+
+
+def test_a_tenants_name_may_have_255_characters() -> None:
+    def capped(length: int) -> str:
+        return f"[caps.tenants.{'a' * length}]\nusd = 5"
+
+    assert list(load(capped(255)).caps.tenants) == ["a" * 255]
+    assert "caps.tenants" in wrong(capped(256))
+
+
+def test_a_cap_is_shown_without_the_amounts_that_are_not_limited() -> None:
+    assert plain(load("[caps.tenants.shop]\nusd = 5").caps.tenants) == {"shop": {"usd": 5}}

@@ -230,7 +230,8 @@ def test_a_single_missing_level_and_changed_levels_are_listed_individually() -> 
     assert without_levels(differs, Names()) == (differs, 0)
 
 
-def test_two_missing_levels_are_summarised() -> None:
-    two = ("lane.delay.07", "lane.delay.08")
-    found = compare(DECLARED, replace(FOUND, queues=tuple(each for each in FOUND.queues if each.name not in two)))
-    assert without_levels(found, Names()) == ([], 2)
+def test_two_missing_levels_are_summarised_and_other_missing_queues_are_listed() -> None:
+    gone = ("lane.delay.07", "lane.delay.08", "lane.critical")
+    found = compare(DECLARED, replace(FOUND, queues=tuple(each for each in FOUND.queues if each.name not in gone)))
+    shown, levels = without_levels(found, Names())
+    assert ([each.line for each in shown], levels) == (["queue lane.critical is missing"], 2)

@@ -41,36 +41,37 @@ _REQUESTS = """
 CREATE TABLE request (
     tenant TEXT NOT NULL,
     id TEXT NOT NULL,
-    body_hash BLOB,             -- NULL: no copy was seen yet (noted, or cancelled before it came)
-    mark BLOB,
-    token INTEGER NOT NULL,
-    lease_ms INTEGER NOT NULL,  -- since boot; 0: nobody holds it
-    claimed_ms INTEGER NOT NULL,
+    body_hash BLOB,               -- NULL: no message of the request has arrived yet
+    mark BLOB,                    -- of the message that claimed or ended it last
+    token INTEGER NOT NULL,       -- of its last claim
+    lease_ms INTEGER NOT NULL,    -- since boot: until when the claim is valid; 0: it is not claimed
+    claimed_ms INTEGER NOT NULL,  -- since boot
     attempts INTEGER NOT NULL,
-    keep_ms INTEGER NOT NULL,   -- since 1970: when it may be forgotten
-    noted INTEGER NOT NULL,     -- it ended, or was deferred, before it could be claimed: it binds nobody
-    cancelling INTEGER NOT NULL,  -- what follows is how it ends unless its holder ends it otherwise
-    nonce BLOB,                 -- of the delivery that holds it, or held it last
-    deaths INTEGER NOT NULL,    -- holders that never let go
-    due_ms INTEGER,             -- since 1970: when its next attempt may begin, if it waits and that is known
-    status TEXT,                -- NULL: it has not ended, and nobody cancelled it
+    keep_ms INTEGER NOT NULL,     -- since 1970: when the row may be removed
+    noted INTEGER NOT NULL,       -- 1: it ended or was deferred without a claim; any message may still claim it
+    cancelling INTEGER NOT NULL,  -- 1: cancelled while claimed; `status` and so on apply unless its holder completes it
+    nonce BLOB,                   -- of the delivery that claimed it last
+    deaths INTEGER NOT NULL,      -- claims that were not released
+    due_ms INTEGER,               -- since 1970: when its next attempt may begin; NULL: not known, or it does not wait
+    status TEXT,                  -- NULL: it has not ended, and was not cancelled
     code TEXT,
     headers TEXT,
     ended_ms INTEGER,
-    body BLOB,                  -- last, because a row is read from its beginning
+    body BLOB,                    -- last, because a row is read from its beginning
     UNIQUE (tenant, id)
 ) STRICT;
 CREATE INDEX request_by_keep ON request (keep_ms);
 CREATE TABLE allowance (
     name TEXT NOT NULL,
     period_s INTEGER NOT NULL,
-    period INTEGER NOT NULL,  -- how many there were since 1970
+    period INTEGER NOT NULL,  -- the number of the period, from 0 in 1970
     ends_ms INTEGER NOT NULL,
     used REAL NOT NULL,
     PRIMARY KEY (name, period_s, period)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE lease (
-    name TEXT PRIMARY KEY, owner TEXT NOT NULL, token INTEGER NOT NULL, lease_ms INTEGER NOT NULL
+    name TEXT PRIMARY KEY, owner TEXT NOT NULL, token INTEGER NOT NULL,  -- not used
+    lease_ms INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE store (
     only INTEGER PRIMARY KEY CHECK (only = 1), namespace TEXT NOT NULL, boot TEXT NOT NULL, probed_ms INTEGER
@@ -153,21 +154,20 @@ def sync_commits(connection: sqlite3.Connection, sync: bool) -> None:
 
 
 def _bring_up_to_date(connection: sqlite3.Connection, path: Path, *, namespace: str) -> None:
-    before = version = _check(connection, path)  # again: another process may have migrated it meanwhile
-    if version == 0:
+    found = _check(connection, path)  # again: another process may have migrated it meanwhile
+    if found == 0:
         _run(connection, SCHEMA)
         connection.execute("INSERT INTO store VALUES (1, ?, '', NULL)", (namespace,))
         connection.execute(f"PRAGMA application_id={APPLICATION}")
-        version = VERSION
-    while version < VERSION:
-        _run(connection, MIGRATIONS[version])
-        version += 1
-    if version != before:
-        connection.execute(f"PRAGMA user_version={version}")
-    (found,) = connection.execute("SELECT namespace FROM store").fetchone()
-    if found != namespace:
+    else:
+        for version in range(found, VERSION):
+            _run(connection, MIGRATIONS[version])
+    if found != VERSION:
+        connection.execute(f"PRAGMA user_version={VERSION}")
+    (owner,) = connection.execute("SELECT namespace FROM store").fetchone()
+    if owner != namespace:
         raise StoreUnavailable(
-            f"{path} belongs to the namespace {found}, this is {namespace}: set LANEKEEPER_STORE_URL to another file"
+            f"{path} belongs to the namespace {owner}, this is {namespace}: set LANEKEEPER_STORE_URL to another file"
         )
 
 

@@ -74,27 +74,27 @@ class Shares:
 
     def forget_ended(self, today: int) -> int:
         """Stop counting items whose retention time is over, at most `STEP_ROWS` of them. Returns how many."""
-        ended = self._execute(
-            "DELETE FROM share WHERE (kind, tenant, member) IN "
-            f"(SELECT kind, tenant, member FROM share WHERE kind = ? AND until_ms <= ? LIMIT {STEP_ROWS}) "
-            "RETURNING tenant, weight",
-            (self._kind, today),
-        ).fetchall()
-        for tenant, weight in ended:
-            self._change(tenant, -weight)
-        return len(ended)
+        return len(self._forget(f"until_ms <= ? LIMIT {STEP_ROWS}", today))
 
     def forget_oldest(self, tenant: str) -> tuple[str, int] | None:
         """Stop counting the tenant's item whose time would end first. Returns the item and that time; None: there is
         none."""
+        for _, member, until_ms, _ in self._forget("tenant = ? ORDER BY until_ms LIMIT 1", tenant):
+            return member, until_ms
+        return None
+
+    def _forget(self, which: str, value: str | int) -> list[tuple[str, str, int, int]]:
+        """Stop counting the items that the SQL condition `which` selects. Returns their tenants, names, times and
+        weights."""
         found = self._execute(
-            "DELETE FROM share WHERE (kind, tenant, member) IN (SELECT kind, tenant, member FROM share "
-            "WHERE kind = ? AND tenant = ? ORDER BY until_ms LIMIT 1) RETURNING member, until_ms, weight",
-            (self._kind, tenant),
+            "DELETE FROM share WHERE (kind, tenant, member) IN "
+            f"(SELECT kind, tenant, member FROM share WHERE kind = ? AND {which}) "
+            "RETURNING tenant, member, until_ms, weight",
+            (self._kind, value),
         ).fetchall()
-        for _, _, weight in found:
+        for tenant, _, _, weight in found:
             self._change(tenant, -weight)
-        return (str(found[0][0]), int(found[0][1])) if found else None
+        return found
 
     def _change(self, tenant: str, by: int) -> None:
         for whose in (tenant, None):  # None: the sum of all tenants

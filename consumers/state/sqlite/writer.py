@@ -102,7 +102,6 @@ class Writer:
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._ended = self._loop.create_future()
         self._thread.start()
 
     async def close(self) -> None:
@@ -110,8 +109,7 @@ class Writer:
         while self._gathered:
             self._hand_over()
         self._groups.put(None)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._ended), CLOSE_S)
+        await asyncio.to_thread(self._thread.join, CLOSE_S)
 
     async def do(
         self, operation: Operation[T], *, batchable: Claim | Complete | None = None, durable: bool = True
@@ -156,13 +154,10 @@ class Writer:
 
     def _run(self) -> None:
         while (group := self._groups.get()) is not None:
-            self._call_in_loop(self._hand_back, self._do_all(group))
+            done = self._do_all(group)
+            with suppress(RuntimeError):  # the loop is closed already
+                self._loop.call_soon_threadsafe(self._hand_back, done)
         self._shut()
-        self._call_in_loop(self._ended.set_result, None)
-
-    def _call_in_loop(self, callback: Callable[..., object], *values: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed already
-            self._loop.call_soon_threadsafe(callback, *values)
 
     def _do_all(self, together: list[_Waiting]) -> list[_Done]:
         try:

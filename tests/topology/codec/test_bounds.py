@@ -132,3 +132,23 @@ def test_no_step_of_reading_a_request_blocks_the_loop_for_long(nasty: Nasty) -> 
 )
 def test_a_packed_body_counts_as_the_most_that_it_may_hold(encoding: str | None, size: int, most: int) -> None:
     assert decoding.weight(Message(body=b"x" * size, content_encoding=encoding)) == most
+
+
+NASTY = rb'["a\\", "b\"c, d", "\\\"", {"e": [1, 2]}, ""]'
+"""Strings with escaped quotes, escaped backslashes, and commas."""
+
+
+@pytest.mark.parametrize("cut", range(1, len(NASTY)))
+def test_keys_and_values_are_counted_alike_wherever_the_text_is_cut(cut: int) -> None:
+    for values, is_too_many in ((counted(json.loads(NASTY)), False), (counted(json.loads(NASTY)) - 1, True)):
+        measure = Measure(values)
+        found = [measure.add(NASTY[:cut]), measure.add(NASTY[cut:])]
+        assert any(found) == is_too_many
+
+
+def test_commas_in_a_text_are_no_values_and_as_many_values_as_allowed_are_accepted() -> None:
+    def raw(values: int) -> bytes:
+        return json.dumps(["," * 1000, *[1] * (values - 1)]).encode()
+
+    assert excess(raw(100), max_values=100) is None
+    assert excess(raw(101), max_values=100) == "more than 100 keys and values (LANEKEEPER_JSON_VALUES)"
