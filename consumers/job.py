@@ -244,7 +244,7 @@ class Job:
         """When the request was published, and the source of that time (a header, a time stamp, or only the delivery).
         It is known for invalid requests too."""
         if self.decoded is not None:
-            return Published(self.decoded.request.sent_ms, self.decoded.request.sent_by)
+            return self.decoded.request.published
         return published(self.message, self.hop, now_ms=self.taken_ms)
 
 

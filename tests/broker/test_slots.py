@@ -103,7 +103,7 @@ async def work(vhost: Vhost) -> AsyncIterator[Work]:
         consuming = await stack.enter_async_context(Connection(vhost.amqp_url, name=f"{vhost.name} consume"))
         publishing = await stack.enter_async_context(Connection(vhost.amqp_url, name=f"{vhost.name} publish"))
         work = Work(Publisher(publishing, tracing=Tracing()))
-        channel = await publishing.raw_channel(confirms=False)
+        channel = await publishing.channel(confirms=False)
         for lane in LANES:
             await channel.queue_declare(lane.name, durable=True, arguments={"x-queue-type": "quorum"})
             work.lines[lane.name] = line_of(lane, consuming, work)

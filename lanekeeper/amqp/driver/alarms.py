@@ -36,7 +36,7 @@ class UnderlyingConnection(QuietConnection, Underlying):
     @property
     def closing(self) -> "asyncio.Future[Any]":
         """The future that is done when the connection closes. All callers get the same future, so it must not be
-        cancelled: await it only under `shield`. (aiormq's own property makes a new future on each access, so that
+        cancelled: wait for it with `asyncio.wait`. (aiormq's own property makes a new future on each access, so that
         aio-pika cannot remove the callback that it adds for each channel; see `Channel`.)"""
         return self._closing
 
