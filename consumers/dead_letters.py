@@ -71,7 +71,7 @@ class DeadLetters:
         while True:
             await asyncio.sleep(every_s)
             try:
-                if await self.store.hold(LEASE, owner, for_s=2 * every_s) is not None:
+                if await self.store.hold(LEASE, owner, for_s=2 * every_s):
                     await self.look()
             except (BrokerError, StoreUnavailable, OSError) as error:
                 log.warning(signals.DEAD_LETTERS_UNKEPT, error=str(error))

@@ -188,7 +188,7 @@ class Breakers:
             return True
         try:
             async with asyncio.timeout(STORE_WITHIN_S):
-                return await self._leases.hold(_name(route), self._owner, for_s=for_s) is not None
+                return await self._leases.hold(_name(route), self._owner, for_s=for_s)
         except (StoreUnavailable, TimeoutError):
             return True
 
