@@ -201,11 +201,11 @@ class Attempts:
         """The outcome of an attempt that ended without answer or error: the job was stopped, its deadline passed, or
         the attempt ran for `ATTEMPT_WITHIN_S`, the longest that its delivery may be held."""
         if job.stopped is not None:
-            return stopped_by(job.stopped, doing="ran", due_ms=job.hop.due_ms)
+            return stopped_by(job.stopped, doing="ran")
         if is_past_deadline:
             return Refused(exceeded(job, decoded))
         if job.attempted is None:
-            return Deferred(delay_ms=LATER_MS, reason="paused", due_ms=job.hop.due_ms)
+            return Deferred(delay_ms=LATER_MS, reason="paused")
         late = TransientError(f"the answer was not whole after {ATTEMPT_WITHIN_S:g} s", type=TIMEOUT)
         return self._decide(late, job, decoded)
 

@@ -27,7 +27,7 @@ from consumers.state.base import (
     WaitingLimit,
 )
 from consumers.state.following import FollowedStore, Submission
-from consumers.trail import Trails
+from consumers.trail import Trail, Trails
 from lanekeeper.telemetry import logs, signals
 
 RENEW_EVERY_S = 0.5
@@ -113,8 +113,8 @@ class Claiming:
         decoded = job.decoded
         if decoded is None or not (granted.followed or (decoded.request.stream and not job.message.reply_to)):
             return
-        submission = Submission.of(decoded.request, job.fingerprint().body_hash)
-        job.trail = self._trails.begin(held, submission, is_takeover=granted.deaths > 0)
+        submission = Submission.of(decoded.request, job.fingerprint.body_hash)
+        job.trail = Trail(self._trails, held, submission, is_takeover=granted.deaths > 0)
 
     async def release(self, job: Job, *, due_ms: int | None = None) -> None:
         """Release the claim of a request that has not ended and will be delivered again. `due_ms`: the time of that
@@ -151,7 +151,7 @@ class Claiming:
     async def reserve(self, job: Job, *, weight: int, until_ms: int) -> WaitingLimit:
         """Count a request that waits long in the broker against the limits of its tenant and of all tenants. `weight`:
         as how many requests it counts. Raises StoreUnavailable."""
-        fingerprint = job.fingerprint()
+        fingerprint = job.fingerprint
         return await _until_stored(
             lambda: self._store.reserve(job.identity, fingerprint, weight=weight, until_ms=until_ms),
             within_s=CLAIM_WITHIN_S,
@@ -162,7 +162,7 @@ class Claiming:
         return may_wait or job.hop.dead_at is not None  # a dead letter that is published again may run again
 
     async def _request_claim(self, job: Job) -> Granted | Running | Ended | Conflict:
-        found = await _until_stored(lambda: self._store.claim(job.identity, job.fingerprint()), within_s=CLAIM_WITHIN_S)
+        found = await _until_stored(lambda: self._store.claim(job.identity, job.fingerprint), within_s=CLAIM_WITHIN_S)
         if isinstance(found, Granted):
             self._held[Held(job.identity, found.token)] = job
             self._has_claims.set()
@@ -200,7 +200,7 @@ class Claiming:
         try:
             await _trail_written(job)
             valid = await _until_stored(
-                lambda: self._store.complete(job.identity, job.fingerprint(), completion, token=token)
+                lambda: self._store.complete(job.identity, job.fingerprint, completion, token=token)
             )
             if valid is None and held is not None:
                 # the claim was taken over; releasing it says that this holder has not died

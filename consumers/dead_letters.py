@@ -71,7 +71,7 @@ class DeadLetters:
         while True:
             await asyncio.sleep(every_s)
             try:
-                if await self.store.hold(LEASE, owner, for_s=2 * every_s) is not None:
+                if await self.store.hold(LEASE, owner, for_s=2 * every_s):
                     await self.look()
             except (BrokerError, StoreUnavailable, OSError) as error:
                 log.warning(signals.DEAD_LETTERS_UNKEPT, error=str(error))
@@ -127,13 +127,10 @@ def _write(folder: Path, letter: FetchedMessage, now_ms: int) -> None:
     line["body_base64"] = base64.b64encode(letter.message.body).decode()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"dead-letters-{now_ms // (1000 * DAY_S) * DAY_S}.jsonl"
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    try:
-        is_new = os.fstat(file).st_size == 0
-        with os.fdopen(file, "ab", closefd=False) as writing:
-            writing.write(json.dumps(line, default=str).encode() + b"\n")
-        os.fsync(file)
-        if is_new:
-            sync_folder(folder)
-    finally:
-        os.close(file)
+    with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        is_new = file.tell() == 0
+        file.write(json.dumps(line, default=str).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if is_new:
+        sync_folder(folder)

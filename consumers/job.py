@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum, auto
+from functools import cached_property
 from hashlib import blake2b
 
 from opentelemetry.trace import INVALID_SPAN, Span
@@ -99,11 +100,6 @@ class Job:
     `speakers`: users that may name another tenant than themselves.
     """
 
-    __slots__ = (
-        "_fingerprint", "attempted", "claim", "completion", "decoded", "delivery", "hop", "id", "identity", "lane",
-        "reserved", "source", "span", "stopped", "taken_ms", "trail", "waiting",
-    )  # fmt: skip
-
     def __init__(
         self,
         delivery: Delivery,
@@ -148,7 +144,6 @@ class Job:
         """What is known about this delivery's attempt; None until its first call to a provider has begun."""
         self.completion: Completion | None = None
         """How the request ended, as it is stored and sent; None until it has ended."""
-        self._fingerprint: Fingerprint | None = None
         self.span: Span = INVALID_SPAN
         """The trace span of this delivery."""
         self.stopped: Stop | None = None
@@ -190,17 +185,16 @@ class Job:
         published."""
         return self.redelivered or not self.hop.is_fresh
 
+    @cached_property
     def fingerprint(self) -> Fingerprint:
         """The properties of this message (such as the hash of its body) by which the store detects another request with
         the same id."""
-        if self._fingerprint is not None:
-            return self._fingerprint
         message = self.message
         compared = (
             message.reply_to, message.correlation_id, message.routing_key, message.timestamp_s, message.priority,
             message.app_id, message.headers.get(n.SENT_MS), message.headers.get(n.TRACEPARENT),
         )  # fmt: skip
-        self._fingerprint = Fingerprint(
+        return Fingerprint(
             body_hash=_body_hash(message),
             mark=blake2b(repr(compared).encode(errors="replace"), digest_size=16).digest(),
             # a message in a side queue that was not delivered before has no claim; only its original may have one
@@ -208,7 +202,6 @@ class Job:
             nonce=(b"s" if self.source is Source.SIDE else b"q") + os.urandom(7),
             dead_at_ms=dead_at_ms(self.hop.dead_at),
         )
-        return self._fingerprint
 
     @property
     def message(self) -> Message:
@@ -251,7 +244,7 @@ class Job:
         """When the request was published, and the source of that time (a header, a time stamp, or only the delivery).
         It is known for invalid requests too."""
         if self.decoded is not None:
-            return Published(self.decoded.request.sent_ms, self.decoded.request.sent_by)
+            return self.decoded.request.published
         return published(self.message, self.hop, now_ms=self.taken_ms)
 
 

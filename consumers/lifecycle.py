@@ -121,7 +121,7 @@ class Lifecycle:
 def _is_first(job: Job, completion: Completion) -> bool:
     """Whether no event about this completion was published yet. That is so if the completion was stored before the
     request arrived or while this message waited, or if the worker that had this message before died."""
-    return completion.mark is None or (job.came_before and completion.mark == job.fingerprint().mark)
+    return completion.mark is None or (job.came_before and completion.mark == job.fingerprint.mark)
 
 
 def _ascii(text: str, length: int) -> str:

@@ -32,7 +32,7 @@ class Deferred:
     delay_ms: int
     reason: str
     due_ms: int | None = None
-    """The due time of the request, ms since 1970; None if it has none."""
+    """The due time of the request, ms since 1970; None: it does not change."""
     redelivered: bool = False
     """True if the deferred message was redelivered from a queue for which the broker counts no deliveries: the next
     worker must know it."""
@@ -95,13 +95,13 @@ def ended(code: str, detail: str, *, status: int | None = None, brief: str | Non
     return ended_by(RequestProblem(code, detail, status=status, brief=brief))
 
 
-def stopped_by(why: Stop, *, doing: str, due_ms: int | None) -> Dropped | Deferred:
+def stopped_by(why: Stop, *, doing: str) -> Dropped | Deferred:
     """The outcome of a stopped job: its request was cancelled, or another delivery has taken over its claim (`FENCED`).
     `doing`: a verb in the past tense for the error's text, which says what the job did when it was stopped."""
     match why:
         case Stop.CANCELLED:
             return Dropped(RequestProblem("cancelled", f"cancelled by its owner while it {doing}"))
         case Stop.FENCED:
-            return Deferred(delay_ms=LATER_MS, reason="running elsewhere", due_ms=due_ms)
+            return Deferred(delay_ms=LATER_MS, reason="running elsewhere")
         case never:
             assert_never(never)

@@ -165,7 +165,7 @@ class Settler:
             return outcome
         valid = await self.claiming.complete(job, completion)
         if valid is None:
-            return Deferred(delay_ms=TAKEN_OVER_WAIT_MS, reason="running elsewhere", due_ms=job.hop.due_ms)
+            return Deferred(delay_ms=TAKEN_OVER_WAIT_MS, reason="running elsewhere")
         if valid.ended_ms != completion.ended_ms or valid.body != completion.body:
             # a worker may have stored this completion and died before it published the dead letter
             came_before = job.came_before or job.message.exchange == self.names.fallen
@@ -177,6 +177,7 @@ class Settler:
         confirms."""
         match outcome:
             case Deferred(delay_ms=delay_ms, due_ms=due_ms, redelivered=redelivered):
+                due_ms = job.hop.due_ms if due_ms is None else due_ms
                 past = HopHeaders(attempts=job.attempts, errors=job.hop.errors, due_ms=due_ms, redelivered=redelivered)
                 await self._delay(job, delay_ms, past)
             case Retried(delay_ms=delay_ms, error=error):
@@ -233,9 +234,7 @@ class Settler:
         tried again (`reply_retries.py`)."""
         if await self.replies.final(job, completion, replayed=replayed):
             return
-        now_ms = self.now_ms()
-        if (pause_ms := self.reply_retries.pause_ms(job, now_ms=now_ms)) is None:
-            self.reply_retries.give_up(job, now_ms=now_ms)
+        if (pause_ms := self.reply_retries.pause_ms(job, now_ms=self.now_ms())) is None:
             self.lifecycle.publish(job, "undelivered", status=completion.status)
             return
         tries = job.hop.reply_try + 1

@@ -58,7 +58,7 @@ async def sweeping(store: Store, bodies: BodyStore | None, *, owner: str) -> Non
 async def sweep_once(store: Store, *, owner: str, for_s: float) -> int | None:
     """Remove requests and counts whose retention time is over from the store. Return how many; None if another process
     does this now. Raises StoreUnavailable."""
-    if await store.hold(LEASE, owner, for_s=for_s) is None:
+    if not await store.hold(LEASE, owner, for_s=for_s):
         return None
     removed = 0
     while step := await store.sweep():

@@ -32,7 +32,8 @@ log = logs.logger()
 
 class Trail:
     """The progress of one request, which clients can follow: its steps and the events of its answer, which are written
-    as entries to the store. Only the worker that holds the claim (`held`) writes them."""
+    as entries to the store. Only the worker that holds the claim (`held`) writes them. `is_takeover`: an earlier worker
+    had the claim and died, or was too slow, so the store may have events of its call."""
 
     def __init__(self, trails: "Trails", held: Held, submission: Submission, *, is_takeover: bool) -> None:
         self._trails = trails
@@ -42,8 +43,7 @@ class Trail:
         self._bytes = 0
         """How many bytes the events in `_unwritten` have."""
         self._must_restart = is_takeover
-        """True if the store may have events of a call that an earlier worker made. An entry `restart` is then written
-        before the first event."""
+        """True if an entry `restart` must be written before the first event."""
         self._has_stopped = False
         """True if events are not written any more, until a `restart`."""
         self._is_writing = False
@@ -127,14 +127,13 @@ class Trails:
         self._store = store
         self._background = background
         self._unwritten: dict[Trail, None] = {}
+        """The trails with unwritten entries, in the order in which they are written."""
         self._writing: asyncio.Task[None] | None = None
+        """The task that writes while there are unwritten entries."""
         self._hurry = asyncio.Event()
+        """Set to end the pause before the next write."""
         self._round = asyncio.Event()
-
-    def begin(self, held: Held, submission: Submission, *, is_takeover: bool) -> Trail:
-        """Begin to write the progress of a request, for the worker that holds its claim. `is_takeover`: an earlier
-        worker had the claim and died, or was too slow, so the store may have events of its call."""
-        return Trail(self, held, submission, is_takeover=is_takeover)
+        """Set after the next write; each write has an event of its own."""
 
     def write_soon(self, trail: Trail) -> None:
         """Write the new entries (steps and events) of this request's progress with the next write to the store."""

@@ -51,7 +51,7 @@ def before_call(job: Job, taken_ns: int) -> Iterator[Wait]:
 
 def _sent_ns(job: Job, taken_ns: int) -> int | None:
     if job.decoded is not None:
-        sent_ms = job.decoded.request.sent_ms
+        sent_ms = job.decoded.request.published.ms
         return taken_ns if sent_ms == job.taken_ms else sent_ms * MS
     header = job.message.headers.get(n.SENT_MS)  # an expired message was not decoded, so its header is not validated
     return header * MS if isinstance(header, int) and not isinstance(header, bool) and header > 0 else None

@@ -143,6 +143,8 @@ class BodyStore:
         return unquote(path) if scheme == "file" else path
 
     def _path(self, address: str) -> str:
+        if not self.holds(address):
+            raise BodyError("the address is not in this store")
         path = self._folder + address[len(self.url) :]
         if self.url.startswith("file:") and not os.path.realpath(path).startswith(
             os.path.join(os.path.realpath(self._folder), "")
@@ -151,7 +153,7 @@ class BodyStore:
         return path
 
     async def _drop(self, kept: BodyAddress, name: re.Pattern[str]) -> None:
-        if self.holds(kept.address) and name.fullmatch(kept.address.removeprefix(f"{self.url}/")):
+        if name.fullmatch(kept.address.removeprefix(f"{self.url}/")):
             with suppress(BodyError):
                 await self._in_thread(lambda: self._files.rm_file(self._path(kept.address)))
 
@@ -204,14 +206,9 @@ class BodyStore:
         answer = _ANSWER_NAME.fullmatch(name)
         return answer is not None and int(answer["until_s"]) < now_s
 
-    def _path_in_store(self, kept: BodyAddress) -> str:
-        if not self.holds(kept.address):
-            raise BodyError("the address is not in this store")
-        return self._path(kept.address)
-
     def _fetch_into(self, file: BinaryIO, kept: BodyAddress, most_bytes: int) -> int:
         digest, size = hashlib.sha256(), 0
-        with self._files.open(self._path_in_store(kept), "rb", block_size=5 * PIECE_BYTES) as source:
+        with self._files.open(self._path(kept.address), "rb", block_size=5 * PIECE_BYTES) as source:
             while piece := source.read(PIECE_BYTES):
                 size += len(piece)
                 if size > most_bytes:
@@ -222,7 +219,7 @@ class BodyStore:
         return size
 
     def _fetch(self, kept: BodyAddress, most_bytes: int) -> bytes:
-        path = self._path_in_store(kept)
+        path = self._path(kept.address)
         # one byte more than allowed, so that the size is bounded before anything is read
         return checked(bytes(self._files.cat_file(path, start=0, end=most_bytes + 1)), kept, most_bytes=most_bytes)
 

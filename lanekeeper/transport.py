@@ -1,4 +1,5 @@
-"""The interface between `Client` and the two ways to send requests and receive answers: AMQP and HTTP."""
+"""The interface between `Client` and the two ways to send requests and receive answers, AMQP and HTTP, and what both
+ways share."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -32,18 +33,15 @@ class OutgoingRequest:
     chose_id: bool
     """Whether the caller chose the request's id."""
     publish_within_s: float
-    """For how many seconds to try to publish the request, all repetitions included."""
+    """For how many seconds to try to publish the request."""
     absent_within_s: float | None
-    """A shorter limit in seconds for publishing, for the time in which there is no connection and nothing was sent yet.
-    None: no shorter limit.
-    """
+    """A shorter limit in seconds while there is no connection and nothing was sent yet; None: no shorter limit."""
     full_within_s: float
-    """A shorter limit in seconds for publishing, for the time in which the lane's queue is full."""
+    """A shorter limit in seconds while the lane's queue is full."""
     timeout_s: float | None
     """How many seconds the caller waits for the answer; None: without a limit."""
     end: float | None
-    """When the caller's wait for the answer ends (`timeout_s` after its begin), by the event loop's clock; None:
-    never."""
+    """When that wait ends, by the event loop's clock; None: never."""
 
     may_be_published: bool = False
     """Whether one of the earlier tries to publish the request may have reached the broker."""

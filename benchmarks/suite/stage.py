@@ -58,7 +58,7 @@ class Stage:
         """Prepare a run of `who`: declare and empty its queues, empty Redis, clear the log of calls."""
         topology = who.topology(self.version)
         await apply(topology, await self._connection.underlying())
-        channel = await self._connection.raw_channel(confirms=False)
+        channel = await self._connection.channel(confirms=False)
         for queue in topology.queues:
             await channel.queue_purge(queue.name)
         if who.queue not in {queue.name for queue in topology.queues}:

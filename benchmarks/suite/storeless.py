@@ -27,8 +27,8 @@ class Forgetful:
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Any]:
         return {}
 
-    async def hold(self, name: str, owner: str, *, for_s: float) -> None:
-        return None
+    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
+        return False
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
         return Taken(granted=True, used=amount, resets_in_s=period_s)

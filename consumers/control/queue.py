@@ -87,9 +87,11 @@ class Control:
         self._received = 0
         """How many control messages have arrived in this process."""
         self._in_hand: set[int] = set()
+        """The delivery tags of the messages that are worked on."""
         self._done: list[Delivery] = []
+        """The finished messages that are acknowledged together next."""
         self._busy_at_s = 0.0
-        self._session: Session | None = None
+        """When a message was last finished, by the event loop's clock."""
 
     @property
     def trouble(self) -> str | None:
@@ -105,7 +107,7 @@ class Control:
         """Consume the control queue until `stop` is called and the messages that were taken are finished."""
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
-                self._is_behind, self._session = True, session
+                self._is_behind = True
                 self._busy_at_s = asyncio.get_running_loop().time()
                 catching_up = asyncio.create_task(self._catch_up(session), name="control backlog")
                 try:
@@ -114,7 +116,6 @@ class Control:
                 except* ChannelLost as lost:
                     log.warning(signals.DELIVERY_LOST, queue=self._deliveries.queue, error=str(lost.exceptions[0]))
                 finally:
-                    self._session = None
                     catching_up.cancel()
 
     async def _read_all(self, session: Session, reading: asyncio.TaskGroup) -> None:
@@ -148,7 +149,7 @@ class Control:
     async def _catch_up(self, session: Session) -> None:
         """Find out when the cancellations that waited in the queue are recorded: set `_is_behind` to False when the
         queue was found empty, or `CATCH_UP_WITHIN_S` is over. If the store becomes unavailable, set it to True and
-        begin again.
+        begin again. Runs until it is cancelled.
 
         This polls, because the broker does not announce that a queue is empty. The queue must be found empty twice
         without an arrival between: a message on its way from the broker is counted by neither side."""
@@ -156,7 +157,7 @@ class Control:
         end_s = loop.time() + CATCH_UP_WITHIN_S
         empty_after: int | None = None
         """The number of messages that had arrived when the queue was last found empty."""
-        while self._session is session:
+        while True:
             if self._claiming.is_away:
                 self._is_behind, end_s, empty_after = True, loop.time() + CATCH_UP_WITHIN_S, None
             elif self._is_behind:

@@ -202,7 +202,7 @@ class BudgetGate:
         run_s = self.estimates.run_s(self._usage_class(job, route))
         if wait.reason == PAUSED and wait.seconds < left_s:
             back_s = min(left_s, wait.seconds + self.rng.uniform(0, SPREAD_S))
-            return Deferred(delay_ms=round(1000 * back_s), reason=PAUSED, due_ms=job.hop.due_ms)
+            return Deferred(delay_ms=round(1000 * back_s), reason=PAUSED)
         bound_ms = request.deadline_ms - request.start_ms
         return ended(
             "deadline_exceeded",
@@ -215,11 +215,11 @@ class BudgetGate:
         """The outcome if the wait was ended: because the job was stopped, after `hold_s` (the longest time that a
         delivery may wait here), or earlier, to let other requests of the lane pass."""
         if job.stopped is not None:
-            return stopped_by(job.stopped, doing="waited for the budget", due_ms=job.hop.due_ms)
+            return stopped_by(job.stopped, doing="waited for the budget")
         wait = await self._wait(job, request, route)
         lets_others_pass = waited_s < self.spec.hold_s
         delay_ms = max(LATER_MS, min(BACK_WITHIN_MS, round(1000 * wait.seconds))) if lets_others_pass else LATER_MS
-        return Deferred(delay_ms=delay_ms, reason=wait.reason, due_ms=job.hop.due_ms)
+        return Deferred(delay_ms=delay_ms, reason=wait.reason)
 
     def _usage_class(self, job: Job, route: Route) -> UsageClass:
         return UsageClass(job.lane_name, task_of(job.routing_key), route.model)

@@ -56,7 +56,7 @@ class CapsGate:
             wanted = _spent(self.estimate(job, decoded.request, route), price)
             found = await self.spending.take(bounds, wanted, publish=partial(self.publish, job))
         except StoreUnavailable:  # while a cap cannot be checked, no provider is called
-            return Deferred(delay_ms=STORE_AWAY_MS, reason="store", due_ms=job.hop.due_ms)
+            return Deferred(delay_ms=STORE_AWAY_MS, reason="store")
         if isinstance(found, Over):
             return self._over(job, decoded.request, found)
         self._held[job] = found
@@ -89,7 +89,7 @@ class CapsGate:
         if wait_ms >= left_ms or over.wanted > over.bound.limit:
             return ended("deadline_exceeded", f"{over}; the next day begins in {wait_ms} ms, and {left_ms} ms are left")
         delay_ms = min(wait_ms + round(self.rng.uniform(0, SPREAD_MS)), left_ms)
-        return Deferred(delay_ms=delay_ms, reason=over.bound.reason, due_ms=job.hop.due_ms)
+        return Deferred(delay_ms=delay_ms, reason=over.bound.reason)
 
 
 def _may_be_paid(attempted: Attempted) -> bool:

@@ -44,7 +44,7 @@ class ClaimGate:
             case Granted(deaths=deaths) if deaths >= SUSPECT_FROM:
                 if self._suspect is not None:
                     await self._claiming.release(job)
-                    return Deferred(delay_ms=SUSPECT_WAIT_MS, reason="suspect", due_ms=job.hop.due_ms)
+                    return Deferred(delay_ms=SUSPECT_WAIT_MS, reason="suspect")
                 self._suspect = job
                 return None
             case Granted():
@@ -52,7 +52,7 @@ class ClaimGate:
             case Running(for_ms=for_ms):
                 # wait as long as the other delivery has run already, which doubles the time between two checks
                 wait_ms = min(LONGEST_WAIT_MS, max(LEAST_WAIT_MS, for_ms))
-                return Deferred(delay_ms=wait_ms, reason="running elsewhere", due_ms=job.hop.due_ms)
+                return Deferred(delay_ms=wait_ms, reason="running elsewhere")
             case Ended(completion=completion, is_same_message=is_same_message):
                 return Replayed(completion=completion, buries=is_same_message and job.came_before)
             case Conflict():

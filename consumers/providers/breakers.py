@@ -70,12 +70,13 @@ class Breakers:
         self._owner = uuid.uuid4().hex
         self._all: dict[tuple[str, str], Breaker] = {}
         """The breakers of those providers and models that have not answered since their last failure."""
+        self._closed = Breaker(self._rng)
+        """The breaker of all others. It has counted no failure, and never changes."""
 
     def wait_s(self, route: Route, now_s: float) -> float:
         """Seconds until a call of this route (a provider and model) may be made, as far as its circuit breaker knows;
         0: now."""
-        found = self._all.get(_key(route))
-        return 0.0 if found is None else found.wait_s(now_s)
+        return self._known(route).wait_s(now_s)
 
     def least_wait_s(self, routes: Iterable[Route]) -> float:
         """Seconds until a call of one of these routes (providers and models) may be made, as far as their circuit
@@ -92,14 +93,13 @@ class Breakers:
     def down_s(self, route: Route, now_s: float) -> float:
         """For how many seconds the provider of the route has been down: since its circuit breaker was first opened. 0:
         it is not down."""
-        found = self._all.get(_key(route))
-        return 0.0 if found is None else max(0.0, now_s - found.down_since_s)
+        return max(0.0, now_s - self._known(route).down_since_s)
 
     async def enter(self, route: Route, now_s: float, *, request: str) -> Permit | None:
         """Ask whether the provider of this route may be called now: return a permit for one call, or None if its
         circuit breaker is open."""
-        breaker = self._all.get(_key(route))
-        if breaker is None or breaker.state is State.CLOSED:
+        breaker = self._known(route)
+        if breaker.state is State.CLOSED:
             return Permit(route, request)
         if breaker.wait_s(now_s) > 0:
             return None
@@ -117,10 +117,9 @@ class Breakers:
     async def answered(self, permit: Permit, now_s: float) -> Change | None:
         """Report to the circuit breaker that the provider answered, or refused the request. Returns the change of the
         breaker, if there is one."""
-        breaker = self._all.pop(_key(permit.route), None)
-        was_open = breaker is not None and breaker.state is not State.CLOSED
+        breaker = self._all.pop(_key(permit.route), self._closed)
         change = None
-        if breaker is not None and was_open:
+        if was_open := breaker.state is not State.CLOSED:
             breaker.state = State.CLOSED
             change = _changed(permit.route, breaker, now_s)
         if was_open or permit.is_probe:
@@ -158,8 +157,7 @@ class Breakers:
 
     async def unknown(self, permit: Permit, now_s: float) -> None:
         """Report a call that has not shown whether the provider works: it was cancelled, or had too little time."""
-        if (breaker := self._all.get(_key(permit.route))) is not None:
-            breaker.unknown(now_s, probe=permit.is_probe)
+        self._known(permit.route).unknown(now_s, probe=permit.is_probe)
         if permit.is_probe:
             await self._let_go(permit.route)
 
@@ -171,6 +169,9 @@ class Breakers:
             for (provider, model), breaker in self._all.items()
             if breaker.state is not State.CLOSED
         }
+
+    def _known(self, route: Route) -> Breaker:
+        return self._all.get(_key(route), self._closed)
 
     def _of(self, route: Route) -> Breaker:
         if (found := self._all.get(_key(route))) is None:
@@ -187,7 +188,7 @@ class Breakers:
             return True
         try:
             async with asyncio.timeout(STORE_WITHIN_S):
-                return await self._leases.hold(_name(route), self._owner, for_s=for_s) is not None
+                return await self._leases.hold(_name(route), self._owner, for_s=for_s)
         except (StoreUnavailable, TimeoutError):
             return True
 

@@ -39,7 +39,6 @@ class Parts:
         self._replies = replies
         self._job = job
         self._seq = -1
-        self._restarted = False
         self._has_lost = False
         self._unconfirmed: deque[tuple[asyncio.Future[Answer], int]] = deque()
         self._bytes = 0
@@ -51,17 +50,15 @@ class Parts:
         address, trail = self._job.message.reply_to, self._job.trail
         if not address and trail is None:
             return
-        self.has_sent = True
-        if self._seq < 0 and (self._restarted or self._job.attempts > 1 or self._job.redelivered):
+        had_sent, self.has_sent = self.has_sent, True
+        if self._seq < 0 and (had_sent or self._job.attempts > 1 or self._job.redelivered):
             await self._send(address, "restart", b"{}")
         await self._send(address, "event", event)
 
     def restart(self) -> bool:
         """Before another call of the same attempt: begin to number the parts of the stream from 0 again. Return whether
         events of the failed call had been sent."""
-        had_begun = self._seq >= 0
-        if had_begun:
-            self._seq, self._restarted = -1, True
+        had_begun, self._seq = self._seq >= 0, -1
         return had_begun
 
     async def confirmed(self) -> None:

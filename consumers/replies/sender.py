@@ -8,6 +8,7 @@ replies to it use the ordinary connection.
 """
 
 import asyncio
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -114,13 +115,10 @@ class ReplySender:
             return await self._publisher.publish_surely(
                 message, exchange="", routing_key=address, mandatory=not is_direct(address), refused_within_s=0
             )
-        for left in reversed(range(TRIES)):
-            try:
+        for _ in range(TRIES - 1):
+            with suppress(ConfirmUnknown):  # the connection was lost, but not because of this address
                 return await self.send(message, address)
-            except ConfirmUnknown:  # the connection was lost, but not because of this address
-                if not left:
-                    raise
-        return None
+        return await self.send(message, address)
 
 
 def _remember(address: str, addresses: dict[str, None]) -> None:

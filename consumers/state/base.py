@@ -200,9 +200,8 @@ class Allowances(Protocol):
 class Leases(Protocol):
     """Decide which process does a job that only one may do at a time, for example the removal of expired results."""
 
-    async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
-        """Take a lease, or renew it if the caller has it. Returns the lease's fencing token, which rises with each new
-        owner; None if another owner has the lease."""
+    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
+        """Take a lease, or renew it if the caller has it. Returns False if another owner has the lease."""
 
     async def let_go(self, name: str, owner: str) -> None:
         """Release a lease before it ends. Does nothing if another owner holds it."""

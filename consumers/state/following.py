@@ -60,7 +60,7 @@ class Submission(NamedTuple):
         return cls(
             body_hash=body_hash,
             lane=request.lane,
-            submitted_ms=request.sent_ms,
+            submitted_ms=request.published.ms,
             due_ms=request.due_ms,
             deadline_ms=request.deadline_ms,
         )

@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Self
 from urllib.parse import unquote
 
-from aio_pika.abc import AbstractChannel
 from aiormq.channel import Channel
 from aiormq.exceptions import AuthenticationError, InvalidFrameError, ProbableAuthenticationError
 from yarl import URL
@@ -130,20 +129,10 @@ class Connection:
                 f"no connection to {self.address} within {timeout_s:g} s: {self.trouble}"
             ) from error
 
-    async def channel(self, *, confirms: bool, timeout_s: float = 30) -> AbstractChannel:
-        """Open an aio-pika channel, for occasional operations such as declaring a topology.
+    async def channel(self, *, confirms: bool, timeout_s: float = 30) -> Channel:
+        """Open a channel of aiormq, the library below aio-pika (docs/decisions/0001).
 
         Raises BrokerUnreachable if there is no connection to the broker, or if it is lost while the channel is opened.
-        """
-        connection = await self.underlying(timeout_s=timeout_s)
-        with border(f"no channel on {self.address}"):
-            async with asyncio.timeout(timeout_s):
-                return await connection.channel(publisher_confirms=confirms, on_return_raises=confirms)
-
-    async def raw_channel(self, *, confirms: bool, timeout_s: float = 30) -> Channel:
-        """Open a channel of aiormq, the library below aio-pika, for publishing and consuming (docs/decisions/0001).
-
-        Raises BrokerUnreachable, like `channel`.
         """
         connection = await self.underlying(timeout_s=timeout_s)
         with border(f"no channel on {self.address}"):

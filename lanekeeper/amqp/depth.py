@@ -33,7 +33,7 @@ async def depths(connection: Connection, queues: list[str]) -> dict[str, Depth]:
         with border("cannot look at the queues"):
             found = {}
             for queue in queues:
-                declared = (await channel.declare_queue(queue, passive=True, timeout=RPC_TIMEOUT_S)).declaration_result
+                declared = await channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
                 found[queue] = Depth(declared.message_count or 0, declared.consumer_count or 0)
             async with asyncio.timeout(RPC_TIMEOUT_S):
                 await channel.close()

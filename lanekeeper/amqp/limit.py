@@ -11,7 +11,6 @@ Small messages need no such test.
 import asyncio
 import re
 
-import aio_pika
 from aiormq.exceptions import AMQPError, ChannelAccessRefused, ChannelPreconditionFailed
 
 from lanekeeper.amqp.connection import Connection
@@ -59,7 +58,7 @@ class MessageLimit:
             async with asyncio.timeout(PROBE_WITHIN_S), self._connection.another("size") as connection:
                 channel = await connection.channel(confirms=True)
                 try:
-                    await channel.default_exchange.publish(aio_pika.Message(bytes(size)), NO_QUEUE, mandatory=False)
+                    await channel.basic_publish(bytes(size), routing_key=NO_QUEUE)
                 except ChannelPreconditionFailed as error:
                     if (named := _LIMIT_IN_ERROR.search(str(error))) is None:
                         raise

@@ -8,7 +8,7 @@ import asyncio
 import random
 import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from aiormq.channel import Channel
@@ -16,7 +16,7 @@ from aiormq.exceptions import AMQPError, ChannelAccessRefused, ChannelNotFoundEn
 
 from lanekeeper.amqp.confirming import Answer, Confirming
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.limit import SMALL_BYTES, MessageLimit
+from lanekeeper.amqp.limit import MessageLimit
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import (
     AccessRefused,
@@ -74,11 +74,10 @@ class Publisher:
         """Return the broker's limit for the size of a message in bytes, if a body of `size` bytes exceeds it. None if
         it does not, or if the limit cannot be found out now; `publish` checks the size again."""
         try:
-            await self._limit.check(size)
+            with suppress(BrokerUnreachable):
+                await self._limit.check(size)
         except MessageTooLarge as error:
             return error.limit
-        except BrokerUnreachable:
-            return None
         return None
 
     async def publish(
@@ -97,7 +96,8 @@ class Publisher:
         ConfirmUnknown (no confirm came), BrokerBlocked (there was an alarm for all of `timeout_s`, so nothing was
         published), BrokerUnreachable, AccessRefused, MessageTooLarge (not sent), TopologyMismatch (no such exchange).
         """
-        await self._prepare(message)
+        message.message_id = message.message_id or uuid.uuid4().hex
+        await self._limit.check(len(message.body))
         span: AbstractContextManager[Any] = (
             self._tracing.send(message, exchange=exchange, routing_key=routing_key) if traced else nullcontext()
         )
@@ -128,7 +128,8 @@ class Publisher:
         `timeout_s`: how long to wait for the connection, and for room in the write queue. Raises the errors of
         `publish`; the future raises AMQPError if the channel is lost.
         """
-        await self._prepare(message)
+        message.message_id = message.message_id or uuid.uuid4().hex
+        await self._limit.check(len(message.body))
         confirming, timeout_s = await self._ready_channel(timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
@@ -191,12 +192,6 @@ class Publisher:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1))
             pause_s = min(2.0, pause_s * 2)
 
-    async def _prepare(self, message: Message) -> None:
-        """Give the message an id if it has none, and check its size."""
-        message.message_id = message.message_id or uuid.uuid4().hex
-        if len(message.body) > SMALL_BYTES:
-            await self._limit.check(len(message.body))
-
     async def _ready_channel(self, timeout_s: float) -> tuple[Confirming, float]:
         """Wait until the broker accepts publishes. Returns the channel to publish on, and how many of the `timeout_s`
         seconds are left to wait for the confirm."""
@@ -208,7 +203,7 @@ class Publisher:
         if self._confirming is None or self._confirming.channel.is_closed:
             async with self._opening:
                 if self._confirming is None or self._confirming.channel.is_closed:
-                    channel = await self.connection.raw_channel(confirms=True, timeout_s=timeout_s)
+                    channel = await self.connection.channel(confirms=True, timeout_s=timeout_s)
                     if self._on_channel is not None:
                         await self._on_channel(channel)
                     self._confirming = Confirming(channel)

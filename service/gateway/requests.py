@@ -114,7 +114,7 @@ class Requests:
     async def _submit(self, call: CheckedCall, caller: GatewayKey) -> None:
         request = call.request
         identity = identity_of(request.id, caller)
-        first: dict[str, str] = {"lane": request.lane, "submitted_at": moment_text(request.sent_ms)}
+        first: dict[str, str] = {"lane": request.lane, "submitted_at": moment_text(request.published.ms)}
         if request.due_ms is not None:
             first["due_at"] = moment_text(request.due_ms)
         submitted = await self.store.follow(
@@ -136,11 +136,11 @@ class Requests:
             raise
 
     async def _publish(self, call: CheckedCall) -> None:
-        options = call.options
-        options["headers"] = {**options.get("headers", {}), n.SENT_MS: call.request.sent_ms}
+        headers = {**call.options.get("headers", {}), n.SENT_MS: call.request.published.ms}
         if call.stream:
-            options["headers"] = {**options["headers"], n.STREAM: True}
-        await self.client.publish(call.body, key=call.key, **options)
+            headers[n.STREAM] = True
+        call.options["headers"] = headers
+        await self.client.publish(call.body, key=call.key, **call.options)
 
     async def _is_seen(self, identity: Identity) -> bool:
         """Whether a worker has already received the request, according to the store. If not, the request waits, or a

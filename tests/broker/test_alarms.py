@@ -35,7 +35,7 @@ async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(o
         Connection(own_broker.amqp_url, name="publish") as connection,
         Connection(own_broker.amqp_url, name="look") as looking,
     ):
-        channel = await looking.raw_channel(confirms=False)
+        channel = await looking.channel(confirms=False)
         await channel.queue_declare("some", durable=True, arguments={"x-queue-type": "quorum"})
         publisher = Publisher(connection, tracing=Tracing())
         await publisher.publish(MESSAGE, exchange="", routing_key="some")
@@ -100,7 +100,7 @@ async def test_during_an_alarm_the_right_to_write_is_unknown_and_the_check_deliv
         Connection(own_broker.amqp_url, name="publish") as connection,
         Connection(own_broker.amqp_url, name="look") as looking,
     ):
-        channel = await looking.raw_channel(confirms=False)
+        channel = await looking.channel(confirms=False)
         queue = (await channel.queue_declare("", exclusive=True)).queue or ""
         async with memory_alarm(own_broker.amqp_url):
             began_s = time.monotonic()

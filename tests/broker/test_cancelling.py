@@ -34,7 +34,7 @@ async def test_a_cancellation_at_any_moment_takes_effect(
 ) -> None:
     rng = random.Random(work.__name__)
     async with Connection(vhost.amqp_url, name="test") as connection:
-        await (await connection.raw_channel(confirms=False)).queue_declare("work")
+        await (await connection.channel(confirms=False)).queue_declare("work")
         for n in range(TIMES):
             task = asyncio.ensure_future(work(connection))
             await asyncio.sleep(rng.uniform(0, WITHIN_S))

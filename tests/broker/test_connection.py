@@ -71,7 +71,7 @@ async def test_a_server_that_does_not_speak_amqp_is_reported() -> None:
 
 async def test_a_lost_connection_is_reported_and_opened_again(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name=vhost.name) as connection:
-        channel = await connection.raw_channel(confirms=True)
+        channel = await connection.channel(confirms=True)
         loss = connection.loss
         await close_connection(vhost, vhost.name)
         assert "CONNECTION_FORCED" in await asyncio.wait_for(loss, 60)
@@ -79,7 +79,7 @@ async def test_a_lost_connection_is_reported_and_opened_again(vhost: Vhost) -> N
         assert connection.trouble is None
         assert connection.loss is not loss
         assert channel.is_closed
-        assert not (await connection.raw_channel(confirms=True)).is_closed
+        assert not (await connection.channel(confirms=True)).is_closed
 
 
 async def test_waiting_for_a_channel_ends_at_its_time_limit(vhost: Vhost) -> None:
@@ -87,7 +87,7 @@ async def test_waiting_for_a_channel_ends_at_its_time_limit(vhost: Vhost) -> Non
         vhost.api("DELETE", f"permissions/{vhost.quoted}/{vhost.user}")  # so that it does not reconnect
         await (await connection.underlying()).close()
         with pytest.raises(BrokerUnreachable, match=r"within 0\.2 s"):
-            await connection.raw_channel(confirms=False, timeout_s=0.2)
+            await connection.channel(confirms=False, timeout_s=0.2)
         assert connection.trouble is not None
         await until(lambda: "not into virtual host" in (connection.trouble or ""))
 
@@ -96,7 +96,7 @@ async def test_a_cancelled_wait_for_a_channel_ends(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
         vhost.api("DELETE", f"permissions/{vhost.quoted}/{vhost.user}")
         await (await connection.underlying()).close()
-        waiting = asyncio.create_task(connection.raw_channel(confirms=False))
+        waiting = asyncio.create_task(connection.channel(confirms=False))
         await asyncio.sleep(0.1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -110,7 +110,7 @@ async def test_an_inbox_has_a_name_and_gets_what_is_bound_to_it(vhost: Vhost) ->
         Inbox(connection, bindings=(("amq.topic", "status"),)) as inbox,
     ):
         assert inbox.name.startswith("amq.gen-")
-        channel = await connection.raw_channel(confirms=True)
+        channel = await connection.channel(confirms=True)
         await channel.basic_publish(b"1", exchange="", routing_key=inbox.name)
         await channel.basic_publish(b"2", exchange="amq.topic", routing_key="status")
         assert [(await anext(inbox)).body, (await anext(inbox)).body] == [b"1", b"2"]
@@ -119,7 +119,7 @@ async def test_an_inbox_has_a_name_and_gets_what_is_bound_to_it(vhost: Vhost) ->
 @pytest.mark.every_version
 async def test_depths_count_ready_messages_and_name_missing_queues(vhost: Vhost) -> None:
     async with Connection(vhost.amqp_url, name="test") as connection:
-        channel = await connection.raw_channel(confirms=True)
+        channel = await connection.channel(confirms=True)
         await channel.queue_declare("some", durable=True)
         await channel.basic_publish(b"1", exchange="", routing_key="some")
         found = await depths(connection, ["some"])
@@ -184,8 +184,9 @@ async def test_a_closed_channel_leaves_no_object_on_its_connection(vhost: Vhost)
 
     async with Connection(vhost.amqp_url, name="test") as connection:
         before = callbacks()
+        underlying = await connection.underlying()
         for _ in range(5):
-            await (await connection.channel(confirms=False)).close()
+            await (await underlying.channel()).close()
             with suppress(ChannelNotFoundEntity):
-                await (await connection.channel(confirms=False)).get_queue("nowhere")
+                await (await underlying.channel()).get_queue("nowhere")
         await until(lambda: callbacks() <= before + 1)  # the last one is referenced by its exception

@@ -33,7 +33,7 @@ class Lines:
     lost: list[Exception] = field(default_factory=list)
 
     async def declare(self, arguments: dict[str, Any] | None = None) -> None:
-        channel = await self.consuming.raw_channel(confirms=False)
+        channel = await self.consuming.channel(confirms=False)
         await channel.queue_declare("some", durable=True, arguments=QUORUM if arguments is None else arguments)
         await channel.close()
 
@@ -179,7 +179,7 @@ async def test_a_nacked_delivery_is_counted_only_before_4_3(lines: Lines) -> Non
 
 @pytest.mark.oldest_version
 async def test_a_queue_that_does_not_count_deliveries_reports_no_count_despite_a_clients_header(lines: Lines) -> None:
-    channel = await lines.consuming.raw_channel(confirms=False)
+    channel = await lines.consuming.channel(confirms=False)
     await channel.queue_delete("some")
     await lines.declare({"x-queue-type": "classic"})
     seen: list[int | None] = []
@@ -231,7 +231,7 @@ async def test_a_deleted_queue_is_consumed_again_when_it_is_back(lines: Lines) -
         await delivery.ack()
 
     async with lines.at_work(ack) as deliveries:
-        channel = await lines.publisher.connection.raw_channel(confirms=False)
+        channel = await lines.publisher.connection.channel(confirms=False)
         await channel.queue_delete("some")
         await until(lambda: deliveries.trouble is not None and "no queue 'some'" in deliveries.trouble)
         assert "lanekeeper topology apply" in (deliveries.trouble or "")
@@ -391,7 +391,7 @@ async def test_a_queue_whose_consumer_was_cancelled_is_reported_as_possibly_miss
 
     running = asyncio.create_task(run())
     await until(lambda: deliveries.trouble is None)
-    channel = await lines.publisher.connection.raw_channel(confirms=False)
+    channel = await lines.publisher.connection.channel(confirms=False)
     await channel.queue_delete("some")
     await asyncio.wait_for(asked.wait(), 60)
     await deliveries.stop()

@@ -38,5 +38,5 @@ async def test_a_caller_waits_for_a_place_as_long_as_it_chooses(vhost: Vhost) ->
         assert not patient.done()
 
         channel = await connection.channel(confirms=False, timeout_s=5)
-        await (await channel.declare_queue("lane.batch", passive=True)).purge()
+        await channel.queue_purge("lane.batch")
         assert await patient == "a"

@@ -40,7 +40,7 @@ async def publisher(vhost: Vhost) -> AsyncIterator[Publisher]:
 
 
 async def declare(publisher: Publisher, queue: str, **arguments: Any) -> None:
-    channel = await publisher.connection.raw_channel(confirms=False)
+    channel = await publisher.connection.channel(confirms=False)
     await channel.queue_declare(queue, durable=True, arguments={**QUORUM, **arguments})
     await channel.close()
 
@@ -170,7 +170,7 @@ async def test_written_messages_are_on_their_way_together_and_arrive_in_their_or
     written = [Message(body=b"%d" % number) for number in range(100)]
     answers = [await publisher.write(each, exchange="", routing_key="some") for each in written]
     assert await asyncio.gather(*answers) == [None] * 100
-    channel = await publisher.connection.raw_channel(confirms=False)
+    channel = await publisher.connection.channel(confirms=False)
     got = [(await channel.basic_get("some", no_ack=True)).body for _ in written]
     assert got == [each.body for each in written]
 
@@ -217,7 +217,7 @@ async def test_publish_surely_survives_a_lost_connection(publisher: Publisher, v
 
 
 async def test_a_queue_that_comes_back_gets_what_is_published_surely(publisher: Publisher) -> None:
-    channel = await publisher.connection.raw_channel(confirms=False)
+    channel = await publisher.connection.channel(confirms=False)
     await channel.exchange_declare("ours", exchange_type="fanout", durable=True)
     publishing = asyncio.create_task(publisher.publish_surely(Message(body=b""), exchange="ours", routing_key="k"))
     await asyncio.sleep(0.1)

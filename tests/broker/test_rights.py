@@ -19,7 +19,7 @@ async def connection(vhost: Vhost) -> AsyncIterator[Connection]:
 
 
 async def test_the_check_of_the_right_to_publish_delivers_nothing(connection: Connection) -> None:
-    channel = await connection.raw_channel(confirms=True)
+    channel = await connection.channel(confirms=True)
     queue = (await channel.queue_declare("", exclusive=True)).queue or ""
     await channel.queue_bind(queue, "amq.topic", "#")
     await check_write_rights(connection, (("", queue), ("amq.topic", "some.key")))

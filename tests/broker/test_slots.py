@@ -12,6 +12,7 @@ import pytest
 from typing_extensions import override
 
 from consumers.capacity.activity import LaneActivity
+from consumers.capacity.lending import QueueLoad
 from consumers.capacity.scaling import ScaledQueue, Scaling
 from consumers.job import Job, Source, now_ms
 from consumers.outcomes import Answered, Outcome
@@ -103,7 +104,7 @@ async def work(vhost: Vhost) -> AsyncIterator[Work]:
         consuming = await stack.enter_async_context(Connection(vhost.amqp_url, name=f"{vhost.name} consume"))
         publishing = await stack.enter_async_context(Connection(vhost.amqp_url, name=f"{vhost.name} publish"))
         work = Work(Publisher(publishing, tracing=Tracing()))
-        channel = await publishing.raw_channel(confirms=False)
+        channel = await publishing.channel(confirms=False)
         for lane in LANES:
             await channel.queue_declare(lane.name, durable=True, arguments={"x-queue-type": "quorum"})
             work.lines[lane.name] = line_of(lane, consuming, work)
@@ -138,9 +139,12 @@ def line_of(lane: LaneSpec, consuming: Connection, work: Work) -> ScaledQueue:
         lane=lane.name,
         pool=pool(lane.slots),
         new_pool=pool,
-        reserved=lane.reserved_slots,
-        max_slots=lane.most_slots,
-        target_wait_s=lane.target_wait_s,
+        load=QueueLoad(
+            slots=lane.slots,
+            reserved=lane.reserved_slots,
+            max_slots=lane.most_slots,
+            target_wait_s=lane.target_wait_s,
+        ),
         activity=activity,
     )
 

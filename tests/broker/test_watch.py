@@ -46,13 +46,13 @@ class Declared:
         return await discover(self.vhost.amqp_url, url) if url else None
 
     async def delete_queue(self, name: str) -> None:
-        channel = await self.connection.raw_channel(confirms=False)
+        channel = await self.connection.channel(confirms=False)
         await channel.queue_delete(name)
         await channel.close()
 
     async def unbind(self) -> None:
         """Remove the binding of the critical lane."""
-        channel = await self.connection.raw_channel(confirms=False)
+        channel = await self.connection.channel(confirms=False)
         await channel.queue_unbind("lane.critical", "lane.requests", "critical.#")
         await channel.close()
 

@@ -141,7 +141,7 @@ async def test_a_result_that_is_not_there_yet_is_answered_as_pending(
 @pytest.mark.parametrize("attempts", [0, 2])
 async def test_the_pending_answer_of_a_delayed_request_has_due_time_and_attempts(bench: Bench, attempts: int) -> None:
     if attempts:
-        found = await bench.store.claim(Identity("", "m-1"), bench.job().fingerprint())
+        found = await bench.store.claim(Identity("", "m-1"), bench.job().fingerprint)
         assert isinstance(found, Granted)
         await bench.store.release(Held(Identity("", "m-1"), found.token), attempts=attempts, due_ms=NOW_MS + 60_000)
     else:

@@ -145,7 +145,7 @@ class Ground:
         """How many holders never released the claim, as reported to the next holder."""
         delivery = self.bench.delivery(body=BODY)
         delivery.redelivered = True
-        found = await self.bench.store.claim(Identity("", "m-1"), self.bench.job(delivery=delivery).fingerprint())
+        found = await self.bench.store.claim(Identity("", "m-1"), self.bench.job(delivery=delivery).fingerprint)
         assert isinstance(found, Granted)
         return found.deaths
 

@@ -129,7 +129,7 @@ def test_a_request_and_its_copy_in_a_side_queue_are_one_request_but_not_one_mess
     copy_delivery.message = replace(copy, exchange=NAMES.side_exchange(1), routing_key=original.routing_key)
     moved = bench.job(delivery=copy_delivery)
 
-    ours, theirs = original.fingerprint(), moved.fingerprint()
+    ours, theirs = original.fingerprint, moved.fingerprint
     assert (ours.body_hash, ours.mark) == (theirs.body_hash, theirs.mark)
     assert ours.nonce[:1] != theirs.nonce[:1]
     assert ours.redelivered

@@ -308,13 +308,13 @@ async def test_a_dead_letter_that_is_published_again_has_a_new_start_and_keeps_i
 ) -> None:
     headers = {n.DEAD_AT: "2026-09-21T13:00:00.000Z", n.SENT_MS: NOW_MS - 5_000_000}
     job = bench.job(headers=headers, timestamp_s=5.0)
-    assert decoded(read(job)).request.sent_ms == NOW_MS
+    assert decoded(read(job)).request.published.ms == NOW_MS
     await bench.settler.settle(job, DEFERRED)
     copy = bench.to("lane.delay.01")
     back = bench.job(exchange="lane.due", headers=copy.headers, timestamp_s=5.0)
-    assert back.fingerprint().dead_at_ms == job.fingerprint().dead_at_ms is not None
+    assert back.fingerprint.dead_at_ms == job.fingerprint.dead_at_ms is not None
     request = decoding.decode(back.message, lane=CRITICAL, request_id=back.id, hop=back.hop, now_ms=NOW_MS + 900)
-    assert request.sent_ms == NOW_MS
+    assert request.published.ms == NOW_MS
 
 
 # what is published

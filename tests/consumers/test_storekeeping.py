@@ -31,11 +31,11 @@ class Keeping:
         if self.trouble:
             raise StoreUnavailable(self.trouble)
 
-    async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
+    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
         self.leases.append((name, owner, for_s))
         if self.trouble:
             raise StoreUnavailable(self.trouble)
-        return None if self.is_held_elsewhere else 1
+        return not self.is_held_elsewhere
 
     async def sweep(self) -> int:
         self.swept_s.append(passed_s())

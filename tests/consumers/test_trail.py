@@ -48,7 +48,7 @@ def trails(store: Store) -> Trails:
 
 
 def trail(of: Trails, id: str = "a", *, is_takeover: bool = False) -> Trail:
-    return of.begin(Held(Identity("", id), 1), SUBMISSION, is_takeover=is_takeover)
+    return Trail(of, Held(Identity("", id), 1), SUBMISSION, is_takeover=is_takeover)
 
 
 async def test_the_first_entry_is_written_at_once_and_those_that_follow_together() -> None:

@@ -16,7 +16,7 @@ from tests.support.memory_store import MemoryStore
 
 
 class NoConnection:
-    async def raw_channel(self, **_: Any) -> None:
+    async def channel(self, **_: Any) -> None:
         raise BrokerUnreachable("no connection")
 
 

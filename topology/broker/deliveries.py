@@ -160,7 +160,7 @@ class Deliveries:
                 task.cancel()
 
     async def _open(self) -> Session:
-        channel = await self._connection.raw_channel(confirms=False, timeout_s=OPEN_TIMEOUT_S)
+        channel = await self._connection.channel(confirms=False, timeout_s=OPEN_TIMEOUT_S)
         if self._heads is not None:
             session: Session = HeadsSession(channel, self._heads, queue=self.queue, counted=self._counted)
         else:

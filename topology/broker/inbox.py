@@ -35,7 +35,7 @@ class Inbox:
 
     async def __aenter__(self) -> Self:
         """Declare the queue, bind it, and begin to consume it. Raises BrokerUnreachable."""
-        self._channel = await self._connection.raw_channel(confirms=False)
+        self._channel = await self._connection.channel(confirms=False)
         with border("no queue of one's own"):
             declared = await self._channel.queue_declare(exclusive=True, auto_delete=True, timeout=RPC_TIMEOUT_S)
             self.name = declared.queue or ""

@@ -95,7 +95,7 @@ class Notices:
         if self._connection.blocked is not None:  # during an alarm, written frames would stay in our memory
             raise BrokerBlocked(self._connection.blocked)
         if self._channel is None or self._channel.is_closed:
-            self._channel = await self._connection.raw_channel(confirms=False, timeout_s=WRITE_TIMEOUT_S)
+            self._channel = await self._connection.channel(confirms=False, timeout_s=WRITE_TIMEOUT_S)
         channel = self._channel
         payload = b"".join(
             frames(channel, body, exchange=exchange, routing_key=key, properties=properties, mandatory=False).payload

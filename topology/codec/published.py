@@ -1,11 +1,14 @@
 """Finds out when a request was published. The request's wait and its deadline count from this time."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import BROKER_TIMESTAMP_MS, DEAD_AT, SENT_MS
 from topology.codec.headers import HopHeaders, ms_or_none
-from topology.codec.request import Clock
+
+Clock: TypeAlias = Literal["broker", "sender", "timestamp", "delivery"]
+"""The source of a request's time of publishing: the broker (header `timestamp_in_ms`), the sender (header
+`x-lane-sent-ms`), the property `timestamp`, or, without any of these, the first delivery to a worker."""
 
 
 class Published(NamedTuple):

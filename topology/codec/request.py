@@ -3,13 +3,9 @@
 import json
 import uuid
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from lanekeeper.contract.messages import BodyAddress
-
-Clock: TypeAlias = Literal["broker", "sender", "timestamp", "delivery"]
-"""The source of a request's time of publishing: the broker (header `timestamp_in_ms`), the sender (header
-`x-lane-sent-ms`), the property `timestamp`, or, without any of these, the first delivery to a worker."""
+from topology.codec.published import Published
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +22,7 @@ class Request:
     """Whether the requester wants the answer streamed: its parts as the model produces them."""
     beta: str | None
     """The value of the header `anthropic-beta` for the provider's call."""
-    sent_ms: int
-    """When the request was published, in ms since 1970. `sent_by` names the clock that says so."""
-    sent_by: Clock
+    published: Published
     due_ms: int | None
     """The request must not start before this time; ms since 1970. None: it may start at once."""
     deadline_ms: int
@@ -49,7 +43,7 @@ class Request:
     @property
     def start_ms(self) -> int:
         """When the request's wait begins: the time of publishing or the due time, whichever is later; ms since 1970."""
-        return self.sent_ms if self.due_ms is None else max(self.due_ms, self.sent_ms)
+        return self.published.ms if self.due_ms is None else max(self.due_ms, self.published.ms)
 
 
 def unpublished(prompt: str, *, model: str, max_tokens: int) -> Request:
@@ -63,8 +57,7 @@ def unpublished(prompt: str, *, model: str, max_tokens: int) -> Request:
         max_tokens=max_tokens,
         stream=False,
         beta=None,
-        sent_ms=0,
-        sent_by="sender",
+        published=Published(0, "sender"),
         due_ms=None,
         deadline_ms=0,
     )

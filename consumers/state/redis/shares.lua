@@ -47,15 +47,11 @@ function run.give_back(period_ms, amount)
 end
 
 function run.hold(owner, for_ms)
-  local found = redis.call('HMGET', KEYS[1], 'owner', 'token', 'lease')
-  local token = tonumber(found[2]) or now
-  if found[1] and found[1] ~= owner then
-    if tonumber(found[3]) > now then return nil end
-    token = token + 1
-  end
-  redis.call('HSET', KEYS[1], 'owner', owner, 'token', token, 'lease', now + for_ms)
-  redis.call('PEXPIRE', KEYS[1], for_ms + 86400000)
-  return token
+  local found = redis.call('HMGET', KEYS[1], 'owner', 'lease')
+  if found[1] and found[1] ~= owner and tonumber(found[2]) > now then return 0 end
+  redis.call('HSET', KEYS[1], 'owner', owner, 'token', 0, 'lease', now + for_ms)  -- earlier versions read the token
+  redis.call('PEXPIRE', KEYS[1], for_ms)
+  return 1
 end
 
 function run.let_go(owner)

@@ -187,9 +187,8 @@ class RedisStore:
     async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
         await self._run("give_back", [self._allowance(name, period_s)], period_s * 1000, amount)
 
-    async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
-        token: int | None = await self._run("hold", [self._lease(name)], owner, round(for_s * 1000))
-        return token
+    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
+        return bool(await self._run("hold", [self._lease(name)], owner, round(for_s * 1000)))
 
     async def let_go(self, name: str, owner: str) -> None:
         await self._run("let_go", [self._lease(name)], owner)

@@ -30,21 +30,14 @@ class Counters:
         # Not below 0: the amount may have been taken in the period before.
         self._set(name, period, max(0.0, used - amount), period_s)
 
-    def hold(self, at: Times, name: str, owner: str, *, for_s: float) -> int | None:
-        found = self._execute("SELECT owner, token, lease_ms FROM lease WHERE name = ?", (name,)).fetchone()
-        token = at.today
-        if found is not None:
-            holder, token, lease_ms = found
-            if holder != owner:
-                if lease_ms > at.now:
-                    return None
-                token += 1
-        self._execute(
-            "INSERT INTO lease VALUES (?, ?, ?, ?) ON CONFLICT (name) DO UPDATE "
-            "SET owner = excluded.owner, token = excluded.token, lease_ms = excluded.lease_ms",
-            (name, owner, token, at.now + round(for_s * 1000)),
+    def hold(self, at: Times, name: str, owner: str, *, for_s: float) -> bool:
+        held = self._execute(
+            "INSERT INTO lease VALUES (?, ?, 0, ?) ON CONFLICT (name) DO UPDATE "
+            "SET owner = excluded.owner, lease_ms = excluded.lease_ms "
+            "WHERE lease.owner = excluded.owner OR lease.lease_ms <= ?",
+            (name, owner, at.now + round(for_s * 1000), at.now),
         )
-        return int(token)
+        return held.rowcount == 1
 
     def let_go(self, name: str, owner: str) -> None:
         self._execute("UPDATE lease SET lease_ms = 0 WHERE name = ? AND owner = ?", (name, owner))

@@ -70,7 +70,8 @@ CREATE TABLE allowance (
     PRIMARY KEY (name, period_s, period)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE lease (
-    name TEXT PRIMARY KEY, owner TEXT NOT NULL, token INTEGER NOT NULL, lease_ms INTEGER NOT NULL
+    name TEXT PRIMARY KEY, owner TEXT NOT NULL, token INTEGER NOT NULL,  -- not used
+    lease_ms INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE store (
     only INTEGER PRIMARY KEY CHECK (only = 1), namespace TEXT NOT NULL, boot TEXT NOT NULL, probed_ms INTEGER

@@ -142,7 +142,7 @@ class SqliteStore:
     async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
         await self._writer.do(lambda tables, at: tables.counters.correct(at, name, amount, period_s=period_s))
 
-    async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
+    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
         return await self._writer.do(lambda tables, at: tables.counters.hold(at, name, owner, for_s=for_s))
 
     async def let_go(self, name: str, owner: str) -> None:

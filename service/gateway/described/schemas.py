@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import PROBLEMS
-from topology.codec.request import Clock
+from topology.codec.published import Clock
 
 Schema = dict[str, Any]
 SECURITY: list[dict[str, list[str]]] = [{"key": []}, {"bearer": []}, {}]

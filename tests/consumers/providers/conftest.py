@@ -9,6 +9,7 @@ from aiohttp import web
 
 from consumers.providers.anthropic import AnthropicProvider
 from service.simulated.app import SimulatedAPI
+from topology.codec.published import Published
 from topology.codec.request import Request
 
 KEY = "sk-ant-a-secret-key"
@@ -50,8 +51,7 @@ def asked() -> AskedFor:
             max_tokens=fields["max_tokens"],
             stream=False,
             beta=beta,
-            sent_ms=0,
-            sent_by="sender",
+            published=Published(0, "sender"),
             due_ms=None,
             deadline_ms=0,
         )

@@ -181,7 +181,7 @@ class Away:
     def __init__(self, *, hangs: bool) -> None:
         self.hangs = hangs
 
-    async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
+    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
         if self.hangs:
             await asyncio.sleep(3600)
         raise StoreUnavailable("away")

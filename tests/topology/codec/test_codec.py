@@ -269,14 +269,14 @@ def test_a_body_that_compresses_extremely_well_is_accepted() -> None:
 
 def test_internal_headers_of_a_fresh_request_are_ignored() -> None:
     request = decode(message(headers={"x-lane-first-seen-ms": NOW_MS - 5000, "x-lane-due-ms": NOW_MS + 5000}))
-    assert (request.sent_ms, request.due_ms) == (NOW_MS, None)
+    assert (request.published.ms, request.due_ms) == (NOW_MS, None)
 
 
 def test_internal_headers_of_a_message_from_a_worker_are_read() -> None:
     hop = HopHeaders(first_seen_ms=NOW_MS - 5000, due_ms=NOW_MS - 10, user_id="shop")
     found = message(user_id="the-workers", headers={"x-death": [{"reason": "expired"}]})
     request = decode(found, hop=hop)
-    assert (request.sent_ms, request.due_ms) == (NOW_MS - 5000, NOW_MS - 10)
+    assert (request.published.ms, request.due_ms) == (NOW_MS - 5000, NOW_MS - 10)
     assert request.deadline_ms == NOW_MS - 10 + 120_000
 
 
@@ -302,7 +302,7 @@ def test_the_routing_key_of_a_message_from_a_worker_is_not_checked() -> None:
 )
 def test_the_sending_time_and_its_source_are_read(properties: dict[str, Any], sent_ms: int, by: str) -> None:
     request = decode(message(**properties))
-    assert (request.sent_ms, request.sent_by) == (sent_ms, by)
+    assert request.published == (sent_ms, by)
 
 
 def test_a_sending_time_in_the_future_extends_neither_deadline_nor_delay() -> None:
@@ -318,10 +318,10 @@ def test_a_dead_letter_that_is_published_again_gets_a_new_deadline() -> None:
     old_ms = NOW_MS - 3_600_000
     headers = {"x-lane-dead-at": "2026-11-21T18:00:00Z", "x-lane-sent-ms": old_ms, "timestamp_in_ms": old_ms}
     first = decode(message(headers=headers, timestamp_s=old_ms / 1000))
-    assert (first.sent_ms, first.sent_by) == (NOW_MS, "delivery")
-    hop = HopHeaders(attempts=1, first_seen_ms=first.sent_ms, dead_at="2026-11-21T18:00:00Z")
+    assert first.published == (NOW_MS, "delivery")
+    hop = HopHeaders(attempts=1, first_seen_ms=first.published.ms, dead_at="2026-11-21T18:00:00Z")
     later = decoding.decode(message(headers=headers), lane=CRITICAL, request_id="r-1", hop=hop, now_ms=NOW_MS + 9000)
-    assert (later.sent_ms, later.sent_by) == (NOW_MS, "delivery")
+    assert later.published == (NOW_MS, "delivery")
 
 
 @pytest.mark.parametrize("priority", [10, 31, 200, 255])
@@ -358,7 +358,7 @@ def test_the_deadline_is_the_same_after_each_hop() -> None:
         message(headers={"timestamp_in_ms": NOW_MS + 9000}),  # the broker stamps it anew
         lane=CRITICAL,
         request_id="r-1",
-        hop=HopHeaders(attempts=1, first_seen_ms=first.sent_ms),
+        hop=HopHeaders(attempts=1, first_seen_ms=first.published.ms),
         now_ms=NOW_MS + 9500,
     )
     assert later.deadline_ms == first.deadline_ms

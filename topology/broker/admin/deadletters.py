@@ -44,7 +44,7 @@ class OldestMessages:
         self._channel: Channel
 
     async def __aenter__(self) -> Self:
-        self._channel = await self._connection.raw_channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
+        self._channel = await self._connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
         return self
 
     async def __aexit__(self, *_: object) -> None:

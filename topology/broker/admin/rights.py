@@ -54,7 +54,7 @@ async def check_write_rights(connection: Connection, routes: Iterable[tuple[str,
     rights could not be checked, BrokerBlocked or BrokerUnreachable.
     """
     await connection.flowing(timeout_s=CONFIRM_TIMEOUT_S)
-    channel = await connection.raw_channel(confirms=False)
+    channel = await connection.channel(confirms=False)
     try:
         with border("whether it may write is not known"):
             async with asyncio.timeout(CONFIRM_TIMEOUT_S):
