@@ -159,29 +159,29 @@ class Writer:
                 self._loop.call_soon_threadsafe(self._hand_back, done)
         self._shut()
 
-    def _do_all(self, together: list[_Waiting]) -> list[_Done]:
+    def _do_all(self, group: list[_Waiting]) -> list[_Done]:
         try:
-            done = self._transact(together)
+            done = self._transact(group)
         except (sqlite3.Error, OSError, StoreUnavailable) as error:
             self.trouble = text = explain(error, self._path)
             if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 self._shut()
-            return [(future, None, StoreUnavailable(text)) for _, future, *_ in together]
+            return [(future, None, StoreUnavailable(text)) for _, future, *_ in group]
         except Exception as error:  # a bug: the callers get the error, and the thread goes on
             self._shut()
-            return [(future, None, error) for _, future, *_ in together]
+            return [(future, None, error) for _, future, *_ in group]
         self.trouble = None
         return done
 
-    def _transact(self, together: list[_Waiting]) -> list[_Done]:
+    def _transact(self, group: list[_Waiting]) -> list[_Done]:
         tables = self._usable()
-        if (must_sync := self._must_sync(together)) != self._syncs:
+        if (must_sync := self._must_sync(group)) != self._syncs:
             sync_commits(tables.connection, must_sync)
             self._syncs = must_sync
         tables.connection.execute("BEGIN IMMEDIATE")
         try:
             at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
-            done = _all_done(tables, at, together)
+            done = _all_done(tables, at, group)
             tables.connection.execute("COMMIT")
         except BaseException:
             with suppress(sqlite3.Error):
@@ -189,7 +189,7 @@ class Writer:
             raise
         return done
 
-    def _must_sync(self, together: Sequence[_Waiting]) -> bool:
+    def _must_sync(self, group: Sequence[_Waiting]) -> bool:
         """Whether the commit must wait for the disk. It need not if there are only claims and renewals.
 
         A committed claim is visible to all processes, even after this process was killed. Only a power cut can lose it.
@@ -197,7 +197,7 @@ class Writer:
         and leases of an earlier boot are void anyway. So only the count of one dead holder is lost. After an error
         (`trouble`) the commit waits, so that no claim is granted while answers cannot be stored.
         """
-        return self.trouble is not None or any(waiting.durable for waiting in together)
+        return self.trouble is not None or any(waiting.durable for waiting in group)
 
     def _usable(self) -> Tables:
         tables = self._tables
