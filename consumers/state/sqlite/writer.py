@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -52,19 +51,19 @@ _INVALID_VALUES = (
 fails; the others in its transaction are done."""
 
 
-@dataclass(frozen=True, slots=True)
 class Tables:
     """An open SQLite file: the objects that read and write its tables, and the inodes of the file and its log."""
 
-    connection: sqlite3.Connection
-    requests: Requests
-    followed: Followed
-    together: Together
-    counters: Counters
-    sweeping: Sweeping
-    waiting: Waiting
-    file: tuple[int, int] | None
-    log: tuple[int, int] | None
+    def __init__(self, connection: sqlite3.Connection, spec: StoreSpec, path: Path) -> None:
+        self.connection = connection
+        self.requests = Requests(connection, spec)
+        self.followed = Followed(connection, spec, self.requests)
+        self.together = Together(connection, spec)
+        self.counters = Counters(connection)
+        self.sweeping = Sweeping(connection, spec)
+        self.waiting = Waiting(connection, spec)
+        self.file = inode(path)
+        self.log = inode(log_of(path))
 
 
 Operation = Callable[[Tables, Times], T]
@@ -210,18 +209,7 @@ class Writer:
             self._reopen_at = time.monotonic() + REOPEN_S
             connection = open_file(self._path, namespace=self._namespace, clock=self._clock)
             self._syncs = True
-            requests = Requests(connection, self._spec)
-            self._tables = Tables(
-                connection,
-                requests=requests,
-                followed=Followed(connection, self._spec, requests),
-                together=Together(connection, self._spec),
-                counters=Counters(connection),
-                sweeping=Sweeping(connection, self._spec),
-                waiting=Waiting(connection, self._spec),
-                file=inode(self._path),
-                log=inode(log_of(self._path)),
-            )
+            self._tables = Tables(connection, self._spec, self._path)
         return self._tables
 
     def _shut(self) -> None:
