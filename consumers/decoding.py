@@ -2,39 +2,41 @@
 
 from functools import partial
 
-from consumers.job import Job
+from consumers.job import Decoded, Job
 from consumers.parsing import Parsing
+from consumers.providers.routes import Routes
 from topology.codec import bounds, decoding
-from topology.codec.request import Request
 from topology.lanes import LaneSpec, urgency
 
 
 class Decoding:
-    """Decodes the message of a job into its request. `max_values`: how many keys and values a body may have."""
+    """Decodes the message of a job into its request, and adds the providers that may be called for it. `max_values`:
+    how many keys and values a body may have."""
 
-    def __init__(self, parsing: Parsing, *, max_values: int = bounds.VALUES) -> None:
+    def __init__(self, parsing: Parsing, routes: Routes, *, max_values: int = bounds.VALUES) -> None:
         self._parsing = parsing
+        self._routes = routes
         self._max_values = max_values
 
-    async def request(self, job: Job, lane: LaneSpec) -> Request:
-        """Decode the job's message into a request. Raises RequestProblem if it is invalid or too large."""
+    async def decode(self, job: Job, lane: LaneSpec) -> Decoded:
+        """Decode the job's message. Raises RequestProblem if the request is invalid or too large."""
         message = job.message
-        if (weight := decoding.weight(message)) <= bounds.SMALL_BYTES:
-            rank = (urgency(lane.name), weight)
+        rank = (urgency(lane.name), decoding.weight(message))
+        if rank[1] <= bounds.SMALL_BYTES:
             return await self._parsing.run(partial(self._decode, job, lane), rank=rank)
-        raw = await self._parsing.run(partial(decoding.unpacked, message), rank=(urgency(lane.name), weight))
-        return await self.request_of(raw, job, lane)
+        raw = await self._parsing.run(partial(decoding.unpacked, message), rank=rank)
+        return await self.decode_body(raw, job, lane)
 
-    async def request_of(self, raw: bytes, job: Job, lane: LaneSpec) -> Request:
-        """Like `request`, but with the body `raw`, which was unpacked or fetched, in place of the message's own. Raises
-        RequestProblem if it is invalid or too large."""
+    async def decode_body(self, raw: bytes, job: Job, lane: LaneSpec) -> Decoded:
+        """Like `decode`, but with the body `raw`, which was unpacked or fetched, in place of the message's own. Raises
+        RequestProblem if the request is invalid or too large."""
         rank = (urgency(lane.name), len(raw))
         if (excess := await self._parsing.excess(raw, max_values=self._max_values, rank=rank)) is not None:
             raise decoding.too_large(excess)
         return await self._parsing.run(partial(self._decode, job, lane, raw), rank=rank)
 
-    def _decode(self, job: Job, lane: LaneSpec, raw: bytes | None = None) -> Request:
-        return decoding.decode(
+    def _decode(self, job: Job, lane: LaneSpec, raw: bytes | None = None) -> Decoded:
+        request = decoding.decode(
             job.message,
             lane=lane,
             request_id=job.id,
@@ -43,3 +45,4 @@ class Decoding:
             raw=raw,
             max_values=self._max_values,
         )
+        return Decoded(request, lane, self._routes.of(lane.name, job.identity.tenant, request.model))

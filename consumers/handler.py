@@ -9,7 +9,6 @@ from consumers.failpoints import Failpoints
 from consumers.gates.base import Gate
 from consumers.job import Decoded, Job
 from consumers.outcomes import Deferred, Outcome, ended, ended_by
-from consumers.providers.routes import Routes
 from consumers.replies.reply import Replies
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
@@ -23,7 +22,6 @@ class Handler:
 
     gates: Sequence[Gate]
     attempts: Attempts
-    routes: Routes
     replies: Replies
     names: Names
     failpoints: Failpoints
@@ -36,10 +34,9 @@ class Handler:
         if (refused := self._refused(job)) is not None:
             return refused
         try:
-            request = await self.decoding.request(job, lane)
+            job.decoded = decoded = await self.decoding.decode(job, lane)
         except RequestProblem as problem:
             return ended_by(problem)
-        job.decoded = decoded = Decoded(request, lane, self.routes.of(lane.name, job.identity.tenant, request.model))
         if job.delivery.times_delivered is None:
             # a classic intake (RabbitMQ 3.x) does not count deliveries; the due queue does
             return Deferred(delay_ms=0, reason="redelivered", redelivered=True)

@@ -234,9 +234,7 @@ class Settler:
         tried again (`reply_retries.py`)."""
         if await self.replies.final(job, completion, replayed=replayed):
             return
-        now_ms = self.now_ms()
-        if (pause_ms := self.reply_retries.pause_ms(job, now_ms=now_ms)) is None:
-            self.reply_retries.give_up(job, now_ms=now_ms)
+        if (pause_ms := self.reply_retries.pause_ms(job, now_ms=self.now_ms())) is None:
             self.lifecycle.publish(job, "undelivered", status=completion.status)
             return
         tries = job.hop.reply_try + 1

@@ -1,15 +1,11 @@
 """The body gate: fetches a request's body if it is not in the message. It comes after the claim gate, so that no body
 is fetched for a request that has ended or that another worker runs."""
 
-from dataclasses import replace
-
 from consumers.bodies.fetching import Fetching
 from consumers.decoding import Decoding
 from consumers.job import Decoded, Job, NowMs
 from consumers.outcomes import Deferred, Outcome, ended, ended_by, stopped_by
-from consumers.providers.routes import Routes
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
-from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.names import BODY
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
@@ -26,29 +22,22 @@ class BodyGate:
     """Fetches the body of a request whose message has only the body's address, and decodes it into `job.decoded`. The
     body stays in memory until the attempt is over."""
 
-    def __init__(self, fetching: Fetching, decoding: Decoding, routes: Routes, *, now_ms: NowMs) -> None:
+    def __init__(self, fetching: Fetching, decoding: Decoding, *, now_ms: NowMs) -> None:
         self._fetching = fetching
         self._decoding = decoding
-        self._routes = routes
         self._now_ms = now_ms
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
         kept = decoded.request.kept
-        return None if kept is None else await self._fetch(job, decoded, kept)
-
-    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Does nothing, because `enter` takes nothing that must be given back."""
-
-    async def _fetch(self, job: Job, decoded: Decoded, kept: BodyAddress) -> Outcome | None:
+        if kept is None:
+            return None
         raw: bytes | None = None
         left_s = max(0.0, (decoded.request.deadline_ms - self._now_ms()) / 1000)
         try:
             async with job.interruptible(min(FETCH_WITHIN_S, left_s)):
                 raw = await self._fetching.fetch(kept)
             if raw is not None:
-                request = await self._decoding.request_of(raw, job, decoded.lane)
-                chain = self._routes.of(decoded.lane.name, job.identity.tenant, request.model)
-                job.decoded = replace(decoded, request=request, chain=chain)
+                job.decoded = await self._decoding.decode_body(raw, job, decoded.lane)
                 return None
         except BodyTooLarge as error:
             return ended("too_large", f"header {BODY}: {error}")
@@ -61,3 +50,6 @@ class BodyGate:
         if job.stopped is not None:
             return stopped_by(job.stopped, doing="was fetched")
         return Deferred(delay_ms=AGAIN_MS, reason="body unavailable")
+
+    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
+        """Does nothing, because `enter` takes nothing that must be given back."""

@@ -11,7 +11,6 @@ from consumers.job import Decoded, Job, NowMs
 from consumers.outcomes import Deferred, Outcome, ended, stopped_by
 from consumers.providers.breakers import Breakers
 
-REASON = "breaker"
 HOLD_S = 3.0
 """How many seconds a request keeps its slot while it waits for a provider to recover; then it is deferred."""
 LEAST_WAIT_MS = 200
@@ -68,11 +67,8 @@ class RouteGate:
                 f"no provider may be called for {wait_ms} ms (their last calls failed), "
                 f"and {max(0, left_ms)} ms are left",
             )
-        stay_s = min(SHARE_OF_OUTAGE * self._down_s(decoded), MOST_TARGETS * decoded.lane.target_wait_s)
-        delay_ms = round(max(wait_ms, 1000 * stay_s) * (1 + self._rng.uniform(0, SPREAD)))
-        return Deferred(delay_ms=min(delay_ms, max(wait_ms, left_ms // 2)), reason=REASON)
-
-    def _down_s(self, decoded: Decoded) -> float:
-        """How long all providers of the request have been down."""
         now_s = asyncio.get_running_loop().time()
-        return min(self._breakers.down_s(route, now_s) for route in decoded.chain.routes)
+        down_s = min(self._breakers.down_s(route, now_s) for route in decoded.chain.routes)
+        stay_s = min(SHARE_OF_OUTAGE * down_s, MOST_TARGETS * decoded.lane.target_wait_s)
+        delay_ms = round(max(wait_ms, 1000 * stay_s) * (1 + self._rng.uniform(0, SPREAD)))
+        return Deferred(delay_ms=min(delay_ms, max(wait_ms, left_ms // 2)), reason="breaker")

@@ -15,7 +15,6 @@ from consumers.limits.adaptive import Adaptive
 from consumers.limits.base import CONCURRENCY, INPUT, NOTHING, PAUSED, Amounts, Feedback, Kind, Reservation
 from consumers.limits.buckets import Buckets
 from consumers.limits.burst import Bursts
-from consumers.limits.call_credit import CallCredit
 from consumers.limits.concurrency import Concurrency
 from consumers.limits.demand import Demand
 from consumers.limits.headers import RateHeaders
@@ -46,8 +45,7 @@ class Account:
         self.buckets = Buckets(self._adaptive.per_minute(), sizes=sizes, shares=self.shares, now_s=now_s)
         self.demand = Demand(len(self.lanes), now_s=now_s)
         self.lines = Lines(len(self.lanes))
-        self.concurrency = Concurrency(caps.concurrency)
-        self.credit = CallCredit(self.shares)
+        self.concurrency = Concurrency(caps.concurrency, self.shares)
         self._running_calls = RunningCalls()
         self.paused_until_s = self.held_until_s = -inf
         self.is_pressed = False
@@ -224,12 +222,9 @@ class Account:
         self.waiting_elsewhere = [NOTHING for _ in self.lanes]
 
     def due_for_a_call(self) -> list[bool]:
-        """For each lane: True if the number of calls is limited, the lane has a waiting request, and its share of the
-        calls adds up to a whole call (`call_credit.py`). These lanes go first."""
-        is_limited = self.concurrency.is_limited
-        return [
-            is_limited and head is not None and self.credit.is_due(lane) for lane, head in enumerate(self.lines.heads)
-        ]
+        """For each lane: True if it has a waiting request and is due for a call (`concurrency.py`). These lanes go
+        first."""
+        return [head is not None and self.concurrency.is_due(lane) for lane, head in enumerate(self.lines.heads)]
 
     def begin(self, waiter: Waiter, *, from_savings: Amounts, now_s: float) -> bool:
         """Give a waiting request the reservation that the script in Redis has granted. `from_savings`: how much of it
@@ -242,23 +237,21 @@ class Account:
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _by_credit(self) -> Sequence[int]:
-        """The lanes by urgency, but those whose share of the calls adds up to a whole call (`call_credit.py`) first."""
+        """The lanes by urgency, but those that are due for a call (`concurrency.py`) first."""
         lanes = range(len(self.lanes))
         if not self.concurrency.is_limited:
             return lanes
-        return sorted(lanes, key=lambda lane: not self.credit.is_due(lane))
+        return sorted(lanes, key=lambda lane: not self.concurrency.is_due(lane))
 
     def _begin(self, waiter: Waiter, from_savings: Amounts, now_s: float) -> None:
         lane, amounts = waiter.lane, waiter.amounts
-        if self.concurrency.is_limited:
-            self.credit.begin(lane, self.lines.heads)
+        self.concurrency.begin(lane, self.lines.heads)
         self.lines.leave(waiter)
         self.demand.add(lane, amounts, now_s)
         waiter.reservation = Reservation(
             account=self.name, lane=self.lanes[lane], amounts=amounts, from_savings=from_savings, at_s=now_s
         )
         self._running_calls.begin(waiter.reservation)
-        self.concurrency.begin()
         self._head_changed(lane)
 
     def _head_changed(self, lane: int) -> None:

@@ -1,11 +1,20 @@
-"""How many calls an account at a provider may have at once. Without I/O.
+"""How many calls an account at a provider may have at once, and which lanes these calls belong to. Without I/O.
 
 At first there is no limit, or that of the settings. It changes if the provider often answers with 529 (overloaded).
 Then the limit is half of the calls that ran. As in TCP, it rises by one each time that as many calls as the limit were
 answered. It also rises by one after some time without a 529, because calls can stream for minutes. A single 529 does
-not lower the limit, because it may have nothing to do with this account's calls."""
+not lower the limit, because it may have nothing to do with this account's calls.
 
-from math import inf
+While the number of calls is limited, each lane gets its share of them: whenever a call begins, the credit of every lane
+with a waiting request grows by the lane's share, up to one call. A lane with a credit of one call is due: its request
+is granted before those of more urgent lanes.
+"""
+
+from collections.abc import Sequence
+from math import ceil, inf
+from typing import Final
+
+from consumers.limits.lines import Waiter
 
 PATIENCE_S = 1.0
 """Overloads (529) within this many seconds lower the limit of calls only once, because calls that began earlier report
@@ -19,13 +28,16 @@ run."""
 OFTEN = 0.25
 """The limit of calls is lowered if at least this part of the latest responses (a smoothed value) are 529s. The third
 529 in a row reaches it."""
+WHOLE: Final = 1 - 1e-9
+"""A lane's credit of at least this value counts as one whole call. It is a little below 1 because of rounding
+errors."""
 
 
 class Concurrency:
-    """How many calls of one account may run at a time, and how many run. `ceiling`: the limit of the settings; None: no
-    limit."""
+    """How many calls of one account may run at a time, how many run, and which lanes are due for a call. `ceiling`: the
+    limit of the settings; None: no limit. `shares`: each lane's share of the calls."""
 
-    def __init__(self, ceiling: int | None = None) -> None:
+    def __init__(self, ceiling: int | None, shares: Sequence[float]) -> None:
         self._ceiling: float = inf if ceiling is None else ceiling
         self._backed_off_s = -inf
         self._overloads = 0.0
@@ -33,6 +45,8 @@ class Concurrency:
         self._regained_s = 0.0
         """When the provider last answered 529 (overloaded), or `regain` last raised the limit of calls, whichever is
         later."""
+        self._shares = shares
+        self._credit = [0.0 for _ in shares]
         self.limit = self._ceiling
         self.running = 0
         self.call_s = 0.0
@@ -54,10 +68,28 @@ class Concurrency:
         it, so that it is a guess."""
         return self.limit == self._ceiling
 
-    def begin(self) -> None:
+    def begin(self, lane: int, heads: Sequence[Waiter | None]) -> None:
+        """Count a call of this lane that begins. `heads`: the first waiting request of each lane, including the one
+        whose call begins."""
         self.running += 1
         if self.running > self._peak:
             self._peak = self.running
+        if not self.is_limited:
+            return
+        if self.is_due(lane):
+            self._credit[lane] -= 1
+        for other, waiter in enumerate(heads):
+            if waiter is not None:
+                self._credit[other] = min(1.0, self._credit[other] + self._shares[other])
+
+    def is_due(self, lane: int) -> bool:
+        """True if the number of calls is limited, and the lane's share of the calls adds up to a whole call."""
+        return self.is_limited and self._credit[lane] >= WHOLE
+
+    def calls_before(self, lane: int, count: int) -> int:
+        """The most calls of the account that can begin before the call of a waiting request. `count`: how many requests
+        of its lane wait before it."""
+        return ceil((count + 1 - self._credit[lane]) / self._shares[lane]) + 1
 
     def end(self, took_s: float) -> None:
         self.running = max(0, self.running - 1)

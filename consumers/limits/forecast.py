@@ -83,7 +83,7 @@ def _wait(
     longest_s, least_s = max(longest_s, stopped_s), max(least_s, stopped_s)
     if account.concurrency.is_limited:
         above_it = sum(account.lines.count(other) for other in range(lane))
-        count = min(above_it + count, account.credit.calls_before(lane, count))
+        count = min(above_it + count, account.concurrency.calls_before(lane, count))
         if (in_s := account.concurrency.wait_s(count)) > longest_s:
             longest_s, reason, is_known = in_s, CONCURRENCY, account.concurrency.is_set
             least_s = in_s if is_known else least_s

@@ -7,6 +7,7 @@ import asyncio
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from operator import attrgetter
 
 from consumers.limits.base import Amounts, Reservation, Wait, WaitTooLong
 
@@ -23,8 +24,6 @@ class Waiter:
     """When the request first began to wait for the account's budget. If it was deferred and came back, this is before
     the deferral."""
     until_s: float | None = None
-    number: int = 0
-    """The number of this waiter among all that have joined a line of the account."""
     reservation: Reservation | None = None
     """The request's reservation; None until it is granted."""
     turn: "asyncio.Future[None] | None" = None
@@ -46,8 +45,7 @@ class Waiter:
             self.turn.set_exception(WaitTooLong(wait))
 
 
-def _place(waiter: Waiter) -> tuple[float, int]:
-    return waiter.arrived_s, waiter.number
+_arrival = attrgetter("arrived_s")
 
 
 class Lines:
@@ -56,7 +54,6 @@ class Lines:
     def __init__(self, lanes: int) -> None:
         self._lines: list[list[Waiter]] = [[] for _ in range(lanes)]
         self._sums = [[0.0, 0.0, 0.0] for _ in range(lanes)]
-        self._next = 0
         self.heads: list[Waiter | None] = [None for _ in range(lanes)]
         """For each lane: the request that has waited longest for budget, the first of its line; None if none waits."""
 
@@ -94,7 +91,7 @@ class Lines:
         if line[-1] is waiter:
             sums = self._sums[waiter.lane]
             return [total - amount for total, amount in zip(sums, waiter.amounts, strict=True)], len(line) - 1
-        before = line[: bisect_left(line, _place(waiter), key=_place)]
+        before = line[: self._at(waiter)]
         sums = [0.0, 0.0, 0.0]
         for other in before:
             for index, amount in enumerate(other.amounts):
@@ -104,21 +101,12 @@ class Lines:
     def join(self, waiter: Waiter) -> bool:
         """Put a waiting request in its lane's line, at the place of its arrival. Returns True if it is now the first
         there."""
-        self._next += 1
-        waiter.number = self._next
-        lane = waiter.lane
-        line = self._lines[lane]
-        if not line or line[-1].arrived_s <= waiter.arrived_s:
-            line.append(waiter)
-        else:
-            insort(line, waiter, key=_place)
-        sums = self._sums[lane]
+        line, sums = self._lines[waiter.lane], self._sums[waiter.lane]
+        insort(line, waiter, key=_arrival)
         for index, amount in enumerate(waiter.amounts):
             sums[index] += amount
-        if line[0] is not waiter:
-            return False
-        self.heads[lane] = waiter
-        return True
+        self.heads[waiter.lane] = line[0]
+        return line[0] is waiter
 
     def leave(self, waiter: Waiter) -> bool:
         """Take a waiting request out of its line, if it is there. Returns True if another one is now the first of the
@@ -126,18 +114,15 @@ class Lines:
         at = self._at(waiter)
         if at is None:
             return False
-        lane = waiter.lane
-        line, sums = self._lines[lane], self._sums[lane]
+        line, sums = self._lines[waiter.lane], self._sums[waiter.lane]
         del line[at]
         if not line:  # set to exactly 0, to clear rounding errors
             sums[:] = (0.0, 0.0, 0.0)
         else:
             for index, amount in enumerate(waiter.amounts):
                 sums[index] -= amount
-        if at > 0:
-            return False
-        self.heads[lane] = line[0] if line else None
-        return True
+        self.heads[waiter.lane] = line[0] if line else None
+        return at == 0
 
     def shift(self, jump_s: float) -> None:
         """The clock has jumped by `jump_s` seconds: move all times of the waiting requests by as much."""
@@ -146,9 +131,10 @@ class Lines:
                 waiter.arrived_s += jump_s
                 if waiter.until_s is not None:
                     waiter.until_s += jump_s
-            line.sort(key=_place)
 
     def _at(self, waiter: Waiter) -> int | None:
         line = self._lines[waiter.lane]
-        at = bisect_left(line, _place(waiter), key=_place)
-        return at if at < len(line) and line[at] is waiter else None
+        try:
+            return line.index(waiter, bisect_left(line, waiter.arrived_s, key=_arrival))
+        except ValueError:
+            return None

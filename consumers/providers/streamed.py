@@ -26,7 +26,8 @@ class StreamedMessage:
         self._message: dict[str, Any] | None = None
         self._blocks: dict[int, _Block] = {}
         self._max_bytes = max_bytes
-        self._bytes = 0
+        self.size = 0
+        """How many bytes of the stream's events are kept in memory."""
         self._measure = Measure(max_values)
         self._left = max_values
 
@@ -41,11 +42,6 @@ class StreamedMessage:
             return self._add(event)
         except _MALFORMED as error:
             raise _broken(f"at an event {str(event.get('type'))[:50]!r}", error) from error
-
-    @property
-    def size(self) -> int:
-        """How many bytes of the stream's events are kept in memory."""
-        return self._bytes
 
     def message(self) -> dict[str, Any]:
         """The Message that was put together from the events, as a JSON object; its content blocks in the order of their
@@ -69,8 +65,8 @@ class StreamedMessage:
         measure.left = self._left
         excess = measure.add(added) if added else None
         self._left = measure.left
-        self._bytes += size
-        if self._bytes > self._max_bytes:
+        self.size += size
+        if self.size > self._max_bytes:
             excess = f"more than {self._max_bytes} bytes ({bounds.ANSWER_SETTINGS})"
         if excess is not None:
             raise AnswerTooLargeError(excess)

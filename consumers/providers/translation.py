@@ -5,12 +5,12 @@ HTTP 200 a stream can contain any error, and a 429 can mean a rate limit, which 
 not.
 """
 
-import email.utils
 import math
 import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -143,12 +143,9 @@ def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | N
             continue
         if math.isfinite(wait_s) and 0 <= wait_s <= _LONGEST_WAIT_S:
             return wait_s
-    date = email.utils.parsedate_tz(headers.get("retry-after", ""))
-    if date is None:
-        return None
     try:
-        wait_s = email.utils.mktime_tz(date) - now_s
-    except (ValueError, OverflowError):  # the year 99999
+        wait_s = parsedate_to_datetime(headers.get("retry-after", "")).timestamp() - now_s
+    except (ValueError, OverflowError):  # no date, or the year 99999
         return None
     # a date in the past means that the clocks differ: do not wait
     return max(0.0, wait_s) if abs(wait_s) <= _LONGEST_WAIT_S else None

@@ -79,8 +79,6 @@ class Replies:
         address = job.message.reply_to
         if not address or not self.rule.allows(address, user=job.hop.user_id):
             return True
-        if (forged := self.sender.refusal(address)) is not None:
-            raise forged
         message = Message(
             body=body,
             headers=headers,

@@ -44,23 +44,23 @@ class ReplyRetries:
         """The number of replies that were given up because their queue stayed full."""
 
     def pause_ms(self, job: Job, *, now_ms: int) -> int | None:
-        """Decide how long a reply that its full queue has refused waits before it is sent again; None: it must be given
-        up."""
+        """Decide how long a reply that its full queue has refused waits before it is sent again. None: it is given up,
+        which is counted and logged."""
         tenant = job.identity.tenant
         whose = ("tenant", tenant) if tenant else ("queue", job.message.reply_to or "")
         self._waiting = [(back_ms, owner) for back_ms, owner in self._waiting if back_ms > now_ms]
         of_one = sum(owner == whose for _, owner in self._waiting)
         is_full = len(self._waiting) >= self._max_waiting or of_one >= max(1, self._max_waiting // MOST_OF_ONE)
         if is_full or job.hop.reply_try >= len(PAUSES_S):
+            self._note_given_up(job.hop.reply_try + 1, now_ms=now_ms)
             return None
         pause_ms = 1000 * PAUSES_S[job.hop.reply_try]
         self._waiting.append((now_ms + pause_ms, whose))
         return pause_ms
 
-    def give_up(self, job: Job, *, now_ms: int) -> None:
+    def _note_given_up(self, tries: int, *, now_ms: int) -> None:
         """Count a reply that is not sent again, and log it: as a warning at most once a second."""
         self.given_up += 1
-        tries = job.hop.reply_try + 1
         if now_ms < self._next_warning_ms:
             log.debug(signals.REPLY_GIVEN_UP, tries=tries, given_up=self.given_up)
             return

@@ -123,7 +123,7 @@ async def assemble(
         stack.push_async_callback(budgeting.spending.finish, within_s=FINISH_WITHIN_S)
         reply_retries = ReplyRetries(claiming, max_waiting=settings.reply_to.waiting)
         parking = Parking(invalid_per_hour=settings.dead.invalid_per_hour)
-        decoding = Decoding(parsing, max_values=settings.json_values)
+        decoding = Decoding(parsing, budgeting.routes, max_values=settings.json_values)
         body_store, spec = settings.body_store(), settings.bodies
         web = WebBodies([url for url in spec.allow if url.startswith(WEB)], private=spec.allow_private)
         bodies = Fetching(body_store, others=[*spec.allowed_stores(), web], most_bytes=spec.most_bytes)
@@ -155,7 +155,7 @@ async def assemble(
                 DeadlineGate(now_ms=now_ms),
                 ScheduleGate(claiming, now_ms=now_ms),
                 ClaimGate(claiming, now_ms=now_ms),
-                BodyGate(bodies, decoding, budgeting.routes, now_ms=now_ms),
+                BodyGate(bodies, decoding, now_ms=now_ms),
                 budgeting.route_gate,
                 budgeting.caps_gate,
                 budgeting.budget_gate,
@@ -172,7 +172,6 @@ async def assemble(
                 now_ms=now_ms,
                 rng=rng,
             ),
-            routes=budgeting.routes,
             replies=replies,
             names=names,
             failpoints=failpoints,
@@ -231,7 +230,7 @@ async def assemble(
             pools=tuple(pools.made),
             scaling=Scaling(
                 pools.scaled,
-                depths=partial(pools.ready_in, consuming),
+                depths=partial(pools.ready_with_sides, consuming),
                 now_ms=now_ms,
                 waiting_for=budgeting.waiting_for,
             ),

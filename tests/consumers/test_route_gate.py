@@ -193,7 +193,7 @@ async def test_a_request_is_deferred_for_at_most_half_of_the_time_until_its_dead
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ground = Ground()
-    monkeypatch.setattr(ground.gate, "_down_s", lambda _: 1000.0)
+    monkeypatch.setattr(Breakers, "down_s", lambda *_: 1000.0)
     job = ground.job(**{"x-lane-deadline-ms": 8000})
     outcome = ground.gate.later(job, decoded(job), 1.0)
     assert isinstance(outcome, Deferred)

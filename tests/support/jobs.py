@@ -261,11 +261,10 @@ def handler(
     return Handler(
         gates=gates,
         attempts=attempts,
-        routes=routes_of(provider),
         replies=replies,
         names=NAMES,
         failpoints=Failpoints(),
-        decoding=Decoding(parsing or Parsing()),
+        decoding=Decoding(parsing or Parsing(), routes_of(provider)),
     )
 
 

@@ -45,7 +45,7 @@ def job(*, deadline_ms: int = 60_000) -> Job:
 
 
 async def enter(found: bytes | Exception | None, some: Job) -> Outcome | None:
-    gate = BodyGate(Fetches(found), Decoding(Parsing()), routes_of("one"), now_ms=lambda: NOW_MS)
+    gate = BodyGate(Fetches(found), Decoding(Parsing(), routes_of("one")), now_ms=lambda: NOW_MS)
     return await gate.enter(some, decoded(some))
 
 

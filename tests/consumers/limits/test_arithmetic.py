@@ -235,9 +235,9 @@ def test_an_unexplained_refusal_halves_the_limits_once_and_they_recover_in_steps
 
 
 def test_an_overload_halves_the_concurrency_and_each_round_of_answers_adds_one() -> None:
-    calls = Concurrency()
+    calls = Concurrency(None, SHARES)
     for _ in range(10):
-        calls.begin()
+        calls.begin(0, ())
     assert not calls.is_full
     limits = []
     for at_s in (0.0, 0.0, 0.0, 0.5):
@@ -247,7 +247,7 @@ def test_an_overload_halves_the_concurrency_and_each_round_of_answers_adds_one()
     for _ in range(6):
         calls.end(1.0)
     before = calls.is_full
-    calls.begin()
+    calls.begin(0, ())
     assert (before, calls.is_full) == (False, True)
 
     for _ in range(5):
@@ -259,9 +259,9 @@ def test_an_overload_halves_the_concurrency_and_each_round_of_answers_adds_one()
 
 
 def test_overloads_within_a_second_count_once_and_later_ones_lower_the_limit_again() -> None:
-    calls = Concurrency()
+    calls = Concurrency(None, SHARES)
     for _ in range(8):
-        calls.begin()
+        calls.begin(0, ())
     limits = []
     for at_s in (0.0, 0.0, 0.0, 0.9, 1.0, 1.9, 2.0):
         calls.overloaded(at_s)
@@ -270,8 +270,8 @@ def test_overloads_within_a_second_count_once_and_later_ones_lower_the_limit_aga
 
 
 def test_a_limit_beyond_twice_the_most_calls_that_ever_ran_ends() -> None:
-    calls = Concurrency()
-    calls.begin()
+    calls = Concurrency(None, SHARES)
+    calls.begin(0, ())
     for _ in range(3):
         calls.overloaded(0.0)
     limits = []
@@ -282,14 +282,14 @@ def test_a_limit_beyond_twice_the_most_calls_that_ever_ran_ends() -> None:
 
 
 def test_without_a_limit_of_calls_none_waits() -> None:
-    calls = Concurrency()
-    calls.begin()
+    calls = Concurrency(None, SHARES)
+    calls.begin(0, ())
     assert calls.wait_s(1000) == 0
 
 
 def test_a_single_overload_delays_no_request() -> None:
-    calls = Concurrency()
-    calls.begin()
+    calls = Concurrency(None, SHARES)
+    calls.begin(0, ())
     for second in range(100):
         calls.overloaded(10.0 * second)
         assert not calls.is_limited
@@ -299,10 +299,10 @@ def test_a_single_overload_delays_no_request() -> None:
 
 
 def test_concurrency_recovers_with_time_alone_while_long_calls_run() -> None:
-    calls = Concurrency()
-    calls.begin()
+    calls = Concurrency(None, SHARES)
+    calls.begin(0, ())
     for second in (2.0, 4.0, 6.0):  # one long stream, and three short calls that are refused
-        calls.begin()
+        calls.begin(0, ())
         calls.overloaded(second)
         calls.end(0.05)
     was_full = [calls.is_full]
@@ -321,20 +321,20 @@ def test_concurrency_recovers_with_time_alone_while_long_calls_run() -> None:
 
 
 def test_the_configured_concurrency_is_not_exceeded_with_time() -> None:
-    calls = Concurrency(1)
-    calls.begin()
+    calls = Concurrency(1, SHARES)
+    calls.begin(0, ())
     calls.overloaded(1.0)
     calls.regain(1000.0)
     assert calls.limit == 1
 
 
 def test_one_call_is_always_allowed() -> None:
-    calls = Concurrency(1)
+    calls = Concurrency(1, SHARES)
     for second in range(10):
         calls.overloaded(2.0 * second)
 
     before = calls.is_full
-    calls.begin()
+    calls.begin(0, ())
     assert (before, calls.is_full) == (False, True)
     assert math.isfinite(calls.wait_s(3))
 

@@ -4,7 +4,7 @@ import pytest
 
 from consumers.limits.account import Account
 from consumers.limits.base import Amounts
-from consumers.limits.call_credit import CallCredit
+from consumers.limits.concurrency import Concurrency
 from consumers.limits.lines import Waiter
 from consumers.limits.spec import AccountCaps, BudgetSpec
 
@@ -13,12 +13,12 @@ CRITICAL, NORMAL, BATCH = 0, 1, 2
 ALL = [Waiter(lane, Amounts(1, 1, 1), arrived_s=0.0) for lane in range(3)]
 
 
-def due(credit: CallCredit) -> list[bool]:
+def due(credit: Concurrency) -> list[bool]:
     return [credit.is_due(lane) for lane in range(3)]
 
 
 def test_a_lane_is_due_after_as_many_calls_as_follow_from_its_share() -> None:
-    credit = CallCredit(SHARES)
+    credit = Concurrency(1, SHARES)
     seen = [due(credit)]
     for _ in range(8):
         credit.begin(CRITICAL, [None, *ALL[1:]])
@@ -30,7 +30,7 @@ def test_a_lane_is_due_after_as_many_calls_as_follow_from_its_share() -> None:
 
 
 def test_a_lane_saves_credit_for_at_most_one_call_which_its_call_uses_up() -> None:
-    credit = CallCredit(SHARES)
+    credit = Concurrency(1, SHARES)
     for _ in range(40):
         credit.begin(CRITICAL, [None, *ALL[1:]])
     credit.begin(NORMAL, [None, None, ALL[BATCH]])
@@ -44,7 +44,7 @@ def test_a_lane_saves_credit_for_at_most_one_call_which_its_call_uses_up() -> No
 
 
 def test_a_call_of_a_lane_without_enough_credit_uses_none() -> None:
-    credit = CallCredit(SHARES)
+    credit = Concurrency(1, SHARES)
     for _ in range(4):
         credit.begin(NORMAL, ALL)
 
@@ -52,7 +52,7 @@ def test_a_call_of_a_lane_without_enough_credit_uses_none() -> None:
 
 
 def test_the_more_credit_a_lane_has_the_fewer_calls_begin_before_its_request() -> None:
-    credit = CallCredit(SHARES)
+    credit = Concurrency(1, SHARES)
 
     assert [credit.calls_before(NORMAL, count) for count in (0, 1, 2)] == [5, 9, 13]
     credit.begin(CRITICAL, ALL)

@@ -102,7 +102,7 @@ def test_a_request_that_may_start_at_the_last_moment_is_not_hopeless() -> None:
 def test_for_each_call_before_it_a_request_waits_one_call_longer() -> None:
     account = new_account(BudgetSpec(accounts={"a": AccountCaps(concurrency=1)}))
     account.concurrency.call_s = 10.0
-    account.concurrency.begin()
+    account.concurrency.begin(CRITICAL, ())
     waiters = [Waiter(BATCH, Amounts(1, 1, 1), arrived_s=float(each), until_s=10.0 * each + 15) for each in range(3)]
     for waiter in waiters:
         account.join(waiter)
@@ -225,7 +225,7 @@ def test_the_forecast_of_the_first_request_does_not_include_requests_behind_it()
 def test_answers_raise_the_concurrency_that_overloads_have_lowered() -> None:
     account = new_account()
     for _ in range(8):
-        account.concurrency.begin()
+        account.concurrency.begin(CRITICAL, ())
     while not account.concurrency.is_limited:
         account.learn(Feedback(kind=Kind.OVERLOADED), 0.0)
     lowered = account.concurrency.limit

@@ -133,11 +133,12 @@ async def test_the_script_decides_like_a_single_process(opened: Opened, redis: R
     alone = Account(ACCOUNT, spec(**slow), now_s=0.0)
     learned = answered(BucketHeaders(limit=30, remaining=20)) if seed % 2 else Feedback(kind=Kind.ANSWERED)
     alone.learn(learned, 0.0)
-    for lane, amounts in wanted:
-        alone.join(Waiter(lane, amounts, arrived_s=0.0))
+    waiters = [Waiter(lane, amounts, arrived_s=0.0) for lane, amounts in wanted]
+    for each in waiters:
+        alone.join(each)
     expected = []
     while (waiter := alone.turn(0.0)[0]) is not None:
-        expected.append(waiter.number)
+        expected.append(waiters.index(waiter) + 1)
 
     client = FaultyClient(redis.url)
     shared = opened(client=client, **slow)
