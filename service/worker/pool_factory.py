@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from consumers.capacity.activity import LaneActivity
+from consumers.capacity.lending import QueueLoad
 from consumers.capacity.scaling import ScaledQueue
 from consumers.fairness.aside import SideQueues
 from consumers.fairness.entrance import QueueEntrance, SideQueueEntrance
@@ -109,9 +110,9 @@ class PoolFactory:
                     lane=lane.name,
                     pool=self.made[-1],
                     new_pool=new_pool,
-                    reserved=reserved,
-                    max_slots=max_slots,
-                    target_wait_s=lane.target_wait_s,
+                    load=QueueLoad(
+                        slots=slots, reserved=reserved, max_slots=max_slots, target_wait_s=lane.target_wait_s
+                    ),
                     activity=activity,
                     side=its_side_pool,
                     resize=queue_slots.resize,
