@@ -72,27 +72,17 @@ def send(
     """
     settings = options.settings_of(config, sets)
     _warn_of_ignored(tenant, settings)
-    body = {
-        "prompt": _read_stdin() if prompt == "-" else prompt,
-        "system": system,
-        "model": model,
-        "max_tokens": max_tokens,
-    }
-    publish_options = {
-        "priority": priority,
-        "message_id": id,
-        "tenant": tenant,
-        "deadline_s": deadline,
-        "delay_s": delay,
-        "at": at,
-    }
+    if prompt == "-":
+        prompt = _read_stdin()
+    body = _given(prompt=prompt, system=system, model=model, max_tokens=max_tokens)
+    publish_options = _given(priority=priority, message_id=id, tenant=tenant, deadline_s=deadline, delay_s=delay, at=at)
     with traced(settings) as tracing:
         run(
             _send(
                 settings,
-                _given(body),
+                body,
                 key=key or DEFAULT_KEY.format(lane=lane),
-                publish_options=cast("Options", _given(publish_options)),
+                publish_options=cast("Options", publish_options),
                 wait=wait,
                 stream=stream,
                 json=json,
@@ -101,8 +91,8 @@ def send(
         )
 
 
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """The options whose value is not None: those that the user has given."""
+def _given(**values: Any) -> dict[str, Any]:
+    """The values that are not None: those that the user has given."""
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -27,15 +27,15 @@ from topology.lanes import LaneSpec
 
 IDEMPOTENCY_KEY = "Idempotency-Key"
 PREFIX = "x-lane-"
-_PASSED = (n.TRACEPARENT, n.TRACESTATE, n.BAGGAGE, n.ANTHROPIC_BETA)
-NOT_HERE = {
+_FORWARDED = (n.TRACEPARENT, n.TRACESTATE, n.BAGGAGE, n.ANTHROPIC_BETA)
+REFUSED_HEADERS = {
     n.STREAM: "the body's `stream` says it",
     n.TENANT: "the tenant follows from the key",
     n.BODY: "the body comes with the call",
     n.BODY_SHA256: "the body comes with the call",
 }
 """The HTTP headers with which a call to the gateway is refused, each with the reason."""
-_TAKEN = (n.PUBLIC | {n.LANE_NAME}) - NOT_HERE.keys()
+_ACCEPTED = (n.PUBLIC | {n.LANE_NAME}) - REFUSED_HEADERS.keys()
 """The headers beginning with `x-lane-` that an HTTP call to the gateway may have."""
 
 
@@ -113,13 +113,11 @@ class CallReader:
         key = f"{lane.name}.{self.app}.{task}"
         if (excess := bounds.excess(body, max_values=self.max_values)) is not None:
             raise too_large(excess)
-        if stream := _streams(body):
-            headers[n.STREAM] = "true"
+        stream = _streams(body)
         now_ms = int(time.time() * 1000)
-        message = Message(body=body, routing_key=key, headers=headers)
+        message = Message(body=body, routing_key=key, headers={**headers, n.STREAM: "true"} if stream else headers)
         request = decode(message, lane=lane, request_id=request_id, hop=None, now_ms=now_ms, raw=body)
         require_allowed_model(caller.models, request.model)
-        headers.pop(n.STREAM, None)
         options = Options(message_id=request_id, headers=headers)
         if caller.tenant is not None:
             options["tenant"] = caller.tenant
@@ -140,13 +138,13 @@ def _headers(call_headers: MultiMapping[str]) -> dict[str, str]:
     calls may not have, or that has several values."""
     found: dict[str, str] = {}
     for name in dict.fromkeys(map(str.lower, call_headers)):
-        if name in NOT_HERE:
-            raise invalid_request(f"header {name}: not allowed here, {NOT_HERE[name]}")
+        if name in REFUSED_HEADERS:
+            raise invalid_request(f"header {name}: not allowed here, {REFUSED_HEADERS[name]}")
         if name.startswith(PREFIX) and name not in n.OURS:
-            if name not in _TAKEN and name not in UNSUPPORTED:
-                raise unknown_header(name, known=_TAKEN)
+            if name not in _ACCEPTED and name not in UNSUPPORTED:
+                raise unknown_header(name, known=_ACCEPTED)
             found[name] = only_value(call_headers, name) or ""
-        elif name in _PASSED:
+        elif name in _FORWARDED:
             found[name] = ",".join(call_headers.getall(name))
     return found
 

@@ -136,11 +136,11 @@ class Requests:
             raise
 
     async def _publish(self, call: CheckedCall) -> None:
-        options = call.options
-        options["headers"] = {**options.get("headers", {}), n.SENT_MS: call.request.published.ms}
+        headers = {**call.options.get("headers", {}), n.SENT_MS: call.request.published.ms}
         if call.stream:
-            options["headers"] = {**options["headers"], n.STREAM: True}
-        await self.client.publish(call.body, key=call.key, **options)
+            headers[n.STREAM] = True
+        call.options["headers"] = headers
+        await self.client.publish(call.body, key=call.key, **call.options)
 
     async def _is_seen(self, identity: Identity) -> bool:
         """Whether a worker has already received the request, according to the store. If not, the request waits, or a

@@ -9,7 +9,7 @@ Required are `type`, and `body` for `submit` or `id` for the others. The answer 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -82,48 +82,36 @@ def read(text: str, *, max_values: int = bounds.VALUES) -> ClientMessage:
         raise _wrong("submit: body: an object is needed")
     if found.get(NEEDED[kind]) is None:
         raise _wrong(f"{kind}: {NEEDED[kind]} is needed")
-    return ClientMessage(
-        type=kind,  # type: ignore[arg-type]
-        ref=_text(found, "ref", LONGEST_REF),
-        id=_text(found, "id", LONGEST_REF),
-        after=_number(found),
-        subscribe=_bool(found),
-        headers=_headers(found.get("headers", {})),
-        body=json.dumps(found["body"]).encode() if kind == "submit" else b"",
-    )
+    for name, (is_valid, wanted) in _VALUES.items():
+        if name in found and not is_valid(found[name]):
+            raise _wrong(f"{name}: {wanted}")
+    if kind == "submit":
+        found["body"] = json.dumps(found["body"]).encode()
+    return ClientMessage(**found)
 
 
-def _text(found: Mapping[str, Any], name: str, longest: int) -> str | None:
-    value = found.get(name)
-    if value is not None and not (isinstance(value, str) and len(value) <= longest):
-        raise _wrong(f"{name}: a string of at most {longest} characters")
-    return value
+def _is_text(value: object) -> bool:
+    return value is None or (isinstance(value, str) and len(value) <= LONGEST_REF)
 
 
-def _number(found: Mapping[str, Any]) -> int:
-    value = found.get("after", 0)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST_NUMBER:
-        raise _wrong("after: the number of an entry")
-    return value
-
-
-def _bool(found: Mapping[str, Any]) -> bool:
-    value = found.get("subscribe", True)
-    if not isinstance(value, bool):
-        raise _wrong("subscribe: true or false")
-    return value
-
-
-def _headers(value: object) -> Mapping[str, str]:
-    if isinstance(value, dict) and len(value) <= HEADERS_AT_MOST and all(map(_is_header, value.values())):
-        return value
-    raise _wrong(
-        f"headers: an object of at most {HEADERS_AT_MOST} strings, each of at most {LONGEST_HEADER} ASCII characters"
-    )
+def _are_headers(value: object) -> bool:
+    return isinstance(value, dict) and len(value) <= HEADERS_AT_MOST and all(map(_is_header, value.values()))
 
 
 def _is_header(value: object) -> bool:
     return isinstance(value, str) and len(value) <= LONGEST_HEADER and value.isascii() and value.isprintable()
+
+
+_TEXT: Final = f"a string of at most {LONGEST_REF} characters"
+_HEADERS: Final = f"an object of at most {HEADERS_AT_MOST} strings, each of at most {LONGEST_HEADER} ASCII characters"
+_VALUES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "ref": (_is_text, _TEXT),
+    "id": (_is_text, _TEXT),
+    "after": (lambda value: type(value) is int and 0 <= value <= LARGEST_NUMBER, "the number of an entry"),
+    "subscribe": (lambda value: isinstance(value, bool), "true or false"),
+    "headers": (_are_headers, _HEADERS),
+}
+"""For each field except `type` and `body`: the check of its value, and the error text, which says what is allowed."""
 
 
 def _wrong(reason: str) -> InvalidMessage:

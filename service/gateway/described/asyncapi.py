@@ -46,7 +46,7 @@ def asyncapi(*, names: Names, lanes: Collection[str]) -> dict[str, Any]:
         "defaultContentType": JSON,
         "channels": {**_channels(names, sorted(lanes)), socket.CHANNEL: socket.channel()},
         "operations": {**_operations(), **socket.operations()},
-        "components": {"messages": {**_messages(), **socket.messages()}, "schemas": socket.schemas()},
+        "components": {"messages": {**_messages(), **socket.messages()}, "schemas": {"Message": MESSAGE}},
     }
 
 

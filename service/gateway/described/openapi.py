@@ -7,7 +7,7 @@ from typing import Any
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import ID_PATTERN
 from lanekeeper.contract.problems import PROBLEMS
-from service.gateway.call_reader import IDEMPOTENCY_KEY, NOT_HERE
+from service.gateway.call_reader import IDEMPOTENCY_KEY, REFUSED_HEADERS
 from service.gateway.described import requests
 from service.gateway.described.schemas import (
     MESSAGE,
@@ -77,7 +77,7 @@ def openapi(*, lanes: Collection[str]) -> dict[str, Any]:
 
 def _lane_headers(lanes: list[str]) -> list[dict[str, Any]]:
     """The OpenAPI parameters for the headers of a call that is published to a lane."""
-    asked = {name: schema for name, schema in codec.headers().items() if name not in NOT_HERE}
+    asked = {name: schema for name, schema in codec.headers().items() if name not in REFUSED_HEADERS}
     return [
         _header(n.LANE_NAME, {"enum": lanes}),
         _header(IDEMPOTENCY_KEY, {"type": "string", "pattern": f"^{ID_PATTERN}$"}),

@@ -6,7 +6,7 @@ from typing import Any, Final, get_args
 
 from lanekeeper.errors import Cancelled
 from service.gateway.described import requests
-from service.gateway.described.schemas import EVENT, MESSAGE, TEXT, TIME, WHOLE, Schema, record
+from service.gateway.described.schemas import EVENT, TEXT, TIME, WHOLE, Schema, record
 from service.gateway.documents import JSON
 from service.gateway.polling import LARGEST_NUMBER
 from service.gateway.socket_messages import FIELDS, HEADERS_AT_MOST, LONGEST_HEADER, LONGEST_REF, NEEDED
@@ -63,11 +63,6 @@ def messages() -> dict[str, Any]:
         name: {"name": name, "contentType": JSON, "payload": payload}
         for name, payload in {**_received(), **_sent()}.items()
     }
-
-
-def schemas() -> dict[str, Schema]:
-    """The schemas to which the WebSocket's messages refer, for the document's `components`."""
-    return {"Message": MESSAGE}
 
 
 def name_of(type: str) -> str:

@@ -177,3 +177,17 @@ def test_a_detail_is_one_short_line_without_the_key() -> None:
 )
 def test_an_error_event_has_the_status_that_anthropic_documents_for_its_type(type: str, status: int) -> None:
     assert from_event({"error": {"type": type}}, secret="").status == status
+
+
+def test_no_part_of_the_key_is_left_where_a_long_message_is_cut() -> None:
+    secret = "sk-" + "s" * 30
+    message = " " * (10_000 - 20) + secret
+    detail = from_event({"error": {"type": "api_error", "message": message}}, secret=secret).detail
+
+    assert "sk-" not in detail
+
+
+def test_a_long_message_is_quoted_up_to_300_characters() -> None:
+    error = from_event({"error": {"type": "api_error", "message": "x" * 20_000}}, secret="sk-secret")
+
+    assert error.detail.count("x") == 300 - len("in the middle of the stream: ")

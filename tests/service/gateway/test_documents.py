@@ -21,7 +21,7 @@ from service.config.copies import with_provider
 from service.config.gateway_section import LANES, GatewaySettings
 from service.config.settings import Settings
 from service.gateway.app import Gateway, client_for
-from service.gateway.call_reader import NOT_HERE
+from service.gateway.call_reader import REFUSED_HEADERS
 from service.gateway.described.asyncapi import asyncapi
 from service.gateway.described.openapi import openapi
 from service.gateway.described.schemas import problem
@@ -94,8 +94,8 @@ async def test_every_path_is_in_the_document_and_no_other() -> None:
 def test_every_header_that_a_requester_may_set_is_in_the_documents() -> None:
     assert schemas.headers().keys() == n.PUBLIC | {n.ANTHROPIC_BETA}
     over_http = {each["name"] for each in openapi(lanes=LANES)["paths"]["/v1/messages"]["post"]["parameters"]}
-    assert over_http >= n.PUBLIC - NOT_HERE.keys()
-    assert not over_http & NOT_HERE.keys()
+    assert over_http >= n.PUBLIC - REFUSED_HEADERS.keys()
+    assert not over_http & REFUSED_HEADERS.keys()
 
 
 @given(
