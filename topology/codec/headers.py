@@ -24,7 +24,7 @@ UNSUPPORTED = {
 header is never ignored."""
 PREFIX = "x-lane-"
 SENT_AT_MOST_MS = 10**14
-"""The latest time, in ms since 1970, that a header may state: in the year 5138."""
+"""The latest time that a header may state, counted from 1970: in the year 5138."""
 BETA_LENGTH = 1024
 """The most characters of the header `anthropic-beta`."""
 BOUNDS_MS = {
