@@ -74,16 +74,6 @@ class OverAmqp:
     async def publish(self, outgoing: OutgoingRequest) -> None:
         await self._bodies.store_body(outgoing)
         try:
-            await self._publish(outgoing)
-        except BrokerError as error:
-            if not (error.maybe_published or outgoing.may_be_published):
-                await self._bodies.remove_body(outgoing)
-            outgoing.may_be_published |= error.maybe_published
-            raise
-        outgoing.may_be_published = True
-
-    async def _publish(self, outgoing: OutgoingRequest) -> None:
-        try:
             await self._publisher.publish_surely(
                 outgoing.message,
                 exchange=self._names.requests,
@@ -93,13 +83,19 @@ class OverAmqp:
                 absent_within_s=outgoing.absent_within_s,
                 gives_up_on=(TopologyMismatch, BrokerBlocked),
             )
-        except PublishRefused as error:
+        except BrokerError as error:
+            if not (error.maybe_published or outgoing.may_be_published):
+                await self._bodies.remove_body(outgoing)
+            outgoing.may_be_published |= error.maybe_published
+            if not isinstance(error, PublishRefused):
+                raise
             lane = outgoing.key.partition(".")[0]
             depth = await self.depth(lane)
             holds = "" if depth is None else f" holds {depth.ready} requests and"
             full = PublishRefused(f"the lane is full: {self._names.intake(lane)}{holds} takes no more; try again later")
             full.maybe_published = error.maybe_published
             raise full from error
+        outgoing.may_be_published = True
 
     async def answer(self, outgoing: OutgoingRequest) -> Final:
         while True:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 GROWTH = 4
-"""When a queue gets additional slots, it gets at a time this part of the slots that it has, but at least one."""
+"""When a queue gets additional slots, it gets at a time as many as it has, divided by this number, but at least one."""
 AT_MOST = "slots_max"
 
 

@@ -59,23 +59,20 @@ class SlotPool(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class ScaledQueue:
-    """A queue whose number of slots changes: its settings (see `QueueLoad`), the pools that consume it, and its load so
-    far."""
+    """A queue whose number of slots changes: the pools that consume it, and its load so far."""
 
     lane: str
     pool: SlotPool
     """The pool that consumes the queue with the queue's own slots."""
     new_pool: Callable[[int], SlotPool]
-    """A function that creates a further pool: a consumer of the same queue with the given number of slots."""
-    reserved: int
-    max_slots: int
-    target_wait_s: float
+    """Creates a further pool that consumes the same queue, with the given number of slots."""
+    load: QueueLoad
+    """The queue's settings, and its load at the latest check."""
     activity: LaneActivity
     side: SlotPool | None = None
-    """The pool that consumes the lane's side queues, whose requests use the same slots. None: no requests are moved to
-    side queues."""
+    """The pool that consumes the lane's side queues, whose requests use the same slots; None: there are none."""
     resize: Callable[[int], None] = lambda slots: None
-    """A function that is called with the queue's number of slots after each decision."""
+    """Called with the queue's number of slots after each decision."""
     added: list[SlotPool] = field(default_factory=list)
     """Pools with the slots that were added to the queue."""
     taken_back: list[SlotPool] = field(default_factory=list)
@@ -85,7 +82,7 @@ class ScaledQueue:
     extra_slots: ExtraSlots = field(default_factory=ExtraSlots)
     """How many slots the queue should have in addition to its own, by the latest decision."""
     waiting_since_ms: int | None = None
-    """Since when messages have waited in the queue, as far as this worker has seen, in ms; None: no message waits."""
+    """Since when messages have waited in the queue, as far as this worker has seen; None: no message waits."""
     limit_logged_s: float | None = None
     """When a limit that keeps the queue from getting more slots was last logged, by the event loop's clock."""
 
@@ -153,7 +150,7 @@ class Scaling:
                 await self._look()
 
     async def stop(self) -> None:
-        """Take back all slots (each works on one request at a time) that were added to queues, and add no more."""
+        """Take back all slots that were added to queues, and add no more."""
         self._stopping.set()
         await self._take_all_back()
 
@@ -183,7 +180,9 @@ class Scaling:
         waiting = await self._ask() if asks else {}
         if self.is_paused or self._stopping.is_set():
             return
-        decided = decide([self._load(queue, waiting.get(queue.pool.queue, 0), asks, now_s) for queue in self._queues])
+        for queue in self._queues:
+            self._note_load(queue, waiting.get(queue.pool.queue, 0), asks, now_s)
+        decided = decide([queue.load for queue in self._queues])
         for queue, extra_slots in zip(self._queues, decided, strict=True):
             limit = extra_slots.limit if asks else queue.extra_slots.limit  # decided only if the waits are known
             self._carry_out(queue, replace(extra_slots, limit=limit))
@@ -202,9 +201,9 @@ class Scaling:
         except BrokerError:  # the pools notice and report a lost connection themselves
             return {}
 
-    def _load(self, queue: ScaledQueue, waiting: int, asked: bool, now_s: float) -> QueueLoad:
-        """Note the queue's current load, and return it. `waiting`: how many messages wait in the queue. `asked`:
-        whether the broker was asked for that."""
+    def _note_load(self, queue: ScaledQueue, waiting: int, asked: bool, now_s: float) -> None:
+        """Note the queue's current load. `waiting`: how many messages wait in the queue. `asked`: whether the broker
+        was asked for that."""
         queue.used.append(queue.in_hand)
         now_ms = self._now_ms()
         if not waiting and asked:
@@ -212,11 +211,8 @@ class Scaling:
         elif waiting and queue.waiting_since_ms is None:
             queue.waiting_since_ms = now_ms
         reason, until_s = self._bottlenecks.get(queue.lane, ("", 0.0))
-        return QueueLoad(
-            slots=queue.pool.slots,
-            reserved=queue.reserved,
-            max_slots=queue.max_slots,
-            target_wait_s=queue.target_wait_s,
+        queue.load = replace(
+            queue.load,
             # `ending` may have become less since the last decision, which counts until the next one
             extra=max(queue.added_slots + queue.ending, queue.extra_slots.total),
             grown=queue.extra_slots.grown,

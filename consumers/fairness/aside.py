@@ -35,8 +35,7 @@ LATER_MS: Final = 1000
 
 
 class SideQueues:
-    """Moves requests to the side queues of one lane, and notes which tenant has which of them. A side queue holds
-    requests of a tenant that has more than its share of the lane's slots."""
+    """Moves requests to the side queues of one lane, and notes which tenant has which of them."""
 
     def __init__(self, lane: LaneSpec, heads: Heads, *, publisher: Publisher, names: Names, now_ms: NowMs) -> None:
         self._lane = lane
@@ -47,10 +46,9 @@ class SideQueues:
         self._numbers = {names.side(lane.name, number): number for number in range(lane.side_queues)}
         """For each side queue, by its name: its number."""
         self._tenants: dict[int, str] = {}
-        """For each side queue, by its number: the tenant of the queue's first message, which this process holds while
-        it waits for a slot."""
+        """For each side queue whose head waits in this process for a slot, by its number: the tenant of the head."""
         self._places: dict[str, tuple[int, float]] = {}
-        """For each tenant: the side queue that is assigned to it, and since when."""
+        """For each tenant: the number of the side queue that is assigned to it, and since when."""
         self._full_until_s: dict[int, float] = {}
         """For each side queue that was full, by its number: until when nothing is published there."""
 
@@ -73,21 +71,20 @@ class SideQueues:
         )
 
     def head_arrived(self, job: Job) -> None:
-        """Note that the head (the first message) of a side queue was delivered to this process."""
+        """Note that the head of a side queue was delivered to this process."""
         number = self._numbers[job.delivery.queue]
         self._tenants[number] = job.identity.tenant
 
     def head_left(self, job: Job) -> None:
-        """Note that the head of a side queue (its first message) got a slot, was moved, or is lost: the queue's next
-        message may be fetched."""
+        """Note that the head of a side queue got a slot, was moved, or is lost: the queue's next message may be
+        fetched."""
         number = self._numbers[job.delivery.queue]
         if self._tenants.pop(number, None) is not None:
             self._keep(job.identity.tenant, number)
         self._heads.pass_on(job.delivery.queue)
 
     def head_unread(self, queue: str) -> None:
-        """Note that the head of a side queue (its first message) could not be read: the queue's next message may be
-        fetched."""
+        """Note that the head of a side queue could not be read: the queue's next message may be fetched."""
         self._heads.pass_on(queue)
 
     async def put(self, job: Job) -> Outcome | None:

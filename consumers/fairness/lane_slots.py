@@ -1,4 +1,5 @@
-"""Decides which request gets the next free slot of a lane, and which requests are set aside (moved to a side queue).
+"""Decides which request gets the next free slot of a lane, and which requests are set aside (moved to a side queue). A
+slot is the right to work on one request at a time.
 
     lane = LaneSlots(shares, has_aside)     one for each lane in a process
     intake = lane.queue(16)                 the 16 slots of one queue
@@ -57,9 +58,9 @@ class _Waiting:
 
     tenant: str
     rank: int
-    """The order among the waiting requests of one tenant: the request with the highest rank goes first."""
+    """Of one tenant's waiting requests, the one with the highest rank goes first."""
     movable: bool
-    """Whether the waiting request may be set aside (moved to a side queue)."""
+    """Whether it may be set aside."""
     admission: "asyncio.Future[Admission]"
 
 
@@ -76,8 +77,7 @@ class Figures:
 
 @dataclass(slots=True)
 class LaneSlots:
-    """The slots of one lane in this process. A slot is the right to work on one request at a time. Each queue of the
-    lane has its own slots (`QueueSlots`)."""
+    """The slots of one lane in this process. Each queue of the lane has its own (`QueueSlots`)."""
 
     shares: Mapping[str, TenantShare] = field(default_factory=dict)
     """The settings of each tenant by name. The entry `*` applies to every tenant that has none."""
@@ -137,8 +137,7 @@ class LaneSlots:
 
 
 class QueueSlots:
-    """The slots of one queue, and the deliveries of that queue that wait in this process for a slot. A slot is the
-    right to work on one request at a time."""
+    """The slots of one queue, and the deliveries of that queue that wait in this process for a slot."""
 
     def __init__(self, lane: LaneSlots, size: int) -> None:
         self.lane = lane
@@ -148,7 +147,7 @@ class QueueSlots:
         """For each tenant with running or waiting requests, its pass: how many slots it was granted so far, divided by
         its weight. Of tenants that hold equally many slots, the one with the lowest pass goes first."""
         self._floor = 0.0
-        """The pass (see `_passes`) with which a new tenant starts."""
+        """The pass with which a new tenant starts."""
         self._waiting: list[_Waiting] = []
         self.running = 0
         self.begun = 0
@@ -176,8 +175,8 @@ class QueueSlots:
         self.serve()
 
     def set_surplus_aside(self, is_on: bool) -> None:
-        """Switch on or off that requests over their tenant's share of the slots are set aside (moved to a side queue).
-        When it is switched on, those that wait here are set aside at once."""
+        """Switch on or off that requests over their tenant's share of the slots are set aside. When it is switched on,
+        those that wait here are set aside at once."""
         self.sets_surplus_aside = is_on
         if is_on:
             for waiting in self._waiting[:]:

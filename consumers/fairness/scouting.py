@@ -24,8 +24,8 @@ from lanekeeper.contract.problems import BrokerError
 LOOK_EVERY_S: Final = 0.25
 """The seconds between two checks whether a queue's slots are all in use."""
 SENT_AFTER_LOOKS: Final = 4
-"""After this many checks in a row that found all slots of a queue in use, a scout (a further consumer of the queue) is
-started. If the slots are all in use for a shorter time, requests are delivered in the queue's own order."""
+"""After this many checks in a row that found all slots of a queue in use, a scout (a further consumer) is started. If
+the slots are all in use for a shorter time, requests are delivered in the queue's own order."""
 CALLED_BACK_AFTER_LOOKS: Final = 8
 """After this many checks in a row that found free slots, the queue's scout (its further consumer) is stopped."""
 SCOUT_PREFETCH: Final = 32
@@ -36,14 +36,12 @@ requests were moved."""
 
 @dataclass(slots=True, kw_only=True)
 class Scouted:
-    """A queue that may get a scout (a further consumer, which brings no slots of its own), and the results of the
-    regular checks of the queue's slots."""
+    """A queue that may get a scout, and the results of the regular checks of its slots."""
 
     queue: str
     slots: QueueSlots
     scout: Callable[[], SlotPool]
-    """Creates a scout for the queue: a further pool, which consumes from it but has no slots of its own. A request that
-    it takes gets a slot of the queue's first pool, or is moved to a side queue."""
+    """Creates a scout for the queue: a pool without slots of its own, whose requests use the queue's slots."""
     begun: int = 0
     """How many requests of the queue had got a slot until the last check."""
     full_looks: int = 0
@@ -54,15 +52,14 @@ class Scouted:
     idle_looks: int = 0
     """How many checks in a row found free slots."""
     active: SlotPool | None = None
-    """The running scout (a further consumer) of the queue; None: it has none."""
+    """The running scout of the queue; None: it has none."""
     ending: list[SlotPool] = field(default_factory=list)
     """Scouts that were stopped and whose requests have not all ended."""
 
 
 class Scouting:
-    """Starts a scout (a further consumer) for each queue whose slots are all in use for long, so that requests of other
-    tenants that are further back in the queue are delivered; stops it when slots are free. It is paused and stopped
-    like a pool."""
+    """Starts a scout for each queue whose slots are all in use for long, and stops it when slots are free. It is paused
+    and stopped like a pool."""
 
     def __init__(self, queues: Sequence[Scouted], *, depths: Depths) -> None:
         self._queues = queues
@@ -72,33 +69,32 @@ class Scouting:
         self._group = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Start and stop scouts until `stop` is called and the requests of all scouts have ended. Cancel this task to
-        end at once."""
+        """Start and stop scouts, until `stop` is called and the requests of all scouts have ended. Cancel it to end at
+        once."""
         async with self._group:
             async for _ in every(LOOK_EVERY_S, until=self._stopping):
                 for scouted in self._queues:
                     await self._look(scouted)
 
     async def stop(self) -> None:
-        """Stop all scouts and start no more. `run` returns when the requests that they took, and that run in slots of
-        their queues, have ended."""
+        """Stop all scouts, and start no more."""
         self._stopping.set()
         await self._call_all_back()
 
     def give_back_waiting(self) -> None:
-        """After `stop`: return requests whose call has not begun to the broker (`Pool.give_back_waiting`), from all
-        scouts."""
+        """After `stop`: return to the broker the requests of scouts whose call has not begun
+        (`Pool.give_back_waiting`)."""
         for scouted in self._queues:
             for scout in scouted.ending:
                 scout.give_back_waiting()
 
     async def pause(self, reason: str) -> None:
-        """Stop all scouts (the further consumers of full queues), and start none until `resume`."""
+        """Stop all scouts, and start none until `resume`."""
         self.is_paused = True
         await self._call_all_back()
 
     async def resume(self) -> None:
-        """After `pause`: start scouts (further consumers of full queues) again when they are needed."""
+        """After `pause`: start scouts again when they are needed."""
         self.is_paused = False
 
     async def _look(self, scouted: Scouted) -> None:

@@ -6,7 +6,6 @@ from consumers.decoding import Decoding
 from consumers.job import Decoded, Job, NowMs
 from consumers.outcomes import Deferred, Outcome, ended, ended_by, stopped_by
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
-from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.names import BODY
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
@@ -30,12 +29,8 @@ class BodyGate:
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
         kept = decoded.request.kept
-        return None if kept is None else await self._fetch(job, decoded, kept)
-
-    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Does nothing, because `enter` takes nothing that must be given back."""
-
-    async def _fetch(self, job: Job, decoded: Decoded, kept: BodyAddress) -> Outcome | None:
+        if kept is None:
+            return None
         raw: bytes | None = None
         left_s = max(0.0, (decoded.request.deadline_ms - self._now_ms()) / 1000)
         try:
@@ -55,3 +50,6 @@ class BodyGate:
         if job.stopped is not None:
             return stopped_by(job.stopped, doing="was fetched")
         return Deferred(delay_ms=AGAIN_MS, reason="body unavailable")
+
+    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
+        """Does nothing, because `enter` takes nothing that must be given back."""

@@ -38,11 +38,12 @@ class ScheduleGate:
         left_ms = due_ms - self._now_ms()
         if left_ms <= 0:
             return None
-        is_new = job.hop.due_ms is None  # a request that a worker has deferred is counted already, and is not refused
-        defer = self._claiming.defer_for_long if is_new and left_ms > UNCOUNTED_MS else self._claiming.defer
+        # a request that a worker has deferred is counted already, and is not refused
+        is_counted = job.hop.due_ms is None and left_ms > UNCOUNTED_MS
+        defer = self._claiming.defer_for_long if is_counted else self._claiming.defer
         if not await defer(job, due_ms=due_ms, deadline_ms=decoded.request.deadline_ms):
             return None
-        if is_new and left_ms > UNCOUNTED_MS and (refused := await self._count(job, due_ms)) is not None:
+        if is_counted and (refused := await self._count(job, due_ms)) is not None:
             return refused
         # the clock is read again, because the store may have needed some time
         return Deferred(delay_ms=max(0, due_ms - self._now_ms()), reason="scheduled", due_ms=due_ms)

@@ -29,7 +29,15 @@ class Found:
 
 def of_values(error: ValidationError, found: Mapping[Place, Found]) -> dict[Place, str]:
     """The error message for each wrong value in `found`, by the path of its setting."""
-    return {place: _line(place, details, found[place]) for place, details in _errors(error) if place in found}
+    lines: dict[Place, str] = {}
+    for details in error.errors():
+        first, *rest = map(str, details["loc"])
+        location = (names.field_name(first), *rest)
+        # pydantic's location may be longer than the setting's path: it may name an item of a list.
+        for place in (location[:n] for n in range(1, len(location) + 1)):
+            if place in found:
+                lines[place] = _line(place, details, found[place])
+    return lines
 
 
 def of_disagreements(
@@ -61,16 +69,6 @@ def _names(places: tuple[Place, ...], found: Mapping[Place, Found]) -> str:
         if near[:-1] == first[:-1] and value.name.startswith(".".join(near)):
             return value.name.replace(".".join(near), ".".join(first), 1)
     return names.variable(first)
-
-
-def _errors(error: ValidationError) -> Iterator[tuple[Place, ErrorDetails]]:
-    """The errors that pydantic found, each with the place of its setting. pydantic's location of an error can be longer
-    than that place: it can name an item of a list."""
-    for details in error.errors():
-        first, *rest = map(str, details["loc"])
-        location = (names.field_name(first), *rest)
-        places = (location[:n] for n in range(len(location), 0, -1))
-        yield next((place for place in places if names.is_setting(place)), location), details
 
 
 def _line(place: Place, error: ErrorDetails, found: Found) -> str:

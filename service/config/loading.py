@@ -2,8 +2,9 @@
 
     load_settings()            options > environment > .env > TOML > defaults
 
-All sources are read into one table: the value of each setting, and the name that the user wrote. So unknown names are
-noticed, which pydantic-settings ignores, and all errors are reported at once, under the names that the user wrote."""
+All sources are read into one table: the value of each setting, and the name that the user wrote. So names that
+pydantic-settings would ignore are noticed, and all errors are reported at once, under the names that the user wrote.
+pydantic-settings merges the table with the defaults, so that one field of a lane can be set alone, and validates it."""
 
 import os
 import tomllib
@@ -150,6 +151,6 @@ class _Given:
             if place not in omitted:
                 group[place[-1]] = found.value
         for lane in nested.get("lanes", {}).values():
-            if "slots" in lane:  # who sets how many slots a lane has does not want it to get more
+            if "slots" in lane:  # a lane whose slots are set gets no more of them, unless `slots_max` is set as well
                 lane.setdefault("slots_max", lane["slots"])
         return nested

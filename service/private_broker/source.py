@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -60,7 +59,7 @@ class Access:
 
 @dataclass(slots=True)
 class Steps:
-    """Runs shell commands and waits for conditions, for code that starts a broker. Once `leaving` is set, all methods
+    """Runs commands and waits for conditions, for code that starts a broker. Once `leaving` is set, all methods
     raise Leaving at once."""
 
     leaving: threading.Event = field(default_factory=threading.Event)
@@ -123,18 +122,15 @@ def free_ports(count: int) -> list[int]:
 
 
 def version_if_ready(access: Access) -> str | None:
-    """The broker's version if it accepts connections and its management API answers; else None."""
+    """The broker's version if its management API answers, and says that it accepts AMQP connections; else None."""
+    token = base64.b64encode(f"{USER}:{access.password}".encode()).decode()
+    request = urllib.request.Request(
+        f"{access.management_url}/api/overview", headers={"Authorization": f"Basic {token}"}
+    )
     try:
-        with socket.create_connection((LOOPBACK, access.amqp_port), timeout=1) as connection:
-            connection.settimeout(2)
-            connection.sendall(b"AMQP\x00\x00\x09\x01")
-            if connection.recv(1) != b"\x01":  # the first byte of a method frame: connection.start
-                return None
-        token = base64.b64encode(f"{USER}:{access.password}".encode()).decode()
-        request = urllib.request.Request(
-            f"{access.management_url}/api/overview", headers={"Authorization": f"Basic {token}"}
-        )
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=2) as answer:
-            return str(json.load(answer)["rabbitmq_version"])
-    except (OSError, urllib.error.URLError, ValueError, KeyError):
+            overview = json.load(answer)
+        accepts = any(listener["protocol"] == "amqp" for listener in overview["listeners"])
+        return str(overview["rabbitmq_version"]) if accepts else None
+    except (OSError, ValueError, KeyError):
         return None

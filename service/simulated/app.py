@@ -33,7 +33,15 @@ class SimulatedAPI:
     def configure(self, options: SimulatedOptions) -> None:
         """Use other options from now on. All token buckets are full again; the recorded calls stay."""
         self._faults = Faults(options.faults, seed=options.seed)
-        self._limits: dict[str, Limits] = {}
+        self._limits = {
+            name: Limits(
+                requests=options.requests_per_minute,
+                input_tokens=options.input_tokens_per_minute,
+                output_tokens=options.output_tokens_per_minute,
+                burst_s=options.burst_s,
+            )
+            for name in models.LIMIT_CLASSES
+        }
         self._models = frozenset(models.KNOWN) | options.models
         self.options = options
 
@@ -137,7 +145,7 @@ class SimulatedAPI:
     ) -> web.StreamResponse:
         if fault is not None:
             await _before_answering(request, asked, fault)
-        limits = self._class_limits(asked.model)
+        limits = self._limits[models.limit_class(asked.model)]
         limits.enter(asked.estimated_tokens)
         headers = self._headers(request_id, asked.model)
         if fault is not None and fault.name == "html":
@@ -190,22 +198,11 @@ class SimulatedAPI:
             raise models.unknown(model)
         return model
 
-    def _class_limits(self, model: str) -> Limits:
-        name = models.limit_class(model)
-        if name not in self._limits:
-            self._limits[name] = Limits(
-                requests=self.options.requests_per_minute,
-                input_tokens=self.options.input_tokens_per_minute,
-                output_tokens=self.options.output_tokens_per_minute,
-                burst_s=self.options.burst_s,
-            )
-        return self._limits[name]
-
     def _headers(self, request_id: str, model: str) -> dict[str, str]:
         return {
             "request-id": request_id,
             "anthropic-organization-id": "org_simulated",
-            **self._class_limits(model).headers(),
+            **self._limits[models.limit_class(model)].headers(),
         }
 
     def _refused(self, refusal: Refusal, request_id: str, model: str) -> web.Response:

@@ -24,13 +24,14 @@ KNOWN: Final = (
     "claude-haiku-5-5",
     "claude-haiku-4-5",
 )
-LINES: Final = ("fable", "mythos", "opus", "sonnet", "haiku")
+_OTHER: Final = "other"
+LIMIT_CLASSES: Final = ("fable", "mythos", "opus", "sonnet", "haiku", _OTHER)
 
 
 def limit_class(model: str) -> str:
     """The class of models that share one rate limit with this model: `opus`, `sonnet`, … by a word in its name, or
     `other`."""
-    return next((line for line in LINES if line in model), "other")
+    return next((name for name in LIMIT_CLASSES if name in model), _OTHER)
 
 
 def info(model: str) -> dict[str, Any]:

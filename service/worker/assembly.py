@@ -230,7 +230,7 @@ async def assemble(
             pools=tuple(pools.made),
             scaling=Scaling(
                 pools.scaled,
-                depths=partial(pools.ready_in, consuming),
+                depths=partial(pools.ready_with_sides, consuming),
                 now_ms=now_ms,
                 waiting_for=budgeting.waiting_for,
             ),

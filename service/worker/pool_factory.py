@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from consumers.capacity.activity import LaneActivity
+from consumers.capacity.lending import QueueLoad
 from consumers.capacity.scaling import ScaledQueue
 from consumers.fairness.aside import SideQueues
 from consumers.fairness.entrance import QueueEntrance, SideQueueEntrance
@@ -24,7 +25,6 @@ from lanekeeper.contract.names import Names
 from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.deliveries import Deliveries
 from topology.broker.heads import Heads
-from topology.broker.session import Delivery
 from topology.lanes import LaneSpec
 
 FALLEN_SLOTS = 8
@@ -52,6 +52,7 @@ class PoolFactory:
     shares: Mapping[str, TenantShare]
     made: list[Pool] = field(default_factory=list)
     scouted: list[Scouted] = field(default_factory=list)
+    """The queues that may get a scout: a further consumer, which brings no slots (`consumers/fairness/scouting.py`)."""
     lane_slots: dict[str, LaneSlots] = field(default_factory=dict)
     """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
     heads: dict[str, Heads] = field(default_factory=dict)
@@ -72,7 +73,13 @@ class PoolFactory:
         self.lane_slots[lane.name] = lane_slots
         self.heads[self.names.intake(lane.name)] = heads
         common: dict[str, Any] = {
-            "job_of": self._job_maker(lane),
+            "job_of": lambda delivery: Job(
+                delivery,
+                lane=lane,
+                source=source_of(delivery.message, self.names),
+                taken_ms=now_ms(),
+                speakers=self.speakers,
+            ),
             "handle": self.reply_retries.wrap(partial(handler.handle, lane=lane)),
             "activity": activity,
         }
@@ -103,9 +110,9 @@ class PoolFactory:
                     lane=lane.name,
                     pool=self.made[-1],
                     new_pool=new_pool,
-                    reserved=reserved,
-                    max_slots=max_slots,
-                    target_wait_s=lane.target_wait_s,
+                    load=QueueLoad(
+                        slots=slots, reserved=reserved, max_slots=max_slots, target_wait_s=lane.target_wait_s
+                    ),
                     activity=activity,
                     side=its_side_pool,
                     resize=queue_slots.resize,
@@ -126,7 +133,7 @@ class PoolFactory:
             )
         )
 
-    async def ready_in(self, connection: Connection, queues: list[str]) -> Mapping[str, int]:
+    async def ready_with_sides(self, connection: Connection, queues: list[str]) -> Mapping[str, int]:
         """Ask the broker how many messages wait in each queue. The messages in a lane's side queues count for its
         intake. Raises BrokerError."""
         ready = await ready_in(connection, queues)
@@ -139,15 +146,6 @@ class PoolFactory:
     ) -> Pool:
         consumer = deliveries(prefetch=slots if prefetch is None else prefetch)
         return Pool(consumer, slots=slots, settler=self.settler, tracing=self.tracing, **options)
-
-    def _job_maker(self, lane: LaneSpec) -> Callable[[Delivery], Job]:
-        return lambda delivery: Job(
-            delivery,
-            lane=lane,
-            source=source_of(delivery.message, self.names),
-            taken_ms=now_ms(),
-            speakers=self.speakers,
-        )
 
 
 async def ready_in(connection: Connection, queues: list[str]) -> Mapping[str, int]:

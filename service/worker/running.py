@@ -15,12 +15,13 @@ from consumers.job import now_ms
 from consumers.storekeeping import probing, sweeping
 from lanekeeper.amqp.depth import depths
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.names import STATUS_KEY
+from lanekeeper.contract.names import STATUS_KEY, Names
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 from service.side_tasks import beside, end
 from service.worker.worker import Worker
 from topology.broker.inbox import Inbox
+from topology.lanes import LaneSpec
 
 SUMMARY_EVERY_S = 60
 """The seconds between two log events with the figures of a worker."""
@@ -38,23 +39,25 @@ async def run(
     begun, let running calls finish within `grace_s`, and return the rest. `on_ready` is called once, when every queue
     is consumed."""
     async with asyncio.TaskGroup() as group:
-        pools = [group.create_task(pool.run(), name=f"pool {pool.queue}") for pool in worker.pools]
-        background = [
-            group.create_task(_answer_status(worker), name="status"),
-            group.create_task(_summarise(worker), name="summary"),
-            group.create_task(worker.claiming.run(), name="claims"),
-            group.create_task(probing(worker.store), name="probing"),
-            group.create_task(noting(worker.store, worker.activities), name="pace"),
-            group.create_task(sweeping(worker.store, worker.bodies, owner=uuid.uuid4().hex), name="sweeping"),
-            group.create_task(worker.dead_letters.run(owner=uuid.uuid4().hex), name="dead letters"),
-        ]
-        pools.append(group.create_task(worker.control.run(), name="control"))
-        pools.append(group.create_task(worker.scaling.run(), name="slots"))
-        pools.append(group.create_task(worker.scouting.run(), name="scouting"))
-        background.append(
-            group.create_task(worker.pausing.run((*worker.pools, worker.scaling, worker.scouting)), name="pausing")
-        )
-        background.append(group.create_task(worker.watch.run(), name="topology watch"))
+        consuming = {
+            **{f"pool {pool.queue}": pool.run() for pool in worker.pools},
+            "control": worker.control.run(),
+            "slots": worker.scaling.run(),
+            "scouting": worker.scouting.run(),
+        }
+        supporting = {
+            "status": _answer_status(worker),
+            "summary": _summarise(worker),
+            "claims": worker.claiming.run(),
+            "probing": probing(worker.store),
+            "pace": noting(worker.store, worker.activities),
+            "sweeping": sweeping(worker.store, worker.bodies, owner=uuid.uuid4().hex),
+            "dead letters": worker.dead_letters.run(owner=uuid.uuid4().hex),
+            "pausing": worker.pausing.run((*worker.pools, worker.scaling, worker.scouting)),
+            "topology watch": worker.watch.run(),
+        }
+        pools = [group.create_task(work, name=name) for name, work in consuming.items()]
+        background = [group.create_task(work, name=name) for name, work in supporting.items()]
         announcing = group.create_task(_announce(worker, on_ready), name="announce")
         stopping = group.create_task(stop.wait(), name="stop")
         ended, _ = await asyncio.wait((stopping, *pools, *background), return_when=asyncio.FIRST_COMPLETED)
@@ -162,7 +165,7 @@ async def _summarise(worker: Worker) -> None:
 async def summarise_once(worker: Worker) -> None:
     """Log one line for each lane with the figures of `lanekeeper status`: depth, consumers, running, waits,
     throughput."""
-    queues = {activity.lane: _queues(worker, activity.lane) for activity in worker.activities}
+    queues = {lane.name: _queues(worker.names, lane) for lane in worker.lanes}
     try:
         depth_of = await depths(worker.consuming, [queue for names in queues.values() for queue in names])
     except BrokerError as error:
@@ -184,12 +187,7 @@ async def summarise_once(worker: Worker) -> None:
         )
 
 
-def _queues(worker: Worker, lane: str) -> tuple[str, ...]:
+def _queues(names: Names, lane: LaneSpec) -> tuple[str, ...]:
     """The names of a lane's queues: intake, due queue, side queues."""
-    sides = (
-        worker.names.side(lane, number)
-        for spec in worker.lanes
-        if spec.name == lane
-        for number in range(spec.side_queues)
-    )
-    return worker.names.intake(lane), worker.names.due(lane), *sides
+    sides = (names.side(lane.name, number) for number in range(lane.side_queues))
+    return names.intake(lane.name), names.due(lane.name), *sides

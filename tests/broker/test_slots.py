@@ -12,6 +12,7 @@ import pytest
 from typing_extensions import override
 
 from consumers.capacity.activity import LaneActivity
+from consumers.capacity.lending import QueueLoad
 from consumers.capacity.scaling import ScaledQueue, Scaling
 from consumers.job import Job, Source, now_ms
 from consumers.outcomes import Answered, Outcome
@@ -138,9 +139,12 @@ def line_of(lane: LaneSpec, consuming: Connection, work: Work) -> ScaledQueue:
         lane=lane.name,
         pool=pool(lane.slots),
         new_pool=pool,
-        reserved=lane.reserved_slots,
-        max_slots=lane.most_slots,
-        target_wait_s=lane.target_wait_s,
+        load=QueueLoad(
+            slots=lane.slots,
+            reserved=lane.reserved_slots,
+            max_slots=lane.most_slots,
+            target_wait_s=lane.target_wait_s,
+        ),
         activity=activity,
     )
 

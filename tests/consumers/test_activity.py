@@ -3,22 +3,23 @@
 import pytest
 
 from consumers.capacity.activity import SAMPLES, LaneActivity, quantile
-from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Retried
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Retried
 from lanekeeper.contract.problems import RequestProblem
 
 PROBLEM = RequestProblem("internal", "…")
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
-FIGURES = ("answered", "failed", "retried", "deferred", "throughput_per_min")
+FIGURES = ("answered", "failed", "retried", "deferred", "dropped", "throughput_per_min")
 
 
 @pytest.mark.parametrize(
     ("outcome", "figures"),
     [
-        (ANSWERED, (1, 0, 0, 0, 1)),
-        (Refused(PROBLEM), (0, 1, 0, 0, 1)),
-        (Buried(PROBLEM), (0, 1, 0, 0, 1)),
-        (Retried(delay_ms=0, error="x"), (0, 0, 1, 0, 0)),
-        (Deferred(delay_ms=0, reason="x"), (0, 0, 0, 1, 0)),
+        (ANSWERED, (1, 0, 0, 0, 0, 1)),
+        (Refused(PROBLEM), (0, 1, 0, 0, 0, 1)),
+        (Buried(PROBLEM), (0, 1, 0, 0, 0, 1)),
+        (Dropped(PROBLEM), (0, 0, 0, 0, 1, 1)),
+        (Retried(delay_ms=0, error="x"), (0, 0, 1, 0, 0, 0)),
+        (Deferred(delay_ms=0, reason="x"), (0, 0, 0, 1, 0, 0)),
     ],
 )
 def test_each_outcome_is_counted_once(outcome: Outcome, figures: tuple[int, ...]) -> None:

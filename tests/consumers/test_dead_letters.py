@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import structlog
 
-from consumers.dead_letters import DeadLetters, DeadSpec
+from consumers.dead_letters import LEASE, DeadLetters, DeadSpec
 from consumers.lifecycle import Lifecycle
+from consumers.state.base import StoreUnavailable
 from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.store import SqliteStore
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NAMES, NOW_MS, FakeNotices
+from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 from topology.broker.admin.deadletters import FetchedMessage
 
@@ -137,3 +139,38 @@ def test_the_event_of_a_dead_letter_names_its_lane_application_attempts_and_code
         {**same, "id": "m-1", "attempt": 4, "code": "attempts_exhausted"},
         {**same, "id": "", "attempt": 0, "code": ""},
     ]
+
+
+class Leasing:
+    """A store in which this process gets the lease, or does not; or which is away."""
+
+    def __init__(self, answer: int | Exception | None) -> None:
+        self.answer = answer
+        self.asked: list[tuple[str, str, float]] = []
+
+    async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
+        self.asked.append((name, owner, for_s))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "looks", "logged"),
+    [(1, 5, []), (None, 0, []), (StoreUnavailable("away"), 0, ["dead_letters.unkept"] * 5)],
+)
+def test_dead_letters_are_looked_after_once_a_minute_by_the_process_that_has_the_lease(
+    answer: int | Exception | None, looks: int, logged: list[str]
+) -> None:
+    async def story() -> tuple[int, list[tuple[str, str, float]]]:
+        queue, store = Queue(), Leasing(answer)
+        running = asyncio.create_task(looking_after(queue, store).run(owner="me"))
+        await asyncio.sleep(5 * 60 + 1)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return queue.looked, store.asked
+
+    with structlog.testing.capture_logs() as logs:
+        looked, asked = virtually(story())
+    assert (looked, asked) == (looks, [(LEASE, "me", 120)] * 5)
+    assert [each["event"] for each in logs] == logged

@@ -12,6 +12,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import BrokerUnreachable, PublishRefused
 from lanekeeper.telemetry import signals
 from tests.support.jobs import Bench
+from tests.support.virtual_time import virtually
 
 
 class Noted:
@@ -155,3 +156,18 @@ async def test_parts_that_the_connection_does_not_take_are_told_once_and_the_str
         await parts(b"{}")
     assert [each["event"] for each in logs] == [signals.PART_LOST]
     assert [each.message.headers[n.SEQ] for each in bench.publisher.sent] == [2]
+
+
+def test_a_part_without_a_confirm_counts_as_lost_after_five_seconds() -> None:
+    async def story() -> float:
+        bench, clock = Bench(), asyncio.get_running_loop().time
+        bench.publisher.unconfirmed = []
+        parts = Parts(bench.replies, bench.job())
+        await parts(b"{}")
+        began_s = clock()
+        await parts.confirmed()
+        return clock() - began_s
+
+    with structlog.testing.capture_logs() as logs:
+        assert virtually(story()) == pytest.approx(5)
+    assert [(each["event"], each["reason"]) for each in logs] == [(signals.PART_LOST, "no confirm within 5 s")]

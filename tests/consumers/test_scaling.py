@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from consumers.capacity import scaling
 from consumers.capacity.activity import LaneActivity
+from consumers.capacity.lending import QueueLoad
 from consumers.capacity.scaling import ScaledQueue, Scaling
 from consumers.job import Job
 from lanekeeper.contract.problems import BrokerUnreachable
@@ -63,9 +64,7 @@ class World:
             lane=lane,
             pool=self.pools[lane],
             new_pool=more,
-            reserved=kept,
-            max_slots=most,
-            target_wait_s=1,
+            load=QueueLoad(slots=slots, reserved=kept, max_slots=most, target_wait_s=1),
             activity=LaneActivity(lane, slots=slots, due_slots=0),
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from structlog.testing import capture_logs
 
 from consumers.capacity.activity import LaneActivity
+from consumers.capacity.lending import QueueLoad
 from consumers.capacity.scaling import ScaledQueue, Scaling
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS
@@ -48,9 +49,7 @@ class World:
             lane=lane,
             pool=pool,
             new_pool=more,
-            reserved=1,
-            max_slots=most,
-            target_wait_s=2,
+            load=QueueLoad(slots=slots, reserved=1, max_slots=most, target_wait_s=2),
             activity=activity,
         )
 

@@ -16,7 +16,7 @@ from consumers.limits.base import Amounts
 from consumers.outcomes import Answered, Deferred, Dropped, Outcome, Refused, Retried
 from consumers.prices import Price, Prices, Usage
 from consumers.providers.breakers import Breakers
-from consumers.spending import Bound, Cap, CapsSpec, Hold, Over, Spending, Spent
+from consumers.spending import TENANTS_COUNTED, Bound, Cap, CapsSpec, Hold, Over, Spending, Spent
 from consumers.state.base import Stop, StoreUnavailable
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
@@ -406,3 +406,15 @@ async def test_without_a_cap_the_store_is_not_asked_and_usage_is_counted() -> No
     await ground.through(ground.job(user_id="shop"), ANSWERED, usage=ESTIMATE, cost_usd=0.5)
 
     assert ground.spending.totals()["tenant"]["shop"] == Spent(1, 1500, 0.5)
+
+
+def test_totals_are_kept_for_those_that_were_active_last() -> None:
+    spending = Spending(MemoryAllowances(), CapsSpec())
+    for number in range(TENANTS_COUNTED + 5):
+        spending.count("batch", f"t-{number}", Spent(requests=1))
+        spending.count("batch", "always", Spent(requests=1))
+    totals = spending.totals()
+    assert len(totals["lane"]) + len(totals["tenant"]) == TENANTS_COUNTED
+    assert totals["lane"]["batch"].requests == totals["tenant"]["always"].requests + TENANTS_COUNTED + 5
+    assert f"t-{TENANTS_COUNTED + 4}" in totals["tenant"]
+    assert "t-0" not in totals["tenant"]

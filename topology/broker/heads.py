@@ -118,18 +118,16 @@ class HeadsSession(Session):
                 raise ChannelLost(f"{self._queue}: {self._lost}")
             if self._stopped:
                 raise StopAsyncIteration
-            if self._fetching:
-                if (queue := self._heads.next()) is not None:
-                    if (delivery := await self._fetch(queue)) is not None:
-                        return delivery
-                    continue
-                if loop.time() >= self._next_reading_s:
-                    await self._read_lengths()
-                    self._next_reading_s = loop.time() + READ_LENGTHS_EVERY_S
-                    continue
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(self._next_reading_s if self._fetching else None):
-                    await self._heads.changed.wait()
+            if self._fetching and (queue := self._heads.next()) is not None:
+                if (delivery := await self._fetch(queue)) is not None:
+                    return delivery
+            elif self._fetching and loop.time() >= self._next_reading_s:
+                await self._read_lengths()
+                self._next_reading_s = loop.time() + READ_LENGTHS_EVERY_S
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(self._next_reading_s if self._fetching else None):
+                        await self._heads.changed.wait()
 
     async def _fetch(self, queue: str) -> Delivery | None:
         with border(f"cannot fetch from {queue!r}", lost=ChannelLost):

@@ -24,7 +24,7 @@ UNSUPPORTED = {
 header is never ignored."""
 PREFIX = "x-lane-"
 SENT_AT_MOST_MS = 10**14
-"""The latest time, in ms since 1970, that a header may state: in the year 5138."""
+"""The latest time that a header may state, counted from 1970: in the year 5138."""
 BETA_LENGTH = 1024
 """The most characters of the header `anthropic-beta`."""
 BOUNDS_MS = {
@@ -47,13 +47,12 @@ BETA = re.compile(r"[A-Za-z0-9_.,: -]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHeaders:
-    """The headers that the requester set. Times are in ms; `at_ms` and `sent_ms` count from 1970."""
+    """The headers that the requester set and `decode` uses. Times are in ms; `at_ms` counts from 1970."""
 
     deadline_ms: int | None
     stream: bool
     delay_ms: int | None
     at_ms: int | None
-    sent_ms: int | None
     beta: str | None
     kept: BodyAddress | None
     """The address and digest of the body; None if the message contains the body."""
@@ -107,7 +106,8 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
         raise invalid_request("headers CC and BCC are not allowed: publish once, with one key")
     if names.DELAY_MS in headers and names.AT in headers:
         raise invalid_request(f"headers {names.DELAY_MS} and {names.AT}: give one of them")
-    _bool(headers, names.NO_BATCH)
+    _bool(headers, names.NO_BATCH)  # this version makes no batches
+    _ms(headers, names.SENT_MS)  # `published` reads it
     tenant = headers.get(names.TENANT)
     if tenant is not None and not isinstance(tenant, str):
         raise _wrong(names.TENANT, tenant, "a string")
@@ -116,7 +116,6 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
         stream=_bool(headers, names.STREAM),
         delay_ms=_ms(headers, names.DELAY_MS),
         at_ms=_time(headers, names.AT),
-        sent_ms=_ms(headers, names.SENT_MS),
         beta=_beta(headers),
         kept=_kept(headers),
     )

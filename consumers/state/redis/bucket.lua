@@ -27,27 +27,25 @@ end
 local function left_in(d, kept, l, is_first)
   if is_first and levels[d] >= burst[d] then return 0 end
   local missing = kept
-  for below = l + 1, lanes do
-    missing = missing + held(d, below)
-  end
+  for below = l + 1, lanes do missing = missing + held(d, below) end
   missing = missing - levels[d]
   if missing <= 0 then return 0 end
-  local full_in, slope, passed, filling = (burst[d] - levels[d]) / per_s[d], 1, 0, {}
+  local full_in, rate, passed, filling = (burst[d] - levels[d]) / per_s[d], per_s[d], 0, {}
   for other = l + 1, lanes do
-    local part = parts[d][other]
-    if shares[other] > 0 and part < holds[d][other] then
+    local part, gains = parts[d][other], shares[other] * per_s[d]
+    if part < holds[d][other] then
       if part < 0 then return math.min(is_first and full_in or 1e9, missing / per_s[d]) end
-      filling[#filling + 1] = {(holds[d][other] - part) / (shares[other] * per_s[d]), shares[other]}
-      slope = slope - shares[other]
+      filling[#filling + 1] = {(holds[d][other] - part) / gains, gains}
+      rate = rate - gains
     end
   end
   table.sort(filling, function(x, y) return x[1] < y[1] end)
   for _, full in ipairs(filling) do
-    local reached = missing - slope * per_s[d] * (full[1] - passed)
+    local reached = missing - rate * (full[1] - passed)
     if reached <= 0 then break end
-    missing, passed, slope = reached, full[1], slope + full[2]
+    missing, passed, rate = reached, full[1], rate + full[2]
   end
-  local wait = slope > 0 and passed + missing / (slope * per_s[d]) or 1e9
+  local wait = rate > 0 and passed + missing / rate or 1e9
   if wait <= full_in then return wait end
   return is_first and full_in or 1e9
 end
@@ -74,9 +72,7 @@ local function wait_of(amounts, l)
           is_first = is_first and not (needs > 0 and needs <= parts[d][below])
         end
         wait = math.max(level_in, left_in(d, kept, l, is_first))
-        if wait > 0 and shares[l] > 0 then
-          wait = math.min(wait, math.max(level_in, (saved - part) / (shares[l] * per_s[d])))
-        end
+        if wait > 0 then wait = math.min(wait, math.max(level_in, (saved - part) / (shares[l] * per_s[d]))) end
       end
       longest = math.max(longest, wait)
     end

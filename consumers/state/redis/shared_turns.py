@@ -37,8 +37,8 @@ and can lose messages.)"""
 FORGOTTEN_AFTER_S: Final = 4 * LOOK_EVERY_S
 """If a process has not run the script for this many seconds, its waiting requests are no longer counted."""
 SETTLE_WITHIN_S: Final = 0.05
-"""For how many seconds at most budget that a call has returned waits to be sent to Redis, so that one run of the script
-sends what several calls returned."""
+"""For how many seconds at most the unused budget of a call waits to be sent to Redis, so that one run of the script
+sends that of several calls."""
 RETRY_S: Final = 0.5
 """The pause, in seconds, after a run of the script that failed because Redis is unavailable."""
 AT_ONCE_S: Final = 1.0

@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
     @property
     def is_deferred(self) -> bool:
-        """True if the request waits for the time at which its next attempt may begin, and no worker has claimed it
+        """True if the request was deferred, or submitted so that clients can follow it, and no worker has claimed it
         yet."""
         return bool(self.noted) and self.status is None
 

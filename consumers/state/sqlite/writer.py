@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -52,19 +51,19 @@ _INVALID_VALUES = (
 fails; the others in its transaction are done."""
 
 
-@dataclass(frozen=True, slots=True)
 class Tables:
     """An open SQLite file: the objects that read and write its tables, and the inodes of the file and its log."""
 
-    connection: sqlite3.Connection
-    requests: Requests
-    followed: Followed
-    together: Together
-    counters: Counters
-    sweeping: Sweeping
-    waiting: Waiting
-    file: tuple[int, int] | None
-    log: tuple[int, int] | None
+    def __init__(self, connection: sqlite3.Connection, spec: StoreSpec, path: Path) -> None:
+        self.connection = connection
+        self.requests = Requests(connection, spec)
+        self.followed = Followed(connection, spec, self.requests)
+        self.together = Together(connection, spec)
+        self.counters = Counters(connection)
+        self.sweeping = Sweeping(connection, spec)
+        self.waiting = Waiting(connection, spec)
+        self.file = inode(path)
+        self.log = inode(log_of(path))
 
 
 Operation = Callable[[Tables, Times], T]
@@ -159,29 +158,29 @@ class Writer:
                 self._loop.call_soon_threadsafe(self._hand_back, done)
         self._shut()
 
-    def _do_all(self, together: list[_Waiting]) -> list[_Done]:
+    def _do_all(self, group: list[_Waiting]) -> list[_Done]:
         try:
-            done = self._transact(together)
+            done = self._transact(group)
         except (sqlite3.Error, OSError, StoreUnavailable) as error:
             self.trouble = text = explain(error, self._path)
             if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 self._shut()
-            return [(future, None, StoreUnavailable(text)) for _, future, *_ in together]
+            return [(future, None, StoreUnavailable(text)) for _, future, *_ in group]
         except Exception as error:  # a bug: the callers get the error, and the thread goes on
             self._shut()
-            return [(future, None, error) for _, future, *_ in together]
+            return [(future, None, error) for _, future, *_ in group]
         self.trouble = None
         return done
 
-    def _transact(self, together: list[_Waiting]) -> list[_Done]:
+    def _transact(self, group: list[_Waiting]) -> list[_Done]:
         tables = self._usable()
-        if (must_sync := self._must_sync(together)) != self._syncs:
+        if (must_sync := self._must_sync(group)) != self._syncs:
             sync_commits(tables.connection, must_sync)
             self._syncs = must_sync
         tables.connection.execute("BEGIN IMMEDIATE")
         try:
             at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
-            done = _all_done(tables, at, together)
+            done = _all_done(tables, at, group)
             tables.connection.execute("COMMIT")
         except BaseException:
             with suppress(sqlite3.Error):
@@ -189,7 +188,7 @@ class Writer:
             raise
         return done
 
-    def _must_sync(self, together: Sequence[_Waiting]) -> bool:
+    def _must_sync(self, group: Sequence[_Waiting]) -> bool:
         """Whether the commit must wait for the disk. It need not if there are only claims and renewals.
 
         A committed claim is visible to all processes, even after this process was killed. Only a power cut can lose it.
@@ -197,7 +196,7 @@ class Writer:
         and leases of an earlier boot are void anyway. So only the count of one dead holder is lost. After an error
         (`trouble`) the commit waits, so that no claim is granted while answers cannot be stored.
         """
-        return self.trouble is not None or any(waiting.durable for waiting in together)
+        return self.trouble is not None or any(waiting.durable for waiting in group)
 
     def _usable(self) -> Tables:
         tables = self._tables
@@ -210,18 +209,7 @@ class Writer:
             self._reopen_at = time.monotonic() + REOPEN_S
             connection = open_file(self._path, namespace=self._namespace, clock=self._clock)
             self._syncs = True
-            requests = Requests(connection, self._spec)
-            self._tables = Tables(
-                connection,
-                requests=requests,
-                followed=Followed(connection, self._spec, requests),
-                together=Together(connection, self._spec),
-                counters=Counters(connection),
-                sweeping=Sweeping(connection, self._spec),
-                waiting=Waiting(connection, self._spec),
-                file=inode(self._path),
-                log=inode(log_of(self._path)),
-            )
+            self._tables = Tables(connection, self._spec, self._path)
         return self._tables
 
     def _shut(self) -> None:

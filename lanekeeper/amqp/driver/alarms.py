@@ -43,12 +43,9 @@ class UnderlyingConnection(QuietConnection, Underlying):
     def __init__(self, url: URL, *, context: ssl.SSLContext | None, on_alarm: OnAlarm) -> None:
         reading = Tapped()
         super().__init__(url, context=context, transport_factory=reading)
-        self._taps = reading.taps
+        self.taps = reading.taps
+        """The `Tap` of each open channel that has one, by the channel's number."""
         self._on_alarm = on_alarm
-
-    def tap(self, number: int) -> Tap:
-        """The `Tap` of the open channel with this number: it receives the channel's deliveries and confirms."""
-        return self._taps.setdefault(number, Tap())
 
     async def connect(self, *args: Any, **kwargs: Any) -> bool:
         with quietly():
@@ -57,7 +54,7 @@ class UnderlyingConnection(QuietConnection, Underlying):
     async def channel(self, *args: Any, **kwargs: Any) -> AbstractChannel:
         with quietly():
             channel = await super().channel(*args, **kwargs)
-        self._taps.pop(channel.number, None)  # an earlier channel may have had the same number
+        self.taps.pop(channel.number, None)  # an earlier channel may have had the same number
         return channel
 
     async def _Connection__handle_connection_blocked(self, frame: Frames.Blocked) -> None:
@@ -71,7 +68,7 @@ def tap_of(channel: UnderlyingChannel) -> Tap:
     """The `Tap` of a channel. Set its callbacks to receive the channel's deliveries, confirms and returned messages in
     place of aiormq (`incoming.py`)."""
     assert isinstance(channel.connection, UnderlyingConnection)
-    return channel.connection.tap(channel.number)
+    return channel.connection.taps.setdefault(channel.number, Tap())
 
 
 class Channel(aio_pika.Channel):

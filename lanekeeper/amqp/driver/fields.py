@@ -6,9 +6,10 @@ each header that was read stay available (`Encoded`), and can be written again u
 """
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
+from itertools import count
 from typing import Any, Final
 
 from pamqp import encode
@@ -40,15 +41,6 @@ class TableTooLarge(ValueError):
     """An AMQP field table (a message's headers) is valid, but has too many values, levels of nesting or bytes."""
 
 
-class _ValuesLeft:
-    """Counts how many more values may be read from a field table; raises an error when there are too many."""
-
-    __slots__ = ("left",)
-
-    def __init__(self) -> None:
-        self.left = MAX_VALUES
-
-
 def read(data: bytes, *, levels: int) -> tuple[int, Headers]:
     """Read the AMQP field table of a message's headers at the start of `data`. Returns the table's length in bytes, and
     the headers. `levels`: how deep tables and arrays may be nested.
@@ -59,7 +51,7 @@ def read(data: bytes, *, levels: int) -> tuple[int, Headers]:
     if end > len(data):
         raise ValueError("cut short")
     headers = Headers(data)
-    at, values = _SIZE.size, _ValuesLeft()
+    at, values = _SIZE.size, count(1)
     while at < end:
         start = at + 1 + data[at]
         name = data[at + 1 : start].decode()
@@ -75,11 +67,10 @@ def write(table: Mapping[str, Any] | None) -> bytes:
     return _SIZE.pack(len(content)) + content
 
 
-def _value(data: bytes, at: int, end: int, levels: int, values: _ValuesLeft) -> tuple[Any, int]:
+def _value(data: bytes, at: int, end: int, levels: int, values: Iterator[int]) -> tuple[Any, int]:
     """Read the value of a field table that begins at position `at`. Returns the value, and the position after it.
-    Raises an error if the value goes beyond position `end`."""
-    values.left -= 1
-    if values.left < 0:
+    Raises an error if the value goes beyond position `end`. `values` counts the values that were read, from 1."""
+    if next(values) > MAX_VALUES:
         raise TableTooLarge(f"more than {MAX_VALUES} values")
     kind = data[at]
     at += 1
@@ -106,14 +97,14 @@ def _time(value: int) -> datetime:
     return datetime.fromtimestamp(value if value < _MILLISECONDS_FROM else value / 1000, tz=UTC)
 
 
-def _text(data: bytes, at: int, end: int, _levels: int, _values: _ValuesLeft) -> str | bytes:
+def _text(data: bytes, at: int, end: int, _levels: int, _values: Iterator[int]) -> str | bytes:
     try:
         return data[at:end].decode()
     except UnicodeDecodeError:
         return data[at:end]
 
 
-def _array(data: bytes, at: int, end: int, levels: int, values: _ValuesLeft) -> list[Any]:
+def _array(data: bytes, at: int, end: int, levels: int, values: Iterator[int]) -> list[Any]:
     if not levels:
         raise TableTooLarge("nested too deep")
     items = []
@@ -123,7 +114,7 @@ def _array(data: bytes, at: int, end: int, levels: int, values: _ValuesLeft) -> 
     return items
 
 
-def _table(data: bytes, at: int, end: int, levels: int, values: _ValuesLeft) -> dict[str, Any]:
+def _table(data: bytes, at: int, end: int, levels: int, values: Iterator[int]) -> dict[str, Any]:
     if not levels:
         raise TableTooLarge("nested too deep")
     table = {}
@@ -134,7 +125,7 @@ def _table(data: bytes, at: int, end: int, levels: int, values: _ValuesLeft) -> 
     return table
 
 
-_VARIABLE: Final[dict[int, Callable[[bytes, int, int, int, _ValuesLeft], Any]]] = {
+_VARIABLE: Final[dict[int, Callable[[bytes, int, int, int, Iterator[int]], Any]]] = {
     ord("S"): _text,
     ord("x"): lambda data, at, end, *_: bytearray(data[at:end]),
     ord("A"): _array,

@@ -13,6 +13,8 @@ from consumers.state.base import Completion, Ended, Granted, Running
 from tests.support.jobs import NOW_MS, Bench, decoded, read
 
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
+RETRIED = Retried(delay_ms=700, error="a prompt", brief="overloaded")
+DEFERRED = Deferred(delay_ms=300, reason="scheduled", due_ms=None)
 
 
 class FakeClaiming(Claiming):
@@ -109,3 +111,23 @@ async def test_only_a_request_that_goes_on_gives_its_claim_back(
 ) -> None:
     ground = Ground()
     assert await ground.leave(ground.job(), outcome) == released
+
+
+class Told:
+    """In place of a `Trail`."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, dict[str, Any]]] = []
+
+    def tell(self, kind: str, **detail: Any) -> None:
+        self.entries.append((kind, detail))
+
+
+@pytest.mark.parametrize("outcome", [RETRIED, DEFERRED, ANSWERED])
+async def test_those_who_follow_a_request_are_told_of_a_retry_alone(outcome: Outcome) -> None:
+    ground = Ground()
+    job = ground.job()
+    job.trail = told = Told()  # type: ignore[assignment]
+    await ground.leave(job, outcome)
+    retrying = [("retrying", {"attempt": 0, "delay_ms": 700, "error": "overloaded"})]
+    assert told.entries == (retrying if outcome is RETRIED else [])
