@@ -83,9 +83,9 @@ class Accounts(Generic[AnyTurns]):
                     raise WaitTooLong(wait)
                 if on_wait is not None:
                     on_wait(wait)
-            waiter.turn = asyncio.get_running_loop().create_future()
+            waiter.future = asyncio.get_running_loop().create_future()
             async with asyncio.timeout_at(until):
-                await waiter.turn
+                await waiter.future
         except TimeoutError:
             if waiter.reservation is None:
                 _leave(turns, waiter)
