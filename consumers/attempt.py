@@ -187,7 +187,6 @@ class Attempts:
         return answer
 
     def _publish_change(self, job: Job, change: Change | None) -> None:
-        """Publish the life-cycle event `breaker` if a circuit breaker has changed its state."""
         if change is not None:
             self.lifecycle.publish(job, "breaker", **change.figures())
 

@@ -15,14 +15,12 @@ from consumers.background import Background
 from consumers.job import CLAIM_WITHIN_S, STORE_WITHIN_S, Job
 from consumers.state.base import (
     Cancelling,
+    ClaimAnswer,
     Completion,
-    Conflict,
-    Ended,
     Found,
     Granted,
     Held,
     Identity,
-    Running,
     StoreUnavailable,
     WaitingLimit,
 )
@@ -53,7 +51,7 @@ class Claiming:
     def __init__(self, store: FollowedStore) -> None:
         self._store = store
         self._held: dict[Held, Job] = {}
-        self._claim_tasks: dict[asyncio.Task[Granted | Running | Ended | Conflict], Identity] = {}
+        self._claim_tasks: dict[asyncio.Task[ClaimAnswer], Identity] = {}
         """The tasks that wait for the store's answer to a claim, each with the identity of its request."""
         self._has_claims = asyncio.Event()
         self._background = Background()
@@ -88,7 +86,7 @@ class Claiming:
                     log.info(signals.REQUEST_STOPPED, reason=why.value)
                 job.stop(why)
 
-    async def claim(self, job: Job) -> Granted | Running | Ended | Conflict:
+    async def claim(self, job: Job) -> ClaimAnswer:
         """Ask the store for the claim of a job's request. Raises StoreUnavailable after `CLAIM_WITHIN_S`.
 
         If the caller is cancelled and the claim is then granted, it is released in the background: a worker that never
@@ -161,16 +159,14 @@ class Claiming:
         may_wait = await self._store.defer(job.identity, due_ms=due_ms, keep_until_ms=deadline_ms + DEFERRED_KEPT_MS)
         return may_wait or job.hop.dead_at is not None  # a dead letter that is published again may run again
 
-    async def _request_claim(self, job: Job) -> Granted | Running | Ended | Conflict:
+    async def _request_claim(self, job: Job) -> ClaimAnswer:
         found = await _until_stored(lambda: self._store.claim(job.identity, job.fingerprint), within_s=CLAIM_WITHIN_S)
         if isinstance(found, Granted):
             self._held[Held(job.identity, found.token)] = job
             self._has_claims.set()
         return found
 
-    async def _release_if_granted(
-        self, job: Job, claiming: "asyncio.Task[Granted | Running | Ended | Conflict]"
-    ) -> None:
+    async def _release_if_granted(self, job: Job, claiming: "asyncio.Task[ClaimAnswer]") -> None:
         with suppress(StoreUnavailable):
             if isinstance(found := await claiming, Granted):
                 await self._release_held(Held(job.identity, found.token), attempts=job.attempts)

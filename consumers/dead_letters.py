@@ -113,7 +113,6 @@ class DeadLetters:
         return at_ms is not None and at_ms < self.now_ms() - 1000 * self.spec.keep_s
 
     def _count(self, letter: FetchedMessage) -> None:
-        """Count a removed dead letter, and publish the life-cycle event `removed`."""
         is_exported = self.spec.folder is not None
         self.exported += is_exported
         self.dropped += not is_exported

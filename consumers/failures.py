@@ -147,7 +147,7 @@ class ProviderError(LanekeeperError):
         self.type = type
         """Anthropic's error type (`overloaded_error`, …), or one of ours (`timeout`, `unreachable`, …)."""
         self.request_id = request_id
-        """The provider's id of the failed call; None if there was no response."""
+        """The provider's id of the failed call; None if there was no response; set by the adapter."""
         self.retry_after_s = retry_after_s
         self.had_begun = False
         """Whether the answer had begun when the call failed; set by the adapter."""
@@ -239,12 +239,11 @@ class AnswerTooLargeError(ProviderError):
 
     means = TOO_LARGE
 
-    def __init__(self, excess: str, *, request_id: str | None = None) -> None:
+    def __init__(self, excess: str) -> None:
         super().__init__(
             f"the provider's answer has {excess}: ask for less "
             "(a smaller max_tokens, fewer or smaller results of tools)",
             type="too_large",
-            request_id=request_id,
         )
 
 

@@ -71,7 +71,6 @@ class Parsing:
                 return None if found == _WITHIN_LIMITS else found
 
     async def _wait(self, rank: tuple[int, int]) -> None:
-        """Wait until it is this parsing step's turn."""
         turn = asyncio.get_running_loop().create_future()
         heappush(self._waiting, (rank, next(self._numbers), turn))
         try:

@@ -19,7 +19,7 @@ from consumers.copies import dead_letter, delayed
 from consumers.failpoints import Failpoints
 from consumers.job import Job, NowMs
 from consumers.lifecycle import Lifecycle
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.outcomes import LATER_MS, Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.parking import Parking
 from consumers.replies.reply import Replies
 from consumers.replies.reply_retries import ReplyRetries
@@ -43,8 +43,6 @@ NOTED = frozenset(
 )
 """The codes of the errors with which a message ends that is not a valid request. `Claiming.note` stores them; a valid
 request may still use the same id."""
-TAKEN_OVER_WAIT_MS = 1000
-"""For how many ms a request is deferred whose claim was taken over by another worker."""
 RETURN_AFTER_S = 1.0
 """The pause, in seconds, before a message that could not be settled is returned to its queue. The broker delivers it
 again at once, and without this pause a message that always fails would keep the worker busy."""
@@ -165,7 +163,7 @@ class Settler:
             return outcome
         valid = await self.claiming.complete(job, completion)
         if valid is None:
-            return Deferred(delay_ms=TAKEN_OVER_WAIT_MS, reason="running elsewhere")
+            return Deferred(delay_ms=LATER_MS, reason="running elsewhere")
         if valid.ended_ms != completion.ended_ms or valid.body != completion.body:
             # a worker may have stored this completion and died before it published the dead letter
             came_before = job.came_before or job.message.exchange == self.names.fallen

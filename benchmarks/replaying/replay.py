@@ -171,11 +171,11 @@ class Replay:
 
     def _step(self) -> None:
         """Grant requests and set the timer, as `OwnTurns.step` does."""
-        waiter, in_s = self._account.turn(self.now_s)
+        waiter, in_s = self._account.grant_next(self.now_s)
         while waiter is not None:
             assert isinstance(waiter, Standing)
             self._granted(waiter)
-            waiter, in_s = self._account.turn(self.now_s)
+            waiter, in_s = self._account.grant_next(self.now_s)
         when_s = self.now_s + in_s + LATE_S
         if abs(when_s - self._timer_s) < LATE_S:
             return

@@ -12,9 +12,7 @@ SAMPLES = 256
 """How many of the latest waits and run times are kept for each lane."""
 WINDOW_S = 60
 """A lane's throughput is computed from the requests that ended within this many seconds."""
-SHOWN = (
-    "extra_slots", "slots_limit", "running", "answered", "failed", "retried", "deferred", "dropped", "replayed",
-)  # fmt: skip
+SHOWN = ("extra_slots", "slots_limit", "running", "answered", "failed", "retried", "dropped", "replayed")
 """The attributes of `LaneActivity` that its method `snapshot` copies under the same name."""
 
 
@@ -36,18 +34,15 @@ class LaneActivity:
         self.answered = 0
         self.failed = 0
         self.retried = 0
-        self.deferred = 0
         self.deferred_for: Counter[str] = Counter()
         """How many requests were deferred, by reason."""
         self.dropped = 0
         self.ended = 0
         """How many requests of the lane have ended, with any outcome."""
         self.replayed = 0
-        self._waits_ms: deque[int] = deque(maxlen=SAMPLES)
-        self._runs_ms: deque[int] = deque(maxlen=SAMPLES)
-        self._since_delivery: deque[bool] = deque(maxlen=SAMPLES)
-        """For each of the latest waits: whether it was measured from the first delivery, because the time of publishing
-        is unknown."""
+        self._samples: deque[tuple[int, int, bool]] = deque(maxlen=SAMPLES)
+        """The latest waits and run times in ms, and whether the wait was measured from the first delivery, because the
+        time of publishing is unknown."""
         self._ended_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
         """For each second in which requests of the lane ended: the second, and how many requests."""
 
@@ -63,7 +58,6 @@ class LaneActivity:
             case Retried():
                 self.retried += 1
             case Deferred(reason=reason):
-                self.deferred += 1
                 self.deferred_for[reason] += 1
                 return
             case Dropped():
@@ -73,9 +67,7 @@ class LaneActivity:
             case Replayed():
                 self.replayed += 1
         if run_ms is not None:
-            self._waits_ms.append(wait_ms)
-            self._runs_ms.append(run_ms)
-            self._since_delivery.append(since_delivery)
+            self._samples.append((wait_ms, run_ms, since_delivery))
         if not isinstance(outcome, Retried):
             self._count_end()
 
@@ -87,11 +79,12 @@ class LaneActivity:
             "slots": self._slots,
             "due_slots": self._due_slots,
             **{name: getattr(self, name) for name in SHOWN},
+            "deferred": self.deferred_for.total(),
             "deferred_for": dict(self.deferred_for),
             "throughput_per_min": sum(count for second, count in self._ended_by_second if second > since),
-            "waits_ms": list(self._waits_ms),
-            "runs_ms": list(self._runs_ms),
-            "waits_since_delivery": sum(self._since_delivery),
+            "waits_ms": [wait_ms for wait_ms, _, _ in self._samples],
+            "runs_ms": [run_ms for _, run_ms, _ in self._samples],
+            "waits_since_delivery": sum(since_delivery for _, _, since_delivery in self._samples),
         }
 
     def _count_end(self) -> None:

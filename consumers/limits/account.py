@@ -74,8 +74,8 @@ class Account:
     # ---- the line ----------------------------------------------------------------------------------------------------
 
     def join(self, waiter: Waiter) -> bool:
-        """Put a waiting request into its lane's line. Returns True if it is now the first of the line, so that `turn`
-        may grant it."""
+        """Put a waiting request into its lane's line. Returns True if it is now the first of the line, so that
+        `grant_next` may grant it."""
         if self._bursts.margin:
             waiter.amounts = waiter.amounts._replace(
                 input_tokens=waiter.amounts.input_tokens * (1 + self._bursts.margin)
@@ -93,9 +93,9 @@ class Account:
         self._head_changed(waiter.lane)
         return True
 
-    def turn(self, now_s: float) -> tuple[Waiter | None, float]:
+    def grant_next(self, now_s: float) -> tuple[Waiter | None, float]:
         """Grant the next waiting request, if the budget allows it: take it out of its line and give it a reservation.
-        Returns the granted request or None, and the seconds after which to call `turn` again (infinite if time alone
+        Returns the granted request or None, and the seconds after which to call this again (infinite if time alone
         changes nothing)."""
         self.refill(now_s)
         if self.lines.is_empty:

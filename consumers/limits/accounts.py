@@ -83,10 +83,18 @@ class Accounts(Generic[AnyTurns]):
                     raise WaitTooLong(wait)
                 if on_wait is not None:
                     on_wait(wait)
+            waiter.future = asyncio.get_running_loop().create_future()
+            async with asyncio.timeout_at(until):
+                await waiter.future
+        except TimeoutError:
+            if waiter.reservation is None:
+                _leave(turns, waiter)
+                raise WaitTooLong(forecast.first(account, waiter.lane, waiter.amounts, turns.now_s())) from None
         except BaseException:
-            _leave(turns, waiter)
+            _give_back(turns, waiter)
             raise
-        return await _turn_of(waiter, turns, until)
+        assert waiter.reservation is not None
+        return waiter.reservation
 
     async def try_reserve(self, name: str, *, lane: str, amounts: Amounts) -> Reservation | None:
         """Reserve budget of an account for a call, without waiting; None if that is not possible now."""
@@ -99,12 +107,10 @@ class Accounts(Generic[AnyTurns]):
         try:
             await turns.decided(waiter)
         except BaseException:
-            if waiter.reservation is not None:
-                turns.settle(waiter.reservation, None)
+            _give_back(turns, waiter)
             raise
-        finally:
-            if waiter.reservation is None:
-                _leave(turns, waiter)
+        if waiter.reservation is None:
+            _leave(turns, waiter)
         return waiter.reservation
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
@@ -170,26 +176,12 @@ Budgets = Accounts[Any]
 """The budgets of all accounts, with either implementation of `Turns`: for one process, or shared through Redis."""
 
 
-async def _turn_of(waiter: Waiter, turns: Turns, until: float | None) -> Reservation:
-    """Wait until a request is granted its budget, at most until the time `until`; then WaitTooLong is raised. Returns
-    the request's reservation."""
-    waiter.turn = asyncio.get_running_loop().create_future()
-    try:
-        async with asyncio.timeout_at(until):
-            await waiter.turn
-    except TimeoutError:
-        if waiter.reservation is None:
-            _leave(turns, waiter)
-            wait = forecast.first(turns.account, waiter.lane, waiter.amounts, turns.now_s())
-            raise WaitTooLong(wait) from None
-    except BaseException:
-        if waiter.reservation is not None:
-            turns.settle(waiter.reservation, None)
-        else:
-            _leave(turns, waiter)
-        raise
-    assert waiter.reservation is not None
-    return waiter.reservation
+def _give_back(turns: Turns, waiter: Waiter) -> None:
+    """End a wait that was cancelled or refused: return the reservation if there is one, or else leave the line."""
+    if waiter.reservation is not None:
+        turns.settle(waiter.reservation, None)
+    else:
+        _leave(turns, waiter)
 
 
 def _leave(turns: Turns, waiter: Waiter) -> None:

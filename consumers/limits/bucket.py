@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from math import inf
 from typing import Final
 
+from consumers.limits.burst import Size
+
 ROUNDING: Final = 1e-6
 """The need of a request is increased by this part of it, so that rounding errors never make our copy of a bucket fuller
 than the provider's bucket."""
@@ -34,9 +36,7 @@ class Bucket:
     """The token bucket of one limit (requests, input tokens or output tokens per minute) of a provider's account, and
     what each lane has saved of it. Lanes are numbered by urgency; 0 is the most urgent."""
 
-    def __init__(
-        self, per_minute: float, *, burst_s: float, shares: Sequence[float], now_s: float, lost_part: float = 0.0
-    ) -> None:
+    def __init__(self, per_minute: float, size: Size, *, shares: Sequence[float], now_s: float) -> None:
         self.shares = tuple(shares)
         self._at_s = now_s
         self.burst = 0.0
@@ -46,16 +46,16 @@ class Bucket:
         self.savings = [0.0 for _ in self.shares]
         """What each lane has saved of the bucket. A negative value is a debt, which the lane must pay before it saves
         again."""
-        self.resize(per_minute, burst_s=burst_s, lost_part=lost_part, fills=True)
+        self.resize(per_minute, size, fills=True)
 
-    def resize(self, per_minute: float, *, burst_s: float, lost_part: float, fills: bool) -> None:
+    def resize(self, per_minute: float, size: Size, *, fills: bool) -> None:
         """Change the limit and the size; call `refill` before. If the bucket becomes smaller, the amount that no longer
         fits is lost. `fills`: if it becomes larger, raise the level by the difference, because the bucket was that
-        large from the beginning. `lost_part`: see `Size`."""
+        large from the beginning."""
         self.per_s = per_minute / 60
         # at least one, because no call could take anything from a smaller bucket
-        before, self.burst = self.burst, max(1.0, per_minute * burst_s / 60)
-        self.most = (1 - lost_part) * self.burst
+        before, self.burst = self.burst, max(1.0, per_minute * size.burst_s / 60)
+        self.most = (1 - size.lost_part) * self.burst
         """A call takes its amount from the bucket's level, but from no more than this: when a call begins, a full
         bucket loses the part `lost_part` (see `Size`)."""
         self.reserves = [share * self.burst for share in self.shares]

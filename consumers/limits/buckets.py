@@ -14,8 +14,7 @@ class Buckets:
 
     def __init__(self, per_minute: Amounts, *, sizes: Sequence[Size], shares: Sequence[float], now_s: float) -> None:
         self._all = tuple(
-            Bucket(limit, burst_s=size.burst_s, lost_part=size.lost_part, shares=shares, now_s=now_s)
-            for limit, size in zip(per_minute, sizes, strict=True)
+            Bucket(limit, size, shares=shares, now_s=now_s) for limit, size in zip(per_minute, sizes, strict=True)
         )
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -26,7 +25,7 @@ class Buckets:
 
     def resize(self, per_minute: Amounts, *, sizes: Sequence[Size], fills: Sequence[bool]) -> None:
         for bucket, limit, size, fill in zip(self._all, per_minute, sizes, fills, strict=True):
-            bucket.resize(limit, burst_s=size.burst_s, lost_part=size.lost_part, fills=fill)
+            bucket.resize(limit, size, fills=fill)
 
     def refill(self, now_s: float) -> None:
         for bucket in self._all:

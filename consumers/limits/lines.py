@@ -26,23 +26,23 @@ class Waiter:
     until_s: float | None = None
     reservation: Reservation | None = None
     """The request's reservation; None until it is granted."""
-    turn: "asyncio.Future[None] | None" = None
+    future: "asyncio.Future[None] | None" = None
     """The future that the request's task awaits. None before the task waits, and for a request that does not wait."""
 
     def wake(self) -> bool:
         """Wake the task of this request, because it was granted its budget. Returns False if the task was cancelled:
         the caller must then settle the reservation."""
-        if self.turn is None:
+        if self.future is None:
             return True  # its task is not waiting yet, and will find `reservation` set
-        if self.turn.done():
+        if self.future.done():
             return False
-        self.turn.set_result(None)
+        self.future.set_result(None)
         return True
 
     def refuse(self, wait: Wait) -> None:
         """End the request's wait for budget: its task gets the exception WaitTooLong."""
-        if self.turn is not None and not self.turn.done():
-            self.turn.set_exception(WaitTooLong(wait))
+        if self.future is not None and not self.future.done():
+            self.future.set_exception(WaitTooLong(wait))
 
 
 _arrival = attrgetter("arrived_s")

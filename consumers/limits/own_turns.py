@@ -39,12 +39,12 @@ class OwnTurns:
 
     def step(self) -> None:
         account, now_s = self.account, self.now_s()
-        waiter, in_s = account.turn(now_s)
+        waiter, in_s = account.grant_next(now_s)
         while waiter is not None:
             if not waiter.wake():  # its task was cancelled: the next waiter gets the amounts
                 assert waiter.reservation is not None
                 account.settle(waiter.reservation, None, now_s)
-            waiter, in_s = account.turn(now_s)
+            waiter, in_s = account.grant_next(now_s)
         self._step_at(now_s + in_s + LATE_S)
 
     async def decided(self, waiter: Waiter) -> None:

@@ -47,9 +47,9 @@ def read_answer(
     is not whole."""
     stop_reason = message.get("stop_reason")
     if message.get("type") != "message" or not isinstance(message.get("content"), list):
-        raise TransientError("the answer is JSON, but no Message", type="broken_answer", request_id=request_id)
+        raise TransientError("the answer is JSON, but no Message", type="broken_answer")
     if not _name(stop_reason):
-        raise TransientError("the answer has no stop_reason", type="unfinished", request_id=request_id)
+        raise TransientError("the answer has no stop_reason", type="unfinished")
     return Answer(
         body=body,
         model=_name(message.get("model")),

@@ -126,7 +126,9 @@ class AnthropicProvider:
                     else:
                         body = await self._read_whole(response)
                         message = await self._parse(body, response, urgent=urgent)
-                    return read_answer(message, body, provider=self.name, request_id=_request_id(response), rate=rate)
+                    return read_answer(
+                        message, body, provider=self.name, request_id=response.headers.get("request-id"), rate=rate
+                    )
                 finally:
                     with suppress(*NETWORK_ERRORS):
                         await response.aclose()
@@ -137,7 +139,7 @@ class AnthropicProvider:
             raise TransientError(f"{what} from the provider within {timeout_s:g} s", type=TIMEOUT) from error
         except ProviderError as error:
             if response is not None:
-                error.rate = rate
+                error.rate, error.request_id = rate, response.headers.get("request-id")
             raise
 
     async def aclose(self) -> None:
@@ -167,14 +169,14 @@ class AnthropicProvider:
     async def _parse(self, body: bytes, response: httpx2.Response, *, urgent: int) -> dict[str, Any]:
         excess = await self._parsing.excess(body, max_values=self._max_values, rank=(urgent, len(body)))
         if excess is not None:
-            raise AnswerTooLargeError(excess, request_id=_request_id(response))
+            raise AnswerTooLargeError(excess)
         content_type = response.headers.get("content-type", "")
         return await self._parsing.run(partial(parse_message, body, content_type), rank=(urgent, len(body)))
 
     async def _read_whole(self, response: httpx2.Response) -> bytes:
         announced = response.headers.get("content-length", "")
         if announced.isdigit() and len(announced) > len(str(self._max_answer_bytes)):
-            raise self._too_large(response, self._max_answer_bytes)
+            raise _too_large(self._max_answer_bytes)
         with border(secret=self._key):
             body = b"".join([chunk async for chunk in self._chunks(response, self._max_answer_bytes)])
         received = response.num_bytes_downloaded or len(body)  # 0 for a body that is not compressed (`pieces`)
@@ -182,7 +184,6 @@ class AnthropicProvider:
             raise TransientError(
                 f"the answer has {received} of its {announced} bytes",
                 type="truncated",
-                request_id=_request_id(response),
             )
         return body
 
@@ -200,15 +201,13 @@ class AnthropicProvider:
                 with border(secret=self._key):
                     piece = await anext(slices, None)
                 if piece is None:
-                    raise TransientError(
-                        "the stream ended without message_stop", type="cut", request_id=_request_id(response)
-                    )
+                    raise TransientError("the stream ended without message_stop", type="cut")
                 until_s, came_s = limit.when(), clock()
                 limit.reschedule(None)
                 events = await self._parsing.run(partial(self._events, splitter, piece), rank=(urgent, len(piece)))
                 for data, event in events:
                     if event.get("type") == "error":
-                        raise from_event(event, request_id=_request_id(response), secret=self._key)
+                        raise from_event(event, secret=self._key)
                     is_complete = collected.add(event, data)
                     if parts is not None:
                         await parts(data)
@@ -237,13 +236,12 @@ class AnthropicProvider:
         async for chunk in pieces(response):
             size += len(chunk)
             if size > most:
-                raise self._too_large(response, most)
+                raise _too_large(most)
             yield chunk
 
-    def _too_large(self, response: httpx2.Response, most: int) -> AnswerTooLargeError:
-        return AnswerTooLargeError(
-            f"more than {most} bytes ({bounds.ANSWER_SETTINGS})", request_id=_request_id(response)
-        )
+
+def _too_large(most: int) -> AnswerTooLargeError:
+    return AnswerTooLargeError(f"more than {most} bytes ({bounds.ANSWER_SETTINGS})")
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:
@@ -253,11 +251,6 @@ async def _drain(chunks: AsyncIterator[bytes]) -> None:
         async with asyncio.timeout(DRAIN_S):
             async for _ in chunks:
                 pass
-
-
-def _request_id(response: httpx2.Response) -> str | None:
-    found: str | None = response.headers.get("request-id")
-    return found
 
 
 def set_stream(body: bytes, streamed: bool, *, is_stated: bool = True) -> bytes:

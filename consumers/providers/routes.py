@@ -101,7 +101,6 @@ class RoutesSpec:
                     yield Problem(("lanes", lane, "models"), f"no provider of the lane has {model!r}")
 
     def _has(self, lane: str, model: str) -> bool:
-        """Whether a provider of the lane has the model."""
         names = self.lanes.get(lane)
         return any(
             (names is None or provider.name in names) and (provider.models is None or model in provider.models)

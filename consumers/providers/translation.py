@@ -91,7 +91,7 @@ def border(*, secret: str) -> Iterator[None]:
         ) from error
 
 
-def from_event(event: Mapping[str, Any], *, request_id: str | None, secret: str) -> ProviderError:
+def from_event(event: Mapping[str, Any], *, secret: str) -> ProviderError:
     """The exception for an `error` event that the provider sent in the middle of a stream. `secret`: the API key, which
     is removed from its text."""
     error = event.get("error")
@@ -104,14 +104,13 @@ def from_event(event: Mapping[str, Any], *, request_id: str | None, secret: str)
         code=_short(details.get("error_code"), secret) if isinstance(details, dict) else "",
         message=_line(f"in the middle of the stream: {fields.get('message') or ''}", secret),
         retry_after_s=None,
-        request_id=request_id,
     )
     found.had_begun = True
     return found
 
 
 def classify(
-    *, status: int, type: str, code: str, message: str, retry_after_s: float | None, request_id: str | None
+    *, status: int, type: str, code: str, message: str, retry_after_s: float | None, request_id: str | None = None
 ) -> ProviderError:
     """The exception of `consumers/failures.py` for an error response of the provider. `type`, `code`: the values in
     Anthropic's error, or empty."""

@@ -116,6 +116,9 @@ class Conflict:
     """The answer of `Store.claim`: the request's id was used before with another body."""
 
 
+ClaimAnswer = Granted | Running | Ended | Conflict
+
+
 class Stop(StrEnum):
     """Why a worker that holds a claim must stop working on the request."""
 
@@ -220,7 +223,7 @@ class Store(Allowances, Leases, Protocol):
     async def probe(self) -> None:
         """Check that values can be written to the store and are kept. Raises StoreUnavailable."""
 
-    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
+    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
         """Ask for the claim of a request, before its provider is called.
 
         Granted: no worker holds the claim, or its lease has expired, or this is the holder's own message, redelivered

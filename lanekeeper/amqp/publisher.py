@@ -16,7 +16,7 @@ from aiormq.exceptions import AMQPError, ChannelAccessRefused, ChannelNotFoundEn
 
 from lanekeeper.amqp.confirming import Answer, Confirming
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.limit import MessageLimit
+from lanekeeper.amqp.limit import SMALL_BYTES, MessageLimit
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import (
     AccessRefused,
@@ -97,7 +97,8 @@ class Publisher:
         published), BrokerUnreachable, AccessRefused, MessageTooLarge (not sent), TopologyMismatch (no such exchange).
         """
         message.message_id = message.message_id or uuid.uuid4().hex
-        await self._limit.check(len(message.body))
+        if len(message.body) > SMALL_BYTES:
+            await self._limit.check(len(message.body))
         span: AbstractContextManager[Any] = (
             self._tracing.send(message, exchange=exchange, routing_key=routing_key) if traced else nullcontext()
         )
@@ -129,7 +130,8 @@ class Publisher:
         `publish`; the future raises AMQPError if the channel is lost.
         """
         message.message_id = message.message_id or uuid.uuid4().hex
-        await self._limit.check(len(message.body))
+        if len(message.body) > SMALL_BYTES:
+            await self._limit.check(len(message.body))
         confirming, timeout_s = await self._ready_channel(timeout_s)
         try:
             async with asyncio.timeout(timeout_s):

@@ -19,6 +19,7 @@ from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerErr
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
 from service.config.budget_sections import FIRST
+from service.config.names import variable
 from service.config.settings import Settings
 from service.gateway.access import is_loopback
 from service.worker.broker import connection_for
@@ -82,7 +83,7 @@ def of_transport(settings: Settings) -> Iterator[Risk]:
         if provider.name == FIRST:
             urls.append(("provider TLS", "ANTHROPIC_BASE_URL", "https://", settings.provider_url))
         elif (base := settings.providers[provider.name].base_url) is not None:
-            name = f"LANEKEEPER_PROVIDERS__{provider.name.upper()}__BASE_URL"
+            name = variable(("providers", provider.name, "base_url"))
             urls.append(("provider TLS", name, "https://", base.get_secret_value()))
     for what, setting, better, url in urls:
         if (host := _plain_to(url)) is not None:

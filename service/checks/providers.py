@@ -12,6 +12,7 @@ from consumers.providers.routes import Routes
 from lanekeeper.contract.problems import SettingsError
 from service.config.budget_sections import FIRST
 from service.config.masking import mask_url
+from service.config.names import variable
 from service.config.settings import Settings
 from service.worker.open_providers import key_setting, open_provider
 from topology.codec.request import unpublished
@@ -45,9 +46,7 @@ async def providers(settings: Settings) -> list[Finding]:
         for route in chain.routes:
             models_of[route.provider].add(route.name)
         if chain.forbidden:
-            text = (
-                f"{chain.forbidden}; set LANEKEEPER_LANES__{lane.name.upper()}__MODEL, or add it to a provider's models"
-            )
+            text = f"{chain.forbidden}; set {variable(('lanes', lane.name, 'model'))}, or add it to a provider's models"
             without_route.append(Finding(f"lane {lane.name}", False, text))
     found = await asyncio.gather(*(_provider(settings, name, sorted(models)) for name, models in models_of.items()))
     return [*found, *without_route]
@@ -106,11 +105,10 @@ def _shown(settings: Settings, name: str) -> str:
 
 def _models_setting(name: str) -> str:
     lanes = "LANEKEEPER_LANES__<LANE>__MODEL"
-    return lanes if name == FIRST else f"LANEKEEPER_PROVIDERS__{name.upper()}__MODELS, {lanes}"
+    return lanes if name == FIRST else f"{variable(('providers', name, 'models'))}, {lanes}"
 
 
 def _address_setting(settings: Settings, name: str) -> str:
     if name == FIRST:
         return "ANTHROPIC_BASE_URL"
-    what = "REGION" if settings.providers[name].base_url is None else "BASE_URL"
-    return f"LANEKEEPER_PROVIDERS__{name.upper()}__{what}"
+    return variable(("providers", name, "region" if settings.providers[name].base_url is None else "base_url"))

@@ -1,7 +1,6 @@
 """`lanekeeper simulate`: the simulated Anthropic API by itself."""
 
 import asyncio
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +9,7 @@ from service.cli import options
 from service.cli.ending import run
 
 if TYPE_CHECKING:
-    from service.simulated.options import SimulatedOptions
+    from service.simulated.app import SimulatedAPI
 
 PORT = 8099
 
@@ -63,37 +62,39 @@ def simulate(
 
       ANTHROPIC_BASE_URL=http://127.0.0.1:8099 ANTHROPIC_API_KEY=any lanekeeper serve
     """
+    from service.simulated.app import SimulatedAPI
+    from service.simulated.faults import parse_share
     from service.simulated.options import SimulatedOptions
 
-    given = SimulatedOptions(
-        api_key=api_key,
-        models=frozenset(model or ()),
-        latency_ms=latency * 1000,
-        tokens_per_s=tokens_per_s,
-        output_tokens=output_tokens,
-        requests_per_minute=requests_per_minute,
-        input_tokens_per_minute=input_tokens_per_minute,
-        output_tokens_per_minute=output_tokens_per_minute,
-        burst_s=burst,
-        faults=_shares(fault or ()),
-        seed=seed,
-    )
-    run(_simulate(given, host=host, port=port))
-
-
-async def _simulate(given: "SimulatedOptions", *, host: str, port: int) -> None:
-    from service.cli.process import listening
-    from service.gateway.server import CannotListen, why_not
-    from service.simulated.app import SimulatedAPI
-
     try:
+        given = SimulatedOptions(
+            api_key=api_key,
+            models=frozenset(model or ()),
+            latency_ms=latency * 1000,
+            tokens_per_s=tokens_per_s,
+            output_tokens=output_tokens,
+            requests_per_minute=requests_per_minute,
+            input_tokens_per_minute=input_tokens_per_minute,
+            output_tokens_per_minute=output_tokens_per_minute,
+            burst_s=burst,
+            faults=dict(map(parse_share, fault or ())),
+            seed=seed,
+        )
         api = SimulatedAPI(given, host=host, port=port)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--fault") from None
+    run(_simulate(api))
+
+
+async def _simulate(api: "SimulatedAPI") -> None:
+    from service.cli.process import listening
+    from service.gateway.server import CannotListen, why_not
+
     try:
         await api.start()
     except OSError as error:
-        raise CannotListen(why_not(error, host=host, port=port, port_name="--port", host_name="--host")) from error
+        text = why_not(error, host=api.host, port=api.port, port_name="--port", host_name="--host")
+        raise CannotListen(text) from error
     stopped = asyncio.Event()
     try:
         with listening(stopped.set):
@@ -101,12 +102,3 @@ async def _simulate(given: "SimulatedOptions", *, host: str, port: int) -> None:
             await stopped.wait()
     finally:
         await api.stop()
-
-
-def _shares(options: Iterable[str]) -> dict[str, float]:
-    from service.simulated.faults import parse_share
-
-    try:
-        return dict(parse_share(option) for option in options)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--fault") from None

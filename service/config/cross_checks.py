@@ -1,18 +1,15 @@
 """Checks of several settings together: each is valid by itself, but they may contradict each other. Without I/O."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 
 from pydantic import BaseModel
 
-from consumers.limits.spec import AccountCaps
-from consumers.prices import Prices
-from consumers.providers.routes import RoutesSpec, unknown
+from consumers.providers.routes import unknown
 from service.config.budget_sections import FIRST
 from service.config.names import ANY, Place
 from service.config.sections import Disagreement, Section
 from service.config.settings import Settings
 from service.config.value_types import is_provider_name
-from topology.lanes import LaneSpec
 
 _NAMING_MODELS = (("prices", "models"), ("providers", ANY, "models"), ("lanes", ANY, "model"), ("lanes", ANY, "models"))
 """The settings that name models. Whether a model is known depends on all of them together."""
@@ -24,13 +21,8 @@ def every(settings: Settings) -> Iterator[Disagreement]:
         yield from (disagreement.under(place) for disagreement in section.disagreements())
     yield from _speakers(settings)
     yield from _names(settings.providers)
-    yield from _models(
-        lanes=settings.lane_specs(),
-        routes=settings.routes_spec(),
-        prices=settings.prices.table(),
-        in_money=settings.caps.spec().in_money,
-    )
-    yield from _limits(lanes=settings.lane_specs(), caps=settings.budget_spec().accounts)
+    yield from _models(settings)
+    yield from _limits(settings)
 
 
 def missing_for_calls(settings: Settings) -> Iterator[Disagreement]:
@@ -81,10 +73,10 @@ def _names(providers: Collection[str]) -> Iterator[Disagreement]:
             yield Disagreement(f"{name[:80]!r} is no name: a to z, 0 to 9, _ and -, up to 40, a letter first", at=at)
 
 
-def _models(*, lanes: Sequence[LaneSpec], routes: RoutesSpec, prices: Prices, in_money: bool) -> Iterator[Disagreement]:
-    """Find models in the settings that are unknown, or lack a price. A model is known if it has a price, or if both a
-    lane and a provider's table name it. `in_money`: whether any cap is in dollars, so that every model needs a
-    price."""
+def _models(settings: Settings) -> Iterator[Disagreement]:
+    """Find models in the settings that are unknown, or lack a price although a cap is in dollars. A model is known if
+    it has a price, or if both a lane and a provider's table name it."""
+    lanes, routes, prices = settings.lane_specs(), settings.routes_spec(), settings.prices.table()
     in_lanes = {model for lane in lanes for model in (lane.model, *(lane.models or ()))}
     in_tables = {model for provider in routes.providers for model in provider.models or ()}
     others = {model for models in (*routes.fallbacks.items(), *routes.tenants.values()) for model in models}
@@ -94,7 +86,7 @@ def _models(*, lanes: Sequence[LaneSpec], routes: RoutesSpec, prices: Prices, in
             at = (("lanes", lane.name, "model" if model == lane.model else "models"),)
             if model not in priced | in_tables:
                 yield Disagreement(unknown(model, priced | in_tables), at=at, by=_NAMING_MODELS)
-            elif in_money and model not in priced:
+            elif settings.caps.spec().in_money and model not in priced:
                 text = f"{model!r} has no price, and what is spent is capped in dollars; give it one in prices.models"
                 yield Disagreement(f"{text} (LANEKEEPER_PRICES__MODELS)", at=at, by=(*_NAMING_MODELS, ("caps",)))
     for circle in routes.circles():
@@ -103,11 +95,10 @@ def _models(*, lanes: Sequence[LaneSpec], routes: RoutesSpec, prices: Prices, in
         yield Disagreement(problem.text, at=(problem.place,), by=_NAMING_MODELS)
 
 
-def _limits(*, lanes: Sequence[LaneSpec], caps: Mapping[str, AccountCaps]) -> Iterator[Disagreement]:
-    """Find limits for output tokens a minute that are too low for one answer of the lane with the longest answers.
-    `caps`: the limits by provider."""
-    longest = max(lanes, key=lambda lane: lane.max_tokens)
-    for provider, cap in caps.items():
+def _limits(settings: Settings) -> Iterator[Disagreement]:
+    """Find limits for output tokens a minute that are too low for one answer of the lane with the longest answers."""
+    longest = max(settings.lane_specs(), key=lambda lane: lane.max_tokens)
+    for provider, cap in settings.budget_spec().accounts.items():
         if cap.output_tokens is not None and cap.output_tokens < longest.max_tokens:
             section = ("budget",) if provider == FIRST else ("providers", provider)
             yield Disagreement(

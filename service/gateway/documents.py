@@ -120,9 +120,11 @@ def problem_of(error: ApiError | LanekeeperError, id: str | None) -> dict[str, A
     return document if id is None else {**document, "request": id}
 
 
-def answer(body: bytes, *, status: int = 200, **headers: str) -> web.Response:
+def answer(body: bytes | dict[str, Any], *, status: int = 200, **headers: str) -> web.Response:
     """Make an HTTP response with a JSON body, and a header that forbids caches to store it. `headers`: further
     headers."""
+    if not isinstance(body, bytes):
+        body = json.dumps(body, ensure_ascii=False).encode()
     return web.Response(
         body=body, status=status, headers={"content-type": JSON, "cache-control": "no-store", **headers}
     )

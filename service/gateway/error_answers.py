@@ -3,7 +3,6 @@
 Below `/v1/messages` and `/v1/models` they are errors in Anthropic's format, elsewhere problem documents (RFC 9457).
 """
 
-import json
 import uuid
 
 from aiohttp import web
@@ -34,8 +33,8 @@ def refusal(
     request_id, api_error = call.get(ABOUT_REQUEST), api_error_of(error)
     if call.path.startswith(_ANTHROPICS):
         return api_error.response(anthropic_id or request_id or uuid.uuid4().hex)
-    body = json.dumps(problem_of(error, request_id), ensure_ascii=False).encode()
-    return answer(body, status=api_error.status, **{**api_error.headers, "content-type": PROBLEM})
+    document = problem_of(error, request_id)
+    return answer(document, status=api_error.status, **{**api_error.headers, "content-type": PROBLEM})
 
 
 def _without_handler(request: web.Request, error: web.HTTPException) -> ApiError:

@@ -17,7 +17,6 @@ from consumers.failures import TIMEOUT, ProviderError
 from consumers.providers.lookups import Found, Lookups
 from consumers.rate_limit import RateLimit
 from lanekeeper.contract import names as n
-from service.config.budget_sections import FIRST
 from service.config.gateway_section import GatewayKey
 from service.config.settings import Settings
 from service.gateway.access import require_allowed_model
@@ -136,8 +135,7 @@ def _provider_of(settings: Settings) -> Lookups | None:
     uses Anthropic's names of models. None: there is none."""
     if settings.api_key is not None:
         return Lookups(settings.provider_url, api_key=settings.api_key)
-    for name in sorted(settings.providers.keys() - {FIRST}):
-        provider = settings.providers[name]
+    for _, provider in sorted(settings.providers.items()):
         if (
             provider.kind == "anthropic"
             and provider.models is None

@@ -37,8 +37,8 @@ class _Waiter:
 
 
 class Poller:
-    """Polls the store for new entries of all requests that clients follow, with one query for all of them. `followers`:
-    the most calls that may follow requests at the same time."""
+    """Polls the store as long as any client waits for entries. `followers`: the most calls that may follow requests at
+    the same time."""
 
     def __init__(self, store: Following, *, followers: int) -> None:
         self._store = store

@@ -1,6 +1,5 @@
 """Answers `/v1/requests`: clients submit a request, get its status, wait for its end, follow it, or cancel it."""
 
-import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import aclosing
@@ -50,8 +49,7 @@ class RequestPaths:
         async with self.bodies.checked_call(request, caller, request_id=id, chose_id=chose_id, task="requests") as call:
             await self.requests.submit(call, caller)
         path = path_of(id)
-        body = json.dumps({"id": id, "status_url": path, "events_url": f"{path}/events"}).encode()
-        return answer(body, status=202, Location=path)
+        return answer({"id": id, "status_url": path, "events_url": f"{path}/events"}, status=202, Location=path)
 
     async def get(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         """Answer `GET /v1/requests/{id}` with the request's status, after waiting for its end if `?wait=` asks for
@@ -72,8 +70,7 @@ class RequestPaths:
         """Answer `DELETE /v1/requests/{id}`: cancel a request."""
         request[ABOUT_REQUEST] = id = request.match_info["id"]
         outcome = await self.requests.cancel(id, caller)
-        body = json.dumps({"id": id, "outcome": outcome}).encode()
-        return answer(body, status=200 if outcome == "ended" else 202)
+        return answer({"id": id, "outcome": outcome}, status=200 if outcome == "ended" else 202)
 
     async def events(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         """Answer `GET /v1/requests/{id}/events`: stream the request's entries (its stored steps and events) after the

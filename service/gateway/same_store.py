@@ -36,13 +36,13 @@ class SameStore:
         self._client = client
         self._store = store
         self._background = Background()
-        self._asked_at_s: float | None = None
+        self._asked_at_s = -ASK_EVERY_S
 
     def ask_soon(self, caller: GatewayKey) -> None:
         """Start a check in the background, with this caller's identity, unless one was started within the last
         minute."""
         now_s = asyncio.get_running_loop().time()
-        if self._asked_at_s is None or now_s - self._asked_at_s >= ASK_EVERY_S:
+        if now_s - self._asked_at_s >= ASK_EVERY_S:
             self._asked_at_s = now_s
             self._background.begin(self._ask(caller), name="same store")
 

@@ -6,7 +6,6 @@ has a gateway.
 
 import asyncio
 import errno
-import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol, Self
@@ -133,7 +132,7 @@ class Server:
                 return  # the connections of the remaining calls are closed with the server
 
     async def _healthz(self, request: web.Request) -> web.Response:
-        return _json({"alive": True})
+        return answer({"alive": True})
 
     async def _expected(self, request: web.Request) -> None:
         """Answer `Expect: 100-continue` with 100, so that the client sends the body, unless the body is too large."""
@@ -143,7 +142,7 @@ class Server:
 
     async def _readyz(self, request: web.Request) -> web.Response:
         troubles = {name: trouble for name, trouble in self._readiness().items() if trouble is not None}
-        return _json({"ready": not troubles, "reasons": troubles}, status=503 if troubles else 200)
+        return answer({"ready": not troubles, "reasons": troubles}, status=503 if troubles else 200)
 
 
 class _Connection(web.RequestHandler):
@@ -174,10 +173,6 @@ def _parse_error(error: HttpProcessingError) -> ApiError:
             return ApiError(400, "not valid HTTP: the target is not a URL")
     # The message quotes the call after a colon.
     return ApiError(400, f"not valid HTTP: {error.message.partition(':')[0].rstrip('.')}")
-
-
-def _json(value: object, *, status: int = 200) -> web.Response:
-    return answer(json.dumps(value).encode(), status=status)
 
 
 def why_not(error: Exception, *, host: str, port: int, host_name: str = HOST, port_name: str = PORT) -> str:

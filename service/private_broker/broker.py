@@ -43,10 +43,10 @@ class PrivateBroker:
     version: str
 
     def __init__(self, sources: Sequence[str], image: str | None, say: Say) -> None:
-        command = [sys.executable, "-m", "service.private_broker.guard", "--sources", ",".join(sources)]
+        command = [sys.executable, "-m", "service.private_broker.guard", ",".join(sources)]
         # Not an asyncio subprocess: an event loop that is closed early kills its children before they can clean up.
         guard = subprocess.Popen(
-            command if image is None else [*command, "--image", image],
+            command if image is None else [*command, image],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[2],  # from this folder Python can import `service`, even if it is not installed

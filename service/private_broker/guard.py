@@ -9,7 +9,6 @@ Standard input: lines `kill` and `start`. Standard output: one JSON object a lin
 {"error": …} as the last line.
 """
 
-import argparse
 import json
 import os
 import queue
@@ -112,12 +111,9 @@ def _listen(commands: queue.SimpleQueue[str], leave: Callable[[], None]) -> None
 
 
 def main() -> int:
-    """Guard one broker until standard input ends. Exit code 0; 1 if no source could provide a broker."""
-    options = argparse.ArgumentParser()
-    options.add_argument("--sources", default=",".join(SOURCES))
-    options.add_argument("--image", help="the Docker image to take")
-    chosen = options.parse_args()
-
+    """Guard one broker until standard input ends. The arguments: the sources, separated by commas, and perhaps the
+    Docker image to use. Returns the exit code 0; 1 if no source could provide a broker."""
+    sources, *images = sys.argv[1:]
     steps = Steps(say=lambda text: report(say=text))
     commands: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -131,7 +127,7 @@ def main() -> int:
     adopt_orphans()
     try:
         with tempfile.TemporaryDirectory(prefix="lanekeeper-broker-", ignore_cleanup_errors=True) as folder:
-            Guard(folder, chosen.sources.split(","), chosen.image, steps, commands).run()
+            Guard(folder, sources.split(","), images[0] if images else None, steps, commands).run()
     except Leaving:
         pass
     except Unavailable as error:

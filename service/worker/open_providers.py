@@ -8,6 +8,7 @@ from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.cloud import KINDS, ExtraMissing
 from lanekeeper.contract.problems import SettingsError
 from service.config.budget_sections import FIRST
+from service.config.names import variable
 from service.config.settings import Settings
 
 
@@ -66,4 +67,4 @@ def open_provider(
 
 def key_setting(name: str) -> str:
     """The name of the setting that holds a provider's key."""
-    return "ANTHROPIC_API_KEY" if name == FIRST else f"LANEKEEPER_PROVIDERS__{name.upper()}__API_KEY"
+    return variable(("anthropic_api_key",) if name == FIRST else ("providers", name, "api_key"))

@@ -14,15 +14,13 @@ from consumers.job import Job
 from consumers.outcomes import Answered, Deferred, Outcome
 from consumers.state.base import (
     Cancelling,
+    ClaimAnswer,
     Completion,
-    Conflict,
-    Ended,
     Fingerprint,
     Found,
     Granted,
     Held,
     Identity,
-    Running,
     Stop,
     StoreUnavailable,
 )
@@ -41,7 +39,7 @@ class SlowToTell(MemoryStore):
         self.tells = asyncio.Event()
 
     @override
-    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
+    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
         found = await super().claim(identity, fingerprint)
         self.has_claimed.set()
         await self.tells.wait()
@@ -109,7 +107,7 @@ class Followed(MemoryStore):
         self.writes = asyncio.Event()
 
     @override
-    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
+    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
         found = await super().claim(identity, fingerprint)
         return replace(found, followed=True) if isinstance(found, Granted) else found
 

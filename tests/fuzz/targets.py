@@ -125,7 +125,7 @@ def stream(data: bytes) -> None:
     try:
         for event in map(parse_event, whole):
             if event.get("type") == "error":
-                raise from_event(event, request_id=None, secret="sk-ant-secret")
+                raise from_event(event, secret="sk-ant-secret")
             if streamed.add(event):
                 break
         _answered(to_json(streamed.message()))

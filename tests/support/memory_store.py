@@ -11,15 +11,12 @@ from typing_extensions import override
 
 from consumers.state.base import (
     Cancelling,
+    ClaimAnswer,
     Completion,
-    Conflict,
-    Ended,
     Fingerprint,
     Found,
-    Granted,
     Held,
     Identity,
-    Running,
     Stop,
     StoreUnavailable,
     WaitingLimit,
@@ -55,7 +52,7 @@ class MemoryStore(SqliteStore):
         self.failing: StoreUnavailable | None = None
 
     @override
-    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
+    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
         return self._requests.claim(self._at("claim"), identity, fingerprint)
 
     @override

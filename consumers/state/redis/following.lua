@@ -35,7 +35,7 @@ end
 function run.append(keep_ms, events_at_most, bytes_at_most)
   local function append(key, followed, entries, at)
     local row = read(key)
-    if not row or row.over or row.token ~= tonumber(ARGV[at]) then return 'fenced' end
+    if not row or row.ended or row.token ~= tonumber(ARGV[at]) then return 'fenced' end
     local first, last = at + 12, at + 10 + 2 * ARGV[at + 1]
     local starts, has_events, kept = 0, false, {}
     for i = first, last, 2 do

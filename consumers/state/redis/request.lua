@@ -1,5 +1,6 @@
--- A request in Redis: a hash, in which an empty field means what NULL means in SQLite. The first part of two scripts:
--- requests.lua and following.lua are the second parts.
+-- What requests.lua and following.lua share: how a request is read and written. A request is a hash; its fields are
+-- like the columns that sqlite/file.py explains, and an empty field means NULL. A request has three keys: of its claim
+-- and result, of its submission, and of its entries.
 local request, followed, entries = KEYS[1], KEYS[2], KEYS[3]
 local FIELDS = {
   'hash', 'mark', 'token', 'nonce', 'deaths', 'lease', 'claimed', 'attempts', 'noted', 'cancelling', 'due',
@@ -12,7 +13,7 @@ local function read(key)
   row.token, row.lease, row.deaths = tonumber(row.token), tonumber(row.lease), tonumber(row.deaths) or 0
   row.cancelling = row.cancelling == '1'
   row.noted = row.noted == '1'
-  row.over = row.status ~= '' and not row.cancelling
+  row.ended_ms, row.ended = row.ended, row.status ~= '' and not row.cancelling
   row.deferred = row.noted and row.status == ''
   return row
 end
@@ -36,7 +37,7 @@ local function forget_events(key)
   end
 end
 local function runs_again(row, dead_at)
-  return row.over and row.status == 'error' and dead_at ~= '' and dead_at == row.ended
+  return row.ended and row.status == 'error' and dead_at ~= '' and dead_at == row.ended_ms
 end
 local function other_body(row, hash) return row.hash ~= '' and row.hash ~= hash end
 local function is_held(row, mark, redelivered, nonce)

@@ -1,6 +1,7 @@
 """Lua scripts. Redis keeps a script that it has run, so that the next call needs only its SHA-1 hash.
 
-Each run of a script is one atomic step that takes one round trip, and reads the time from Redis.
+Each run of a script is one atomic step that takes one round trip, and reads the time from Redis. If Redis has no memory
+or disk space left, it refuses the first write of a script, so that a refused script has changed nothing.
 """
 
 from hashlib import sha1

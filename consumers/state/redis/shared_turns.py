@@ -283,7 +283,7 @@ class SharedTurns:
         """Compute the forecast of each lane's first waiting request again, because the earlier one may not have counted
         requests of other processes. Refuse the request if its turn will come too late."""
         for lane, head in enumerate(self.account.lines.heads):
-            if head is not None and head.turn is not None and head.until_s is not None:
+            if head is not None and head.future is not None and head.until_s is not None:
                 wait = forecast.first(self.account, lane, head.amounts, now_s)
                 if now_s + wait.least_s > head.until_s:
                     refuse(self.account, head, wait)

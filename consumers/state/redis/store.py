@@ -61,11 +61,8 @@ class RedisStore:
             for reason in await self._client.risks():
                 log.warning(signals.STORE_VOLATILE, store=self._client.address, reason=reason)
 
-    async def claim(
-        self, identity: Identity, fingerprint: Fingerprint
-    ) -> base.Granted | base.Running | base.Ended | base.Conflict:
-        times = (self._lease_ms, self._keep_ms, self._cancelled_ms)
-        values = (*times, *_of_fingerprint(fingerprint))
+    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> base.ClaimAnswer:
+        values = (self._lease_ms, self._keep_ms, self._cancelled_ms, *_of_fingerprint(fingerprint))
         match await self._run("claim", self._keys(identity), *values):
             case [b"granted", token, deaths, followed]:
                 return base.Granted(token=token, deaths=deaths, followed=followed == 1)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from consumers.state.base import (
     Cancelling,
+    ClaimAnswer,
     Completion,
     Conflict,
     Ended,
@@ -56,7 +57,7 @@ class Requests:
         self._unseen = Shares(connection, UNSEEN)
         self._untried = Shares(connection, UNTRIED)
 
-    def claim(self, at: Times, identity: Identity, message: Fingerprint) -> Granted | Running | Ended | Conflict:
+    def claim(self, at: Times, identity: Identity, message: Fingerprint) -> ClaimAnswer:
         row = self.read(at, identity)
         if row is None or row.noted or _runs_again(row, message):
             if row is not None and row.ended:

@@ -7,15 +7,12 @@ from typing import Self
 
 from consumers.state.base import (
     Cancelling,
+    ClaimAnswer,
     Completion,
-    Conflict,
-    Ended,
     Fingerprint,
     Found,
-    Granted,
     Held,
     Identity,
-    Running,
     Stop,
     StoreUnavailable,
     Taken,
@@ -61,7 +58,7 @@ class SqliteStore:
             self._no_room = f"{self._path} has no room left, its disk is full ({left} bytes): free some space"
             raise StoreUnavailable(self._no_room)
 
-    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
+    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
         return await self._writer.do(
             lambda tables, at: tables.requests.claim(at, identity, fingerprint),
             batchable=Claim(identity, fingerprint),

@@ -40,7 +40,7 @@ class Bench:
         self.grant()
 
     def grant(self) -> None:
-        waiter, self.look_in_s = self.account.turn(self.now_s)
+        waiter, self.look_in_s = self.account.grant_next(self.now_s)
         while waiter is not None:
             assert waiter.reservation is not None
             self.waiting.remove(waiter)
@@ -49,7 +49,7 @@ class Bench:
             for each in range(3):
                 self.spent[each] += waiter.amounts[each]
                 self.debt[each] = max(self.debt[each], waiter.amounts[each] - BURST[each])
-            waiter, self.look_in_s = self.account.turn(self.now_s)
+            waiter, self.look_in_s = self.account.grant_next(self.now_s)
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         self.running.remove(reservation)

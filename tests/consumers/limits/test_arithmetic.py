@@ -10,6 +10,7 @@ from consumers.limits import headers
 from consumers.limits.adaptive import Adaptive
 from consumers.limits.base import Amounts
 from consumers.limits.bucket import Bucket
+from consumers.limits.burst import Size
 from consumers.limits.concurrency import REGAIN_S, Concurrency
 from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.limits.headers import BucketHeaders, RateHeaders
@@ -22,7 +23,7 @@ SOON = "2026-09-21T14:13:30Z"
 
 
 def bucket(per_minute: float = 60) -> Bucket:
-    return Bucket(per_minute, burst_s=10, shares=SHARES, now_s=0)
+    return Bucket(per_minute, Size(10, 0.0), shares=SHARES, now_s=0)
 
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def test_with_configured_limits_and_a_silent_provider_the_burst_is_ten_seconds()
         account.join(Waiter(each % 3, Amounts(1, 100_000, 1000), arrived_s=0))
     now_s = 0.0
     while now_s < 60:
-        found, in_s = account.turn(now_s)
+        found, in_s = account.grant_next(now_s)
         if found is not None:
             granted_s.append(now_s)
         else:
@@ -244,12 +244,12 @@ def test_a_refusal_reduces_only_the_burst_of_the_bucket_that_was_used_up() -> No
 def test_a_provider_without_limits_does_not_limit_the_burst() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     account.join(Waiter(0, Amounts(1, 1000, 500), arrived_s=0))
-    account.turn(0)
+    account.grant_next(0)
     account.learn(Feedback(kind=Kind.ANSWERED), 1)
 
     for number in range(1000):
         account.join(waiter := Waiter(number % 3, Amounts(1, 10_000, 1000), arrived_s=1))
-        assert account.turn(1)[0] is waiter
+        assert account.grant_next(1)[0] is waiter
 
 
 def test_a_bucket_as_large_as_the_providers_is_refilled_from_the_calls_arrival() -> None:
@@ -259,10 +259,10 @@ def test_a_bucket_as_large_as_the_providers_is_refilled_from_the_calls_arrival()
     now_s = 0.0
     while len(granted_s) < 10:
         account.join(waiter := Waiter(0, Amounts(1, 0, 0), arrived_s=now_s))
-        found, in_s = account.turn(now_s)
+        found, in_s = account.grant_next(now_s)
         while found is None:
             now_s += in_s + 0.0005
-            found, in_s = account.turn(now_s)
+            found, in_s = account.grant_next(now_s)
         assert found is waiter
         granted_s.append(now_s)
 

@@ -72,7 +72,7 @@ def test_a_lane_goes_first_by_its_credit_only_while_calls_are_limited_and_it_has
     assert account.due_for_a_call() == [False, False, False]
 
     for _ in range(8):
-        waiter, _ = account.turn(0.0)
+        waiter, _ = account.grant_next(0.0)
         if waiter is first or account.due_for_a_call()[NORMAL]:
             break
         assert waiter is not None

@@ -33,7 +33,7 @@ def starts_s(account: Account, waiter: Waiter, now_s: float) -> float:
     """After how many seconds it starts, if the account is woken as it asks."""
     began_s = now_s
     while waiter.reservation is None:
-        found, in_s = account.turn(now_s)
+        found, in_s = account.grant_next(now_s)
         now_s += in_s if found is None else 0.0
     return now_s - began_s
 
@@ -207,11 +207,11 @@ def test_the_forecast_of_the_first_request_does_not_include_requests_behind_it()
     account = new_account(BudgetSpec(accounts={"a": AccountCaps(concurrency=1)}))
     for number in range(100):
         account.join(Waiter(BATCH, Amounts(1, 1, 1), arrived_s=float(number), until_s=130.0))
-    first, _ = account.turn(100.0)
+    first, _ = account.grant_next(100.0)
     assert first is not None
     assert first.reservation is not None
     account.settle(first.reservation, None, 110.0)  # a call takes ten seconds
-    running, _ = account.turn(110.0)
+    running, _ = account.grant_next(110.0)
     head = account.lines.heads[BATCH]
     assert running is not None
     assert head is not None
@@ -240,7 +240,7 @@ def test_answers_raise_the_concurrency_that_overloads_have_lowered() -> None:
 def test_the_learned_concurrency_after_an_overload_refuses_no_request() -> None:
     account = new_account(BudgetSpec(accounts={"a": CAPS}))
     account.join(Waiter(CRITICAL, Amounts(1, 1, 1), arrived_s=0.0))
-    running, _ = account.turn(0.0)
+    running, _ = account.grant_next(0.0)
     assert running is not None
     account.concurrency.call_s = 30.0
     for number in range(5):

@@ -87,7 +87,7 @@ def test_a_field_with_another_value_is_refused_or_harmless(value: object, data: 
         account.learn(each, 500.0 + at)
     account.join(waiter := Waiter(0, Amounts(1, 10, 10), arrived_s=506.0))
 
-    assert account.turn(1_000_000.0)[0] is waiter
+    assert account.grant_next(1_000_000.0)[0] is waiter
 
 
 def test_a_limit_that_no_account_can_have_is_refused() -> None:

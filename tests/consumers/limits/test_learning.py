@@ -90,9 +90,9 @@ def test_lanes_do_not_save_more_than_the_provider_has() -> None:
     assert parts[0] == pytest.approx(6 * parts[2])
     account.join(batch := Waiter(2, Amounts(0, 100, 0), arrived_s=100))
 
-    in_s = account.turn(100)[1]
-    assert account.turn(100 + in_s - 0.1)[0] is None
-    assert account.turn(100 + in_s + 0.1)[0] is batch
+    in_s = account.grant_next(100)[1]
+    assert account.grant_next(100 + in_s - 0.1)[0] is None
+    assert account.grant_next(100 + in_s + 0.1)[0] is batch
 
 
 def proven() -> Account:
@@ -107,7 +107,7 @@ def underway(account: Account, calls: int, *, input_tokens: float) -> list[Reser
     waiters = [Waiter(0, Amounts(1, input_tokens, 1), arrived_s=100) for _ in range(calls)]
     for waiter in waiters:
         account.join(waiter)
-        assert account.turn(100)[0] is waiter
+        assert account.grant_next(100)[0] is waiter
     return [waiter.reservation for waiter in waiters if waiter.reservation is not None]
 
 
@@ -146,7 +146,7 @@ def test_a_single_refused_large_request_halves_nothing_and_blocks_no_other() -> 
     assert account.buckets[1].burst == burst
     assert account.stopped_s(160) == 0
     account.join(chat := Waiter(0, Amounts(1, 100, 1), arrived_s=160))
-    assert account.turn(160)[0] is chat
+    assert account.grant_next(160)[0] is chat
 
 
 def test_a_refusal_that_our_counts_cannot_explain_halves_the_limits() -> None:
@@ -239,7 +239,7 @@ def test_using_more_than_reserved_makes_a_debt_and_using_less_is_given_back() ->
     account = new_account()
     for used, left in ((Amounts(1, 500, 10), 500), (Amounts(1, 0, 10), 500)):
         account.join(waiter := Waiter(0, Amounts(1, 90, 10), arrived_s=100))
-        assert account.turn(100)[0] is waiter
+        assert account.grant_next(100)[0] is waiter
         assert waiter.reservation is not None
         account.settle(waiter.reservation, used, 100)
         assert levels(account)[1] == pytest.approx(left)
@@ -248,13 +248,13 @@ def test_using_more_than_reserved_makes_a_debt_and_using_less_is_given_back() ->
 def test_a_request_larger_than_the_bucket_leaves_a_debt_that_delays_all() -> None:
     account = new_account()
     account.join(Waiter(1, Amounts(1, 3000, 1), arrived_s=100))
-    assert account.turn(100)[0] is not None
+    assert account.grant_next(100)[0] is not None
     assert levels(account)[1] == -2000
     account.join(critical := Waiter(0, Amounts(1, 100, 1), arrived_s=100))
 
-    assert account.turn(119)[0] is None
-    assert account.turn(119)[1] == pytest.approx(2.0, abs=0.01)
-    assert account.turn(121.1)[0] is critical
+    assert account.grant_next(119)[0] is None
+    assert account.grant_next(119)[1] == pytest.approx(2.0, abs=0.01)
+    assert account.grant_next(121.1)[0] is critical
 
 
 def test_a_clock_that_is_set_back_delays_nothing() -> None:
@@ -304,7 +304,7 @@ def test_a_long_stream_after_an_overload_does_not_block_other_calls_until_it_end
 
     def one(now_s: float) -> Reservation | None:
         account.join(Waiter(0, Amounts(1, 10, 10), arrived_s=now_s))
-        waiter, _ = account.turn(now_s)
+        waiter, _ = account.grant_next(now_s)
         return None if waiter is None else waiter.reservation
 
     assert one(100) is not None  # the stream goes on
@@ -314,8 +314,8 @@ def test_a_long_stream_after_an_overload_does_not_block_other_calls_until_it_end
         account.learn(heard(Kind.OVERLOADED), second)
         account.settle(refused, None, second)
     assert one(107) is None
-    waiter, in_s = account.turn(107)
+    waiter, in_s = account.grant_next(107)
     assert waiter is None
     assert in_s == REGAIN_S - 1
-    waiter, _ = account.turn(107 + in_s)
+    waiter, _ = account.grant_next(107 + in_s)
     assert waiter is not None

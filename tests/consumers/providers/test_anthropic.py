@@ -411,6 +411,7 @@ async def test_a_failure_in_the_middle_of_an_answer_may_have_been_paid(
 
     assert caught.value.spent(RESERVED) == RESERVED
     assert not caught.value.is_outage
+    assert caught.value.request_id is not None
 
 
 async def test_an_unknown_host_and_a_failed_handshake_are_transient(api: SimulatedAPI, asked: AskedFor) -> None:

@@ -143,7 +143,7 @@ def test_a_spend_limit_is_recognised_by_its_text(message: str) -> None:
 def test_an_error_event_is_classified_by_its_type(
     event: dict[str, object], expected: type[ProviderError], status: int
 ) -> None:
-    error = from_event(event, request_id="req_1", secret="")
+    error = from_event(event, secret="")
 
     assert error.__class__ is expected
     assert error.status == status
@@ -152,7 +152,7 @@ def test_an_error_event_is_classified_by_its_type(
 
 def test_a_detail_is_one_short_line_without_the_key() -> None:
     message = "key sk-secret is bad\r\n\x1b[31m" + "x" * 1000
-    error = from_event({"error": {"type": "api_error", "message": message}}, request_id=None, secret="sk-secret")
+    error = from_event({"error": {"type": "api_error", "message": message}}, secret="sk-secret")
 
     assert len(error.detail) < 350
     assert "sk-secret" not in error.detail
@@ -176,18 +176,18 @@ def test_a_detail_is_one_short_line_without_the_key() -> None:
     ],
 )
 def test_an_error_event_has_the_status_that_anthropic_documents_for_its_type(type: str, status: int) -> None:
-    assert from_event({"error": {"type": type}}, request_id=None, secret="").status == status
+    assert from_event({"error": {"type": type}}, secret="").status == status
 
 
 def test_no_part_of_the_key_is_left_where_a_long_message_is_cut() -> None:
     secret = "sk-" + "s" * 30
     message = " " * (10_000 - 20) + secret
-    detail = from_event({"error": {"type": "api_error", "message": message}}, request_id=None, secret=secret).detail
+    detail = from_event({"error": {"type": "api_error", "message": message}}, secret=secret).detail
 
     assert "sk-" not in detail
 
 
 def test_a_long_message_is_quoted_up_to_300_characters() -> None:
-    error = from_event({"error": {"type": "api_error", "message": "x" * 20_000}}, request_id=None, secret="sk-secret")
+    error = from_event({"error": {"type": "api_error", "message": "x" * 20_000}}, secret="sk-secret")
 
     assert error.detail.count("x") == 300 - len("in the middle of the stream: ")

@@ -137,7 +137,7 @@ async def test_the_script_decides_like_a_single_process(opened: Opened, redis: R
     for each in waiters:
         alone.join(each)
     expected = []
-    while (waiter := alone.turn(0.0)[0]) is not None:
+    while (waiter := alone.grant_next(0.0)[0]) is not None:
         expected.append(waiters.index(waiter) + 1)
 
     client = FaultyClient(redis.url)

@@ -9,15 +9,13 @@ from typing_extensions import override
 from consumers.failures import TransientError
 from consumers.providers.base import Answer, OnEvent, Provider
 from consumers.state.base import (
+    ClaimAnswer,
     Completion,
-    Conflict,
-    Ended,
     Fingerprint,
     Found,
     Granted,
     Held,
     Identity,
-    Running,
     Stop,
     StoreUnavailable,
 )
@@ -63,8 +61,8 @@ class StoreEdge(SqliteStore):
         self._edge = edge
 
     @override
-    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted | Running | Ended | Conflict:
-        def ask(at: Times) -> Granted | Running | Ended | Conflict:
+    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
+        def ask(at: Times) -> ClaimAnswer:
             found = self._world.rows.claim(at, identity, fingerprint)
             if isinstance(found, Granted):
                 self._world.promise.on_granted(Held(identity, found.token))
