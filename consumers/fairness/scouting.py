@@ -13,7 +13,7 @@ for longer than a quarter of a second on average.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from consumers.background import every
@@ -53,8 +53,6 @@ class Scouted:
     """How many checks in a row found free slots."""
     active: SlotPool | None = None
     """The running scout of the queue; None: it has none."""
-    ending: list[SlotPool] = field(default_factory=list)
-    """Scouts that were stopped and whose requests have not all ended."""
 
 
 class Scouting:
@@ -67,6 +65,8 @@ class Scouting:
         self.is_paused = False
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
+        self._ending: set[SlotPool] = set()
+        """Scouts that were stopped and whose requests have not all ended."""
 
     async def run(self) -> None:
         """Start and stop scouts, until `stop` is called and the requests of all scouts have ended. Cancel it to end at
@@ -84,9 +84,8 @@ class Scouting:
     def give_back_waiting(self) -> None:
         """After `stop`: return to the broker the requests of scouts whose call has not begun
         (`Pool.give_back_waiting`)."""
-        for scouted in self._queues:
-            for scout in scouted.ending:
-                scout.give_back_waiting()
+        for scout in self._ending:
+            scout.give_back_waiting()
 
     async def pause(self, reason: str) -> None:
         """Stop all scouts, and start none until `resume`."""
@@ -121,20 +120,19 @@ class Scouting:
         if is_long and not self.is_paused and not self._stopping.is_set():
             scouted.active = scouted.scout()
             scouted.slots.set_surplus_aside(True)
-            self._group.create_task(self._work(scouted, scouted.active), name=f"scout {scouted.queue}")
+            self._group.create_task(self._work(scouted.active), name=f"scout {scouted.queue}")
 
-    async def _work(self, scouted: Scouted, scout: SlotPool) -> None:
+    async def _work(self, scout: SlotPool) -> None:
         try:
             await scout.run()
         finally:
-            if scout in scouted.ending:
-                scouted.ending.remove(scout)
+            self._ending.discard(scout)
 
     async def _call_back(self, scouted: Scouted) -> None:
         if (scout := scouted.active) is not None:
             scouted.active = None
             scouted.slots.set_surplus_aside(False)
-            scouted.ending.append(scout)
+            self._ending.add(scout)
             await scout.stop()
 
     async def _call_all_back(self) -> None:

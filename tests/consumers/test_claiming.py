@@ -25,6 +25,7 @@ from consumers.state.base import (
     StoreUnavailable,
 )
 from consumers.state.following import Part, Refused
+from lanekeeper.contract import names as n
 from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.memory_store import MemoryStore
 from tests.support.virtual_time import virtually
@@ -175,3 +176,21 @@ def test_a_store_that_is_unavailable_is_asked_again_at_least_once_a_second() -> 
         assert max(pauses_s) <= 1
 
     virtually(story())
+
+
+class Refusing(MemoryStore):
+    """A store that knows an outcome of each request."""
+
+    @override
+    async def defer(self, *_: object, **__: object) -> bool:
+        return False
+
+
+async def test_a_request_that_has_ended_does_not_wait_unless_it_is_a_dead_letter_that_was_published_again() -> None:
+    bench, claiming = Bench(), Claiming(Refusing())
+    ended = bench.job(exchange="lane.due")
+    again = bench.job(exchange="lane.due", headers={n.DEAD_AT: "2026-11-21T18:00:00.000Z"})
+
+    for defer in (claiming.defer, claiming.defer_for_long):
+        assert not await defer(ended, due_ms=NOW_MS, deadline_ms=NOW_MS)
+        assert await defer(again, due_ms=NOW_MS, deadline_ms=NOW_MS)

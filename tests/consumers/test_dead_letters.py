@@ -174,3 +174,9 @@ def test_dead_letters_are_looked_after_once_a_minute_by_the_process_that_has_the
         looked, asked = virtually(story())
     assert (looked, asked) == (looks, [(LEASE, "me", 120)] * 5)
     assert [each["event"] for each in logs] == logged
+
+
+async def test_dead_letters_within_the_limits_are_kept() -> None:
+    queue = Queue(3, 2, 1, body=b"x" * 100)
+    assert await looking_after(queue, max_count=3, max_bytes=300, keep_s=4).look() == 0
+    assert len(queue.letters) == 3

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from lanekeeper.contract.problems import (
     RequestProblem,
     Unroutable,
 )
+from tests.support.completions import CANCELLED
 from tests.support.jobs import BODY, NOW_MS, Bench, decoded, read
 from tests.support.waiting import until
 from topology.codec import decoding
@@ -464,3 +466,23 @@ async def test_the_fault_suite_can_kill_a_worker_after_each_step(
     monkeypatch.setattr(bench.settler.failpoints, "reach_soon", reached.append)
     await bench.settler.settle(bench.job(), outcome)
     assert reached == ["after_keep", "after_store", *publishes, "after_confirm", "after_ack"]
+
+
+@pytest.mark.parametrize(
+    ("mark", "redelivered", "event"),
+    [
+        (None, False, "cancelled"),  # cancelled before any message of it arrived
+        ("its own", True, "cancelled"),  # cancelled under a worker that died before it published the event
+        ("its own", False, "replayed"),
+        ("another's", True, "replayed"),
+    ],
+)
+async def test_the_event_of_a_cancellation_is_published_once(
+    bench: Bench, mark: str | None, redelivered: bool, event: str
+) -> None:
+    delivery = bench.delivery()
+    delivery.redelivered = redelivered
+    job = bench.job(delivery=delivery)
+    found = {None: None, "its own": job.fingerprint.mark, "another's": b"x"}[mark]
+    bench.lifecycle.publish_outcome(job, Replayed(completion=replace(CANCELLED, mark=found)))
+    assert bench.log == [f"event: {event}"]

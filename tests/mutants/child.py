@@ -77,7 +77,8 @@ class Session:
 
 
 def tell_lines(test_file: str, told: str) -> None:
-    """Write for each test of a file which lines it executes and how long it takes; not for those that fail."""
+    """Write for each test of a file which lines it executes and how long it takes. Of those that fail, write the names
+    alone."""
     _settle_in()
     lines = coverage.Coverage(data_file=None, config_file=False, source=[str(ROOT / each) for each in PACKAGES])
     lines.start()
@@ -96,7 +97,8 @@ def tell_lines(test_file: str, told: str) -> None:
         }
         if by_line:
             by_file[str(Path(path).relative_to(ROOT))] = by_line
-    _write(told, {"tests": [[each, session.took_s[each]] for each in tests], "lines": by_file})
+    took_s = [[each, session.took_s[each]] for each in tests]
+    _write(told, {"tests": took_s, "failed": session.failed, "lines": by_file})
 
 
 def tell_verdict(path: str, change: int | None, tests: Sequence[str], known: Collection[str], told: str) -> None:

@@ -101,9 +101,12 @@ class Lines:
 
     def __init__(self, told: Iterable[dict[str, Any]]) -> None:
         self.took_s: dict[str, float] = {}
+        self.failing: set[str] = set()
+        """The tests that fail without any change."""
         self._by_file: dict[str, list[tuple[list[str], dict[str, list[int]]]]] = {}
         for each in told:
             self.took_s.update(each["tests"])
+            self.failing.update(each.get("failed", ()))
             for path, lines in each["lines"].items():
                 self._by_file.setdefault(path, []).append(([name for name, _ in each["tests"]], lines))
 
@@ -246,7 +249,7 @@ def judge(mutant: Mutant, lines: Lines, children: Children) -> tuple[str, str]:
         return "no test", ""
     for _ in range(SECOND_LOOKS):
         files = {each.split("::")[0] for each in tests}
-        known = [each for each in lines.took_s if each.split("::")[0] in files]
+        known = [each for each in (*lines.took_s, *lines.failing) if each.split("::")[0] in files]
         told = children.tell(child.tell_verdict, mutant.path, mutant.number, tests, known)
         if told is None:
             return "caught", "it hangs"
@@ -276,6 +279,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as threads:
         children = Children(folder)
         lines = find_lines(children)
+        for test in sorted(lines.failing):
+            print(f"fails without any change: {test}", flush=True)
 
         def look(mutant: Mutant) -> tuple[str, str]:
             return ("equivalent", "") if mutant.key in known else judge(mutant, lines, children)

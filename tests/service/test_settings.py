@@ -484,3 +484,16 @@ def test_answered_by_changes_only_the_provider() -> None:
 )
 def test_a_value_may_equal_the_one_that_bounds_it(env: dict[str, str]) -> None:
     load(env=env)
+
+
+@pytest.mark.parametrize(
+    ("env", "mib"),
+    [
+        ({}, 32),  # the default store is a file, with a folder for large bodies beside it
+        ({"LANEKEEPER_STORE_URL": "redis://localhost"}, 16),
+        ({"LANEKEEPER_STORE_URL": "redis://localhost", "LANEKEEPER_BODIES__URL": "file:///bodies"}, 32),
+        ({"LANEKEEPER_RESULTS__ANSWER_BYTES": str(4 << 20)}, 4),
+    ],
+)
+def test_with_a_store_for_large_bodies_answers_may_have_32_mib_and_without_it_16(env: dict[str, str], mib: int) -> None:
+    assert load(env=env).answer_bytes == mib << 20

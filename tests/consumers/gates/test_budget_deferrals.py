@@ -157,3 +157,22 @@ def test_a_request_that_waits_for_a_paused_account_is_back_before_its_deadline()
         assert max(each.delay_ms for each in waits if isinstance(each, Deferred)) == pytest.approx(905_000, abs=100)
 
     story(tell)
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "waited_s", "delay_ms"),
+    [(0.2, 0.0, 1000), (7.25, 0.0, 7250), (100.0, 0.0, 15_000), (7.25, 1000.0, 1000)],
+)
+def test_a_request_that_lets_others_pass_is_deferred_for_its_predicted_wait_of_one_to_fifteen_seconds(
+    monkeypatch: pytest.MonkeyPatch, predicted_s: float, waited_s: float, delay_ms: int
+) -> None:
+    async def tell(on: Ground) -> None:
+        async def predicted(*_: object) -> Wait:
+            return Wait(predicted_s, "rpm")
+
+        monkeypatch.setattr(type(on.gate), "_wait", predicted)
+        job = on.job(BATCH)
+        outcome = await on.gate._interrupted(job, job.decoded.request, ONE, waited_s)  # type: ignore[union-attr]
+        assert outcome == Deferred(delay_ms=delay_ms, reason="rpm")
+
+    story(tell)

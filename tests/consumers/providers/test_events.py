@@ -102,7 +102,7 @@ def test_an_event_that_is_too_large_is_refused_in_one_piece_and_in_many() -> Non
 
 
 def test_a_line_end_that_is_cut_in_two_is_one_line_end() -> None:
-    stream = b"event: a\r\ndata: 1\r\n\r\ndata: 2\r\n\r\n"
-
-    for cut in range(len(stream)):
-        assert split(stream, [cut]) == [b"1", b"2"]
+    for end in (b"\r\n", b"\r", b"\n"):
+        stream = end.join([b"event: a", b"data: 1", b"data: 2", b"", b"data: 3", b"", b""])
+        for cut in range(len(stream)):
+            assert split(stream, [cut]) == [b"1\n2", b"3"]

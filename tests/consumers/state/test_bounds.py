@@ -205,3 +205,9 @@ async def test_a_waiting_request_no_longer_counts_after_its_due_time(opened: Ope
 
     await until(has_room)
     assert await reserved(store, "a", "x") == WaitingLimit.TOTAL
+
+
+async def test_the_first_waiting_request_of_a_tenant_may_use_its_whole_limit(opened: Opened) -> None:
+    store = await opened(waiting_per_tenant=10, waiting_in_all=10)
+    assert await reserved(store, "a", "x", weight=10) == WaitingLimit.WITHIN
+    assert await reserved(store, "b", "y", weight=1) == WaitingLimit.TOTAL

@@ -152,7 +152,7 @@ async def test_events_above_the_limits_are_refused_and_its_life_is_not(opened: O
     holder = await held(store)
     assert await store.append([part(holder, *[("event", b"")] * 4)]) == [Refused.FULL]
     assert await store.append([part(holder, ("event", b"x" * 101))]) == [Refused.FULL]
-    assert await store.append([part(holder, *[("event", b"")] * 3)]) == [None]
+    assert await store.append([part(holder, *[("event", b"")] * 2, ("event", b"x" * 100))]) == [None]
     assert await store.append([part(holder, ("event", b""))]) == [Refused.FULL]
     assert await store.append([part(holder, ("truncated", b"{}"))]) == [None]
     assert await store.append([part(holder, ("restart", b"{}"), ("event", b"x"))]) == [None]
@@ -257,3 +257,15 @@ async def test_entries_go_with_the_result(opened: Opened) -> None:
         pass
     assert (await look(store)).is_known is False
     assert await store.submission(ME) is None
+
+
+async def test_a_look_returns_at_most_200_entries_of_a_request_and_the_next_look_the_rest(
+    store: FollowedStore,
+) -> None:
+    holder = await held(store)
+    await store.append([part(holder, *[("step", b"%d" % number) for number in range(250)])])
+    first = await look(store)
+    second = await look(store, after=first.entries[-1].number)
+
+    assert (len(first.entries), len(second.entries)) == (200, first.last - first.entries[-1].number)
+    assert [each.number for each in (*first.entries, *second.entries)] == list(range(1, first.last + 1))
