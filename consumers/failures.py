@@ -10,10 +10,12 @@ ProviderError
 
 BreakerOpen                 no call was made: the circuit breakers of all providers that may be called are open
 
-Each class gives its row of the table as `means`. mypy reports a new row that does not fill every column, and a new
-value of a column that the code which reads the column does not handle (`assert_never`).
+Each class gives its row of the table as `means`. mypy reports the use of a new class that gives none, a new row that
+does not fill every column, and a new value of a column that the code which reads the column does not handle
+(`assert_never`).
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, assert_never
@@ -127,7 +129,7 @@ _BY_STATUS: Final = {401: KEY_REFUSED, 403: FORBIDDEN}
 """The row of the table for a RejectedError, by the HTTP status. Other statuses have the row REJECTED."""
 
 
-class ProviderError(LanekeeperError):
+class ProviderError(LanekeeperError, ABC):
     """A call failed. `detail`: one line for the requester; it may quote the request, because the provider wrote it.
     `status`: the HTTP status, 0 if there was no response. `retry_after_s`: the response's `retry-after`, None if it had
     none."""
@@ -155,9 +157,9 @@ class ProviderError(LanekeeperError):
         """The account's limits, as the headers of the error response give them; set by the adapter."""
 
     @property
+    @abstractmethod
     def means(self) -> Meaning:
         """What follows from the error: its row of the table."""
-        raise NotImplementedError
 
     @property
     def paid(self) -> Paid:

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 import httpx2
 import jiter
@@ -48,6 +48,15 @@ DRAIN_S: Final = 0.1
 """For how many seconds at most to wait for the end of a streamed HTTP body after its last event."""
 
 
+class Client(Protocol):
+    """Any of the asynchronous clients of Anthropic's SDK."""
+
+    @property
+    def post(self) -> Callable[..., Any]: ...
+
+    async def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """How a cloud's API for Claude differs from Anthropic's own. URL and signature are not part of it: Anthropic's
@@ -68,14 +77,13 @@ ANTHROPIC: Final = Dialect()
 class AnthropicProvider:
     """Calls Claude at Anthropic, and at every cloud for which Anthropic's SDK has a client.
 
-    `client`: an asynchronous client of Anthropic's SDK. `secret`: the API key, which is removed from error texts.
-    `traceparent`: a function that returns the value of the HTTP header `traceparent` for the current span.
-    `max_values`: the most JSON keys and values of an answer.
+    `secret`: the API key, which is removed from error texts. `traceparent`: a function that returns the value of the
+    HTTP header `traceparent` for the current span. `max_values`: the most JSON keys and values of an answer.
     """
 
     def __init__(
         self,
-        client: Any,
+        client: Client,
         *,
         name: str,
         secret: str,

@@ -207,7 +207,15 @@ def _changed(route: Route, breaker: Breaker, now_s: float, error: ProviderError 
         error=None if error is None else error.brief,
         retry_in_s=None if error is None else round(breaker.wait_s(now_s), 1),
     )
-    log.log(WARNING if breaker.state is State.OPEN else INFO, signals.BREAKER_CHANGED, **asdict(change))
+    log.log(
+        WARNING if breaker.state is State.OPEN else INFO,
+        signals.BREAKER_CHANGED,
+        provider=change.provider,
+        model=change.model,
+        state=change.state,
+        error=change.error,
+        retry_in_s=change.retry_in_s,
+    )
     return change
 
 
