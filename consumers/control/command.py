@@ -35,7 +35,7 @@ class Command:
     identity: Identity
 
 
-def read(message: Message, *, speakers: Collection[str], needs_user_id: bool = False) -> Command | None:
+def read(message: Message, *, speakers: Collection[str], needs_user_id: bool) -> Command | None:
     """The command of a control message; None if it is `status`. Raises RequestProblem if the message is invalid.
 
     `speakers`: users that may name another tenant than themselves. `needs_user_id`: whether a message without the

@@ -10,6 +10,15 @@ DAY_S = 86_400
 SEEN_LATE_S = 300
 """For how many seconds longer than the longest deadline a cancellation is kept, because clocks differ, and because a
 worker may see a request shortly after its deadline."""
+UNTRIED_PER_TENANT = 10_000
+"""How many results are kept for one tenant when the SQLite file is full, of requests that ended before any attempt
+(their deadline had passed, or their tenant had too many waiting requests). Results above this number are removed before
+all others. 10,000 results take 10 MB."""
+EVENTS_PER_REQUEST = 50_000
+"""How many events of a stream that clients follow are stored since its last restart (`following.py`); later ones are
+not stored."""
+EVENT_BYTES_PER_REQUEST = 8 * MIB
+"""How many bytes the stored events of one followed stream may have together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +36,13 @@ class StoreSpec:
     unseen_per_tenant: int = 10_000
     """How many cancellations are kept for one tenant of requests that no worker has seen. They do not count towards the
     store's limit `max_bytes`."""
-    untried_per_tenant: int = 10_000
-    """How many results are kept for one tenant when the SQLite file is full, of requests that ended before any attempt
-    (their deadline had passed, or their tenant had too many waiting requests). Results above this number are removed
-    before all others. 10,000 results take 10 MB."""
+    untried_per_tenant: int = UNTRIED_PER_TENANT
     waiting_per_tenant: int = 10_000
     """How many requests one tenant may have waiting in the broker for a delay of over a minute."""
     waiting_in_all: int = 100_000
     """How many requests of all tenants together may wait in the broker for a delay of over a minute."""
-    events_per_request: int = 50_000
-    """How many events of a stream that clients follow are stored since its last restart (`following.py`); later ones
-    are not stored."""
-    event_bytes_per_request: int = 8 * MIB
-    """How many bytes the stored events of one followed stream may have together."""
+    events_per_request: int = EVENTS_PER_REQUEST
+    event_bytes_per_request: int = EVENT_BYTES_PER_REQUEST
     lease_s: float = LEASE_S
     """For how many seconds a claim (a worker's right to work on a request) is valid without renewal."""
 

@@ -199,6 +199,16 @@ async def test_a_request_that_is_cancelled_when_its_turn_comes_returns_the_slot(
     assert (slots.running, slots.running_of("small")) == (0, 0)
 
 
+async def test_a_request_that_is_cancelled_when_it_is_set_aside_returns_no_slot() -> None:
+    slots = full(aside(), flood=1)
+    waiting = asyncio.create_task(slots.wait("flood", movable=True))
+    await asyncio.sleep(0)
+    slots.set_surplus_aside(True)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert (slots.running, slots.running_of("flood")) == (1, 1)
+
+
 async def test_an_added_slot_goes_to_a_waiting_request() -> None:
     slots = full(aside(), flood=1)
     waiting = asyncio.create_task(slots.wait("small"))

@@ -183,7 +183,7 @@ def control(data: bytes) -> None:
     message = Message(body=said, routing_key=text, type=text, user_id="crm")
     try:
         control_command.id_of(message)
-        control_command.read(message, speakers=())
+        control_command.read(message, speakers=(), needs_user_id=False)
     except RequestProblem as problem:
         _is_fit_to_send(problem)
 

@@ -45,3 +45,12 @@ def test_diagram_and_list_use_the_namespace() -> None:
     assert "lane." not in mermaid(other).replace("lane&gt;.", "")
     assert "acme.critical: classic" in render(other)
     assert "lane.critical" not in render(other)
+
+
+def test_the_list_says_which_exchanges_are_internal() -> None:
+    lines = render(TOPOLOGY).splitlines()
+    shown = [each for each in TOPOLOGY.exchanges if any(line.startswith(f"  {each.name}: ") for line in lines)]
+    internal = [each.name for each in shown if f"  {each.name}: {each.type}, internal" in "\n".join(lines)]
+
+    assert internal == [each.name for each in shown if each.internal]
+    assert shown != []
