@@ -319,3 +319,14 @@ def test_a_long_stream_after_an_overload_does_not_block_other_calls_until_it_end
     assert in_s == REGAIN_S - 1
     waiter, _ = account.grant_next(107 + in_s)
     assert waiter is not None
+
+
+def test_when_the_clock_jumps_a_waiting_request_keeps_its_age_and_its_place() -> None:
+    account = proven()
+    first, second = (Waiter(0, Amounts(1, 10, 1), arrived_s=arrived_s) for arrived_s in (100, 101))
+    account.join(first)
+    account.join(second)
+    account.shift(-50)
+
+    assert (first.arrived_s, second.arrived_s) == (50, 51)
+    assert not account.join(Waiter(0, Amounts(1, 10, 1), arrived_s=52))
