@@ -1,7 +1,7 @@
 """Cancels requests whose caller has stopped waiting, so that no unwanted answer is paid for.
 
 The cancellations are sent in the background, because a cancelled caller must not wait for the broker. Closing the
-client waits for them.
+client waits until they are sent, for at most 3 s.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from lanekeeper.telemetry import logs, signals
 from lanekeeper.transport import Transport
 
 WITHIN_S = 3.0
-"""How many seconds a client waits for the broker's confirm of a cancellation. After that it gives up: the request may
-then run to its end."""
+"""How many seconds a client waits for the broker's confirm of a cancellation. After that it gives up, and the request
+may run to its end."""
 log = logs.logger()
 
 

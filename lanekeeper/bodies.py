@@ -38,7 +38,7 @@ SCAN_EVERY_S: Final = 60.0
 """The shortest time, in seconds, between two scans of the store of bodies, which remove expired bodies and add up the
 sizes of the others."""
 LONGEST_CAUSE: Final = 1000
-"""The most characters of the store's own error text that our error text quotes."""
+"""How many characters of a file system driver's error text are kept for the log."""
 _IN_URL: Final = re.compile(r"(://)[^\s\"'<>]*(@)|(?<=\?)[^\s\"'<>]+")
 """Matches the parts of a URL that may contain secrets: user and password, and the query."""
 _NAMED_SECRET: Final = re.compile(
@@ -53,8 +53,8 @@ T = TypeVar("T")
 
 
 class BodyError(LanekeeperError):
-    """A stored body is missing, or its SHA-256 is not the announced one, so trying again does not help. The error's
-    text never quotes the body."""
+    """A stored body is missing, or its SHA-256 differs from the one that the message announced, so trying again does
+    not help. The error's text never quotes the body."""
 
 
 class BodyTooLarge(BodyError):
@@ -72,7 +72,7 @@ class BodiesUnavailable(LanekeeperError):
 
 class BodyStore:
     """A folder or bucket for bodies of requests and answers that are too large for a message. It holds at most
-    `in_all_bytes`, and the body of a request for at most `keep_s`.
+    `in_all_bytes` bytes in total, and keeps the body of a request for at most `keep_s` seconds.
 
     The folder is scanned for sizes and expired bodies at most once a minute, when a body is added. Several processes
     may use the same folder.
@@ -93,7 +93,7 @@ class BodyStore:
         return await self._in_thread(lambda: self._keep(pieces, f"{int(time.time())}-{secrets.token_hex(16)}"))
 
     async def keep_answer(self, body: bytes, *, for_s: float) -> BodyAddress:
-        """Write the body of an answer, and return its address. It is removed after `for_s`. Raises
+        """Write the body of an answer, and return its address. The body is removed after `for_s` seconds. Raises
         BodiesUnavailable."""
         name = f"answer-{int(time.time() + for_s)}-{secrets.token_hex(16)}"
         return await self._in_thread(lambda: self._keep([body], name))

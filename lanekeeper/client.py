@@ -59,22 +59,23 @@ class Client:
     ) -> None:
         """`url`: `amqp(s)://…` of the broker, or `http(s)://…` of a gateway. `api_key`: the key for the gateway.
 
-        `publish_within_s`: how long publishing a request is tried. `absent_within_s`: a shorter limit for the case that
-        the broker or gateway cannot be reached; None: no shorter limit.
+        `publish_within_s`: for how many seconds the client tries to publish a request. `absent_within_s`: a shorter
+        time limit for the case that the broker or gateway cannot be reached; None: no shorter limit.
 
         `cancel_abandoned`: if the caller of a request is cancelled (`wait_for`, a task group, Ctrl-C) or leaves its
-        stream early, the request is cancelled too. False: the request continues, and its result can be fetched.
+        stream early, the request is cancelled too. If `cancel_abandoned` is false, the request continues, and its
+        result can be fetched later.
 
         The following parameters are used only over AMQP; a gateway has its own settings for them:
 
-        `names`: the names of the exchanges and queues. `identified`: every message carries `user_id`, the connection's
-        user, which the broker checks. Then no other user can fetch or cancel these requests. Workers may require it
-        (docs/production.md).
+        `names`: the names of the exchanges and queues. `identified`: whether every message has the property `user_id`,
+        the connection's user, which the broker checks. Then no other user can fetch or cancel these requests. Workers
+        may be set to refuse messages without `user_id` (docs/production.md).
 
         `bodies`: the store for bodies over 1 MiB, a folder or bucket as a URL (`file:///…`, `s3://…`). The message then
         contains only the body's address, and the workers fetch the body (`LANEKEEPER_BODIES__URL` or `…__ALLOW`).
         Without `bodies`, a body may have at most 1 MiB. Large answers, which workers put into the same store, are
-        fetched and checked. `fetches_answers` False: they are not fetched, and `Final.kept` has their address.
+        fetched and checked. If `fetches_answers` is false, they are not fetched, and `Final.kept` has their address.
 
         Raises ValueError if a gateway cannot have this URL, or if `api_key` is given for a broker."""
         tracing = tracing or Tracing()
@@ -136,8 +137,8 @@ class Client:
         stored as the outcome of this request id, so a new try needs a new id.
 
         If the connection is lost while the client waits, it reconnects and fetches the result by the request's id. If
-        the user may not fetch results, or if the caller chose the id, the client publishes the request again instead:
-        only that detects an id that was used before with another body.
+        the user may not fetch results, the client publishes the request again instead. It also does so if the caller
+        chose the id, because only a publish detects that the id was used before with another body.
         """
         outgoing = self._outgoing(body, key, options, stream=False, timeout_s=timeout_s)
         try:
@@ -191,8 +192,8 @@ class Client:
         return await self._transport.result(id, tenant=tenant or self._own, end=time_in(wait_s))
 
     async def depth(self, lane: str) -> "Depth | None":
-        """How many messages wait in a lane's intake queue, and how many consumers the queue has; None if it cannot be
-        read, for example because the user has no right to the queue."""
+        """How many messages wait in a lane's intake queue (that of its new requests), and how many consumers the queue
+        has. Returns None if this cannot be read, for example because the user has no right to the queue."""
         return await self._transport.depth(lane)
 
     @property

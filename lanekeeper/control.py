@@ -10,7 +10,7 @@ If the request has ended, the answer to `result` is its final reply, which has t
 
 The broker keeps a cancellation until a worker has recorded it. It drops a question for a result after
 `ANSWERED_WITHIN_S`, because the client no longer waits then. Workers accept a tenant only if the message also has a
-`user_id`, which the broker checks; so a message that names a tenant always carries it."""
+`user_id`, which the broker checks; so each message that names a tenant gets a `user_id`."""
 
 import json
 import uuid
@@ -32,7 +32,7 @@ def cancellation(id: str, *, tenant: str | None, user: str) -> Message:
 
 def question(id: str, *, tenant: str | None, user: str) -> Message:
     """Make the control message that asks for a request's result. `user`: the AMQP user of the connection that publishes
-    it. The broker drops the message when nobody waits for the answer any more."""
+    it. The broker drops the message after `ANSWERED_WITHIN_S`, because nobody waits for the answer any more."""
     message = _message(n.RESULT_KEY, id, tenant=tenant, user=user)
     message.persistent = False
     message.expiration = str(round(ANSWERED_WITHIN_S * 1000))

@@ -42,7 +42,7 @@ class NotEnded(LanekeeperError):
         self.attempts = attempts
         """How many attempts to call the provider have ended; one that runs now is not counted."""
         self.due_at = None if due_at is None else datetime.fromisoformat(due_at)
-        """The earliest start of the next attempt; None if it is not known."""
+        """The earliest time at which the next attempt starts; None if this time is not known."""
         super().__init__(
             f"request {id} has no result yet: {status}, {self._hint()}; to wait: lanekeeper result --wait 20s {id}"
         )

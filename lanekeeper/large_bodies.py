@@ -25,7 +25,7 @@ class LargeBodies:
     """Puts large bodies of a client's requests into a store, and fetches large answers from it.
 
     `store`: the store, or its URL. If it is None, large bodies are sent in the message, and the worker refuses them.
-    `fetches`: whether large answers are fetched; if not, `Final.kept` contains their address.
+    `fetches`: whether large answers are fetched; if not, `Final.kept` has the answer's address.
     """
 
     def __init__(self, store: BodyStore | str | None, *, fetches: bool) -> None:
@@ -33,8 +33,8 @@ class LargeBodies:
         self._fetches = fetches
 
     async def store_body(self, outgoing: OutgoingRequest) -> None:
-        """Move the body of a request into the store if it is large; the message then has its address and digest. Raises
-        BodiesUnavailable."""
+        """Move the body of a request into the store if it is large; the message then has the body's address and digest.
+        Raises BodiesUnavailable."""
         message = outgoing.message
         if outgoing.content is None and len(message.body) <= OVER_BYTES:
             return

@@ -12,15 +12,15 @@ from lanekeeper.contract.messages import PRIORITY_AT_MOST, Message
 from lanekeeper.replies import Problem
 
 PRIORITY = 4
-"""The default priority of a request. A client always sets it, because RabbitMQ treats messages without a priority
-differently: as 4 in quorum queues, as 0 in classic queues (docs/facts.md, section 1)."""
+"""The default priority of a request. A client always sets a priority, because RabbitMQ treats a message without one as
+priority 4 in quorum queues, but as 0 in classic queues (docs/facts.md, section 1)."""
 ANSWER_LATE_S = 5.0
 """A client waits for a request's reply until this many seconds after the request's deadline. If a worker runs, its
-error reply (the deadline has passed) comes sooner."""
+error reply, which says that the deadline has passed, comes sooner."""
 
 
 class Options(TypedDict, total=False):
-    """The options of a request. For an option that is left out, the lane's setting applies."""
+    """The options of a request; each may be left out. Without `deadline_s`, the lane's deadline applies."""
 
     message_id: str
     """The request's id; generated if left out."""
@@ -33,7 +33,7 @@ class Options(TypedDict, total=False):
     """The time limit for the final answer in seconds, counted from publishing, or from the end of the request's delay.
     """
     delay_s: float
-    """The request starts this many seconds after publishing, not earlier."""
+    """How many seconds after publishing the request may start at the earliest."""
     at: datetime
     """The earliest start of the request: a time with a time zone."""
     beta: str
@@ -41,7 +41,7 @@ class Options(TypedDict, total=False):
     headers: Mapping[str, Any]
     """Further AMQP headers, such as `traceparent`; they override the options above."""
     cancel_abandoned: bool
-    """False: this request continues even if its caller stops waiting (see `Client`)."""
+    """If this is false, the request continues even if its caller stops waiting (see `Client`)."""
     full_within_s: float
     """How long to wait for room in a full lane before PublishRefused is raised; 2 s if left out, 0: no waiting."""
 
@@ -83,10 +83,11 @@ def message_of(body: Mapping[str, Any] | bytes, options: Options, *, stream: boo
 
 
 def bound_s(message: Message) -> float | None:
-    """How long a client should wait for the answer to a request: its deadline, its delay and `ANSWER_LATE_S`. None (no
-    limit) if the message sets no deadline, or an absolute start (`at`).
+    """How many seconds a client should wait for the answer to a request: the sum of its deadline, its delay and
+    `ANSWER_LATE_S`. Returns None (no limit) if the message sets no deadline, or if it sets an absolute start (`at`).
 
-    Workers answer a request whose deadline has passed. If no worker runs, only this limit ends the wait.
+    A worker answers a request whose deadline has passed with an error. If no worker runs, only this limit ends the
+    wait.
     """
     deadline_ms, at = message.headers.get(n.DEADLINE_MS), message.headers.get(n.AT)
     if not isinstance(deadline_ms, int) or at is not None:

@@ -155,8 +155,8 @@ class OverAmqp:
             raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
 
     async def _ask(self, message: Message) -> Message:
-        """Publish a control message and return the worker's answer. Raises NoReply, ReplyLost, BrokerErrors of a
-        publish."""
+        """Publish a control message and return the worker's answer. Raises NoReply, ReplyLost, and the BrokerErrors of
+        `publish_surely`."""
         with self._answers.expecting(message) as arrived:
             await self._send(message, within_s=control.ANSWERED_WITHIN_S)
             self._answers.published(arrived)
@@ -178,7 +178,7 @@ class OverAmqp:
 
     async def _result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
         """Ask for a request's final reply, repeatedly until the request has ended, or until `end` (see `until_ended`).
-        The reply may have only the address of its body."""
+        If the answer was too large for a message, the reply has only the address of its body."""
 
         async def ask(_: float | None) -> Final:
             return control.result_of(await self._ask(control.question(id, tenant=tenant, user=self.user)))

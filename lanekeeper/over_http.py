@@ -1,7 +1,7 @@
 """The client's transport over HTTP: calls to a gateway's `/v1/requests`.
 
 A request is posted once; its events and its result are then fetched by its id. So neither the request nor a part of its
-answer is lost if the connection breaks or the gateway restarts. The next call may go to another gateway.
+answer is lost if the connection breaks or the gateway restarts, and the next call may go to another gateway.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ WAIT_S = 20.0
 """For how many seconds one HTTP call waits for a request to end. The time is short enough that proxies do not close the
 silent connection."""
 CONTROL_WITHIN_S = 5.0
-"""The time limit, in seconds, for a call that cancels a request or reads its result, in addition to the time that it
-asks the gateway to wait."""
+"""The time limit, in seconds, for a call that cancels a request or reads its result, in addition to the time for which
+the call asks the gateway to wait."""
 AWAY_S = 30.0
 """If a client waits for an answer without a time limit, and the gateway cannot be reached for this many seconds, the
 client gives up."""

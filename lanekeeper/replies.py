@@ -33,7 +33,7 @@ class Problem(RequestProblem):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A part of a streamed answer: a reply that comes before the final reply."""
+    """A part of a streamed answer. It is sent as a reply of its own, before the final reply."""
 
     kind: Literal["event", "restart"]
     """`restart` tells the requester to discard all earlier events, because an attempt failed or another worker took the
@@ -62,8 +62,8 @@ class Final:
     """The final reply to a request that succeeded: the answer and its metadata."""
 
     body: bytes
-    """The JSON of Anthropic's Message. If the answer lies in the store and was not fetched: JSON with its
-    address (see `kept`)."""
+    """The JSON of Anthropic's Message. If the answer is in the store for large bodies and was not fetched, JSON with
+    its address (see `kept`)."""
     request_id: str
     lane: str
     model: str
@@ -76,7 +76,8 @@ class Final:
 
     @property
     def kept(self) -> BodyAddress | None:
-        """The address and digest of an answer that was too large for a message; None for any other answer."""
+        """The address and digest of an answer that was too large for a message, so that it was put into the store for
+        large bodies; None for any other answer."""
         return body_address_in(self.headers)
 
     @property

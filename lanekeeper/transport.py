@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from lanekeeper.amqp.depth import Depth
 
 FIRST_PAUSE_S = 0.1
-"""The first pause, in seconds, between two questions for the same result."""
+"""The first pause, in seconds, between two queries for the same request's result."""
 PAUSE_CAP_S = 5.0
-"""The longest pause, in seconds, between two questions for the same result."""
+"""The longest pause, in seconds, between two queries for the same request's result."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,13 +35,14 @@ class OutgoingRequest:
     publish_within_s: float
     """For how many seconds to try to publish the request."""
     absent_within_s: float | None
-    """A shorter limit in seconds while there is no connection and nothing was sent yet; None: no shorter limit."""
+    """The time limit for publishing, in seconds, while there is no connection and nothing was sent yet; None: no
+    shorter limit than `publish_within_s`."""
     full_within_s: float
-    """A shorter limit in seconds while the lane's queue is full."""
+    """The time limit for publishing, in seconds, while the lane's queue is full."""
     timeout_s: float | None
     """How many seconds the caller waits for the answer; None: without a limit."""
     end: float | None
-    """When that wait ends, by the event loop's clock; None: never."""
+    """When the caller's wait for the answer ends, by the event loop's clock; None: never."""
 
     may_be_published: bool = False
     """Whether one of the earlier tries to publish the request may have reached the broker."""
@@ -57,8 +58,8 @@ class OutgoingRequest:
 class Transport(Protocol):
     """How a `Client` reaches the workers: through the broker (`OverAmqp`) or through a gateway (`OverHttp`).
 
-    The methods return and raise the same as those of `Client`. `answer` and `replies` raise TimeoutError at
-    `outgoing.end`.
+    The methods return and raise the same as the methods of `Client` with these names. `answer` stands for
+    `Client.request`, `replies` for `Client.stream`; both raise TimeoutError at `outgoing.end`.
     """
 
     @property
@@ -97,11 +98,11 @@ def time_in(timeout_s: float | None) -> float | None:
 
 
 async def until_ended(ask: Callable[[float | None], Awaitable[Final]], *, end: float | None) -> Final:
-    """Call `ask`, which fetches a request's final reply, repeatedly until the request has ended. The argument of `ask`
-    is the number of seconds left until `end`, a time of the event loop's clock, at which it is called for the last
-    time.
+    """Call `ask`, which fetches a request's final reply, repeatedly until the request has ended. `ask` gets the number
+    of seconds that are left until `end` (a time of the event loop's clock), and is called for the last time at `end`.
 
-    If `end` is None, there is no time limit, but the first BrokerError ends the wait. Raises the last error of `ask`.
+    If `end` is None, `ask` gets None and there is no time limit, but the first BrokerError ends the wait. Raises the
+    last error of `ask`.
     """
     loop = asyncio.get_running_loop()
     pause_s = FIRST_PAUSE_S

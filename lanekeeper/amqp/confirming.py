@@ -1,8 +1,9 @@
 """Publishes on one channel with confirms: each message waits for its own confirm, many at once.
 
 The broker numbers the messages of a channel. A confirm is for one number, or for all numbers up to it. If no queue is
-bound for a mandatory message, the broker first returns the message and then confirms it. A returned message is matched
-by its id, so a mandatory message waits until no other one with the same id is in flight.
+bound for a mandatory message, the broker first returns the message and then confirms it. A returned message does not
+have this number, so it is matched by its `message_id`; therefore a mandatory message is published only when no other
+mandatory message with the same id waits for its confirm.
 """
 
 import asyncio

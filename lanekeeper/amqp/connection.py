@@ -1,7 +1,8 @@
 """One supervised connection to the broker: it is opened, watched, and opened again when it is lost.
 
 It uses aio-pika's plain connection, not its robust objects: these restore channels silently, so that a loss goes
-unnoticed (docs/decisions/0001). Here, code that uses a channel notices that it has closed, and opens another.
+unnoticed (docs/decisions/0001). With the plain connection, code that uses a channel sees that the channel has closed,
+and opens another.
 """
 
 import asyncio
@@ -35,8 +36,8 @@ limit because a frozen node accepts connections and never answers."""
 CLOSE_TIMEOUT_S = 3
 """The time limit, in seconds, for closing a connection to the broker."""
 BACKOFF_CAP_S = 2.5
-"""The longest pause between two tries to connect, and so the longest delay after the broker has started. With this cap,
-a hundred workers together try about a hundred times a second."""
+"""The longest pause, in seconds, between two tries to connect. So a worker connects again at the latest about this long
+after the broker has started. With this cap, a hundred workers together try about a hundred times a second."""
 log = logs.logger()
 
 
@@ -44,7 +45,7 @@ class Connection:
     """A connection to RabbitMQ. From `__aenter__` to `__aexit__` a background task opens it again whenever it is lost.
 
     `url`: one URL, or the URLs of a cluster's nodes, separated by commas. The connection starts with a random one of
-    them, and tries the next one when one fails.
+    them, and tries the next URL when one fails.
     """
 
     def __init__(self, url: str, *, name: str, ssl_context: ssl.SSLContext | None = None) -> None:
@@ -60,15 +61,16 @@ class Connection:
         self._blocked_since_s = 0.0
         self._supervisor: asyncio.Task[None] | None = None
         self.loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """A future that gets the reason when the connection is lost; it is replaced when the connection is opened."""
+        """A future that gets the reason when the connection is lost; a new future replaces it when the connection is
+        opened again."""
         self.trouble: str | None = "not connected yet"
         """Why the connection is not open; None while it is open."""
         self.blocked: str | None = None
         """Why the broker accepts no publishes at present ("low on memory"); None if it accepts them. The broker reports
         this only to connections that have published."""
         self.openings = 0
-        """How often the connection was opened. If this has changed, what was found out about the broker before may no
-        longer be true."""
+        """How often the connection was opened. If this number has changed, what was learned about the broker earlier
+        (such as its size limit for messages) may no longer be true."""
 
     def another(self, purpose: str) -> "Connection":
         """Create a second `Connection` to the same broker, without opening it. `purpose` becomes part of the
@@ -154,7 +156,7 @@ class Connection:
         await self.underlying(timeout_s=max(0.0, end - asyncio.get_running_loop().time()))
 
     def blocked_error(self, hint: str) -> BrokerBlocked:
-        """Make the error to raise while the broker accepts no publishes. `hint` is the end of its text."""
+        """Make the error to raise while the broker accepts no publishes. `hint` becomes the end of the error's text."""
         return BrokerBlocked(
             f"the broker at {self.address} takes nothing: {self.blocked} (a memory or disk alarm; `rabbitmqctl status` "
             f"says which); {hint}"

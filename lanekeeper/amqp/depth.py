@@ -19,7 +19,8 @@ RPC_TIMEOUT_S = 5
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """The length of a queue: `ready` counts the waiting messages, without those that consumers are working on."""
+    """The length of a queue, and the number of its consumers. `ready` counts the messages that wait in the queue,
+    without those that were delivered and are not acknowledged yet."""
 
     ready: int
     consumers: int

@@ -7,7 +7,7 @@
         replies.published(arrived)
         reply = await arrived.next(end=None)
 
-The broker's user needs no permission to declare or read any queue, and nobody else can read or guess the reply address.
+The AMQP user needs no permission to declare or read any queue, and nobody else can read or guess the reply address.
 Replies are not acknowledged, and each is delivered at most once. If the channel closes, all replies still expected on
 it are lost.
 """
@@ -32,8 +32,8 @@ RPC_TIMEOUT_S = 30
 CLOSE_TIMEOUT_S = 3
 """The time limit, in seconds, for closing the channel of direct replies."""
 UNREAD_BYTES = 1024 * 1024
-"""How many bytes of one streamed answer may be received and not yet read by the caller. A model needs many seconds to
-write as much."""
+"""How many bytes of one streamed answer may be received and not yet read by the caller. Only a caller that reads very
+slowly exceeds this, because a model needs many seconds to write as much."""
 
 
 class Arrivals:
@@ -44,7 +44,8 @@ class Arrivals:
         self._unread_bytes = 0
         self._is_lost = False
         self.is_published = False
-        """Whether the broker has confirmed the message. Before that, losing the channel loses no reply to it."""
+        """Whether the broker has confirmed the message to which these are the replies. If the channel is lost before,
+        no reply is lost, because the message is then published again on another channel."""
 
     def add(self, reply: Message) -> None:
         """Add a reply. If more than `UNREAD_BYTES` are unread, this and all later replies are dropped, and the reader
@@ -76,16 +77,16 @@ class Arrivals:
 
 
 class DirectReplies:
-    """Passes each reply that arrives to the caller that waits for it, by the correlation id. When the channel is lost,
-    the publisher opens another, and calls `consume` with it."""
+    """Passes each reply that arrives to the caller that waits for it, which it finds by the reply's `correlation_id`.
+    When the channel is lost, the publisher opens another, and calls `consume` with it."""
 
     def __init__(self) -> None:
         self._expected: dict[str, Arrivals] = {}
         self._channel: Channel | None = None
 
     async def consume(self, channel: Channel) -> None:
-        """Start receiving replies on a channel. This is to be passed to the publisher as `on_channel`, because the
-        broker requires the consumer before the first publish.
+        """Start receiving replies on a channel. Pass this method to the publisher as `on_channel`, because the broker
+        requires that a channel has this consumer before its first publish with a direct reply-to address.
 
         Raises BrokerUnreachable, AccessRefused.
         """

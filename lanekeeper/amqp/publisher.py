@@ -40,8 +40,8 @@ SURELY_WITHIN_S = 100.0
 """For how many seconds a worker tries to publish a reply: long enough for a restart of the broker. After that, the
 worker returns the request to its queue; when the request is delivered again, its stored result is published."""
 DEFAULT_EXCHANGE = "amq.default"
-"""The name of the default exchange in RabbitMQ's error texts. An error of the channel fails all publishes on it; the
-text names the exchange of the one publish that caused the error."""
+"""The name of the default exchange in RabbitMQ's error texts. An error that closes a channel fails all publishes that
+wait on it, and only the exchange in the error's text tells which publish caused the error."""
 _LOST = (AMQPError, RuntimeError, OSError)
 """The exceptions that a publish raises if its channel is lost or its time limit is over (TimeoutError is an OSError).
 """
@@ -59,9 +59,9 @@ class Publisher:
         on_missing: Callable[[], None] | None = None,
         on_channel: Callable[[Channel], Awaitable[None]] | None = None,
     ) -> None:
-        """`on_missing` is called when a publish fails because its exchange is missing, or no queue is bound for its
-        key; the caller can then check the whole topology. `on_channel` is called with each new channel before the first
-        publish on it."""
+        """`on_missing` is called when `publish_surely` fails because an exchange is missing, or because no queue is
+        bound for the routing key; the caller can then check the whole topology. `on_channel` is called with each new
+        channel before the first publish on it."""
         self.connection = connection
         self._tracing = tracing
         self._confirming: Confirming | None = None
@@ -71,8 +71,8 @@ class Publisher:
         self._limit = MessageLimit(connection)
 
     async def exceeded_limit(self, size: int) -> int | None:
-        """Return the broker's limit for the size of a message in bytes, if a body of `size` bytes exceeds it. None if
-        it does not, or if the limit cannot be found out now; `publish` checks the size again."""
+        """Return the broker's limit for the size of a message in bytes, if a body of `size` bytes exceeds this limit.
+        Returns None if it does not, or if the limit cannot be found out now; `publish` then checks the size again."""
         try:
             with suppress(BrokerUnreachable):
                 await self._limit.check(size)
@@ -92,7 +92,7 @@ class Publisher:
     ) -> None:
         """Publish once and wait for the confirm.
 
-        `traced` false: without a span, for the parts of a stream. Raises Unroutable (returned), PublishRefused (nack),
+        `traced`: whether to make a tracing span for the publish. Raises Unroutable (returned), PublishRefused (nack),
         ConfirmUnknown (no confirm came), BrokerBlocked (there was an alarm for all of `timeout_s`, so nothing was
         published), BrokerUnreachable, AccessRefused, MessageTooLarge (not sent), TopologyMismatch (no such exchange).
         """
@@ -151,16 +151,17 @@ class Publisher:
         absent_within_s: float | None = None,
         gives_up_on: tuple[type[BrokerError], ...] = (),
     ) -> None:
-        """Publish, and repeat it until the broker has confirmed the message, for at most `within_s`; then raise the
-        last error. The message may be published more than once.
+        """Publish, and repeat the publish until the broker has confirmed the message, for at most `within_s` seconds;
+        then raise the last error. The message may be published more than once.
 
-        `refused_within_s`: a shorter limit after refusals (nack). `absent_within_s`: a shorter limit while there is no
-        connection and nothing was published yet; None: no shorter limit.
+        `refused_within_s`: a shorter time limit, which applies if the broker refuses the message (nack).
+        `absent_within_s`: a shorter time limit, which applies while there is no connection and nothing was published
+        yet; None: no shorter limit.
 
         Some errors are raised at once: AccessRefused, MessageTooLarge, those in `gives_up_on`, and Unroutable from the
-        default exchange (the requester's reply queue does not exist any more). Unroutable from one of our own exchanges
-        is tried again, because a missing queue of ours is declared again. The raised error's `maybe_published` covers
-        all tries.
+        default exchange (the requester's reply queue does not exist any more). After Unroutable from one of
+        Lanekeeper's exchanges the publish is repeated, because the queue that is missing may be declared again
+        meanwhile. The raised error's `maybe_published` says whether any of the tries may have published the message.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()

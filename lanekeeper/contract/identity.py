@@ -1,4 +1,5 @@
-"""Checks of a request's id (`message_id`), and of names from a provider before they appear in logs and spans."""
+"""Checks the ids of requests (`message_id`), and the names that a provider sends before they are written to logs and
+spans."""
 
 import re
 

@@ -8,7 +8,7 @@ from lanekeeper.contract.names import BODY, BODY_SHA256
 
 PRIORITY_AT_MOST = 9
 """The highest priority that a request may have. RabbitMQ 4.3 orders quorum queues by priorities up to 31, and has no
-setting for a lower limit; so a message with a priority above 9 would overtake all others."""
+setting for a lower limit. So Lanekeeper itself refuses higher priorities: such a message would overtake all others."""
 UNREADABLE = "\x00unreadable"
 """The key of a header that our AMQP decoder adds to a message if it cannot read some properties. The value names these
 properties and the reasons. A request with this header is refused."""
@@ -30,8 +30,8 @@ class Headers(dict[str, Any]):
         self.places: dict[str, tuple[int, int]] = {}
 
     def encoded(self, name: str) -> Any:
-        """The value of a header in the encoding in which it was received; the plain value if the header was set in this
-        process."""
+        """The value of a header in the encoding in which it was received. If the header was set in this process, its
+        Python value."""
         if (place := self.places.get(name)) is None:
             return self[name]
         return Encoded(self.wire[place[0] : place[1]])
@@ -68,7 +68,7 @@ class BodyAddress:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The two headers of a message that has this address in place of a body: the address and the SHA-256."""
+        """The two headers that a message has in place of a body: the address and the SHA-256 of the stored body."""
         return {BODY: self.address, BODY_SHA256: self.sha256}
 
 

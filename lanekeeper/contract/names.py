@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Builds the names of the exchanges, queues and routing keys of one installation of Lanekeeper. All begin with the
-    installation's namespace, `lane` by default."""
+    """Builds the names of the exchanges, queues and routing keys of one installation of Lanekeeper. The names of
+    exchanges and queues begin with the installation's namespace, `lane` by default."""
 
     namespace: str = "lane"
 
@@ -30,8 +30,8 @@ class Names:
         return f"{self.namespace}.{lane}.side.{number:02d}"
 
     def side_exchange(self, number: int) -> str:
-        """Name of the topic exchange through which workers move requests to side queues. The side queues with this
-        number of all lanes are bound to it."""
+        """Name of the topic exchange through which workers move requests to side queues. Each lane's side queue with
+        this number is bound to the exchange."""
         return f"{self.side_prefix}{number:02d}"
 
     @property
@@ -45,8 +45,8 @@ class Names:
         return f"{self.namespace}.due"
 
     def delay(self, level: int) -> str:
-        """Name of a headers exchange and of a wait queue: those of one level of the delay cascade (the queues of 100
-        ms, 200 ms, 400 ms, … whose waits add up to a message's delay)."""
+        """Name of the headers exchange and of the wait queue of one level of the delay cascade: a chain of queues that
+        hold a message for 100 ms, 200 ms, 400 ms and so on, whose waits add up to the message's delay."""
         return f"{self.namespace}.delay.{level:02d}"
 
     @property
@@ -86,21 +86,21 @@ class Names:
         return f"{self.namespace}.reply."
 
     def reply_queue(self, user: str) -> str:
-        """Name of the queue for replies to a broker user; names of the user's further reply queues add a dot and a
-        suffix."""
+        """Name of the queue for replies to a broker user; if the user has further reply queues, their names are this
+        name, a dot and a suffix."""
         return f"{self.reply_prefix}{user}"
 
     def lane_pattern(self, lane: str) -> str:
-        """Key that binds a lane's queues to a topic exchange. It matches routing keys that begin with the lane's name:
-        `<lane>.<app>.<task>` and any further words."""
+        """Binding key between a topic exchange and a lane's queue. It matches routing keys that begin with the lane's
+        name: `<lane>.<app>.<task>` and any further words."""
         return f"{lane}.#"
 
     def event_key(self, lane: str, app: str, event: str, message_id: str) -> str:
         return f"{lane}.{app}.{event}.{message_id}"
 
 
-# Headers that a requester may set. Any other x-lane-* header on a request is stripped if only workers set it (OURS);
-# all others are refused, by an error that names the header.
+# Headers of a request. The requester may set those in PUBLIC, the trace context, and `anthropic-beta`. Headers that
+# only workers set (OURS) are removed from a request; any other x-lane-* header is refused, by an error that names it.
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 BAGGAGE = "baggage"
@@ -121,7 +121,7 @@ SENT_MS = "x-lane-sent-ms"
 ANTHROPIC_BETA = "anthropic-beta"
 PUBLIC = frozenset({DEADLINE_MS, STREAM, DELAY_MS, AT, TENANT, NO_BATCH, SENT_MS, BODY, BODY_SHA256})
 
-# On replies.
+# Headers of replies.
 STATUS = "x-lane-status"
 PART = "x-lane-part"
 SEQ = "x-lane-seq"
@@ -140,15 +140,16 @@ CONTROL = "x-lane-control"
 CODE = "x-lane-code"
 """The header of a gateway's HTTP error answer whose value is the `code` of the problem document."""
 
-# On dead letters.
+# Headers of dead letters.
 DEAD_CODE = "x-lane-dead-code"
 DEAD_DETAIL = "x-lane-dead-detail"
 DEAD_AT = "x-lane-dead-at"
 ROUTING_KEY = "x-lane-routing-key"
 ERRORS = "x-lane-errors"
 
-# From one worker to the next; `HopHeaders` (topology/codec/headers.py) explains each. They are read only from messages
-# that come from the delay cascade or a side queue, where only workers can publish; so are ATTEMPT and ERRORS.
+# Headers that a worker writes for the next worker when it publishes a request again; `HopHeaders`
+# (topology/codec/headers.py) explains each. These headers, ATTEMPT and ERRORS are read only from messages that come
+# from the delay cascade or a side queue, where only workers can publish.
 FIRST_SEEN_MS = "x-lane-first-seen-ms"
 DUE_MS = "x-lane-due-ms"
 USER_ID = "x-lane-user-id"
@@ -171,7 +172,7 @@ OURS = frozenset(
 )  # fmt: skip
 """The headers that only workers set. If a requester sends one of them, it is removed."""
 
-# Set by the broker; docs/facts.md, sections 3 and 7.
+# RabbitMQ's own headers and names; docs/facts.md, sections 3 and 7.
 BROKER_TIMESTAMP_MS = "timestamp_in_ms"
 DELIVERY_COUNT = "x-delivery-count"
 ACQUIRED_COUNT = "x-acquired-count"
@@ -186,12 +187,13 @@ CANCEL_KEY = "cancel"
 RESULT_KEY = "result"
 CHANGE_KEY = "change"
 CONTROL_KEYS = (CANCEL_KEY, RESULT_KEY, CHANGE_KEY)
-"""The routing keys of the control messages that applications send: `cancel` and `result`. One worker answers each
-message. A cancellation stays in the queue until a worker has recorded it; a question for a result expires."""
+"""The routing keys of the control messages that applications may send; one worker answers each message. A cancellation
+(`cancel`) stays in the queue until a worker has recorded it. A question for a result (`result`) expires. `change` is
+reserved: this version answers it with an error."""
 STATUS_KEY = "status"
 """The routing key of the control message that asks all workers for their status. Each worker binds a queue of its own
-for this key, and answers."""
+with this key, so that each gets the message and answers it."""
 CONTROL_BINDING_KEYS = (CANCEL_KEY, RESULT_KEY, "#")
-"""Binding keys of the queue `lane.control`. `#` alone would do: it also matches unknown keys, so that these are
-answered with an error. The first two keys stay declared because earlier versions declared them: on their brokers, the
-bindings would otherwise be reported as undeclared."""
+"""Binding keys of the queue `lane.control`. The key `#` alone would do: it matches every key, so that a message with an
+unknown key is answered with an error. The other two keys are kept because earlier versions declared them: on a broker
+that an earlier version set up, their bindings would otherwise be reported as undeclared."""

@@ -28,8 +28,8 @@ class BrokerError(LanekeeperError):
     """The broker, or the connection to it, failed or refused an operation."""
 
     maybe_published = False
-    """Whether the broker may have got the message although the publish failed with this error: a publish is tried
-    several times, and the broker's answer to one of the tries may be lost."""
+    """Whether the broker may have got the message although the publish failed with this error. This is possible because
+    a publish is tried several times, and the broker's confirm of one of the tries may be lost."""
 
 
 class BrokerUnreachable(BrokerError):
@@ -42,7 +42,8 @@ class BrokerBlocked(BrokerError):
 
 
 class MessageTooLarge(BrokerError):
-    """The broker accepts no message of this size. It was not sent, because that would have closed the channel."""
+    """The broker accepts no message of this size. The message was not sent, because the broker would have closed the
+    channel."""
 
     def __init__(self, size: int, limit: int) -> None:
         self.size = size
@@ -56,7 +57,7 @@ class PublishRefused(BrokerError):
     """The broker refused a publish (nack): a queue that the message is routed to is full."""
 
     retry_after_s = 2.0
-    """After how many seconds to publish again. A full queue seldom has room sooner."""
+    """How many seconds to wait before publishing again, because a full queue seldom has room sooner."""
 
 
 class Unroutable(BrokerError):
@@ -71,7 +72,8 @@ class ConfirmUnknown(BrokerError):
 
 
 class AccessRefused(BrokerError):
-    """The client's user on the broker has no permission for the operation."""
+    """The client's AMQP user has no permission for the operation, or its credentials are refused; over HTTP, the
+    gateway refuses the API key."""
 
 
 class TopologyMismatch(BrokerError):
@@ -97,7 +99,8 @@ class ProblemType:
     parked: bool
     """Whether the request is also put into `lane.dead`, from where it can be corrected or tried again."""
     retryable: bool
-    """Whether sending the same request again could help. It then needs a new id, unless `kept` is false."""
+    """Whether sending the same request again could help. The new request then needs another id, unless `kept` is
+    false."""
     answered: bool = True
     """Whether the requester gets the problem document as a reply."""
     kept: bool = True
@@ -106,8 +109,8 @@ class ProblemType:
 
     @property
     def advice(self) -> str:
-        """How to try again: a text that is added to the detail in a problem document. Empty if that could not help, or
-        if the same message can be sent again unchanged."""
+        """How to try again: a text that is added to the detail in a problem document. Empty if trying again could not
+        help, or if the same message can be sent again unchanged."""
         if not self.retryable or not self.kept:
             return ""
         other = ", or its dead letter as it is" if self.parked else ""
@@ -144,13 +147,13 @@ PROBLEMS = {
 
 
 DETAIL_CHARACTERS = 1000
-"""The largest number of characters of a problem's detail. The detail becomes a header of a dead letter, and RabbitMQ
-closes a connection that publishes headers larger than a frame (501 FRAME_ERROR)."""
+"""The largest number of characters of a problem's detail. There is a limit because the detail becomes a header of a
+dead letter, and RabbitMQ closes a connection that publishes headers larger than a frame (501 FRAME_ERROR)."""
 
 
 _QUOTES = re.compile(r"[:;,'\"(`]")
-"""The characters that end the first part of a problem's detail. The first part only names the wrong field, so logs may
-contain it; the rest may quote the request's content."""
+"""The characters at which the first part of a problem's detail ends. This part only names the wrong field, so it may be
+logged; the rest may quote the request's content, so it is not logged."""
 
 
 class RequestProblem(LanekeeperError):
@@ -198,7 +201,7 @@ def invalid_request(detail: str) -> RequestProblem:
 
 
 def answer_too_large(size: int, limit: int, *, setting: str = "", is_away: bool = False) -> RequestProblem:
-    """The problem for an answer that is too large to be sent back.
+    """Make the error for a provider's answer that is too large to be sent back to the requester.
 
     `size` and `limit` are in bytes. `setting` is the name of a setting that allows larger answers. `is_away`: the limit
     is that of a message, because the store for large answers could not be used.

@@ -17,7 +17,8 @@ from lanekeeper.contract.problems import BrokerError, BrokerUnreachable, Confirm
 from lanekeeper.http.documents import document_of
 
 ANSWERED_WITHIN_S = 10.0
-"""How many seconds a gateway may take to answer, in addition to the time that the call asks it to wait."""
+"""How many seconds a gateway may take to answer, in addition to the time for which the call asks it to wait for the
+request's end."""
 SLOWEST_BYTES_S = 256 * 1024
 """The slowest accepted rate of sending a request body, in bytes a second. The time limit of a call with a large body is
 computed from it."""
@@ -47,7 +48,7 @@ class Answer:
 
     @property
     def document(self) -> Mapping[str, Any]:
-        """The body parsed as a JSON object; an empty object if it is none."""
+        """The body parsed as a JSON object. If it is something else, an empty object."""
         return document_of(self.body)
 
 
@@ -94,8 +95,9 @@ class Calls:
     ) -> Answer:
         """Make a call, and repeat it until there is an answer, for at most `within_s`.
 
-        `absent_within_s`: a shorter limit while no gateway can be reached; None: no shorter limit. `full_within_s`: a
-        shorter limit while the lane is full. `waits_s`: how long the call asks the gateway to wait before it answers.
+        `absent_within_s`: a shorter time limit while no gateway can be reached; None: no shorter limit.
+        `full_within_s`: a shorter time limit while the lane is full. `waits_s`: for how many seconds the call itself
+        asks the gateway to wait before it answers; `within_s` does not include them.
 
         Raises PublishRefused (the lane was full for all of `full_within_s`), BrokerUnreachable, and ConfirmUnknown (the
         call may have been carried out).
@@ -132,8 +134,8 @@ class Calls:
 
     @asynccontextmanager
     async def streamed(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The response to a GET. Its body can be read inside the block, while it arrives. Raises BrokerUnreachable,
-        also if reading the body fails."""
+        """Make a GET and yield the response. Inside the `with` block, its body can be read while it arrives. Raises
+        BrokerUnreachable, also if reading the body fails."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=ANSWERED_WITHIN_S, sock_read=SILENT_S)
         async with self._response("GET", path, timeout, headers, None) as response:
             if response.status >= 500:
@@ -159,8 +161,8 @@ class Calls:
         headers: Mapping[str, str] | None,
         body: bytes | None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send one HTTP request. aiohttp's errors, also those inside the block, become BrokerUnreachable or
-        ConfirmUnknown."""
+        """Send one HTTP request. aiohttp's errors, also those inside the `with` block, become BrokerUnreachable (for a
+        GET, or without a connection) or ConfirmUnknown."""
         assert self._session is not None, "use the client in `async with`"
         try:
             async with self._session.request(
@@ -176,7 +178,8 @@ class Calls:
 
 
 def seconds_of(retry_after: str | None) -> float | None:
-    """The seconds in a `retry-after` header, at most `RETRY_AFTER_CAP_S`; None if it is absent or no whole number."""
+    """The seconds in a `retry-after` header, at most `RETRY_AFTER_CAP_S`. Returns None if the header is absent or not a
+    whole number."""
     try:
         return min(RETRY_AFTER_CAP_S, max(0, int(retry_after or "")))
     except ValueError:
@@ -194,7 +197,8 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _error_of(method: str, answer: Answer, address: str) -> BrokerError | None:
-    """The error for an answer after which the call may be repeated; None if the answer is final for this call."""
+    """The error that an answer stands for, if the call may be repeated after it. Returns None if the answer is
+    final."""
     status = answer.status
     if status < 500 and status not in _TEMPORARY:
         return None

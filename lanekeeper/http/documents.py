@@ -1,4 +1,4 @@
-"""Turns a gateway's answers into the values and errors that a client gets over AMQP."""
+"""Turns a gateway's HTTP answers into the same values and errors that a client gets over AMQP."""
 
 import json
 import re
@@ -21,7 +21,7 @@ _FIELDS = {
 
 
 def document_of(body: bytes) -> Mapping[str, Any]:
-    """Parse a response's body as a JSON object; an empty object if it is none."""
+    """Parse a response's body as a JSON object. Returns an empty object if the body is something else."""
     try:
         found = json.loads(body)
     except ValueError:
@@ -48,7 +48,7 @@ def check_accepted(status: int, body: bytes) -> None:
 
 def check_access(status: int, document: Mapping[str, Any]) -> None:
     """Raise AccessRefused if the answer says that the API key does not allow the call. An error whose code is in
-    `PROBLEMS` concerns a single request, so it is ignored here."""
+    `PROBLEMS` concerns a single request and not the key, so it is ignored here."""
     if status == 401 or (status == 403 and document.get("code") not in PROBLEMS):
         raise AccessRefused(f"the gateway answered {status}: {document.get('detail', 'no detail')}")
 
@@ -76,8 +76,8 @@ def final_of_status(id: str, status: int, body: bytes) -> Final:
 
 
 def _member_bytes(body: bytes, name: str) -> bytes:
-    """The bytes of the value of member `name` in a JSON object. They are cut out of the text, because parsing the value
-    and writing it again could change it."""
+    """The bytes of the value of member `name` in a JSON object. They are cut out of the text of the object, because
+    parsing the value and encoding it again could change its bytes."""
     text = body.decode()
     decode = json.JSONDecoder().raw_decode
     at = _skip_space(text, 0) + 1
@@ -91,7 +91,7 @@ def _member_bytes(body: bytes, name: str) -> bytes:
 
 
 def _skip_space(text: str, at: int) -> int:
-    """The first position from `at` on that is not white space."""
+    """Returns the position of the first character, from position `at` on, that is not white space."""
     found = _SPACE.match(text, at)
     assert found is not None
     return found.end()

@@ -5,14 +5,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LARGEST_BYTES = 64 * 1024 * 1024
-"""The largest Server-Sent Event, in bytes, that is read. The last event of a request may contain a whole answer."""
+"""The largest Server-Sent Event, in bytes, that is read. The limit is this high because the last event of a request may
+contain the whole answer."""
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")  # a \r at the end of a chunk may be half of \r\n
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One Server-Sent Event. `kind`: its field `event`. `id`: the latest id in the stream, of this event or of an
-    earlier one."""
+    """One Server-Sent Event. `kind`: the value of its field `event`. `id`: the latest id in the stream: that of this
+    event or, if it has none, of an earlier one."""
 
     kind: str
     data: bytes

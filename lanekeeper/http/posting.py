@@ -37,8 +37,8 @@ def headers_of(outgoing: OutgoingRequest) -> dict[str, str]:
 
 
 def body_of(message: Message) -> bytes:
-    """The HTTP body of a posted request; `"stream": true` is added if the caller wants the parts of the answer. If he
-    does and the body says `"stream": false`, it raises Problem."""
+    """The HTTP body of a posted request; `"stream": true` is added if the caller wants the parts of the answer. Raises
+    Problem if the caller wants them, but the body says `"stream": false`."""
     if not message.headers.get(n.STREAM):
         return message.body
     try:

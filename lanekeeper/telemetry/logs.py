@@ -1,4 +1,4 @@
-"""Loggers for every module. Lines that concern a request get this request's fields.
+"""Loggers for every module. Log lines that are written while a request is worked on get this request's fields.
 
 In Lanekeeper's own processes, log events go to their log. In an application that uses Lanekeeper's client and has
 configured `structlog`, they go to structlog. Otherwise they go to the standard library's logger `lanekeeper`, which
@@ -23,7 +23,7 @@ _LIBRARY: structlog.stdlib.BoundLogger = structlog.wrap_logger(
 
 
 class LogSubject(Protocol):
-    """A request that is being worked on, whose fields are added to log lines."""
+    """A request that is being worked on. Its fields are added to the log lines that are written meanwhile."""
 
     def log_fields(self) -> Mapping[str, Any]:
         """The fields for each log line about this request, with their current values."""
@@ -33,7 +33,8 @@ _subject: ContextVar[LogSubject | None] = ContextVar("lanekeeper_log_subject", d
 
 
 class about:
-    """Adds the fields of `subject` to log lines that are written in this `with` block, or by tasks started in it.
+    """Adds the fields of `subject`, a request, to log lines that are written in this `with` block, or by tasks started
+    in it.
 
     The fields are read only when a line is written, so a line that is filtered out costs nothing.
     """
@@ -56,8 +57,9 @@ def fields_of_subject() -> Mapping[str, Any]:
 
 
 class _Logger:
-    """A logger that decides only when an event is logged where it goes, because an application may configure logging
-    after our modules were imported: to the service's logger, else to structlog or logging."""
+    """A logger that chooses the destination of an event only when the event is logged, because an application may
+    configure logging after our modules were imported. The destination is the logger `service` if it is set, else
+    structlog if it is configured, else the standard library's logger."""
 
     service: structlog.stdlib.BoundLogger | None = None
     """The logger of Lanekeeper's own processes. structlog's `bind` is called once for it, because calling it for each

@@ -1,4 +1,5 @@
-"""Reads and writes W3C trace context in message headers. It reads strictly, because anybody may write these headers.
+"""Reads and writes W3C trace context in message headers. It validates strictly what it reads, because anybody may write
+these headers.
 
 OpenTelemetry's own propagators raise on header values that are not strings (AMQP has twenty types) and log the values
 they refuse. Here a value is either accepted as a whole or ignored silently, and messages that we publish carry only
@@ -16,7 +17,8 @@ from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags,
 
 from lanekeeper.contract.names import BAGGAGE, TRACE_CONTEXT, TRACEPARENT, TRACESTATE
 
-# Version 00 has exactly 55 characters. A later version may continue after another dash; it is read like 00.
+# A header `traceparent` of version 00 has exactly 55 characters. That of a later version may continue after another
+# dash; its first 55 characters are read like those of version 00.
 _TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 _TRACEPARENT_LENGTH: Final = 55
 _TRACEPARENT_MAXIMUM: Final = 128
@@ -24,14 +26,14 @@ _TRACEPARENT_MAXIMUM: Final = 128
 _TRACESTATE_MAXIMUM: Final = 512
 """The longest header `tracestate`, in characters, that is read and passed on: W3C requires at least this much."""
 _TRACESTATE_MEMBERS: Final = 32
-"""The most entries in a header `tracestate`: W3C's limit."""
+"""The largest number of entries in a header `tracestate`: W3C's limit."""
 _TRACESTATE_MEMBER: Final = re.compile(
     r"([a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13})"
     r"=([\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e])"
 )
 _BAGGAGE: Final = re.compile(r"[\x20-\x7e]{1,8192}")  # not parsed, so that it is passed on unchanged
 _BAGGAGE_MEMBERS: Final = 180
-"""The most entries in a header `baggage`: W3C's limit."""
+"""The largest number of entries in a header `baggage`: W3C's limit."""
 _KNOWN_FLAGS: Final = TraceFlags.SAMPLED | TraceFlags.RANDOM_TRACE_ID
 _CARRIED_BAGGAGE: Final = "lanekeeper-baggage"
 _FLAGS: Final = tuple(TraceFlags(flags) for flags in range(_KNOWN_FLAGS + 1))
@@ -40,8 +42,8 @@ _OWN_BAGGAGE: Final = W3CBaggagePropagator()
 
 
 def read(headers: Mapping[str, Any]) -> SpanContext | None:
-    """Read the W3C trace context in a message's headers: that of the span in which the message was published. None if
-    there is none or it is invalid. Never raises."""
+    """Read the W3C trace context in a message's headers: that of the span in which the message was published. Returns
+    None if the headers contain no trace context, or an invalid one. Never raises."""
     text = _text(headers.get(TRACEPARENT), maximum=_TRACEPARENT_MAXIMUM)
     if text is None or (found := _TRACEPARENT.match(text)) is None:
         return None
@@ -59,7 +61,7 @@ def read(headers: Mapping[str, Any]) -> SpanContext | None:
 
 def trace_id(span: Span, headers: Mapping[str, Any]) -> str | None:
     """The trace id for log lines about a message, 32 hexadecimal digits: that of `span`, or if the span is not valid,
-    that in the message's headers."""
+    that in the message's headers. Returns None if neither has a trace id."""
     found = span.get_span_context()
     named = found if found.is_valid else read(headers)
     return None if named is None else f"{named.trace_id:032x}"
@@ -100,7 +102,8 @@ def traceparent(span: SpanContext) -> str:
 
 
 def _text(value: object, *, maximum: int) -> str | None:
-    """A header's value as text; None if it is not ASCII (text or bytes), or longer than `maximum` characters."""
+    """A header's value as text. Returns None if the value is not ASCII (as text or bytes), or longer than `maximum`
+    characters."""
     if isinstance(value, bytes | bytearray) and len(value) <= maximum and value.isascii():
         return value.decode("ascii")
     return value if isinstance(value, str) and len(value) <= maximum and value.isascii() else None

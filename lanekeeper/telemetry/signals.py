@@ -7,8 +7,8 @@ Attribute names are our own constants, because OpenTelemetry's packages lag behi
 (docs/facts.md, section 11). Sources: `messaging.*` and RabbitMQ from open-telemetry/semantic-conventions,
 docs/messaging/ (messaging-spans.md, rabbitmq.md; schema 1.44.0, status Development); `gen_ai.*` from open-telemetry/
 semantic-conventions-genai, docs/gen-ai/ (gen-ai-spans.md, anthropic.md, status Development); `error.*` and `server.*`
-from the general conventions (stable). That repository and the Anthropic SDK's own spans say `cache_write` since
-September 2026, and said `cache_creation` before. Names that begin with `lane.` are our own.
+from the general conventions (stable). The `gen_ai.*` conventions and the Anthropic SDK's own spans say `cache_write`
+since September 2026; before, they said `cache_creation`. Names that begin with `lane.` are our own.
 """
 
 from typing import Final
@@ -97,19 +97,19 @@ FAILED_OVER: Final = "failed.over"
 CAP_REACHED: Final = "cap.reached"
 CAP_UNCORRECTED: Final = "cap.uncorrected"
 
-# Spans: `<operation> <destination>`. A destination has few values: an exchange, one of our queues, a model.
-# docs/tracing.md explains them.
+# Names of spans have the form `<operation> <destination>`. A destination has few values: an exchange, one of our
+# queues, or a model. docs/tracing.md explains the spans.
 ASK: Final = "ask"  # CLIENT: `lanekeeper send`, from publishing the request to its answer
 SEND: Final = "send"  # PRODUCER
 PROCESS: Final = "process"  # CONSUMER
 CHAT: Final = "chat"  # CLIENT
 ACK: Final = "ack"  # CLIENT; REJECT too
 REJECT: Final = "reject"
-WAIT: Final = "wait"  # INTERNAL; DELAY too: written by the worker that takes the request, after the wait
+WAIT: Final = "wait"  # INTERNAL; DELAY too: written by the worker that gets the request, after the wait
 DELAY: Final = "delay"
 SETTLE: Final = "settle"  # only as messaging.operation.type
 REPLY_TEMPLATE: Final = "(reply)"  # in place of the name of a reply queue, because every requester has another one
-TURN: Final = "(turn)"  # a request that a worker has taken waits for its claim, or for room in the budget
+TURN: Final = "(turn)"  # a request that a worker has received waits there until it may start
 DEAD_LETTER: Final = "(dead letter)"  # a dead letter waits until somebody publishes it again
 DEFAULT_EXCHANGE: Final = "amq.default"  # messaging.destination.name where exchange and key are empty
 

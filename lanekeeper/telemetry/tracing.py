@@ -10,8 +10,8 @@
 
 OpenTelemetry's conventions make links the default and allow a parent for single messages. A request is always a single
 message, so `process` has both a link and a parent, and any viewer shows one tree. The conventions also say that the
-context in a message is never replaced. Here, each worker that publishes a request again replaces it: otherwise, the
-trace of a retried request would show only its first wait.
+context in a message is never replaced. Lanekeeper departs from this: each worker that publishes a request again
+replaces the context, because otherwise the trace of a retried request would show only its first wait.
 
 Without an OpenTelemetry SDK, or if the trace is not sampled, no spans are made. The trace context is still passed on.
 """
@@ -40,7 +40,8 @@ from lanekeeper.telemetry.recording import Attributes, error_type, fail
 
 SCOPE: Final = "lanekeeper"
 _MODEL_MAXIMUM: Final = 128
-"""The most characters of a model's name in a span: the requester chooses this name."""
+"""The largest number of characters of a model's name in a span. Longer names are cut, because the requester chooses the
+name."""
 
 
 class Scope:
@@ -189,18 +190,18 @@ class Tracing:
         return Scope(span, trace.set_span_in_context(span))
 
     def traceparent(self) -> str | None:
-        """The value of the header `traceparent` for an HTTP request to a provider; None without a current span.
-        Providers get neither `tracestate` nor `baggage`."""
+        """The value of the header `traceparent` for an HTTP request to a provider. Returns None if there is no current
+        span. Providers get neither `tracestate` nor `baggage`."""
         current = trace.get_current_span().get_span_context()
         return propagation.traceparent(current) if current.is_valid else None
 
     def trace_id(self) -> str | None:
-        """The id of the current trace, for logs: 32 hexadecimal digits; None if there is no trace."""
+        """The id of the current trace, for logs: 32 hexadecimal digits. Returns None if there is no trace."""
         return propagation.trace_id(trace.get_current_span(), {})
 
     def _find_tracer(self) -> Tracer | None:
-        """The tracer; None while there is no SDK. It costs 1 µs, so it is called only when a message is received or
-        published."""
+        """The tracer; None while there is no OpenTelemetry SDK. Finding it takes 1 µs, so this is called only when a
+        message is received or published."""
         if self._tracer is None:
             self._tracer = _tracer_of(trace.get_tracer_provider())
         return self._tracer
@@ -232,8 +233,8 @@ _NO_SPAN: Final = Scope(INVALID_SPAN, None)
 
 
 def _tracer_of(provider: TracerProvider) -> Tracer | None:
-    """The provider's tracer; None if the provider is one of OpenTelemetry's placeholders, which stand for a missing
-    SDK."""
+    """The tracer of a tracer provider. Returns None if the provider is one of OpenTelemetry's placeholders, which stand
+    for a missing SDK."""
     return None if isinstance(provider, ProxyTracerProvider | NoOpTracerProvider) else provider.get_tracer(SCOPE)
 
 

@@ -29,9 +29,10 @@ None when it unblocks it."""
 
 
 class UnderlyingConnection(QuietConnection, Underlying):
-    """aiormq's connection with two additions. When the broker blocks publishing because of a memory or disk alarm, it
-    calls `on_alarm` with the reason, and with None when the alarm ends. Each channel's deliveries, confirms and
-    returned messages go to a `Tap` (`incoming.py`), which reads them in a tenth of aiormq's time."""
+    """aiormq's connection with two additions. When the broker blocks the connection because of a memory or disk alarm,
+    the connection calls `on_alarm` with the reason; when the alarm ends, it calls `on_alarm` with None. Each channel's
+    deliveries, confirms and returned messages go to a `Tap` (`incoming.py`), which reads them ten times as fast as
+    aiormq."""
 
     @property
     def closing(self) -> "asyncio.Future[Any]":
@@ -85,7 +86,7 @@ class Channel(aio_pika.Channel):
 
 class BrokerConnection(aio_pika.Connection):
     """aio-pika's connection over an `UnderlyingConnection`. It does not open itself again when it is lost: `Connection`
-    creates another."""
+    (amqp/connection.py) creates another `BrokerConnection` then."""
 
     CHANNEL_CLASS = Channel
 

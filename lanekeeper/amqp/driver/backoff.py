@@ -1,4 +1,5 @@
-"""Computes the pause between two tries to connect to the broker."""
+"""Computes the pause before a failed operation, such as connecting to the broker or calling the gateway, is tried
+again."""
 
 import random
 

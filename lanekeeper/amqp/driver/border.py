@@ -12,7 +12,8 @@ from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 @contextmanager
 def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable, hint: str = "") -> Iterator[None]:
     """Within this `with` block, translate aiormq's exceptions for a lost channel or connection, or for a broker that
-    does not answer, into the error class `lost`. The new error's text begins with `what` and ends with `hint`."""
+    does not answer, into the error class `lost`. The new error's text begins with `what` and ends with `hint`. If
+    aiormq has swallowed a cancellation of the task, raise CancelledError."""
     before = cancellations()
     try:
         yield
@@ -51,7 +52,7 @@ def cancellations() -> int:
     """How many cancellations this task has received. If the count has grown during a call of aiormq, and the call
     returns normally, aiormq has lost a cancellation.
 
-    aiormq waits with `asyncio.wait_for`. Before Python 3.12, this function loses a cancellation that comes at the same
+    aiormq waits with `asyncio.wait_for`. Before Python 3.12, `wait_for` loses a cancellation that comes at the same
     moment as the result. When tasks were cancelled while they declared a queue, 20 of 400 cancellations were lost, and
     these tasks never ended.
     """

@@ -33,8 +33,9 @@ _MILLISECONDS_FROM: Final = 2**32
 """The smallest AMQP timestamp that is read as milliseconds. AMQP timestamps are in seconds, but some clients send
 milliseconds; as seconds, this value would be in the year 2106."""
 MAX_VALUES: Final = 4000
-"""The most values in one table, including those of nested tables and arrays. Without this limit, a table of 64 KiB
-could have 64,000 values, which take 30 ms to read; many such messages can be delivered at once."""
+"""The largest number of values in one field table, including the values in nested tables and arrays. Without this
+limit, a table of 64 KiB could have 64,000 values, which take 30 ms to read; many such messages can be delivered at
+once."""
 
 
 class TableTooLarge(ValueError):
@@ -131,7 +132,8 @@ _VARIABLE: Final[dict[int, Callable[[bytes, int, int, int, Iterator[int]], Any]]
     ord("A"): _array,
     ord("F"): _table,
 }
-"""The functions that read the types of variable size, which begin with their length in four bytes."""
+"""The functions that read the AMQP field values of variable size, by their type byte. Such a value begins with its
+length in four bytes."""
 
 
 def _encoded(value: Any) -> bytes:

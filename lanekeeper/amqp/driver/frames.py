@@ -2,9 +2,10 @@
 
 pamqp raises on bytes that are not UTF-8, on timestamps past the year 9999 and on deeply nested tables, in the task that
 reads the connection. So one such message would end the connection, be delivered again, and end the next connection.
-pamqp also reads values that it cannot write (a double of 1e300), so that a retry or a dead letter would always fail.
-`patch_pamqp()` corrects both: every value that can be read can be written (`fields.py`), and properties that cannot be
-read are named in a header (`UNREADABLE`), so that the codec refuses the message.
+pamqp also reads values that it cannot write (a double of 1e300), so that a worker could never publish such a request
+again, as a retry or as a dead letter. `patch_pamqp()` corrects both: every value that can be read can be written
+(`fields.py`), and properties that cannot be read are named in a header (`UNREADABLE`), so that the worker's decoder
+(topology/codec) refuses the message.
 """
 
 import struct

@@ -26,7 +26,8 @@ _HEARTBEAT_FRAME: Final = b"\x08\0\0\0\0\0\0\xce"
 broker sends no heartbeats while it sends other frames. So `FrameReader` gives aiormq this frame from time to time while
 it passes all received frames to a `Tap`."""
 _HEARTBEAT_EVERY_S: Final = 1.0
-"""While a connection receives messages, it is noted as alive at most once in this many seconds."""
+"""While a `Tap` takes a connection's frames, aiormq gets a heartbeat frame at most once in this many seconds, so that
+it does not close the connection as silent."""
 _DELIVER, _RETURN, _ACK, _NACK = b"\0\x3c\0\x3c", b"\0\x3c\0\x32", b"\0\x3c\0\x50", b"\0\x3c\0\x78"
 _TAG: Final = struct.Struct(">QB")
 _SIZE: Final = struct.Struct(">Q")
@@ -49,11 +50,12 @@ class Tap:
     def __init__(self) -> None:
         self.on_delivery: Callable[[Delivered], None] | None = None
         self.on_confirm: Callable[[int, bool, bool], None] | None = None
-        """Called with a delivery tag, whether the confirm is for all earlier tags too, and whether the broker accepted
-        the messages (ack) or refused them (nack)."""
+        """Called with three values: a delivery tag, whether the confirm is for all earlier tags too, and whether the
+        broker accepted the messages (ack) or refused them (nack)."""
         self.on_return: Callable[[Message], None] | None = None
         self._method = b""
-        """The method frame of the message that is arriving; empty if there is none, or if aiormq gets its frames."""
+        """The method frame of the message that is arriving; empty if no message is arriving, or if aiormq reads the
+        message that is arriving."""
         self._header = b""
         self._body_bytes_left = 0
         self._body: list[bytes] = []

@@ -10,8 +10,8 @@ from lanekeeper.amqp.driver import fields
 from lanekeeper.contract.messages import UNREADABLE, Message
 
 KEY_BYTES: Final = 255
-"""The most bytes of a routing key, of the name of an exchange, and of a short text among the properties: AMQP's
-limit."""
+"""The maximum length, in bytes, of an AMQP short string. Routing keys, names of exchanges, and most properties (such as
+`message_id`) are short strings."""
 _FRAME: Final = struct.Struct(">BHI")
 _CONTENT: Final = struct.Struct(">HHQ")
 _FLAGS: Final = struct.Struct(">H")
@@ -25,7 +25,7 @@ def frames(
 ) -> ChannelFrame:
     """Encode a publish as AMQP frames: `Basic.Publish`, content header and body (AMQP 0-9-1, sections 4.2.4 to 4.2.6).
     `properties`: the encoded AMQP properties, made by `encoded`. Put the frames into the channel's `write_queue` to
-    send them. Raises ValueError for a routing key that is too long."""
+    send them. Raises ValueError if the routing key or the exchange's name is too long."""
     number, max_payload = channel.number, channel.max_content_size
     method = b"".join((_PUBLISH, _short(exchange), _short(routing_key), b"\1" if mandatory else b"\0"))
     header = _CONTENT.pack(_BASIC, 0, len(body)) + properties

@@ -1,9 +1,10 @@
 """Silences aiormq's log lines about our connections, because we log these events ourselves.
 
 aiormq logs a traceback for each lost connection and a line for each try to connect; in an application without logging,
-Python prints both on standard error. Lines about our connections are recognised in two ways: aiormq's own tasks inherit
-the context variable that is set when they are started, and lines that aiormq logs in a caller's task have the channel
-as an argument. Lines about the application's own use of aiormq are logged as before.
+Python prints both on standard error. Lines about our connections are recognised in two ways: the tasks that aiormq
+starts for our connection inherit a context variable that we set before, and a line that aiormq logs in a caller's task
+has the channel as an argument, which leads to the connection. Lines about the application's own use of aiormq are
+logged as before.
 """
 
 import logging
@@ -15,7 +16,8 @@ _IN_OWN_CONNECTION: ContextVar[bool] = ContextVar("aiormq_works_for_lanekeeper",
 
 
 class QuietConnection:
-    """Marks a connection as Lanekeeper's own: aiormq's log lines about it are dropped."""
+    """The base class of Lanekeeper's own connections. It marks them, so that aiormq's log lines about them are
+    dropped."""
 
 
 class _OwnConnectionsFilter(logging.Filter):
@@ -42,7 +44,8 @@ def drop_log_lines() -> None:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Mark the tasks that aiormq starts inside the block as those of our connections: their log lines are dropped."""
+    """Mark the tasks that aiormq starts inside this `with` block as tasks of Lanekeeper's connections, so that their
+    log lines are dropped."""
     token = _IN_OWN_CONNECTION.set(True)
     try:
         yield
