@@ -26,10 +26,11 @@ RECOMMENDED = (4, 3, 5)
 to a forged direct reply-to address kills the connection of the publisher."""
 DELIVERY_LIMIT = 20
 """After this many deliveries the broker moves a message to the queue `lane.fallen`. This limit is for requests that
-kill their worker before it has claimed them; for others, the worker itself ends the request at its fifth delivery."""
+kill their worker before it has recorded in the store that it works on them. If workers die after they have made this
+record, the request is ended earlier: at its fifth delivery."""
 LIMITED: Arguments = {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-strategy": "at-least-once"}
-"""The queue arguments for a delivery limit. A message that exceeds it is dead-lettered to `lane.fallen`, and is not
-lost on the way if the broker fails."""
+"""The queue arguments for a delivery limit. A message that exceeds the limit is dead-lettered to `lane.fallen`; with
+the strategy `at-least-once` it is not lost on the way if the broker fails."""
 CLASSIC_PRIORITIES = 9
 """The highest priority in the lanes' intake queues if these are classic queues."""
 _VERSION = re.compile(r"\d+\.\d+")
@@ -38,7 +39,7 @@ _VERSION = re.compile(r"\d+\.\d+")
 @dataclass(frozen=True, slots=True)
 class Broker:
     """The features of a RabbitMQ version on which the declaration depends (docs/broker.md). `version`: as a broker
-    reports it ("4.3.6", "3.10.8+deb"). Raises ValueError for one before 3.10."""
+    reports it ("4.3.6", "3.10.8+deb"). Raises ValueError for a version before 3.10."""
 
     version: str
 
@@ -66,7 +67,8 @@ class Broker:
 
     @property
     def note(self) -> str:
-        """A line for people to read: the types of queues, what they mean in a cluster, and the order by priority."""
+        """A line for people to read: the types of the queues, on how many nodes of a cluster they are kept, and the
+        order by priority."""
         intakes = "quorum intakes" if self.quorum_intake else "classic intakes, each on one node alone"
         return f"{intakes}, priorities {self.priorities}; in a cluster, quorum queues are kept on three nodes"
 
@@ -140,9 +142,9 @@ def _intake(lane: LaneSpec, names: Names, broker: Broker) -> Queue:
     }
     if broker.quorum_intake:
         return Queue(names.intake(lane.name), {**QUORUM, **bounds, **LIMITED})
-    # Before 4.0, quorum queues ignore priorities, so the intake is a classic queue. Classic queues have neither a
-    # delivery limit nor at-least-once dead-lettering. So a worker moves a redelivered request to the due queue, which
-    # counts deliveries.
+    # Before RabbitMQ 4.0, quorum queues ignore priorities, so the intake is a classic queue. Classic queues have
+    # neither a delivery limit nor at-least-once dead-lettering. So a worker moves a redelivered request to the due
+    # queue, which counts deliveries.
     return Queue(
         names.intake(lane.name),
         {
@@ -155,8 +157,8 @@ def _intake(lane: LaneSpec, names: Names, broker: Broker) -> Queue:
 
 
 def _due(lane: LaneSpec, names: Names) -> Queue:
-    """The due queue of a lane, for the requests that return to it after a delay. It has no length limit, because a
-    request that was accepted once must not be refused."""
+    """The due queue of a lane, for the requests that return to the lane after a delay or a retry pause. It has no
+    length limit, because a request that was accepted once must not be refused."""
     return Queue(
         names.due(lane.name),
         {
@@ -179,7 +181,7 @@ def _lane_bindings(lane: str, names: Names) -> tuple[Binding, Binding]:
 def _unlimited(broker: Broker) -> Arguments:
     """The arguments of a queue that must never lose a message: it has neither a length limit nor a delivery limit.
 
-    From 4.0 on, the default delivery limit is 20, and -1 means no limit. Before, no limit is the default, and with -1
-    the broker would discard a message when it is returned for the first time.
+    From RabbitMQ 4.0 on, the default delivery limit is 20, and -1 means no limit. Before 4.0, no limit is the default,
+    and with -1 the broker would discard a message when it is returned for the first time.
     """
     return {**QUORUM, "x-delivery-limit": -1} if broker.quorum_intake else QUORUM

@@ -4,8 +4,9 @@ Level k has a headers exchange and a wait queue of the same name; the queue hold
 a number of 100 ms units, and its binary digits say at which levels the message waits: the header `lane-dKK` is true to
 wait at level KK, and false to skip this level. Each level passes the message to the next lower level, and the last one
 passes it to `lane.due`. A message enters at the level of the highest bit that is set, because passing through an
-exchange costs time (through all 28 higher ones, 63 % of the throughput). No wait queue sets a dead-letter routing key,
-so the message keeps its own key, by which `lane.due` routes it to its lane's due queue.
+exchange costs time (when each message passed through all 28 higher exchanges, the throughput was 63 % lower). No wait
+queue sets a dead-letter routing key, so the message keeps its own key, by which `lane.due` routes it to its lane's due
+queue.
 
     700 ms = 7 units = 111b:  lane.delay.02 (400 ms) → lane.delay.01 (200 ms) → lane.delay.00 (100 ms) → lane.due
 """
@@ -18,7 +19,7 @@ from lanekeeper.contract.names import Names
 from topology.model import QUORUM, Arguments, Binding, Exchange, Queue, Topology
 
 LEVELS: Final = 29
-"""The number of wait queues of the delay cascade: enough for a year."""
+"""The number of wait queues of the delay cascade: enough for a delay of a year."""
 UNIT_MS: Final = 100
 """The unit of delays, in ms: each delay is rounded up to a multiple of it."""
 MAX_DELAY_MS: Final = 365 * 24 * 3600 * 1000
@@ -33,7 +34,8 @@ class Hop:
     exchange: str
     headers: Mapping[str, bool]
     """The delay bits: for each level up to the one where the message enters, lowest first, whether it waits at that
-    level. None may be absent: a level whose bit is absent routes the message to `lane.fallen`."""
+    level. No bit may be absent, because the exchange of a level whose bit is absent routes the message to
+    `lane.fallen`."""
 
     @property
     def delay_ms(self) -> int:
@@ -62,13 +64,15 @@ def cascade(names: Names) -> Topology:
     """The delay cascade. Each level has a headers exchange, a wait queue of the same name, and two bindings: a message
     whose delay bit is true goes to the wait queue, one whose bit is false to the exchange of the next lower level.
 
-    - The alternate exchange is `lane.fallen`. Without it, a message whose delay bit is absent could not leave the wait
-      queue of the level above, and would block all messages behind it, of every lane (docs/facts.md, section 3).
+    - The alternate exchange of each level's exchange is `lane.fallen`. Without it, a message whose delay bit is absent
+      could not leave the wait queue of the level above, and would block all messages behind it, of every lane
+      (docs/facts.md, section 3).
     - The wait queues use at-least-once dead-lettering (which needs `reject-publish`) with every RabbitMQ version:
       without it, messages that expire while the broker is down are lost (640 of 680 in a test). They have no length
       limit, because each is the dead-letter target of the queue above it.
-    - The bits are booleans, because numbers get different AMQP types when they are declared and when they are imported
-      as definitions: the broker would then have two bindings, and the one could not be removed by the other's client.
+    - The delay bits are booleans. A number would get one AMQP type if the binding is declared over AMQP, and another if
+      it is imported as a definition. The broker would then have two bindings, and neither way could remove the binding
+      that the other way made.
     """
     exchanges: list[Exchange] = []
     queues: list[Queue] = []

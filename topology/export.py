@@ -1,14 +1,14 @@
 """Exports a topology as RabbitMQ definitions, with users that have only the rights they need.
 
-They are imported by POST /api/definitions, `rabbitmqctl import_definitions FILE`, or `load_definitions = FILE` in
-rabbitmq.conf.
+The definitions are imported by POST /api/definitions, `rabbitmqctl import_definitions FILE`, or `load_definitions =
+FILE` in rabbitmq.conf.
 
 | role | may |
 |---|---|
 | application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; read its reply queue |
 | client | all that an application may; cancel requests and fetch results: publish to `lane.control` |
-| worker | read lanes, fallen and dead letters; write delays, side queues, dead letters, events, replies; make queues |
-| operator | publish to any lane, cancel, watch events by its own queue, read `lane.dead`; see all management pages |
+| worker | consume our queues; publish delayed requests, dead letters, events and replies; declare queues of its own |
+| operator | publish to any lane; cancel; bind a queue of its own to events; read `lane.dead`; see all management pages |
 | deployer | configure, write and read everything in our namespace: `topology apply` |
 
 Applications and clients may declare nothing. A user that may declare a queue, even one that the broker names, could
@@ -17,8 +17,8 @@ and not when it is dead-lettered. They get replies by direct reply-to, which nee
 `lane.reply.<user>`, a durable queue that is declared for them here.
 
 Workers and operators may declare queues that the broker names (`amq.gen-…`). Such a queue, too, could dead-letter to
-`lane.requests` under any key; but workers and operators are trusted, and may publish into every lane anyway. This
-permission covers no exchanges, because the broker gives such names only to queues.
+`lane.requests` under any key. This is accepted, because workers and operators are trusted, and may publish into every
+lane anyway. The permission for `amq.gen-…` covers no exchanges, because the broker gives such names only to queues.
 
 A user that may write to `lane.control` gets answers only about requests of its own tenant (`user_id`), and about
 requests without a tenant, of which it must know the id. So do not give the role `client` to untrusted applications.
@@ -46,18 +46,19 @@ APPLICATIONS: tuple[Role, ...] = ("application", "client")
 HASHING = "rabbit_password_hashing_sha256"
 SALT_BYTES = 4
 NOT_EXPORTED = ("exclusive", "policy", "members")
-"""Fields of `Queue` that definitions do not contain, because they are only found on a broker."""
+"""The fields of `Queue` that definitions do not contain, because they describe a queue that exists on a broker."""
 CONTROL_MAX_MESSAGES = 5_000
 """How many messages may wait in `lane.control`; then publishes are refused."""
 CONTROL_MAX_BYTES = 16 * 1024 * 1024
-"""How many bytes the messages in `lane.control` may have together; then publishes are refused. Because of these two
-limits, a flood of control messages cannot fill the disk while no worker runs, and a worker needs only seconds to
-process all of them. The limits are a policy, because the arguments of an existing queue cannot be changed."""
+"""How many bytes the messages in `lane.control` may have together; then publishes are refused. Because of this limit
+and `CONTROL_MAX_MESSAGES`, a flood of control messages cannot fill the disk while no worker runs, and a worker needs
+only seconds to process all of them. Both limits are set by a policy, because the arguments of an existing queue cannot
+be changed."""
 REPLIES_MAX_MESSAGES = 10_000
 """How many messages may wait in a broker user's reply queue; then it refuses replies."""
 REPLIES_MAX_BYTES = 256 * MIB
-"""How many bytes the messages in a broker user's reply queue may have together; then it refuses replies. The results
-can still be fetched from the store."""
+"""How many bytes the messages in a broker user's reply queue may have together; then it refuses replies. The results of
+the requests are not lost: they can be fetched from the store."""
 REPLIES_KEPT_MS = 86_400_000
 """For how many milliseconds a reply stays in a reply queue: as long as results are stored by default."""
 _USER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -77,7 +78,8 @@ class User:
     """The lanes to which an application or client may publish. The lane `critical` must be named here to be allowed."""
     connections: int = 200
     """How many connections an application or client may have at the same time; each takes some 100 kB of the broker's
-    memory. `rabbitmqctl set_user_limits` changes the limit until definitions are imported again."""
+    memory. An operator can change the limit by `rabbitmqctl set_user_limits`; the next import of definitions sets it
+    again."""
     channels: int = 2000
     """How many AMQP channels an application or client may have open at the same time."""
 
@@ -198,8 +200,8 @@ def _limits(user: User) -> dict[str, dict[str, int]]:
 
 
 def _topic_permissions(user: User, topology: Topology, vhost: str) -> list[dict[str, str]]:
-    """RabbitMQ's topic permissions for a user: with which routing keys it may publish to an exchange. To an exchange
-    without an entry, RabbitMQ allows all keys."""
+    """RabbitMQ's topic permissions for a user: with which routing keys it may publish to an exchange. If an exchange is
+    not listed, RabbitMQ allows all keys."""
     names = Names(topology.namespace)
     is_requester = user.role in APPLICATIONS
     pattern_of: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """Lanes: the classes of urgency, such as `critical` and `batch`. Each lane has its own intake queue (new requests), due
-queue (retried and delayed requests), and slots in each worker.
+queue (retried and delayed requests), and slots in each worker; a worker runs one request at a time in each slot.
 
-No other file has code for a particular lane. Everything that differs by lane is a field of `LaneSpec`.
+No other file has code for a particular lane, because everything that differs by lane is a field of `LaneSpec`.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ class LaneSpec:
     """How many requests from the lane's intake (new ones) one process works on at the same time; also the prefetch of
     its consumer."""
     slots_min: int | None = None
-    """How many idle slots this lane keeps for itself and never lends to other lanes. None: an eighth of `slots`, at
-    least 1."""
+    """How many idle slots (a slot serves one request at a time) this lane keeps for itself and never lends to other
+    lanes. None: an eighth of `slots`, at least 1."""
     slots_max: int | None = None
-    """The most intake slots that the lane may get when slots are added (`consumers/capacity/lending.py`); due slots are
-    added in proportion. None: eight times `slots`. A slot costs little; the provider's budget limits how many are
-    useful."""
+    """The largest number of requests from the lane's intake that one process may work on at the same time, after slots
+    were added (`consumers/capacity/lending.py`). Slots for the due queue are added in proportion. None: eight times
+    `slots`. A slot costs little; the provider's budget limits how many are useful."""
     target_wait_s: float = 10
     """If requests wait longer than this many seconds for a slot, the lane gets more slots, unless the provider is the
     bottleneck."""

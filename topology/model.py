@@ -13,13 +13,13 @@ Value = str | int | float | bool
 Arguments = Mapping[str, Value]
 
 QUORUM: Arguments = {"x-queue-type": "quorum", "x-queue-leader-locator": "balanced"}
-"""The arguments that all our quorum queues share. Without `balanced`, the leaders of all 29 wait queues would be on the
-node where they are declared."""
+"""The arguments that all our quorum queues share. Without `balanced`, the leaders of all quorum queues, such as the 29
+wait queues for delays, would be on the node where they are declared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """An exchange, either declared by us or found on a broker. The default values are those of a declared one."""
+    """An exchange, either declared by us or found on a broker. The default values are those of a declared exchange."""
 
     name: str
     type: str
@@ -41,11 +41,11 @@ class Queue:
     auto_delete: bool = False
     exclusive: bool = False
     policy: Arguments = field(default_factory=dict)
-    """The arguments that policies on the broker add. Empty in a declaration; the management API shows a change after
-    some 5 s."""
+    """The arguments that policies on the broker add. Empty in a declared topology. The management API shows a change
+    about 5 s after it was made."""
     members: tuple[str, ...] = ()
-    """The nodes that have a replica of a quorum queue. Empty in a declaration; the management API shows a change after
-    some 5 s."""
+    """The nodes that have a replica of a quorum queue. Empty in a declared topology. The management API shows a change
+    about 5 s after it was made."""
 
     @property
     def type(self) -> str:
@@ -79,14 +79,14 @@ class Topology:
     queues: tuple[Queue, ...] = ()
     bindings: tuple[Binding, ...] = ()
     namespace: str = ""
-    """The first word of all names. Empty in a topology found on a broker: a virtual host may have several
-    namespaces."""
+    """The first word of the names of all exchanges and queues. Empty in a topology found on a broker: a virtual host
+    may have several namespaces."""
     lanes: tuple[str, ...] = ()
-    """The lanes that the topology is declared for. Empty in one found on a broker."""
+    """The lanes that the topology is declared for. Empty in a topology found on a broker."""
     broker_version: str = ""
-    """The RabbitMQ version that the topology is declared for. Empty in one found on a broker."""
+    """The RabbitMQ version that the topology is declared for. Empty in a topology found on a broker."""
     nodes: tuple[str, ...] = ()
-    """All nodes of the cluster, running or not. Empty in a declaration, or if the user may not see the nodes."""
+    """All nodes of the cluster, running or not. Empty in a declared topology, or if the user may not see the nodes."""
     note: str = ""
     """A line for people: which features of queues this RabbitMQ version offers or lacks."""
 

@@ -20,8 +20,8 @@ Change = Literal["missing", "differs", "extra"]
 What = Literal["exchange", "queue", "binding"]
 
 CONTROL_POLICIES = frozenset({"max-length", "max-length-bytes", "overflow"})
-"""The policy keys that are not compared for `lane.control` if a full queue refuses publishes: `topology export`
-contains such a policy."""
+"""The keys of a policy for `lane.control` that are not compared, provided that the policy lets the full queue refuse
+publishes: the definitions of `topology export` contain such a policy."""
 EFFECTIVE_POLICIES = frozenset(
     {
         "dead-letter-exchange",
@@ -36,7 +36,7 @@ EFFECTIVE_POLICIES = frozenset(
     }
 )
 """The keys of RabbitMQ policies that change what happens to a message. Other keys (for example for the placement of
-leaders) are not compared: operators may set them."""
+leaders) are not compared, because operators may set them freely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Difference:
     found: Value | None = None
     """The value on the broker; None if the property is not set there."""
     remedy: str | None = None
-    """The command that corrects the difference, if `topology apply` does not."""
+    """The command that corrects the difference. None if `topology apply` corrects it, or if no command is known."""
 
     @property
     def line(self) -> str:
@@ -91,9 +91,9 @@ def compare(declared: Topology, found: Topology) -> list[Difference]:
 
 
 def without_levels(differences: Sequence[Difference], names: Names) -> tuple[Sequence[Difference], int]:
-    """Leave out the missing objects of the delay cascade's levels, so that they can be reported in one line. Returns
-    the other differences, and the number of levels with missing objects. If it is only one level, nothing is left out,
-    and 0 is returned."""
+    """Leave out the missing exchanges, queues and bindings of the delay cascade's levels, so that they can be reported
+    in one line. Returns the other differences, and the number of levels with missing objects. If it is only one level,
+    nothing is left out, and 0 is returned."""
     level = re.compile(re.escape(names.delay_prefix) + r"\d+")
     missing = {found[0] for one in differences if one.change == "missing" and (found := level.findall(one.name))}
     if len(missing) < 2:
@@ -103,7 +103,7 @@ def without_levels(differences: Sequence[Difference], names: Names) -> tuple[Seq
 
 def _by_identity(topology: Topology) -> dict[tuple[What, str], Exchange | Queue | Binding]:
     """All objects of a topology by their kind and a text that is equal for equal objects: the name, or all properties
-    of a binding. Bindings that differ only in their arguments are different ones, as on the broker."""
+    of a binding. As on the broker, two bindings that differ only in their arguments are different bindings."""
     return {
         **{("exchange", exchange.name): exchange for exchange in topology.exchanges},
         **{("queue", queue.name): queue for queue in topology.queues},
@@ -160,7 +160,7 @@ def _compare_members(found: Exchange | Queue, namespace: str, nodes: tuple[str, 
 
 def _concerns_us(thing: Exchange | Queue | Binding, names: Names) -> bool:
     """Whether an object that is not declared is reported: an exchange or queue of ours, or a binding that begins or
-    ends at one.
+    ends at an exchange or queue of ours.
 
     Bindings from `lane.events` and `lane.control` to foreign queues are allowed: anybody may bind to events, and
     workers bind queues of their own to control. A foreign binding on `lane.requests` is reported, because its queue

@@ -91,7 +91,7 @@ def _member_bytes(body: bytes, name: str) -> bytes:
 
 
 def _skip_space(text: str, at: int) -> int:
-    """Returns the position of the first character, from position `at` on, that is not white space."""
+    """The position of the first character, from position `at` on, that is not white space."""
     found = _SPACE.match(text, at)
     assert found is not None
     return found.end()

@@ -5,8 +5,8 @@
             …
             await delivery.ack()
 
-The broker delivers the unsettled messages of a lost channel again, so work on them must stop. If the inner loop is in a
-TaskGroup, `ChannelLost` ends the group, and with it the tasks that work on these messages.
+The broker delivers the unsettled (not acknowledged) messages of a lost channel again, so work on them must stop. If the
+inner loop is in a TaskGroup, `ChannelLost` ends the group, and with it the tasks that work on these messages.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ class Deliveries:
     """Consumes a queue until `stop` is called. When the channel is lost, it opens another, with growing pauses between
     the tries.
 
-    `counted`: whether the queue counts deliveries (quorum queues do). `on_missing` is called if the queue does not
-    exist, or if the broker ended the consumer. `heads`: the lengths and first messages of several queues, whose
-    messages are fetched with `basic.get`, one at a time for each (`heads.py`), in place of consuming one queue; `queue`
-    is then only a name for logs.
+    `counted`: whether the queue counts how often each message is delivered (quorum queues do). `on_missing` is called
+    if the queue does not exist, or if the broker ended the consumer. `heads`: if it is given, messages are fetched from
+    several queues with `basic.get`, at most one at a time from each (`heads.py`), instead of consuming one queue;
+    `queue` is then only a name for logs.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Deliveries:
 
     async def sessions(self) -> AsyncGenerator[Session, None]:
         """Open a channel, and yield its `Session`, from which the deliveries are read. When the channel is lost, open
-        another and yield its session, until `stop`."""
+        another and yield its session, until `stop` is called."""
         failures = 0
         loop = asyncio.get_running_loop()
         while await self._may_open():

@@ -5,9 +5,9 @@ the queues.
     async for delivery in HeadsSession(channel, heads, …): …       holds at most one message of each queue
     heads.pass_on(delivery.queue)                                  this head was chosen; the queue's next one is fetched
 
-Fetching is used because consuming these queues would need a prefetch for each: no other process could work on
-prefetched messages, and messages with a higher priority could not overtake them. Once a second, a passive declaration
-finds out whether a queue has messages; the answer to a fetch says how many are left.
+The queues are not consumed, because a consumer prefetches messages: no other process could work on the prefetched
+messages, and messages with a higher priority could not overtake them. Once a second, a passive declaration of each
+queue finds out whether it has messages; the broker's answer to a fetch also says how many messages are left.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ ms of CPU."""
 
 class Heads:
     """Decides from which of several queues to fetch the next message. A queue's head is its first message; a process
-    holds a head that it has fetched until `pass_on`, and holds at most one for each queue. The state (how many messages
-    wait in each queue, which heads are held) stays when a channel is lost."""
+    holds a head that it has fetched until `pass_on`, and holds at most one for each queue. A `Heads` outlives a
+    channel: when the channel is lost, the lengths of the queues stay known."""
 
     def __init__(self, queues: Iterable[str]) -> None:
         self._ready = dict.fromkeys(queues, 0)
@@ -44,7 +44,7 @@ class Heads:
 
     @property
     def ready(self) -> int:
-        """How many messages wait in all the queues, without the heads that any process holds."""
+        """How many messages wait in all the queues together, without the heads that a process has fetched."""
         return sum(self._ready.values())
 
     def ready_in(self, queue: str) -> int:
@@ -56,13 +56,14 @@ class Heads:
         self.changed.set()
 
     def pass_on(self, queue: str) -> None:
-        """Allow the next fetch from a queue: work on its head has begun, or the head was acknowledged or returned."""
+        """Allow the next fetch from a queue. Call it when work on the queue's head has begun, or when the head was
+        acknowledged or returned to the queue."""
         self._held.discard(queue)
         self.changed.set()
 
     def next(self) -> str | None:
-        """The queue from which to fetch next: of those that have messages, and whose head this process does not hold,
-        the one whose last fetch is longest ago. None if there is none."""
+        """The queue from which to fetch next. Only queues count that have messages and whose head this process does not
+        hold; among these, it is the queue whose last fetch is longest ago. Returns None if there is no such queue."""
         for queue, ready in self._ready.items():
             if ready > 0 and queue not in self._held:
                 return queue
@@ -85,8 +86,8 @@ class Heads:
 
 
 class HeadsSession(Session):
-    """A `Session` for several queues that fetches with `basic.get`, in place of consuming. Each delivery is the head of
-    the queue that `heads` chooses."""
+    """A `Session` for several queues that fetches with `basic.get`, in place of consuming. Each delivery is the head
+    (the first message) of the queue that `heads` chooses."""
 
     def __init__(self, channel: Channel, heads: Heads, *, queue: str, counted: bool) -> None:
         super().__init__(channel, queue=queue, counted=counted)

@@ -1,5 +1,5 @@
-"""An exclusive queue, which the broker names and deletes with its connection. It receives replies, and questions that
-go to all workers.
+"""An exclusive queue. The broker chooses its name, and deletes it when its connection closes. It receives replies, or
+the control messages that go to all workers.
 
 async with Inbox(connection) as inbox:
     reply_to = inbox.name
@@ -17,8 +17,8 @@ from lanekeeper.contract.messages import Message
 from topology.broker.session import RPC_TIMEOUT_S, ChannelLost, Session
 
 WAITING = 1000
-"""The prefetch of a queue for replies or questions: how many messages may wait in this process until they are read.
-Further messages wait on the broker."""
+"""The prefetch of a queue for replies or control messages: how many messages may wait in this process until they are
+read. Further messages wait on the broker."""
 
 
 class Inbox:

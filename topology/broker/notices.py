@@ -1,4 +1,4 @@
-"""Publishes messages that may be lost (life-cycle events): many in one write, without confirms.
+"""Publishes messages that may be lost, such as the life-cycle events of requests: many in one write, without confirms.
 
 Each request causes two events. When they were published one by one, this took a quarter of the CPU time that Lanekeeper
 adds to a model call. So events are collected for some milliseconds, and their AMQP frames are written together.
@@ -22,10 +22,10 @@ from lanekeeper.telemetry import logs, signals
 WAITING = 1000
 """How many messages may wait in this process until they are written to the connection. Further messages are dropped."""
 TOGETHER = 100
-"""The most messages that are written to the connection at once."""
+"""The largest number of messages that are written to the connection at once."""
 GATHER_S = 0.025
-"""How many seconds the first message waits for others that are written together with it. With 5 ms, a worker that
-handles one request after another wrote once for each request, and used a tenth more CPU."""
+"""How many seconds the first message waits for others that are written together with it. When this was 5 ms, a worker
+that handled one request after another made one write for each request, and used a tenth more CPU."""
 WRITE_TIMEOUT_S = 5
 """The time limit, in seconds, for opening the channel, and for writing the waiting messages to it."""
 _Notice = tuple[str, str, bytes, bytes]

@@ -47,8 +47,9 @@ class Delivery:
         """How often the message was delivered without being acknowledged, including this time; None if the queue does
         not count deliveries (classic queues).
 
-        The broker's header is used only if the message is redelivered and the queue counts; otherwise a requester can
-        forge it (docs/facts.md, section 7). From 4.3 on, a message that was only returned by nack has no such header.
+        The broker's header (`x-delivery-count`) is used only if the message is redelivered and the queue counts
+        deliveries; otherwise a requester can forge the header (docs/facts.md, section 7). From RabbitMQ 4.3 on, a
+        message that was only returned by nack does not have this header, so it counts as delivered once.
         """
         if not self.redelivered:
             return 1
@@ -128,8 +129,9 @@ class Session:
 
     async def ack(self, deliveries: Sequence[Delivery], *, in_hand: Collection[int] = ()) -> None:
         """Acknowledge several deliveries in one write, because separate writes take most of the CPU time under high
-        load. `in_hand`: the delivery tags of other messages, which must not be acknowledged yet. Those of `deliveries`
-        with a tag below all of these are acknowledged by a single frame (`multiple`). Raises ChannelLost."""
+        load. `in_hand`: the delivery tags of other messages on this channel, which must not be acknowledged yet. The
+        deliveries whose tags are lower than all tags of `in_hand` are acknowledged by a single frame (AMQP's flag
+        `multiple`). Raises ChannelLost."""
         if self._lost is not None:
             raise ChannelLost(f"{self._queue}: {self._lost}")
         tags = sorted(delivery.tag for delivery in deliveries)

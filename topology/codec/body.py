@@ -1,5 +1,5 @@
-"""Checks the body of a request, which is either that of Anthropic's Messages API or the short form. Only the fields
-that Lanekeeper needs are checked.
+"""Checks the body of a request, which is either that of Anthropic's Messages API or the short form (one `prompt` in
+place of `messages`). Only the fields that Lanekeeper needs are checked.
 
 All other fields go to the provider unchanged, and the provider checks them.
 """
@@ -13,13 +13,13 @@ from pydantic_core import PydanticCustomError
 from lanekeeper.contract.problems import RequestProblem, invalid_request
 
 FIELDS_AT_MOST = 1000
-"""A body in the short form with more fields than this is refused before pydantic checks it. Five fields are known;
-pydantic makes an error for each unknown field, which takes time."""
+"""A body in the short form (`prompt` in place of `messages`) with more fields than this is refused before pydantic
+checks it, because pydantic makes an error for each unknown field, which takes time. The short form has five fields."""
 
 
 MEDIA_AS_TEXT_BYTES = 6400
-"""For the estimate of input tokens, an image or document counts as this many bytes of text. An image of any size has at
-most 1,600 tokens."""
+"""When input tokens are estimated from the bytes of a request, an image or document counts as this many bytes of text,
+because an image of any size has at most 1,600 tokens."""
 
 
 def _text_or_blocks(content: Any) -> Any:
@@ -48,8 +48,8 @@ class MessagesBody(BaseModel):
 
     model_config = ConfigDict(strict=True)
     messages: Annotated[list[Any], Field(min_length=1)]
-    """The conversation: each item is a dictionary with the fields of `Turn`. The check makes no `Turn` objects, because
-    that would take 4 µs for each."""
+    """The conversation: each item is a dictionary with the fields of `Turn`. It is not converted to `Turn` objects,
+    because that would take 4 µs for each."""
     model: ModelName | None = None
     max_tokens: MaxTokens | None = None
     stream: bool | None = None
@@ -95,8 +95,9 @@ def check(found: object) -> MessagesBody | PromptBody:
 
 
 def media_bytes(checked: MessagesBody | PromptBody) -> int:
-    """How many bytes to subtract from a body's length before its input tokens are estimated from the length: the bytes
-    of images and documents in base64, except `MEDIA_AS_TEXT_BYTES` of each, which stand for its tokens."""
+    """How many bytes to subtract from a body's length before its input tokens are estimated from the length. These are
+    the bytes of images and documents in base64. `MEDIA_AS_TEXT_BYTES` of each are not subtracted: they stand for its
+    tokens."""
     if isinstance(checked, PromptBody):
         return 0
     blocks = [block for turn in checked.messages if isinstance(turn["content"], list) for block in turn["content"]]

@@ -9,28 +9,28 @@ from collections.abc import Iterator
 from typing import Final
 
 VALUES: Final = 100_000
-"""The default limit for the keys and values of one request or answer. A text with this many is parsed, checked and
-written again in 50 ms. The largest requests that we know (thousands of messages, hundreds of tools) have a tenth of
-this."""
+"""The default limit for the keys and values of one request or answer. A JSON text with this many is parsed, checked and
+encoded again in 50 ms. The largest requests that we know of (thousands of messages, hundreds of tools) have a tenth of
+this number."""
 ANSWER_BYTES: Final = 16 * 1024 * 1024
 """The default limit for one answer, in bytes: RabbitMQ 4's default limit for one message, and far more than the longest
 answer of a model today (1 MB)."""
 ANSWER_SETTINGS: Final = "LANEKEEPER_RESULTS__ANSWER_BYTES, and LANEKEEPER_BODIES__URL for more than a message holds"
 DIGITS: Final = 128
-"""The most digits of one number. The time to write a number grows with the square of its digits: 8 MiB of numbers with
-4,300 digits took 0.8 s."""
+"""The largest number of digits that one number may have. There is a limit because the time to encode a number grows
+with the square of its digits: 8 MiB of numbers with 4,300 digits took 0.8 s."""
 SMALL_BYTES: Final = 32 * 1024
 """A JSON text of at most this many bytes is parsed within 10 ms, whatever it contains, so its values are not
 counted."""
 _PIECE_BYTES: Final = 2 * 1024 * 1024
-"""How many bytes of a JSON text are measured in one step, between which other tasks may run."""
+"""How many bytes of a JSON text are measured in one step. Between two steps other tasks may run."""
 _MARKS: Final = (b",", b":", b"[", b"{")
 _ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
 _STEP: Final = 16
 _RUN: Final = b"0" * (DIGITS // _STEP)
-"""What to search for to find too long numbers: a run of zeros. Before the search all digits of the text are replaced by
-zeros, and only every 16th byte is kept. A number with more than `DIGITS` digits then has at least this many zeros in a
-row."""
+"""The bytes to search for in order to find too long numbers: a run of zeros. Before the search, only every 16th byte of
+the text is kept, and all digits are replaced by zeros. A number with more than `DIGITS` digits then has at least as
+many zeros in a row as this constant."""
 
 
 class Measure:
@@ -46,8 +46,8 @@ class Measure:
         self._carried = b""
 
     def add(self, piece: bytes) -> str | None:
-        """Count the next piece of the text. Returns a text that names the limit that the pieces so far exceed together;
-        None: they exceed none."""
+        """Count the next piece of the text. Returns a text that names the limit that the pieces so far exceed together,
+        or None if they exceed none."""
         piece = self._carried + piece
         self._carried = b""
         if b"\\" in piece:
@@ -73,13 +73,13 @@ class Measure:
 
 def excess(raw: bytes, *, max_values: int) -> str | None:
     """Check that a JSON text has at most `max_values` keys and values, and no number of more than `DIGITS` digits.
-    Returns a text that names the exceeded limit; None: none is exceeded. Invalid JSON is not detected."""
+    Returns a text that names the exceeded limit, or None if none is exceeded. Invalid JSON is not detected."""
     return next((found for found in excess_in_steps(raw, max_values=max_values) if found is not None), None)
 
 
 def excess_in_steps(raw: bytes, *, max_values: int) -> Iterator[str | None]:
-    """Compute `excess` in steps of at most 20 ms, so that a caller can do other work between them. The steps yield
-    None, except a last one that finds an exceeded limit: it yields the text that names it."""
+    """Compute `excess` in steps of at most 20 ms, so that a caller can do other work between them. Each step yields
+    None. A step that finds an exceeded limit yields the text that names this limit, and is the last step."""
     if len(raw) <= min(max_values, SMALL_BYTES):
         return
     marks = 0

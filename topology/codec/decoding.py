@@ -48,8 +48,8 @@ def decode(
 
     `hop`: the headers that an earlier worker wrote when it published the request again; None for a request that no
     worker has had before. `raw`: the body, if the caller has already fetched or unpacked it, and checked it with
-    `bounds`; None: it is taken from the message. If the message has only the body's address, and `raw` is None, the
-    result has no body but `Request.kept`.
+    `bounds`; None: the body is taken from the message. If the message has only the body's address, and `raw` is None,
+    the result has no body, but the address in `Request.kept`.
 
     Raises RequestProblem (invalid_request, unsupported_media, too_large, forbidden_model).
     """
@@ -142,7 +142,8 @@ def unpacked(message: Message) -> bytes:
 
 
 def weight(message: Message) -> int:
-    """The most bytes that a message's body can have after unpacking (gzip); the body's size if it is not packed."""
+    """The largest size in bytes that a message's body can have after unpacking (gzip). If the body is not packed, its
+    size."""
     size = len(message.body)
     return min(UNPACKED_BYTES, UNPACKED_TIMES * size) if message.content_encoding else size
 
@@ -207,7 +208,7 @@ def _parsed(raw: bytes) -> object:
 
 def _without_content(error: str) -> str:
     """The text of an error of the JSON parser (jiter). A duplicate key that it quotes is removed, because it may be
-    part of a prompt, unless it is the name of a known field."""
+    part of a prompt, unless the key is the name of a known field."""
     duplicate = _DUPLICATE_KEY.match(error)
     known = bodies.MessagesBody.model_fields | bodies.PromptBody.model_fields
     if duplicate is None or duplicate["key"] in known:

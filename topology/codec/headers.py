@@ -20,13 +20,13 @@ UNSUPPORTED = {
     names.PIPELINE: "pipelines are",
     names.ORDER: "ordering by key is",
 }
-"""Headers that the contract reserves and this version does not support. A request with one of them is refused; the
-header is never ignored."""
+"""Headers that the contract reserves and this version does not support. A request with one of them is refused, so that
+no such header is silently ignored."""
 PREFIX = "x-lane-"
 SENT_AT_MOST_MS = 10**14
-"""The latest time that a header may state, counted from 1970: in the year 5138."""
+"""The latest time that a header may state, counted from 1970. It is in the year 5138."""
 BETA_LENGTH = 1024
-"""The most characters of the header `anthropic-beta`."""
+"""The largest number of characters of the header `anthropic-beta`."""
 BOUNDS_MS = {
     names.DEADLINE_MS: (1, MAX_DELAY_MS),
     names.DELAY_MS: (UNIT_MS, MAX_DELAY_MS),
@@ -34,11 +34,11 @@ BOUNDS_MS = {
 }
 """The lowest and highest allowed value of each header that is a number of milliseconds."""
 TIME_LENGTH = 40
-"""The most characters of a header that is a time."""
+"""The largest number of characters of a header whose value is a time."""
 ERRORS_KEPT = 5
-"""How many errors of earlier attempts a request carries along: the latest ones."""
+"""How many errors of earlier attempts a request carries in its headers; older errors are dropped."""
 ADDRESS_LENGTH = 2048
-"""The most characters of the address of a request's body."""
+"""The largest number of characters of the header that has the address of a request's body."""
 DIGITS = re.compile(r"[0-9]{1,15}")
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
@@ -61,12 +61,13 @@ class RequestHeaders:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopHeaders:
     """The headers that a worker writes when it publishes a request again: to the wait queues of a delay, or to a side
-    queue. They are read only from messages of queues to which nobody but workers can publish."""
+    queue (into which workers move the requests of a tenant that has many waiting requests). They are read only from
+    messages of queues to which nobody but workers can publish."""
 
     attempts: int = 0
     """How many attempts to call the provider were made for this request so far."""
     errors: tuple[str, ...] = ()
-    """The errors of the request's earlier attempts: the last ones, at most `ERRORS_KEPT`."""
+    """The errors of the request's latest attempts, at most `ERRORS_KEPT`."""
     first_seen_ms: int | None = None
     """When a worker first received the request; ms since 1970."""
     due_ms: int | None = None
@@ -76,10 +77,10 @@ class HopHeaders:
     expiration: str | None = None
     """The property `expiration` of the message that the requester published."""
     dead_at: str | None = None
-    """If the request is a dead letter that was published again: the time at which it had become a dead letter."""
+    """The time at which the request had become a dead letter, if it is a dead letter that was published again."""
     redelivered: bool = False
-    """True if the request came from a queue that does not count deliveries, and its last delivery there was never
-    settled."""
+    """True if the request had been redelivered to the worker that published it again: an earlier delivery had neither
+    been acknowledged nor returned."""
     hop_ms: int | None = None
     """When the worker published the request to the wait queues of a delay; ms since 1970."""
     back_ms: int | None = None
@@ -88,8 +89,8 @@ class HopHeaders:
     """True if the request was never delayed or retried: it comes from its lane's intake, directly or through a side
     queue."""
     reply_try: int = 0
-    """How often the requester's reply queue has refused the reply. If this is above 0, the request has ended, and only
-    its reply has to be sent again."""
+    """How often the requester's reply queue has refused the reply. If this number is above 0, the request has ended,
+    and only its reply has to be sent again."""
     reply_error: str | None = None
     """The problem document to send as the reply; None: the reply is in the store of results."""
 
@@ -149,9 +150,9 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
 
 
 def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
-    """The headers that a message keeps when a worker publishes it again: those of the requester. Left out are headers
-    that the broker or workers set, and delay bits (the headers that route a message through the wait queues of a
-    delay): the bits of an earlier delay would make the message wait at wrong levels.
+    """The headers that a message keeps when a worker publishes it again: those that the requester set. Headers that the
+    broker or workers set are left out. So are delay bits (the headers that route a message through the wait queues of a
+    delay), because the bits of an earlier delay would make the message wait in the wrong queues.
 
     The headers keep their AMQP types, except the trace context, which is written again each time. `x-death` must not
     stay: RabbitMQ 3.10 would take the republished message for a routing cycle and drop it (docs/facts.md, section 3).
@@ -193,8 +194,8 @@ def _wrong(key: str, found: object, allowed: str) -> RequestProblem:
 
 
 def _ms(headers: Mapping[str, Any], key: str) -> int | None:
-    """A header in milliseconds: an integer, or digits in a string, because shell clients (amqp-publish) can only send
-    strings. None if it is absent."""
+    """The value of a header in milliseconds. The header may be an integer, or digits in a string, because shell clients
+    (amqp-publish) can only send strings. Returns None if the header is absent."""
     value = headers.get(key)
     if value is None:
         return None
@@ -207,8 +208,8 @@ def _ms(headers: Mapping[str, Any], key: str) -> int | None:
 
 
 def ms_or_none(headers: Mapping[str, Any], key: str) -> int | None:
-    """Read a header whose value is a number of milliseconds; None if it is absent or malformed. Used where a message
-    must be read without raising errors."""
+    """Read a header whose value is a number of milliseconds. Returns None if the header is absent or malformed. Used
+    where a message must be read without raising errors."""
     try:
         return _ms(headers, key)
     except RequestProblem:

@@ -20,10 +20,10 @@ class Published(NamedTuple):
 
 def published(message: Message, history: HopHeaders, *, now_ms: int) -> Published:
     """When a message was published, and by which clock: that of the sender or the broker, if the message states a time,
-    else the time of its first delivery to a worker. The result is never later than this delivery."""
+    else the time of its first delivery to a worker. The result is never later than the first delivery."""
     seen_ms = history.first_seen_ms or now_ms
     stated = None if DEAD_AT in message.headers else _stated(message)
-    # a dead letter that is published again still has the timestamps of its first publish
+    # a dead letter that is published again has the timestamps of its first publish, so they are not used
     return Published(seen_ms, "delivery") if stated is None else Published(min(stated.ms, seen_ms), stated.by)
 
 

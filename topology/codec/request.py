@@ -33,11 +33,12 @@ class Request:
     """The address and digest of a body that was not fetched yet. In that case `body` is empty, and `model` and
     `max_tokens` have the lane's defaults. None: the body is in `body`."""
     media_bytes: int = 0
-    """Bytes of the body that are not text for the model (images, documents); counted only for a fetched body."""
+    """How many bytes of the body are not text for the model (images, documents). They are counted only for a body that
+    was fetched from a store; else 0."""
 
     @property
     def text_bytes(self) -> int:
-        """How many bytes of the body are text for the model: the number of input tokens is estimated from them."""
+        """How many bytes of the body are text for the model. The number of input tokens is estimated from this."""
         return len(self.body) - self.media_bytes
 
     @property

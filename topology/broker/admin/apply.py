@@ -33,11 +33,12 @@ async def apply(topology: Topology, connection: AbstractConnection) -> None:
     """Declare a topology's exchanges, then its queues, then its bindings. Existing objects with the same properties
     stay as they are. `apply` can be repeated, and several processes can call it at the same time.
 
-    Raises TopologyMismatch at the first object that exists with other properties, AccessRefused without the right to
-    configure, BrokerUnreachable if the connection is lost, BrokerError if the broker refuses for another reason.
+    Raises TopologyMismatch at the first object that exists with other properties, AccessRefused if the user lacks the
+    permission to configure an object, BrokerUnreachable if the connection is lost, BrokerError if the broker refuses
+    for another reason.
 
     If it succeeds, every object exists with the declared arguments. It does not detect additional bindings, policies,
-    or arguments that the broker ignores; `verify` does.
+    or arguments that the broker ignores; `verify` detects these.
     """
     with broker_errors():
         channel = await connection.channel()
@@ -80,8 +81,8 @@ def broker_errors() -> Iterator[None]:
 
 def _refusal(text: str) -> BrokerError:
     """Translate the broker's error 406 (PRECONDITION_FAILED) on a declaration. If the object exists with other
-    properties: a TopologyMismatch that names the difference, and how to migrate the object. For any other reason, such
-    as a limit for queues: a BrokerError with the broker's text."""
+    properties, the result is a TopologyMismatch that names the difference and says how to migrate the object. For any
+    other reason, such as a limit for the number of queues, it is a BrokerError with the broker's text."""
     found = _DIFFERENT.search(text)
     if found is None:
         return BrokerError(text)
@@ -94,8 +95,8 @@ def _refusal(text: str) -> BrokerError:
 
 
 def _value(text: str) -> str:
-    """The bare value in a phrase of the broker's error: 10000 for `the value '10000' of type 'short'`, 5 for `'5'`, and
-    `nothing` for `none`."""
+    """Extract the value from a phrase of the broker's error text. The result is `10000` for the phrase `the value
+    '10000' of type 'short'`, `5` for `'5'`, and `nothing` for `none`."""
     quoted = _VALUE.match(text)
     return quoted[1] if quoted else "nothing" if text == "none" else text
 

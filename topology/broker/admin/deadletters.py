@@ -1,5 +1,5 @@
 """Fetches the oldest messages of a queue one by one. Each can be removed; the others return to their places in the
-queue when the block ends.
+queue when the `async with` block ends.
 
 async with OldestMessages(connection, queue) as oldest:
     while (letter := await oldest.take()) is not None: …
@@ -26,8 +26,9 @@ RPC_TIMEOUT_S = 10
 
 @dataclass(frozen=True, slots=True)
 class FetchedMessage:
-    """A message that was fetched with `basic.get` and not acknowledged yet. Until then the broker delivers it to no
-    other client. `behind`: how many messages wait in the queue after it. `tag`: its delivery tag."""
+    """A message that was fetched with `basic.get` and not acknowledged yet. Until it is returned to the queue, the
+    broker delivers it to no other client. `behind`: how many messages wait in the queue after it. `tag`: its delivery
+    tag."""
 
     message: Message
     behind: int
@@ -53,7 +54,7 @@ class OldestMessages:
             await self._channel.close(timeout=RPC_TIMEOUT_S)
 
     async def take(self) -> FetchedMessage | None:
-        """Fetch the oldest message that no process has fetched; None if there is none. Raises AccessRefused,
+        """Fetch the oldest message that no process has fetched. Returns None if there is none. Raises AccessRefused,
         BrokerUnreachable."""
         try:
             with border(f"cannot read {self._queue!r}"):

@@ -1,7 +1,7 @@
 """A client for RabbitMQ's management HTTP API, to read the broker's cluster name and topology, and import definitions.
 
 Credentials are sent only to the configured URL, or to a server at the AMQP host that answers like RabbitMQ's management
-API. They are never sent to the target of a redirect, and without TLS only if AMQP has none either.
+API; to the latter over TLS if the AMQP connection uses TLS. They are never sent to the target of a redirect.
 """
 
 import json
@@ -31,11 +31,11 @@ class Management:
     """The management API of one broker, for one virtual host. Each call makes and closes its own HTTP session.
 
     Every call raises BrokerUnreachable if nothing answers in time, AccessRefused for a user without the tag
-    `management` or without rights in the virtual host, BrokerError for any other answer.
+    `management` or without rights in the virtual host, BrokerError for any other error.
     """
 
     url: str
-    """The API's address, without credentials, for error texts too."""
+    """The API's address, without credentials, so that error texts can quote it."""
     user: str
     password: str = field(repr=False)
     vhost: str
@@ -130,12 +130,12 @@ async def discover(
     connection: AbstractConnection | None = None,
     ssl_context: ssl.SSLContext | None = None,
 ) -> Management | None:
-    """Find the management API of a broker, or, if `amqp_url` has several URLs (`urls.py`), of the first that has one.
+    """Find the management API of a broker. If `amqp_url` has the URLs of several nodes, they are tried in order.
 
     `management_url`, if given, is used without a check; credentials in it are used instead of those for AMQP. Otherwise
-    the AMQP host is tried, at port 15672, or at port 15671 over TLS for `amqps`. The result is None if no RabbitMQ
-    answers there, if it refuses the AMQP user, or if it is another broker than that of `connection` (there may be
-    several on one machine).
+    the AMQP host is tried, at port 15672, or at port 15671 over TLS for `amqps`. Returns None if no RabbitMQ answers
+    there, if it refuses the AMQP user, or if it is another broker than that of `connection` (several brokers may run on
+    one machine).
     """
     every = [URL(url) for url in urls_of(amqp_url)]
     if management_url is not None:
@@ -216,7 +216,8 @@ def _binding(found: dict[str, Any]) -> Binding:
 
 
 def _arguments(found: object) -> Arguments:
-    """Convert arguments from JSON. Some RabbitMQ versions send an empty table as []; nested values become JSON text."""
+    """Convert arguments from JSON. Some RabbitMQ versions send an empty table as `[]`. Nested values (tables, arrays)
+    become JSON text."""
     if not isinstance(found, dict):
         return {}
     return {

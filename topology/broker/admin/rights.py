@@ -13,7 +13,7 @@ from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnrea
 from topology.broker.session import CLOSE_TIMEOUT_S
 
 CHECK_EVERY_S = 1.0
-"""The seconds between two checks of the permissions while some are missing."""
+"""The seconds between two checks of the user's permissions while one is missing."""
 REASON_WITHIN_S = 1.0
 """How many seconds to wait for the broker's reason for closing a channel: aiormq may raise its exception before it has
 received the reason."""
@@ -27,7 +27,8 @@ class WritingRights:
         self._connection = connection
         self._routes = routes
         self.trouble: str | None = "whether it may write is not known yet"
-        """Why the worker must not take requests: a right is missing, or was not checked yet. None: all rights exist."""
+        """Why the worker must not take requests: its user may not publish to one of the routes, or this was not checked
+        yet. None if the user may publish to all routes."""
 
     async def check(self) -> None:
         """Check once whether the user may publish to all routes. Raises the errors of `check_write_rights`."""

@@ -18,7 +18,8 @@ from topology.model import Exchange, Queue, Topology
 from topology.plan import Difference, compare
 
 _SHOWN = 5
-"""How many unchecked objects a note names. For a user with few permissions there are about sixty."""
+"""How many of the objects that could not be checked a note names. For a user with few permissions there are about sixty
+such objects."""
 NO_NODES = (
     "the nodes of the cluster could not be seen, nor so whether each queue has its replicas; "
     "the management API shows them to a user that has the tag `monitoring`"
@@ -31,14 +32,16 @@ class Verification:
 
     differences: tuple[Difference, ...]
     seen: Literal["everything", "existence"]
-    """How much was checked: all properties, or only whether the exchanges and queues exist."""
+    """How much was checked. `everything`: all properties of all objects. `existence`: only whether the exchanges and
+    queues exist."""
     note: str | None = None
     """A text for people: what could not be checked, why, and what to do about it. None if everything was checked."""
 
     @property
     def missing(self) -> tuple[Difference, ...]:
-        """The exchanges, queues and bindings that are missing on the broker. Without these, requests cannot be served;
-        objects that differ may be intended."""
+        """The exchanges, queues and bindings that are missing on the broker. They are listed separately because
+        requests cannot be served without them, whereas an operator may have changed the properties of other objects on
+        purpose."""
         return tuple(difference for difference in self.differences if difference.change == "missing")
 
 

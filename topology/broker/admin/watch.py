@@ -1,4 +1,5 @@
-"""Checks the topology again whenever it may have changed, because a missing binding or queue loses messages.
+"""Checks the topology on the broker again whenever it may have changed, because messages are lost if a binding or queue
+is missing.
 
 It checks after each reconnect, after the broker has ended a consumer, after a publish to a missing exchange, and every
 45 s. Over AMQP it checks which queues and exchanges exist. Bindings are only shown by the management API. If this API
@@ -27,7 +28,7 @@ from topology.plan import Difference, compare
 
 LOOK_EVERY_S = 45.0
 """The seconds between two checks of the topology, so that a deleted exchange or binding is noticed within a minute. A
-check makes 75 passive declarations, and takes 30 ms of CPU."""
+check makes 75 passive declarations, which take 30 ms of CPU."""
 AGAIN_AFTER_S = 2.0
 """The seconds between two checks of the topology while an exchange, queue or binding is missing."""
 SOONEST_S = 0.2
@@ -45,8 +46,8 @@ class TopologyWatch:
     """Checks repeatedly, over `connection`, whether all declared exchanges, queues and bindings exist. `declares`:
     whether it declares missing ones again.
 
-    Before the first check, all objects count as existing: whoever creates a watch has just applied or verified the
-    topology.
+    Before the first check, all objects count as existing, because the code that creates a watch has just applied or
+    verified the topology.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class TopologyWatch:
 
     @property
     def trouble(self) -> str | None:
-        """A text for people: what is missing, or that no check was made since the connection was opened. None: nothing
-        is missing."""
+        """A text for people: what is missing, why the check failed, or that no check was made since the connection was
+        opened. None if nothing is missing."""
         if self._failed is not None:
             return self._failed
         if missing := (*self._missing_objects, *self._missing_bindings):
@@ -86,11 +87,11 @@ class TopologyWatch:
 
     @property
     def hindrance(self) -> str | None:
-        """The reason why the worker must not take requests. None if nothing is missing, or only intake queues of lanes
-        (those to which applications' requests are routed).
+        """The reason why the worker must not take requests. None if nothing is missing, or if only intake queues of
+        lanes (those to which applications' requests are routed) are missing.
 
-        If an intake is missing, its lane gets no requests, and the other lanes can go on. If any other object is
-        missing, results of requests could be lost.
+        If an intake queue is missing, only its lane gets no requests, so the worker can serve the other lanes. If any
+        other object is missing, results of requests could be lost.
         """
         missing = (*self._missing_objects, *self._missing_bindings)
         only_intakes = all(each.what != "exchange" and each.name in self._intakes for each in missing)
@@ -145,7 +146,7 @@ class TopologyWatch:
 
     async def _check_bindings(self, underlying: AbstractConnection, opening: int) -> None:
         """Check the bindings over the management API. If `declares`, and if some are missing or the API does not
-        answer, make all bindings again. The worker takes requests meanwhile."""
+        answer, make all bindings again. Meanwhile the worker continues to take requests."""
         missing: tuple[Difference, ...] | None = None
         with suppress(BrokerError, TimeoutError):
             async with asyncio.timeout(MANAGEMENT_WITHIN_S):
@@ -165,7 +166,7 @@ class TopologyWatch:
 
     def _report(self, kind: str, missing: tuple[Difference, ...]) -> None:
         """Log each missing object once; log it again only if it has existed in between. `kind` says what `missing`
-        lists, for example `bindings`: for each kind, the objects that were logged are remembered."""
+        lists, for example `bindings`; the objects that were logged are remembered separately for each kind."""
         known = self._reported.get(kind, frozenset())
         self._reported[kind] = frozenset(difference.line for difference in missing)
         new = [difference for difference in missing if difference.line not in known]
