@@ -1,6 +1,6 @@
 """Control messages as a client writes and reads them: they cancel a request or fetch its result over `lane.control`.
 
-    key     body of the message            body of the answer, which one worker sends, after its header `x-lane-control`
+    key     body of the message            answer of a worker: value of its header `x-lane-control`, and then its body
     cancel  {"cancel": id, "tenant": "…"}  accepted: {"id", "outcome": "recorded" | "told" | "ended" | "unseen"}
     result  {"result": id, "tenant": "…"}  pending: {"id", "status": "running" | "waiting" | "unknown", "due_at": "…"}
     cancel or result, if it is refused     error: a problem document

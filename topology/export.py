@@ -7,8 +7,8 @@ FILE` in rabbitmq.conf.
 |---|---|
 | application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; read its reply queue |
 | client | all that an application may; cancel requests and fetch results: publish to `lane.control` |
-| worker | consume our queues; publish delayed requests, dead letters, events and replies; declare queues of its own |
-| operator | publish to any lane; cancel; bind a queue of its own to events; read `lane.dead`; see all management pages |
+| worker | consume our queues; publish delayed requests, dead letters, events and replies; declare own queues |
+| operator | publish to any lane; cancel; bind an own queue to events; read `lane.dead`; see all management pages |
 | deployer | configure, write and read everything in our namespace: `topology apply` |
 
 Applications and clients may declare nothing. A user that may declare a queue, even one that the broker names, could

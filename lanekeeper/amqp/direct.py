@@ -49,7 +49,7 @@ class Arrivals:
 
     def add(self, reply: Message) -> None:
         """Add a reply. If more than `UNREAD_BYTES` are unread, this and all later replies are dropped, and the reader
-        gets ReplyLost after the earlier ones."""
+        gets ReplyLost after the earlier replies."""
         if self._unread_bytes > UNREAD_BYTES:
             self.lose("its parts came faster than they were read; fetch it whole: lanekeeper result")
         elif not self._is_lost:
@@ -106,8 +106,8 @@ class DirectReplies:
 
     @contextmanager
     def expecting(self, message: Message) -> Iterator[Arrivals]:
-        """Collect the replies to a message, which is to be published inside the block. Sets the message's `reply_to`
-        and `correlation_id`."""
+        """Collect the replies to a message. Publish it inside the `with` block. Sets the message's `reply_to` and
+        `correlation_id`."""
         message.reply_to = DIRECT_REPLY_TO
         message.correlation_id = uuid.uuid4().hex
         arrived = self._expected[message.correlation_id] = Arrivals()

@@ -17,15 +17,15 @@ from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import BrokerUnreachable, MessageTooLarge
 
 SMALL_BYTES = 1024 * 1024
-"""Messages up to this many bytes are published without a check of the broker's limit: requests may be this large, so
-every broker must accept them."""
+"""Messages up to this many bytes are published without a check of the broker's limit. A request may always be this
+large, so a broker for Lanekeeper must accept such messages anyway."""
 PROBE_BYTES = 16 * 1024 * 1024
-"""The smallest test message, in bytes: the default limit of RabbitMQ 4, so that one test message is enough in most
-cases."""
+"""The smallest size, in bytes, of a test message that finds out the broker's limit. It is the default limit of RabbitMQ
+4, so that one test message is enough in most cases."""
 PROBE_WITHIN_S = 20.0
 """The time limit, in seconds, for finding out how large a message the broker accepts."""
 NO_QUEUE = "lanekeeper.nobody"
-"""The name of a queue that does not exist: the broker drops the test messages that are published to it."""
+"""The name of a queue that does not exist, so that the broker drops the test messages that are published to it."""
 _LIMIT_IN_ERROR = re.compile(r"larger than configured max size (\d+)")
 
 

@@ -122,9 +122,9 @@ class Publisher:
     async def write(
         self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = CONFIRM_TIMEOUT_S
     ) -> "asyncio.Future[Answer]":
-        """Publish once, and return a future of the broker's answer. Used for the parts of a streamed answer, of which
-        several are in flight at a time. They are published without AMQP's `mandatory` flag and without a tracing span.
-        The broker receives them in the order of these calls.
+        """Publish once, and return a future of the broker's answer. This is used for the parts of a streamed answer, of
+        which several are in flight at a time. The parts are published without AMQP's `mandatory` flag and without a
+        tracing span. The broker receives them in the order of these calls.
 
         `timeout_s`: how long to wait for the connection, and for room in the write queue. Raises the errors of
         `publish`; the future raises AMQPError if the channel is lost.

@@ -73,6 +73,7 @@ class BodyAddress:
 
 
 def body_address_in(headers: Mapping[str, Any]) -> BodyAddress | None:
-    """Read the address and the SHA-256 of a message's body from its headers; None if the message contains its body."""
+    """Read the address and the SHA-256 of a message's body from its headers. Returns None if the message contains its
+    body."""
     address, sha256 = headers.get(BODY), headers.get(BODY_SHA256)
     return BodyAddress(address, sha256) if isinstance(address, str) and isinstance(sha256, str) else None

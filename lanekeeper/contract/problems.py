@@ -147,7 +147,7 @@ PROBLEMS = {
 
 
 DETAIL_CHARACTERS = 1000
-"""The largest number of characters of a problem's detail. There is a limit because the detail becomes a header of a
+"""The maximum length, in characters, of a problem's detail. There is a limit because the detail becomes a header of a
 dead letter, and RabbitMQ closes a connection that publishes headers larger than a frame (501 FRAME_ERROR)."""
 
 

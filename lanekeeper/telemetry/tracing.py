@@ -40,8 +40,8 @@ from lanekeeper.telemetry.recording import Attributes, error_type, fail
 
 SCOPE: Final = "lanekeeper"
 _MODEL_MAXIMUM: Final = 128
-"""The largest number of characters of a model's name in a span. Longer names are cut, because the requester chooses the
-name."""
+"""The maximum length, in characters, of a model's name in a span. Longer names are cut, because the requester chooses
+the name."""
 
 
 class Scope:
@@ -127,7 +127,7 @@ class Tracing:
         self, message: Message, *, queue: str, delivery_tag: int | None = None, start_ns: int | None = None
     ) -> Scope:
         """A span for the processing of a delivered message: process it inside the `with` block. The span is linked to
-        its publisher's span; the span that is current outside the block has no effect on it."""
+        the span of the message's publisher. The span that is current outside the block has no effect on it."""
         publisher = propagation.read(message.headers)
         received = propagation.received(message.headers, publisher)
         tracer = self._find_tracer()

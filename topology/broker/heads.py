@@ -80,7 +80,7 @@ class Heads:
         self._ready[queue] = ready
 
     def lost(self) -> None:
-        """Record that no head is held any more: the channel was lost, so the broker has returned them to their
+        """Record that no head is held any more: the channel was lost, so the broker has returned all heads to their
         queues."""
         self._held.clear()
 

@@ -2,7 +2,8 @@
 
 Parsing JSON blocks the event loop. How long it takes depends more on the number of values than on the number of bytes:
 8 MiB of `[],[],…` took 1.8 s and 958 MB of memory; 8 MiB of text take 30 ms. So keys and values are counted first, by a
-few passes over the bytes in C. Counting takes at most 10 ms for each MiB. Short texts are not counted.
+few passes over the bytes, which run in C (methods of `bytes`). Counting takes at most 10 ms for each MiB. Short texts
+are not counted.
 """
 
 from collections.abc import Iterator
@@ -78,8 +79,9 @@ def excess(raw: bytes, *, max_values: int) -> str | None:
 
 
 def excess_in_steps(raw: bytes, *, max_values: int) -> Iterator[str | None]:
-    """Compute `excess` in steps of at most 20 ms, so that a caller can do other work between them. Each step yields
-    None. A step that finds an exceeded limit yields the text that names this limit, and is the last step."""
+    """Compute `excess` in steps of at most 20 ms, so that a caller can do other work between them. A step yields None
+    if it has found no exceeded limit. If it has found one, it yields the text that names the limit, and is the last
+    step."""
     if len(raw) <= min(max_values, SMALL_BYTES):
         return
     marks = 0

@@ -26,7 +26,7 @@ PREFIX = "x-lane-"
 SENT_AT_MOST_MS = 10**14
 """The latest time that a header may state, counted from 1970. It is in the year 5138."""
 BETA_LENGTH = 1024
-"""The largest number of characters of the header `anthropic-beta`."""
+"""The maximum length, in characters, of the header `anthropic-beta`."""
 BOUNDS_MS = {
     names.DEADLINE_MS: (1, MAX_DELAY_MS),
     names.DELAY_MS: (UNIT_MS, MAX_DELAY_MS),
@@ -34,11 +34,11 @@ BOUNDS_MS = {
 }
 """The lowest and highest allowed value of each header that is a number of milliseconds."""
 TIME_LENGTH = 40
-"""The largest number of characters of a header whose value is a time."""
+"""The maximum length, in characters, of a header whose value is a time."""
 ERRORS_KEPT = 5
 """How many errors of earlier attempts a request carries in its headers; older errors are dropped."""
 ADDRESS_LENGTH = 2048
-"""The largest number of characters of the header that has the address of a request's body."""
+"""The maximum length, in characters, of the header that contains the address of a request's body."""
 DIGITS = re.compile(r"[0-9]{1,15}")
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")

@@ -4,7 +4,7 @@ again."""
 import random
 
 LEAST_S = 0.05
-"""The shortest pause, in seconds, before something is tried again."""
+"""The shortest pause, in seconds, before a failed operation is tried again."""
 MAX_DOUBLINGS = 10
 """How often the maximum pause doubles at most. Without this limit, `2 ** failures` overflows a float after 1024
 failures."""

@@ -53,8 +53,8 @@ def message_of(delivered: DeliveredMessage) -> Message:
 
 
 def message_from(header: bytes, body: bytes, *, exchange: str, routing_key: str) -> Message:
-    """Build our `Message` from a received message: `header` is the content header frame's AMQP encoding, which contains
-    the properties."""
+    """Build our `Message` from the frames of a received message. `header`: the payload of its content header frame,
+    which contains the properties."""
     properties = Basic.Properties()
     _unmarshal_properties(properties, int.from_bytes(header[12:14], "big"), header[14:])
     return _message(properties, body, exchange=exchange, routing_key=routing_key)
@@ -140,5 +140,5 @@ _KINDS: dict[str, tuple[Callable[[bytes], tuple[int, Any]], Callable[[bytes], in
     "timestamp": (decode.timestamp, lambda data: 8),
     "table": (_read_headers, lambda data: 4 + int(struct.unpack_from(">I", data)[0])),
 }
-"""For each type of property: the function that reads it (returns its number of bytes, and the value), and the one that
-computes its number of bytes if it cannot be read."""
+"""Two functions for each AMQP type that a property may have. The first reads a property, and returns its number of
+bytes and its value. The second computes the number of bytes of a property that cannot be read."""

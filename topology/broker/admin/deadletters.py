@@ -21,7 +21,7 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable
 
 RPC_TIMEOUT_S = 10
-"""The time limit, in seconds, for one operation on the queue of dead letters, such as reading one letter."""
+"""The time limit, in seconds, for one operation on the queue of dead letters, such as fetching one message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ check makes 75 passive declarations, which take 30 ms of CPU."""
 AGAIN_AFTER_S = 2.0
 """The seconds between two checks of the topology while an exchange, queue or binding is missing."""
 SOONEST_S = 0.2
-"""The shortest pause, in seconds, between two checks of the topology: a hundred publishes may fail at the same time,
-and each failure asks for a check."""
+"""The shortest pause, in seconds, between two checks of the topology. It is needed because a hundred publishes may fail
+at the same time, and each failure asks for a check."""
 MANAGEMENT_WITHIN_S = 5.0
 """The time limit, in seconds, for checking the bindings over the management API."""
 COMMAND = "lanekeeper topology apply"
