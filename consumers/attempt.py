@@ -56,9 +56,9 @@ class _FailedCall(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Attempts:
-    """Makes one attempt to get an answer for a job (a delivery that is worked on) which has passed the gates, that is,
-    the checks before a call: calls a provider, and another one if that call fails. The delivery is acknowledged later,
-    by `settle.py`."""
+    """Makes one attempt to get an answer for a job (a delivery that is worked on) that has passed the gates (the checks
+    before a call): calls a provider, and another one if that call fails. The delivery is acknowledged later, by
+    `settle.py`."""
 
     registry: Registry
     _: KW_ONLY
@@ -148,9 +148,9 @@ class Attempts:
         raise failed.error
 
     async def _enter(self, job: Job, decoded: Decoded, route: Route, error: ProviderError | None) -> Permit | None:
-        """Ask the route's circuit breaker for a permit to call its provider, and reserve budget of its account, unless
-        this is done already. Return the permit, or None if the breaker or the budget refuses the call. `error`: how the
-        attempt's first call failed; None before that call."""
+        """Ask the route's circuit breaker for a permit to call its provider, and reserve budget of the route's account,
+        unless budget is reserved already. Return the permit, or None if the breaker or the budget refuses the call.
+        `error`: how the attempt's first call failed; None before that call."""
         clock = asyncio.get_running_loop().time
         permit = await self.breakers.enter(route, clock(), request=job.id)
         if permit is None:

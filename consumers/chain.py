@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One provider that may be called for a request, and the model to ask it for."""
+    """One provider that may be called for a request, and the model that is requested from it."""
 
     provider: str
     model: str

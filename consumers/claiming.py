@@ -37,10 +37,11 @@ RELEASE_WITHIN_S = 1.0
 """The time limit, in seconds, for releasing a request's claim in the store. A claim that is not released in time ends
 with its lease."""
 DEFER_WITHIN_S = 1.0
-"""The time limit, in seconds, for storing that a request is deferred, that is, waits in the broker for a delay."""
+"""The time limit, in seconds, for storing that a request is deferred, that is, waits in the broker until its due
+time."""
 DEFERRED_KEPT_MS = 60_000
-"""For how many ms after its deadline the store remembers a request that was deferred (sent into a delay). By then the
-request's outcome is stored."""
+"""For how many ms after its deadline the store remembers a request that was deferred, that is, had to wait in the
+broker until its due time. By then the request's outcome is stored."""
 PAUSE_CAP_S = 1.0
 """The longest pause, in seconds, between two tries of a call to a store that is unavailable."""
 T = TypeVar("T")
@@ -185,7 +186,7 @@ class Claiming:
 
     async def complete(self, job: Job, completion: Completion) -> Completion | None:
         """Store how the request ended (its completion). Return the completion that is valid: this one, or an earlier
-        one that was stored first. None if another worker holds the claim.
+        one that was stored first. Return None if another worker holds the claim.
 
         Raises StoreUnavailable after `STORE_WITHIN_S`. If the caller is cancelled, storing continues in the background,
         because an answer is paid for: if the delivery was lost, the worker that gets the message next sends the stored

@@ -1,5 +1,5 @@
-"""Builds the message with which a worker publishes a request again: to a delay, to a side queue (in which requests of a
-tenant wait that uses more than its share of a lane), or to `lane.dead`. Without I/O.
+"""Builds the message with which a worker publishes a request again: to the delay exchanges, to a side queue (for
+requests of tenants that use more than their share of a lane), or to `lane.dead`. Without I/O.
 
 Body and properties stay as the requester published them, except that `user_id` and `expiration` move into headers,
 because the broker closes a channel that publishes with another user's `user_id`, and would apply `expiration` again in
@@ -27,9 +27,9 @@ def delayed(job: Job, first_hop: Hop, past: HopHeaders, *, now_ms: int, names: N
 
 
 def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
-    """The copy of a request that is published to a side queue of its lane, where requests of a tenant wait that uses
-    more than its share of the lane. Attempts, errors and due time are unchanged. A fresh request (one that was never
-    delayed or retried) keeps what is left of its `expiration`."""
+    """The copy of a request that is published to a side queue (a queue for requests of tenants that use more than their
+    share of a lane). Attempts, errors and due time are unchanged. A fresh request (one that was never delayed or
+    retried) keeps what is left of its `expiration`."""
     since_ms = job.published.ms
     hop = replace(
         job.hop,

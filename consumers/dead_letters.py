@@ -67,7 +67,7 @@ class DeadLetters:
 
     async def run(self, *, owner: str, every_s: float = LOOK_EVERY_S) -> None:
         """Every `every_s` seconds, until cancelled, remove the dead letters that exceed the limits. `owner`: a name of
-        this process that is unique among those that share the store."""
+        this process that is unique among the processes that share the store."""
         while True:
             await asyncio.sleep(every_s)
             try:

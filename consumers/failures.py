@@ -206,7 +206,7 @@ class ProviderError(LanekeeperError, ABC):
 
 
 class TransientError(ProviderError):
-    """A failure that may be over soon: no connection could be opened, a lost connection, a timeout, a 5xx, or an answer
+    """A failure that may be over soon: no connection to the provider, a lost connection, a timeout, a 5xx, or an answer
     that is malformed or incomplete."""
 
     @property

@@ -96,7 +96,7 @@ class Source(Enum):
     headers are trusted."""
     SIDE = auto()
     """The message was published to a side queue, where only workers may publish, so its internal headers are trusted.
-    (In a side queue, requests of a tenant wait that uses more than its share of a lane.)"""
+    (Side queues are for requests of tenants that use more than their share of a lane.)"""
 
 
 class Job:

@@ -22,8 +22,8 @@ class Answered:
     model: str
     provider: str
     kept: BodyAddress | None = None
-    """The address and digest of an answer that is stored outside the broker, because it is too large for an AMQP
-    message; `body` is then a JSON object with that address."""
+    """The address and digest of an answer that is stored outside the broker because of its size; `body` is then a JSON
+    object with that address. None if the answer is in `body`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,8 +70,8 @@ class Settler:
 
     async def settle(self, job: Job, outcome: Outcome) -> Outcome | None:
         """Settle a delivery, and return the outcome that was carried out: the given one, or another if the request had
-        ended already, if another worker has taken it over, or if the given one could not be stored or sent as it was.
-        Return None if the delivery could not be settled, so that the broker delivers it again."""
+        ended already, if another worker has taken the request over, or if the given one could not be stored or sent as
+        it was. Return None if the delivery could not be settled, so that the broker delivers it again."""
         try:
             sendable = await self.sendable.of(outcome)
             self.failpoints.reach("after_keep")

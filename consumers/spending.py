@@ -25,8 +25,8 @@ LEVELS = (50, 80, 100)
 for each percentage, by only one of the processes."""
 EVERY_TENANT = "*"
 TENANTS_COUNTED = 10_000
-"""For how many lanes and tenants together the totals are kept, and for how many limits of caps the reported levels:
-those that were used last."""
+"""The totals are kept for this many lanes and tenants together, and the highest reported level for this many limits of
+caps: in each case for those that were used last."""
 LANE, TENANT = "lane", "tenant"
 Publish = Callable[..., None]
 """A function that publishes a life-cycle event. Parameters: the event's name, and its fields as keyword arguments."""

@@ -1,5 +1,5 @@
-"""Maintains two stores: checks that the store of claims and results can be written, and removes results from it, and
-bodies from the store of bodies, whose retention time is over."""
+"""Checks that the store of claims and results can be written. Removes expired results from that store, and expired
+bodies from the store of bodies."""
 
 import asyncio
 import random

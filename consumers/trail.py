@@ -25,8 +25,8 @@ AGAIN_S = 0.5
 FLUSH_WITHIN_S = 2.0
 """For how many seconds the end of a request waits until the store has all its entries."""
 UNWRITTEN_BYTES = 1024 * 1024
-"""How many bytes the events of one request's answer may have in memory until they are written. If they have more, they
-are discarded."""
+"""How many bytes of events of one request's answer may wait in memory until they are written. If there are more, these
+events are discarded."""
 PARTS_AT_ONCE = 100
 """One write to the store includes entries of at most this many requests."""
 TRUNCATED = NewEntry("truncated", b"{}")

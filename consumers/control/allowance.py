@@ -16,8 +16,8 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
 
 AT_ONCE_S = 5
-"""A tenant may send as many control messages at once as its limit (so many a second) allows in this number of seconds.
-With that it can cancel many of its requests at once."""
+"""A tenant may send as many control messages at once as its limit allows in this number of seconds, so that it can
+cancel all of its requests at once."""
 
 
 class Verdict(Enum):

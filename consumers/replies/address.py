@@ -8,7 +8,7 @@ open    the default. Allowed are names that no client can choose (`amq.gen-…`,
         queue outside `lane.` and `amq.`. A requester who knows the name of another client's queue can make a worker
         send answers there
 bound   Allowed are direct reply-to, and the queues `lane.reply.<user_id>` and `lane.reply.<user_id>.…` of the
-        request's user. The owner of any other queue is unknown
+        request's user, because the owner of any other queue is unknown
 """
 
 import re

@@ -3,7 +3,7 @@
 A part is published without waiting for the confirms of earlier parts, because waiting would delay the first piece of
 the answer by three round trips to the broker: three other events come before it. Parts keep their order, because they
 are published on one channel. A lost part does not fail the attempt, because the final reply has the whole answer. The
-final reply is sent only when each part is confirmed or known to be lost.
+final reply is sent only after each part is confirmed or counts as lost.
 """
 
 import asyncio

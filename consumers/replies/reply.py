@@ -43,8 +43,8 @@ class Replies:
     loses_large_parts: bool = False
 
     def refusal(self, job: Job) -> RequestProblem | None:
-        """The error of a request to whose reply address no reply may be sent; None if replies may be sent there, or if
-        the request has no reply address."""
+        """The error with which a request is refused because no reply may be sent to its reply address; None if replies
+        may be sent there, or if the request has no reply address."""
         address = job.message.reply_to
         if not address:
             return None

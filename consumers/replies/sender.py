@@ -50,7 +50,8 @@ class ReplySender:
         return self._own is not None and is_direct(address)
 
     def refusal(self, address: str) -> RequestProblem | None:
-        """The error of a request whose direct reply-to address is known to be forged; None for any other address."""
+        """The error with which a request is refused because its direct reply-to address is known to be forged; None for
+        any other address."""
         return _forged() if address in self._forged else None
 
     async def send(self, message: Message, address: str, **how: Any) -> None:
@@ -109,9 +110,9 @@ class ReplySender:
             _remember(address, self._genuine)
 
     async def send_surely(self, message: Message, address: str) -> None:
-        """Publish a message, repeatedly if necessary, until the broker confirms it; but at most `TRIES` times if the
-        broker would close the connection if this address were forged. Raises PublishRefused if the queue refuses the
-        message once; other errors like `send`."""
+        """Publish a message, repeatedly if necessary, until the broker confirms it; but at most `TRIES` times to an
+        address for which this broker would close the connection if it were forged. Raises PublishRefused as soon as the
+        queue refuses the message, and the errors of `send`."""
         if not self.needs_own_connection(address):
             return await self._publisher.publish_surely(
                 message, exchange="", routing_key=address, mandatory=not is_direct(address), refused_within_s=0
