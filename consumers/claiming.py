@@ -224,8 +224,8 @@ class Claiming:
         await _until_stored(lambda: self._store.note(job.identity, completion))
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        """Record in the store that a request is cancelled. If the request runs in this process, it stops at once, even
-        if the store has not granted its claim yet. Raises StoreUnavailable."""
+        """Record in the store that a request is cancelled. If this process works on the request, the work stops at
+        once, even if the store has not granted the claim of the request yet. Raises StoreUnavailable."""
         result = await _until_stored(lambda: self._store.cancel(identity, completion))
         if result is Cancelling.TOLD:
             if claims := [task for task, claimed in self._claim_tasks.items() if claimed == identity]:

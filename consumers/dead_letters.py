@@ -1,7 +1,7 @@
 """Keeps the queue `lane.dead` within its limits of number, size and age, by removing the oldest dead letters.
 
-If a folder is configured, each letter is written to a file there before it is removed. One process at a time does this:
-the one that holds a lease (a lock that expires) in the store.
+If a folder is configured, each letter is written to a file in that folder before it is removed from the queue. One
+process at a time does this: the one that holds a lease (a lock that expires) in the store.
 """
 
 import asyncio
@@ -120,8 +120,8 @@ class DeadLetters:
 
 
 def _write(folder: Path, letter: FetchedMessage, now_ms: int) -> None:
-    """Append a dead letter to the file of the day, as one line of JSON. The line is on the disk when this returns. If
-    the broker then fails to remove the letter, it is written again later."""
+    """Append a dead letter to the file of the day, as one line of JSON. The line is on the disk when this function
+    returns. If the broker then fails to remove the letter, the letter is written again later."""
     line = {name: getattr(letter.message, name) for name in WRITTEN}
     line["body_base64"] = base64.b64encode(letter.message.body).decode()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

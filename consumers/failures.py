@@ -7,7 +7,7 @@ ProviderError
 ├── OverloadedError         529
 ├── SpendLimitError         the account's or workspace's spend limit
 ├── RejectedError           the provider refused the request (400, 401, 403, 404, 413, 422, other 4xx)
-└── AnswerTooLargeError     the answer is larger than we read, or than a reply may be
+└── AnswerTooLargeError     the answer is larger than a worker reads, or than a reply may be
 
 BreakerOpen                 no call was made: the circuit breakers of all providers that may be called are open
 
@@ -33,16 +33,16 @@ class Retry(Enum):
     REJECTED = auto()
     """No further attempt is made, because it would not help: the request ends with the error `provider_rejected`."""
     TOO_LARGE = auto()
-    """No further attempt is made, because its answer would be too large again: the request ends with the error
+    """No further attempt is made, because the next answer would be too large again: the request ends with the error
     `answer_too_large`."""
     SOON = auto()
     """Another attempt may help, and the pause before the first retry is short."""
     BACK_OFF = auto()
-    """Another attempt may help. The pause before it is the usual one, or the provider's `retry-after` if that is
-    longer."""
+    """Another attempt may help. The pause before it is the one that `retry.py` computes, or the provider's
+    `retry-after` if that is longer."""
     RETRY_AFTER = auto()
-    """Another attempt may help when the provider's `retry-after` is over, even if that is shorter than the usual
-    pause."""
+    """Another attempt may help when the provider's `retry-after` is over, even if that is shorter than the pause that
+    `retry.py` computes."""
 
 
 class Failover(Enum):
@@ -60,7 +60,7 @@ class Failover(Enum):
     model."""
     SAME_MODEL_FIRST = auto()
     """After the failed call, another account (one provider's limits for a class of models) may be called with the same
-    model. Another model is allowed only if the provider's `retry-after` is long."""
+    model. It may be called with another model only if the provider's `retry-after` is longer than 5 s."""
 
 
 class Trips(Enum):
@@ -94,10 +94,10 @@ class Paid(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Says what follows from one kind of failed call; each row of the table below is one. `retry`: whether another
-    attempt may help. `failover`: which other provider may be called at once. `trips`: whether the circuit breaker
-    counts it. `paid`: what the provider may have counted against the account's limits. `says`: what the failure tells
-    the budget about the account."""
+    """Says what follows from one kind of failed call: one row of the table of failures, such as `TIMED_OUT`. `retry`:
+    whether another attempt may help. `failover`: which other provider may be called at once. `trips`: whether the
+    circuit breaker counts it. `paid`: what the provider may have counted against the account's limits. `says`: what the
+    failure tells the budget about the account."""
 
     retry: Retry
     failover: Failover
@@ -126,10 +126,11 @@ after the request was sent, the type is `connection`.)"""
 TIMEOUT: Final = "timeout"
 """The error type of a call that was ended by its timeout or by its request's deadline."""
 _BY_TYPE: Final = {UNREACHABLE: UNSENT, "credentials": UNSENT, TIMEOUT: TIMED_OUT}
-"""The row of the table for a TransientError without an HTTP status, by the error's type. The type `credentials` means
-that the request could not be signed for lack of credentials, so nothing was sent."""
+"""The row of the table of failures for a TransientError without an HTTP status, by the error's type. The type
+`credentials` means that the request could not be signed for lack of credentials, so nothing was sent."""
 _BY_STATUS: Final = {401: KEY_REFUSED, 403: FORBIDDEN}
-"""The row of the table for a RejectedError, by the HTTP status. Other statuses have the row REJECTED."""
+"""The row of the table of failures for a RejectedError, by its HTTP status. All other statuses have the row
+`REJECTED`."""
 
 
 class ProviderError(LanekeeperError, ABC):

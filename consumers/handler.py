@@ -1,4 +1,4 @@
-"""START HERE: the steps in which a worker handles one request, read from top to bottom."""
+"""START HERE: this file has the steps in which a worker handles one request. Read it from top to bottom."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

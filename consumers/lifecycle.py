@@ -55,7 +55,7 @@ class Lifecycle:
         self._now_ms = now_ms
 
     def publish(self, job: Job, event: str, **detail: Any) -> None:
-        """Publish one life-cycle event of a job's request as a JSON object, with the fields in `COMMON` and those in
+        """Publish one life-cycle event of a job's request, as a JSON object with the fields in `COMMON` and those in
         `detail`."""
         self._publish(
             event,

@@ -35,8 +35,9 @@ class Deferred:
     due_ms: int | None = None
     """The new due time of the request, in ms since 1970; None if the due time does not change."""
     redelivered: bool = False
-    """True if the deferred message was redelivered from a classic queue. The worker that gets it next must know this,
-    because the broker does not count the deliveries from such a queue."""
+    """True if the deferred message was redelivered from a classic queue. The copy says so in a header, because the
+    broker does not count the deliveries from such a queue, and the next worker must know that there was an earlier
+    one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

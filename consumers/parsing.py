@@ -38,7 +38,7 @@ class Parsing:
         """For how many seconds this process may still parse before it must pause. A value below 0 says for how many
         seconds it must pause. The value grows with time."""
         self._at_s = clock()
-        """When the value of `_left_s` was computed."""
+        """When `_left_s` was last computed, by `_clock`."""
         self._is_taken = False
         self._waiting: list[tuple[tuple[int, int], int, asyncio.Future[None]]] = []
         self._numbers = count()

@@ -60,12 +60,12 @@ class Pool:
         self.queue = deliveries.queue
         self.slots = deliveries.prefetch if slots is None else slots
         self.in_hand = 0
-        """How many deliveries this pool has taken and not finished: at most the prefetch, or more after pauses (see
-        `resume`)."""
+        """How many deliveries this pool has taken and not finished. These are at most as many as the prefetch; only
+        after pauses there can be more (see `resume`)."""
         self.jobs: set[Job] = set()
         """The jobs of the deliveries that have a slot."""
         self._undecided: dict[asyncio.Task[Any], Job] = {}
-        """The tasks whose job has no outcome yet, each with its job."""
+        """The tasks that work on a job which has no outcome yet, each with its job."""
         self._stopping = False
         self._gives_back = False
         """True after `give_back_waiting` was called: requests whose call to a provider has not begun are returned to
@@ -82,7 +82,8 @@ class Pool:
         return len(self.jobs)
 
     async def run(self) -> None:
-        """Work until `stop` is called and all running jobs have ended. Cancel it to end at once."""
+        """Work until `stop` is called and all running jobs have ended. To end at once, cancel the task that runs
+        this."""
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
                 await self._work_session(session)
@@ -114,8 +115,8 @@ class Pool:
     async def resume(self) -> None:
         """Take deliveries again, unless this pool holds more deliveries than its prefetch.
 
-        After several pauses it can hold more, because each pause cancels the consumer, and the broker does not count
-        deliveries of a cancelled consumer against the prefetch of the next one.
+        After several pauses the pool can hold more, because each pause cancels the consumer, and the broker does not
+        count deliveries of a cancelled consumer against the prefetch of the next one.
         """
         if self.in_hand <= self._deliveries.prefetch:
             await self._deliveries.resume()

@@ -131,7 +131,7 @@ class Settler:
 
     async def reject_later(self, delivery: Delivery) -> None:
         """After an internal error: wait, then reject the delivery, so that the broker requeues it. The broker counts
-        this towards the delivery limit, so that a message that causes an error each time goes to `lane.fallen`."""
+        this towards the delivery limit, so a message that causes an error each time finally goes to `lane.fallen`."""
         await asyncio.sleep(RETURN_AFTER_S)
         try:
             with self.tracing.settle("reject", delivery.message, queue=delivery.queue, delivery_tag=delivery.tag):

@@ -46,7 +46,7 @@ class Trail:
         self._bytes = 0
         """How many bytes the events in `_unwritten` have."""
         self._must_restart = is_takeover
-        """True if an entry `restart` must be written before the first event."""
+        """True if an entry `restart` must be written before the first event of the answer."""
         self._has_stopped = False
         """True if no more events of the answer are written, until an entry `restart`."""
         self._is_writing = False
@@ -60,12 +60,13 @@ class Trail:
         return not self._unwritten and not self._is_writing
 
     def tell(self, kind: str, **detail: Any) -> None:
-        """Note a step of the request, such as `started`, for clients that follow the request. It is written soon."""
+        """Note a step of the request, such as `started`, for clients that follow the request. The step is written to
+        the store soon."""
         self._add(NewEntry(kind, json.dumps(detail, ensure_ascii=False).encode()))
 
     def part(self, kind: str, body: bytes) -> None:
         """Note a part of the answer's stream for clients that follow the request: an event, or a `restart`, after which
-        they must discard the events before it. It is written soon."""
+        they must discard the events before it. The part is written to the store soon."""
         if kind == RESTART:
             self._has_stopped = self._must_restart = False
         elif self._must_restart:

@@ -1,4 +1,5 @@
-"""Computes where a request waited before its call, and for how long: in a queue, a delay, `lane.dead`, or a worker.
+"""Computes where a request waited before its call to a provider, and for how long: in a queue, in a delay, in
+`lane.dead`, or in a worker.
 
 The worker that gets the request after a wait records the wait as a trace span.
 """

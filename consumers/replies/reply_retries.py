@@ -1,8 +1,8 @@
 """Sends a reply again if the reply queue was full. Meanwhile the request waits in a delay, so that the worker can work
 on others.
 
-The request is published to the delay queues, with a header which says that only its reply is left to send. When the
-request comes back, its completion (how it ended) is read from the store. If the completion is not stored under the
+The request is published to the delay exchanges, with a header which says that only its reply remains to be sent. When
+the request comes back, its completion (how it ended) is read from the store. If the completion is not stored under the
 request's id, because the request is invalid or the id belongs to another request, a header carries it. A minute after
 the first try the reply is given up, but a stored result can still be fetched.
 """
@@ -26,7 +26,7 @@ MOST_OF_ONE = 10
 """At most one in this many of the replies that may wait because their queue is full (`MAX_WAITING`) may belong to one
 tenant or, for requests without a tenant (no `user_id`), to one reply queue."""
 WARN_EVERY_MS = 1000
-"""The shortest time, in ms, between two warnings about replies that are not sent again."""
+"""The shortest time, in ms, between two warnings in the log about replies that are given up."""
 Handle = Callable[[Job], Awaitable[Outcome]]
 log = logs.logger()
 
