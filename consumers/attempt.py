@@ -42,8 +42,8 @@ LEAST_LEFT_S = 1.0
 DEADLINE_TOLERANCE_S = 0.1
 """A call that was cancelled at most this many seconds before the request's deadline counts as ended by the deadline."""
 DEADLINE_PASSED = TransientError("no answer before the request's deadline", type=TIMEOUT)
-"""The error that is reported to the provider's circuit breaker if the request's deadline ended the call: the provider
-may hang, although the call did not reach its timeout."""
+"""The error that is reported to the provider's circuit breaker if the request's deadline ended the call, because the
+provider may hang even if the call did not reach its timeout."""
 log = logs.logger()
 
 

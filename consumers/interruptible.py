@@ -9,7 +9,7 @@ from consumers.state.base import Stop
 
 
 class Waiter(Protocol):
-    """The attributes of a job that a wait needs so that `job.stop` can end it."""
+    """The attributes that a job must have so that `job.stop` can end its wait."""
 
     stopped: Stop | None
     waiting: "Interruptible | None"

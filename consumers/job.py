@@ -49,8 +49,8 @@ def now_ms() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A request that was decoded from its delivery, its lane, and the providers that may be called for it. It is made
-    once for a delivery, and replaced only when a body that is not in the message was fetched."""
+    """A decoded request, its lane, and the providers that may be called for it. This value is made once for a delivery,
+    and replaced only when a body that is not in the message was fetched."""
 
     request: Request
     lane: LaneSpec
@@ -59,7 +59,7 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """The provider that a job will call (`route`), and the budget that is reserved for the call."""
+    """The provider and model that a job will call (`route`), and the budget that is reserved for the call."""
 
     route: Route
     reservation: Reservation

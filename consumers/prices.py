@@ -51,8 +51,8 @@ DEFAULTS: Final[Mapping[str, Price]] = MappingProxyType(
 
 
 class Prices:
-    """The prices of all models: those in `DEFAULTS`, except that prices in `given` replace them or are added. `as_of`:
-    the date on which the prices were valid."""
+    """The prices of all models: those in `DEFAULTS`, which `given` replaces and extends. `as_of`: the date on which the
+    prices were valid."""
 
     def __init__(self, given: Mapping[str, Price] | None = None, *, as_of: str = AS_OF) -> None:
         self.as_of = as_of

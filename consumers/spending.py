@@ -44,7 +44,8 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cap:
-    """What a lane or a tenant may use in one day: requests, tokens, dollars. None: no limit."""
+    """What a lane or a tenant may use in one day (UTC): how many requests, tokens and dollars. None: there is no such
+    limit."""
 
     requests: float | None = None
     tokens: float | None = None

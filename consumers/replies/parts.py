@@ -16,12 +16,12 @@ from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 
 UNCONFIRMED = 64
-"""How many parts of a stream may be published and not confirmed at a time."""
+"""How many published parts of a stream may wait for their confirms at a time."""
 UNCONFIRMED_BYTES = 256 * 1024
 """How many bytes the unconfirmed parts of a stream may have together. A single part may be larger."""
 FIRST_UNCONFIRMED = 4
-"""How many parts of a stream may be published and not confirmed when the stream begins. The limit doubles each time it
-is reached, up to `UNCONFIRMED`. A stream begins with three events and then the first piece of the answer. With this
+"""How many published parts of a stream may wait for their confirms when the stream begins. The limit doubles each time
+it is reached, up to `UNCONFIRMED`. A stream begins with three events and then the first piece of the answer. With this
 limit that piece reaches the client early, even if the provider sends the whole answer at once."""
 log = logs.logger()
 
