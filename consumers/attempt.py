@@ -2,8 +2,8 @@
 
 An attempt makes at most two calls, because each retry (`retry.py`) is a further attempt: more calls here would multiply
 with the retries. A second provider is called only if its circuit breaker allows it (`providers/breakers.py`) and its
-rate limits leave room for the call now: an attempt waits for budget only once. The table in `failures.py` says after
-which failures another provider may be called.
+rate limits leave room for the call now, because an attempt waits for room only before its first call. The table in
+`failures.py` says after which failures another provider may be called.
 """
 
 import asyncio
@@ -33,21 +33,22 @@ from topology.codec.request import Request
 
 SLACK_S = 1.0
 """By how many seconds the timeout of a call to a provider may be later than the request's deadline. It is later so that
-the deadline ends the call first: a timeout would count as a failure of the provider."""
+the deadline ends the call first, because a timeout would count as a failure of the provider."""
 LONG_RETRY_AFTER_S = 5.0
-"""If a provider answers 429 with a `retry-after` of more seconds than this, a call to another model is allowed."""
+"""If a provider answers 429 with a `retry-after` longer than this many seconds, the attempt may call another model.
+Otherwise it may call another account only with the same model."""
 LEAST_LEFT_S = 1.0
-"""If fewer seconds than this are left until the request's deadline, no second provider is called."""
+"""An attempt calls a second provider only if at least this many seconds are left until the request's deadline."""
 DEADLINE_TOLERANCE_S = 0.1
 """A call that was cancelled at most this many seconds before the request's deadline counts as ended by the deadline."""
 DEADLINE_PASSED = TransientError("no answer before the request's deadline", type=TIMEOUT)
-"""The error that is reported to the provider's circuit breaker if the request's deadline ended the call: the provider
-may hang, although the call did not reach its timeout."""
+"""The error that is reported to the provider's circuit breaker if the request's deadline ended the call, because the
+provider may hang even if the call did not reach its timeout."""
 log = logs.logger()
 
 
 class _FailedCall(NamedTuple):
-    """The first call to a provider within an attempt; it has failed."""
+    """The first call of an attempt to a provider, which has failed: where it went, and its error."""
 
     route: Route
     error: ProviderError
@@ -55,8 +56,9 @@ class _FailedCall(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Attempts:
-    """Makes one attempt to get an answer for a job that has passed the gates: calls a provider, and another one if that
-    call fails. The job's delivery is settled later, by `settle.py`."""
+    """Makes one attempt to get an answer for a job (a delivery that is worked on) that has passed the gates (the checks
+    before a call): calls a provider, and another one if that call fails. The delivery is acknowledged later, by
+    `settle.py`."""
 
     registry: Registry
     _: KW_ONLY
@@ -71,8 +73,8 @@ class Attempts:
     rng: random.Random
 
     async def make(self, job: Job, decoded: Decoded) -> Outcome:
-        """Call the providers within the time left until the deadline, and return the outcome. When it returns, the
-        broker has confirmed each part of a streamed answer, or the part is known to be lost."""
+        """Call the providers within the time left until the deadline, and return the outcome. When the method returns,
+        each part of a streamed answer was confirmed by the broker, or counts as lost."""
         parts = Parts(self.replies, job) if decoded.request.stream else None
         outcome = await self._attempt(job, decoded, parts)
         if parts is not None:
@@ -107,9 +109,10 @@ class Attempts:
         return self._ended_early(job, decoded, is_past_deadline=left_s <= ATTEMPT_WITHIN_S)
 
     async def _call_routes(self, job: Job, decoded: Decoded, parts: Parts | None) -> Answer:
-        """Call the route for which budget is reserved; if that call fails, call one of the routes after it.
+        """Call the first route (a provider and a model) whose circuit breaker and budget allow it, beginning with the
+        route for which budget is reserved. If that call fails, call one further route, if this may help.
 
-        Raises the ProviderError that decides the outcome; BreakerOpen if no call was made.
+        Raises the ProviderError that decides the outcome, or BreakerOpen if no call was made.
         """
         request, chain, clock = decoded.request, decoded.chain, asyncio.get_running_loop().time
         left_s = (request.deadline_ms - self.now_ms()) / 1000
@@ -145,8 +148,9 @@ class Attempts:
         raise failed.error
 
     async def _enter(self, job: Job, decoded: Decoded, route: Route, error: ProviderError | None) -> Permit | None:
-        """Ask the circuit breaker of the route for a permit to call it, and reserve budget of its account; None if
-        either is refused. `error`: how the attempt's first call failed; None before that call."""
+        """Ask the route's circuit breaker for a permit to call its provider, and reserve budget of the route's account,
+        unless budget is reserved already. Return the permit, or None if the breaker or the budget refuses the call.
+        `error`: how the attempt's first call failed; None before that call."""
         clock = asyncio.get_running_loop().time
         permit = await self.breakers.enter(route, clock(), request=job.id)
         if permit is None:
@@ -192,13 +196,13 @@ class Attempts:
 
     @staticmethod
     def _spent(job: Job, error: ProviderError | None) -> Amounts | None:
-        """How much of the budget reserved for it a failed call used; None if nothing was reserved, or no call was
-        made."""
+        """How much a failed call has used of the budget that was reserved for it. None if no budget was reserved, or no
+        call was made (`error` is None)."""
         return None if job.reserved is None or error is None else error.spent(job.reserved.reservation.amounts)
 
     def _ended_early(self, job: Job, decoded: Decoded, *, is_past_deadline: bool) -> Outcome:
-        """The outcome of an attempt that ended without answer or error: the job was stopped, its deadline passed, or
-        the attempt ran for `ATTEMPT_WITHIN_S`, the longest that its delivery may be held."""
+        """The outcome of an attempt that ended without an answer or an error of the provider: the job was stopped, its
+        deadline passed, or the attempt reached its time limit, `ATTEMPT_WITHIN_S`."""
         if job.stopped is not None:
             return stopped_by(job.stopped, doing="ran")
         if is_past_deadline:
@@ -209,7 +213,7 @@ class Attempts:
         return self._decide(late, job, decoded)
 
     def _decide(self, error: ProviderError, job: Job, decoded: Decoded) -> Outcome:
-        """The outcome of an attempt that failed with `error`: a retry, or a final error."""
+        """The outcome of a request whose attempt failed with `error`: a retry, or a final error."""
         usable, reserved = self.breakers.usable(decoded.chain.routes), job.reserved
         has_other = reserved is not None and any(route.account != reserved.route.account for route in usable)
         return retry.decide(
@@ -224,7 +228,8 @@ class Attempts:
 
 
 def _restart(failed: _FailedCall, route: Route, parts: Parts | None) -> None:
-    """Log the failover to `route`, and tell the requester to forget the parts of a stream from the failed call."""
+    """Log the failover to `route`. If the answer is streamed, tell the requester to discard the parts that the failed
+    call has sent."""
     log.info(
         signals.FAILED_OVER,
         provider=failed.route.provider,
@@ -238,7 +243,7 @@ def _restart(failed: _FailedCall, route: Route, parts: Parts | None) -> None:
 
 
 def _may_help(failed: _FailedCall, other: Route) -> bool:
-    """Whether a call of the route `other` may succeed after the failed call."""
+    """Whether a call to the provider and model of the route `other` may succeed after the failed call."""
     has_other_provider = other.provider != failed.route.provider
     has_other_account = other.account != failed.route.account
     has_same_model = other.model == failed.route.model

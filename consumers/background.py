@@ -1,6 +1,7 @@
-"""Tasks that continue when the caller that awaits them is cancelled, and a periodic loop.
+"""Helpers for asyncio: tasks that continue when the caller that awaits them is cancelled, and a periodic loop.
 
-Example: an answer is stored although its delivery was lost, because the provider's call was paid for."""
+An example of such a task: an answer is stored even if its delivery is lost meanwhile, because the call to the provider
+was paid for."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -12,7 +13,7 @@ T = TypeVar("T")
 
 async def every(seconds: float, *, until: asyncio.Event) -> AsyncIterator[None]:
     """An async iterator for a loop that runs periodically: it yields at once, and again after each pause of `seconds`,
-    until the event is set."""
+    until the event `until` is set."""
     while not until.is_set():
         yield
         with suppress(TimeoutError):
@@ -21,8 +22,8 @@ async def every(seconds: float, *, until: asyncio.Event) -> AsyncIterator[None]:
 
 
 class Background:
-    """Runs tasks that continue if the caller that awaits them is cancelled. It holds a reference to each until it has
-    ended, so that it is not garbage-collected."""
+    """Runs tasks that continue if the caller that awaits them is cancelled. It holds a reference to each task until the
+    task has ended, so that asyncio does not lose it to the garbage collector."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -1,11 +1,12 @@
-"""The providers that may be called for a request, in order of preference. `providers/routes.py` makes this value."""
+"""Defines `Chain`, the list of the providers that may be called for a request, in order of preference.
+`providers/routes.py` creates it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One provider that may be called for a request, and the model to ask it for."""
+    """One provider that may be called for a request, and the model that is requested from it."""
 
     provider: str
     model: str
@@ -13,7 +14,7 @@ class Route:
     name: str
     """The provider's own name for the model, which the call contains."""
     account: str
-    """The account whose budget the call uses: a provider has one account for each class of models."""
+    """The account whose budget (its rate limits) the call uses. A provider has one account for each class of models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,8 @@ class Chain:
 
     routes: tuple[Route, ...] = ()
     forbidden: str = ""
-    """Why the request's lane or tenant may not use the model: the text for the error `forbidden_model`; "" if they may
-    use it."""
+    """The text of the error `forbidden_model`, which says why the request's lane or tenant may not use the model; "" if
+    they may use it."""
 
     def starting_at(self, route: Route) -> tuple[Route, ...]:
         """The given route (a provider and model) and those after it in the chain."""

@@ -1,8 +1,9 @@
 """Takes a claim before a provider is called, renews it during the call, and then completes or releases it.
 
 A claim is the store's record that one worker is working on a request; it ends with its lease (10 s by default) if it is
-not renewed. While the store is unavailable, deliveries are held until it answers. A call without a claim could be paid
-twice, and an acknowledged outcome that is not stored could be followed by a different one.
+not renewed. While the store is unavailable, deliveries are held until it answers or a time limit is over, because a
+call without a claim could be made and paid for twice, and a request whose outcome is sent but not stored could get a
+second, different outcome.
 """
 
 import asyncio
@@ -29,17 +30,20 @@ from consumers.trail import Trail, Trails
 from lanekeeper.telemetry import logs, signals
 
 RENEW_EVERY_S = 0.5
-"""The seconds between two renewals of the claims: a twentieth of the time after which a claim ends. The call of a
-cancelled request ends within this time and one round trip to the store."""
+"""The seconds between two renewals of the claims: a twentieth of the time after which a claim ends without renewal. The
+store's answer to a renewal also says which requests were cancelled. So the call of a cancelled request ends within this
+time and one round trip to the store."""
 RELEASE_WITHIN_S = 1.0
-"""The time limit, in seconds, for releasing the claim of a request; then the claim ends by itself."""
+"""The time limit, in seconds, for releasing a request's claim in the store. A claim that is not released in time ends
+with its lease."""
 DEFER_WITHIN_S = 1.0
-"""The time limit, in seconds, for noting in the store that a request is deferred."""
+"""The time limit, in seconds, for storing that a request is deferred, that is, waits in the broker until its due
+time."""
 DEFERRED_KEPT_MS = 60_000
-"""For how many ms after a deferred request's deadline the store keeps the record of its deferral. By then the request's
-outcome is stored."""
+"""For how many ms after its deadline the store remembers a request that was deferred, that is, had to wait in the
+broker until its due time. By then the request's outcome is stored."""
 PAUSE_CAP_S = 1.0
-"""The longest pause, in seconds, between two calls of a store that is unavailable."""
+"""The longest pause, in seconds, between two tries of a call to a store that is unavailable."""
 T = TypeVar("T")
 log = logs.logger()
 
@@ -63,8 +67,8 @@ class Claiming:
         return self._store.trouble is not None
 
     async def run(self) -> None:
-        """Renew the claims of this process regularly, and stop jobs that were cancelled or whose claim was taken
-        over."""
+        """Renew the claims of this process regularly, and stop jobs whose request was cancelled or whose claim was
+        taken over by another worker. (A job is a delivery that is worked on.)"""
         while True:
             await self._has_claims.wait()
             await asyncio.sleep(RENEW_EVERY_S)
@@ -89,8 +93,8 @@ class Claiming:
     async def claim(self, job: Job) -> ClaimAnswer:
         """Ask the store for the claim of a job's request. Raises StoreUnavailable after `CLAIM_WITHIN_S`.
 
-        If the caller is cancelled and the claim is then granted, it is released in the background: a worker that never
-        releases a claim counts as dead.
+        If the caller is cancelled and the store then grants the claim, the claim is released in the background, because
+        the store counts a worker as dead if its claim ends without a release.
         """
         claiming = self._background.begin(self._request_claim(job), name=f"claim {job.id}")
         self._claim_tasks[claiming] = job.identity
@@ -106,8 +110,9 @@ class Claiming:
         return found
 
     def _follow(self, job: Job, held: Held, granted: Granted) -> None:
-        """Begin to write the request's progress to the store (`trail.py`) if a client follows the request, or if it is
-        streamed without `reply_to`: then the parts of its answer go only there."""
+        """Begin to write the request's progress to the store (`trail.py`), from where clients read it. This is done if
+        a client follows the request, or if the request is streamed without `reply_to`, because the parts of its answer
+        then go only to the store."""
         decoded = job.decoded
         if decoded is None or not (granted.followed or (decoded.request.stream and not job.message.reply_to)):
             return
@@ -118,8 +123,8 @@ class Claiming:
         """Release the claim of a request that has not ended and will be delivered again. `due_ms`: the time of that
         delivery; None if unknown. If the store is unavailable, the claim ends with its lease.
 
-        If the caller is cancelled, the release continues in the background: a worker that never releases a claim counts
-        as dead.
+        If the caller is cancelled, the release continues in the background, because the store counts a worker as dead
+        if its claim ends without a release.
         """
         if job.claim is None:
             return
@@ -132,8 +137,8 @@ class Claiming:
 
     async def defer(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
         """Store the due time of a request that waits without a claim; clients that ask for its result get this time.
-        Return False if the request has ended already and need not wait. For short waits: if the store does not answer
-        within a second, only this information is lost."""
+        Return False if the request has ended already and need not wait. Use it for short waits, where the answer may be
+        missing: if the store does not answer within a second, clients do not get the due time, and True is returned."""
         try:
             async with asyncio.timeout(DEFER_WITHIN_S):
                 return await self._defer(job, due_ms, deadline_ms)
@@ -142,13 +147,15 @@ class Claiming:
             return True
 
     async def defer_for_long(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
-        """Like `defer`, for long waits: try until the store answers. A cancellation that came before the request must
-        be noticed now, because the store forgets it before the wait ends. Raises StoreUnavailable."""
+        """Like `defer`, but for long waits: repeat the call until the store answers, because the answer says whether
+        the request was cancelled before it arrived, and the store forgets such a cancellation before a long wait ends.
+        Raises StoreUnavailable after `CLAIM_WITHIN_S`."""
         return await _until_stored(lambda: self._defer(job, due_ms, deadline_ms), within_s=CLAIM_WITHIN_S)
 
     async def reserve(self, job: Job, *, weight: int, until_ms: int) -> WaitingLimit:
-        """Count a request that waits long in the broker against the limits of its tenant and of all tenants. `weight`:
-        as how many requests it counts. Raises StoreUnavailable."""
+        """Count a request that will wait long in the broker against two limits on such requests: that of its tenant,
+        and that of all tenants together. The result says whether one of them is reached. `weight`: the number of
+        requests as which this one counts. Raises StoreUnavailable."""
         fingerprint = job.fingerprint
         return await _until_stored(
             lambda: self._store.reserve(job.identity, fingerprint, weight=weight, until_ms=until_ms),
@@ -179,10 +186,11 @@ class Claiming:
 
     async def complete(self, job: Job, completion: Completion) -> Completion | None:
         """Store how the request ended (its completion). Return the completion that is valid: this one, or an earlier
-        one that was stored first. None if another worker holds the claim.
+        one that was stored first. Return None if another worker holds the claim.
 
-        Raises StoreUnavailable after `STORE_WITHIN_S`. If the caller is cancelled, storing continues in the background:
-        the answer is paid for, and if the delivery was lost, its redelivery gets this answer.
+        Raises StoreUnavailable after `STORE_WITHIN_S`. If the caller is cancelled, storing continues in the background,
+        because an answer is paid for: if the delivery was lost, the worker that gets the message next sends the stored
+        answer.
         """
         completing = self._background.begin(self._complete(job, completion, job.claim), name=f"complete {job.id}")
         try:
@@ -206,18 +214,18 @@ class Claiming:
             self.forget(job)
 
     async def finish(self, *, within_s: float) -> None:
-        """Wait until the completions that are being stored (how requests ended) are stored. If one is not stored in
-        time, its request is delivered again, and its provider is called again."""
+        """Wait for at most `within_s` until all completions (how requests ended) that are being stored are stored. If
+        one is not stored in time, its request is delivered again, and its provider is called again."""
         await self._background.finish(within_s=within_s)
 
     async def note(self, job: Job, completion: Completion) -> None:
-        """Store how a request ended that is invalid and so was never claimed, so that its result can be fetched. Raises
+        """Store how an invalid request ended, which was never claimed, so that clients can fetch its result. Raises
         StoreUnavailable."""
         await _until_stored(lambda: self._store.note(job.identity, completion))
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        """Record that a request is cancelled. If it runs in this process it stops at once, even if the store has not
-        granted its claim yet. Raises StoreUnavailable."""
+        """Record in the store that a request is cancelled. If this process works on the request, the work stops at
+        once, even if the store has not granted the claim of the request yet. Raises StoreUnavailable."""
         result = await _until_stored(lambda: self._store.cancel(identity, completion))
         if result is Cancelling.TOLD:
             if claims := [task for task, claimed in self._claim_tasks.items() if claimed == identity]:
@@ -226,11 +234,12 @@ class Claiming:
         return result
 
     async def find(self, identity: Identity) -> Found | None:
-        """What the store knows about a request; None if it does not know the request. Raises StoreUnavailable."""
+        """Return what the store knows about a request; None if the store does not know the request. Raises
+        StoreUnavailable."""
         return await _until_stored(lambda: self._store.find(identity))
 
     def forget(self, job: Job) -> None:
-        """Stop renewing the job's claim, without releasing it in the store."""
+        """Stop renewing the job's claim, without releasing the claim in the store."""
         if job.claim is not None:
             self._held.pop(job.claim, None)
             job.claim = None
@@ -244,7 +253,7 @@ async def _trail_written(job: Job) -> None:
 
 
 def _log_lost_completion(completing: "asyncio.Task[Completion | None]") -> None:
-    """Log that an outcome could not be stored after its job was cancelled: the provider will be called again for the
+    """Log that the outcome of a cancelled job could not be stored, so that the provider will be called again for its
     request."""
     if completing.cancelled() or completing.exception() is not None:
         why = "" if completing.cancelled() else str(completing.exception())
@@ -252,8 +261,8 @@ def _log_lost_completion(completing: "asyncio.Task[Completion | None]") -> None:
 
 
 async def _until_stored(call: Callable[[], Awaitable[T]], *, within_s: float | None = None) -> T:
-    """Call the store; while it is unavailable, repeat the call after a pause, for up to `within_s` (None:
-    `STORE_WITHIN_S`). Then raises StoreUnavailable."""
+    """Call the store; while it is unavailable, repeat the call after a pause. Raises StoreUnavailable if the store is
+    still unavailable after `within_s` seconds (None: `STORE_WITHIN_S`)."""
     loop = asyncio.get_running_loop()
     end = loop.time() + (STORE_WITHIN_S if within_s is None else within_s)
     pause_s = 0.05

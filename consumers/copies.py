@@ -1,7 +1,9 @@
-"""Builds the message of a request that a worker publishes again: to a delay, a side queue, or `lane.dead`. Without I/O.
+"""Builds the message with which a worker publishes a request again: to the delay exchanges, to a side queue (for
+requests of tenants that use more than their share of a lane), or to `lane.dead`. Without I/O.
 
-Body and properties stay as the requester published them, but `user_id` and `expiration` move into headers: the broker
-closes a channel that publishes with another user's `user_id`, and would apply `expiration` again in each queue."""
+Body and properties stay as the requester published them, except that `user_id` and `expiration` move into headers,
+because the broker closes a channel that publishes with another user's `user_id`, and would apply `expiration` again in
+each queue."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,15 +20,16 @@ from topology.delays import Hop
 
 def delayed(job: Job, first_hop: Hop, past: HopHeaders, *, now_ms: int, names: Names) -> Message:
     """The copy of a request that is published to the delay exchanges, which bring it to its lane's due queue.
-    `first_hop`: the exchange at which it enters, and the headers that choose the length of the delay. `past`: what the
+    `first_hop`: the first of these exchanges, and the headers that choose the length of the delay. `past`: what the
     next worker must know (attempts, errors, due time)."""
     hop = replace(past, hop_ms=now_ms, back_ms=now_ms + first_hop.delay_ms)
     return _copy(job, {**_hop_headers(job, hop), **first_hop.headers}, names=names)
 
 
 def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
-    """The copy of a request that is published to a side queue of its lane. Attempts, errors and due time are unchanged.
-    A fresh request (one that was in no delay) keeps what is left of its `expiration`."""
+    """The copy of a request that is published to a side queue (a queue for requests of tenants that use more than their
+    share of a lane). Attempts, errors and due time are unchanged. A fresh request (one that was never delayed or
+    retried) keeps what is left of its `expiration`."""
     since_ms = job.published.ms
     hop = replace(
         job.hop,
@@ -43,8 +46,8 @@ def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
 
 
 def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names) -> Message:
-    """The copy of a failed request that is published to `lane.dead`. Headers give the error's code and detail, and when
-    the request ended."""
+    """The copy of a failed request that is published to `lane.dead`. Its headers give the error's code and detail, and
+    the time when the request ended."""
     headers: dict[str, Any] = {
         n.DEAD_CODE: code,
         n.DEAD_DETAIL: detail,
@@ -61,8 +64,9 @@ def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names
 
 
 def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
-    """The headers with which a worker publishes a request again, for the worker that gets it next: those of `hop`, when
-    the request was first seen, and its user and tenant."""
+    """The headers with which a worker publishes a request again, for the worker that gets the request next. They give
+    the fields of `hop` (attempts, errors, due time, …), the time when the request was first seen, its user and its
+    tenant."""
     hop = replace(
         hop,
         first_seen_ms=job.hop.first_seen_ms or job.published.ms or job.taken_ms,
@@ -78,7 +82,7 @@ def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
 
 
 def _copy(job: Job, headers: Mapping[str, Any], *, names: Names) -> Message:
-    """A persistent copy of the job's message with these headers, without `user_id` and `expiration`."""
+    """A persistent copy of the job's message with these headers, without the properties `user_id` and `expiration`."""
     return replace(
         job.message,
         exchange="",

@@ -1,7 +1,7 @@
-"""Keeps `lane.dead` within its limits of number, size and age: removes the oldest dead letters.
+"""Keeps the queue `lane.dead` within its limits of number, size and age, by removing the oldest dead letters.
 
-If a folder is configured, each letter is written to a file there before it is removed. One process at a time does this:
-the one that holds a lease (a lock that expires) in the store.
+If a folder is configured, each letter is written to a file in that folder before it is removed from the queue. One
+process at a time does this: the one that holds a lease (a lock that expires) in the store.
 """
 
 import asyncio
@@ -25,25 +25,25 @@ from topology.broker.admin.deadletters import FetchedMessage, OldestMessages
 from topology.lanes import GIB
 
 LOOK_EVERY_S = 60.0
-"""The seconds between two checks of the dead letters' age and size."""
+"""The seconds between two checks whether the dead letters exceed the limits of their number, size or age."""
 SAMPLE = 8
 """The average size of a dead letter is estimated from this many of the oldest letters, because AMQP reports how many
 messages a queue has, but not their bytes."""
 MAX_REMOVED = 1000
-"""The most dead letters that one call of `DeadLetters.look` removes."""
+"""One call of `DeadLetters.look` removes at most this many dead letters."""
 LEASE = "dead letters"
 WRITTEN = (
     "message_id", "routing_key", "headers", "content_type", "content_encoding", "reply_to", "correlation_id",
     "priority", "type", "app_id",
 )  # fmt: skip
-"""The fields, besides the body, of the line that is written to the file for a removed dead letter."""
+"""The properties of a removed dead letter that are written to the file, besides its body."""
 log = logs.logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadSpec:
-    """The limits of `lane.dead`, the queue of dead letters: how many letters, how many bytes, and how long each is
-    kept."""
+    """The limits of `lane.dead`, the queue of dead letters: how many letters it may hold, how many bytes, and for how
+    long each is kept."""
 
     max_count: int = 100_000
     max_bytes: int = GIB
@@ -54,8 +54,8 @@ class DeadSpec:
 
 @dataclass(slots=True)
 class DeadLetters:
-    """Keeps `lane.dead`, the queue of dead letters, within its limits: removes the oldest ones. `exported`, `dropped`:
-    how many it removed with and without writing them to a file."""
+    """Keeps `lane.dead`, the queue of dead letters, within its limits, by removing the oldest letters. `exported`: how
+    many it removed and wrote to a file. `dropped`: how many it removed without that."""
 
     oldest: Callable[[], OldestMessages]
     store: Store
@@ -67,7 +67,7 @@ class DeadLetters:
 
     async def run(self, *, owner: str, every_s: float = LOOK_EVERY_S) -> None:
         """Every `every_s` seconds, until cancelled, remove the dead letters that exceed the limits. `owner`: a name of
-        this process that is unique among those that share the store."""
+        this process that is unique among the processes that share the store."""
         while True:
             await asyncio.sleep(every_s)
             try:
@@ -100,8 +100,8 @@ class DeadLetters:
         return removed
 
     def _excess(self, held: list[FetchedMessage]) -> int:
-        """How many dead letters exceed the limits of number and total size. `held`: the oldest letters, whose average
-        size is taken for all."""
+        """How many dead letters exceed the limits of number and total size. `held`: the oldest letters, from whose
+        average size the total size is estimated."""
         if not held:
             return 0
         count = len(held) + held[-1].behind
@@ -120,8 +120,8 @@ class DeadLetters:
 
 
 def _write(folder: Path, letter: FetchedMessage, now_ms: int) -> None:
-    """Append a dead letter to the file of the day, as one line of JSON. The line is on the disk when this returns. If
-    the broker then fails to remove the letter, it is written again later."""
+    """Append a dead letter to the file of the day, as one line of JSON. The line is on the disk when this function
+    returns. If the broker then fails to remove the letter, the letter is written again later."""
     line = {name: getattr(letter.message, name) for name in WRITTEN}
     line["body_base64"] = base64.b64encode(letter.message.body).decode()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

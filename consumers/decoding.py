@@ -1,4 +1,5 @@
-"""Decodes requests without blocking the event loop for long: a small body in one step, a larger one in several."""
+"""Decodes requests without blocking the event loop for long: a small body is decoded in one step, a larger one in
+several."""
 
 from functools import partial
 
@@ -28,8 +29,8 @@ class Decoding:
         return await self.decode_body(raw, job, lane)
 
     async def decode_body(self, raw: bytes, job: Job, lane: LaneSpec) -> Decoded:
-        """Like `decode`, but with the body `raw`, which was unpacked or fetched, in place of the message's own. Raises
-        RequestProblem if the request is invalid or too large."""
+        """Like `decode`, but with the body `raw`, which was unpacked (decompressed) or fetched, instead of the
+        message's own body. Raises RequestProblem if the request is invalid or too large."""
         rank = (urgency(lane.name), len(raw))
         if (excess := await self._parsing.excess(raw, max_values=self._max_values, rank=rank)) is not None:
             raise decoding.too_large(excess)

@@ -1,8 +1,8 @@
-"""Steps in the processing of a request at which the worker kills itself at random. Used by the fault suite, which tests
-that no request is lost.
+"""Defines places in the processing of a request at which the worker can kill itself at random. Fault tests use them to
+check that no request is lost.
 
-No place is active unless a setting gives it a probability. The names, in the order in which a request reaches them:
-before_claim  after_claim  after_call  after_keep  after_store  after_publish  after_confirm  after_ack
+A place is active only if a setting gives it a probability. The names of the places, in the order in which a request
+reaches them: before_claim, after_claim, after_call, after_keep, after_store, after_publish, after_confirm, after_ack
 """
 
 import asyncio
@@ -29,19 +29,19 @@ but not confirmed yet."""
 
 
 class Failpoints:
-    """For tests: kills the process at named places in the journey of a request, with a probability. `chances`: the
-    probability (0 to 1) by the place's name."""
+    """For tests: kills the process with a certain probability when a request reaches a named place. `chances`: the
+    probability (0 to 1) for each place, by its name."""
 
     def __init__(self, chances: Mapping[str, float] | None = None) -> None:
         self._chances = dict(chances or {})
 
     def reach(self, name: str) -> None:
-        """At the place `name`: kill the process with the place's probability, without clean-up, as SIGKILL does."""
+        """Kill the process, with the probability of the place `name`, without any clean-up, as SIGKILL does."""
         if self._chances and random.random() < self._chances.get(name, 0):
             os._exit(EXIT_CODE)
 
     def reach_soon(self, name: str) -> None:
-        """At the place `name`: with the place's probability, kill the process as soon as the next publish has been
-        written."""
+        """Kill the process, with the probability of the place `name`, `SOON_S` from now, when the publish that the
+        caller begins next has been written to the socket."""
         if self._chances and random.random() < self._chances.get(name, 0):
             asyncio.get_running_loop().call_later(SOON_S, os._exit, EXIT_CODE)

@@ -1,4 +1,5 @@
-"""How a call to a provider can fail, and what follows from each failure. Only the table below decides that.
+"""Defines how a call to a provider can fail, and what follows from each failure. Only the table in this file (rows such
+as `UNSENT` and `RATE_LIMITED`) decides what follows.
 
 ProviderError
 ├── TransientError          connection, timeout, 5xx, a stream or body cut short
@@ -6,13 +7,13 @@ ProviderError
 ├── OverloadedError         529
 ├── SpendLimitError         the account's or workspace's spend limit
 ├── RejectedError           the provider refused the request (400, 401, 403, 404, 413, 422, other 4xx)
-└── AnswerTooLargeError     the answer is larger than we read, or than a reply may be
+└── AnswerTooLargeError     the answer is larger than a worker reads, or than a reply may be
 
 BreakerOpen                 no call was made: the circuit breakers of all providers that may be called are open
 
-Each class gives its row of the table as `means`. mypy reports the use of a new class that gives none, a new row that
-does not fill every column, and a new value of a column that the code which reads the column does not handle
-(`assert_never`).
+The attribute `means` of each class is its row of the table. mypy reports three kinds of omissions: a class without
+`means`, where it is used; a row that lacks a column; and a new value of a column, if the code that reads the column
+does not handle it (`assert_never`).
 """
 
 from abc import ABC, abstractmethod
@@ -27,26 +28,26 @@ from lanekeeper.contract.problems import LanekeeperError
 
 
 class Retry(Enum):
-    """Whether another attempt may help, and how long to wait before it. Read by `retry.decide`."""
+    """Says whether another attempt may help, and how long to wait before it. `retry.decide` reads it."""
 
     REJECTED = auto()
     """No further attempt is made, because it would not help: the request ends with the error `provider_rejected`."""
     TOO_LARGE = auto()
-    """No further attempt is made, because its answer would be too large again: the request ends with the error
+    """No further attempt is made, because the next answer would be too large again: the request ends with the error
     `answer_too_large`."""
     SOON = auto()
     """Another attempt may help, and the pause before the first retry is short."""
     BACK_OFF = auto()
-    """Another attempt may help. The pause before it is the usual one, or the provider's `retry-after` if that is
-    longer."""
+    """Another attempt may help. The pause before it is the one that `retry.py` computes, or the provider's
+    `retry-after` if that is longer."""
     RETRY_AFTER = auto()
-    """Another attempt may help when the provider's `retry-after` is over, even if that is shorter than the usual
-    pause."""
+    """Another attempt may help when the provider's `retry-after` is over, even if that is shorter than the pause that
+    `retry.py` computes."""
 
 
 class Failover(Enum):
-    """Which other provider or account may be called within the same attempt after a failed call. Read by
-    `attempt.py`."""
+    """Says which other provider or account may be called within the same attempt after a failed call. `attempt.py`
+    reads it."""
 
     NOBODY = auto()
     """Do not call another provider or model within this attempt: that call would fail for the same reason."""
@@ -59,11 +60,11 @@ class Failover(Enum):
     model."""
     SAME_MODEL_FIRST = auto()
     """After the failed call, another account (one provider's limits for a class of models) may be called with the same
-    model. Another model is allowed only if the provider's `retry-after` is long."""
+    model. It may be called with another model only if the provider's `retry-after` is longer than 5 s."""
 
 
 class Trips(Enum):
-    """Whether the circuit breaker counts the error as a failure of the provider. Read by `breakers.py`."""
+    """Says whether the circuit breaker counts the error as a failure of the provider. `breakers.py` reads it."""
 
     NO = auto()
     """The circuit breaker does not count the error: the provider answered, so it works, even if it refused the
@@ -71,30 +72,32 @@ class Trips(Enum):
     YES = auto()
     """The circuit breaker counts the error as a failure of the provider."""
     IN_TIME = auto()
-    """The failed call is a timeout. The circuit breaker counts it only if the call was given enough time."""
+    """The call has timed out. The circuit breaker counts the timeout only if the call was given at least 5 s
+    (`FAIR_S`)."""
     UNREACHED = auto()
     """No connection to the provider could be opened. The circuit breaker counts the error, and opens after a few such
     failures in a row."""
 
 
 class Paid(Enum):
-    """What the provider has counted for a failed call against the account's limits of requests and tokens. Read by
-    `ProviderError.spent`."""
+    """Says what the provider has counted for a failed call against the account's limits of requests and tokens.
+    `ProviderError.spent` reads it."""
 
     NOTHING = auto()
     """The provider counted nothing against the account's limits: the call did not reach it."""
     REQUEST = auto()
     """The provider counted one request and no tokens against the account's limits."""
     UNKNOWN = auto()
-    """It is unknown what the provider counted against the account's limits: any amount up to those reserved for the
-    call."""
+    """It is unknown what the provider counted against the account's limits: it may be any amount up to what was
+    reserved for the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What follows from one kind of failed call; one row of the table below. `retry`: whether another attempt may help.
-    `failover`: which other provider may be called at once. `trips`: whether the circuit breaker counts it. `paid`: what
-    the provider may have counted. `says`: what the budget learns about the account."""
+    """Says what follows from one kind of failed call: one row of the table of failures, such as `TIMED_OUT`. `retry`:
+    whether another attempt may help. `failover`: which other provider may be called at once. `trips`: whether the
+    circuit breaker counts it. `paid`: what the provider may have counted against the account's limits. `says`: what the
+    failure tells the budget about the account."""
 
     retry: Retry
     failover: Failover
@@ -123,16 +126,17 @@ after the request was sent, the type is `connection`.)"""
 TIMEOUT: Final = "timeout"
 """The error type of a call that was ended by its timeout or by its request's deadline."""
 _BY_TYPE: Final = {UNREACHABLE: UNSENT, "credentials": UNSENT, TIMEOUT: TIMED_OUT}
-"""The row of the table for a TransientError without an HTTP status, by the error's type. `credentials` means that there
-were none to sign the request with, so nothing was sent."""
+"""The row of the table of failures for a TransientError without an HTTP status, by the error's type. The type
+`credentials` means that the request could not be signed for lack of credentials, so nothing was sent."""
 _BY_STATUS: Final = {401: KEY_REFUSED, 403: FORBIDDEN}
-"""The row of the table for a RejectedError, by the HTTP status. Other statuses have the row REJECTED."""
+"""The row of the table of failures for a RejectedError, by its HTTP status. All other statuses have the row
+`REJECTED`."""
 
 
 class ProviderError(LanekeeperError, ABC):
-    """A call failed. `detail`: one line for the requester; it may quote the request, because the provider wrote it.
-    `status`: the HTTP status, 0 if there was no response. `retry_after_s`: the response's `retry-after`, None if it had
-    none."""
+    """A call to a provider failed. `detail`: one line for the requester; it may quote the request, because the provider
+    wrote it. `status`: the HTTP status; 0 if there was no response. `retry_after_s`: the response's `retry-after`; None
+    if it had none."""
 
     def __init__(
         self,
@@ -147,29 +151,30 @@ class ProviderError(LanekeeperError, ABC):
         self.detail = detail
         self.status = status
         self.type = type
-        """Anthropic's error type (`overloaded_error`, …), or one of ours (`timeout`, `unreachable`, …)."""
+        """Anthropic's error type (such as `overloaded_error`), or one of Lanekeeper's own (such as `timeout` and
+        `unreachable`)."""
         self.request_id = request_id
-        """The provider's id of the failed call; None if there was no response; set by the adapter."""
+        """The provider's id of the failed call; None if there was no response. The provider's adapter sets it."""
         self.retry_after_s = retry_after_s
         self.had_begun = False
-        """Whether the answer had begun when the call failed; set by the adapter."""
+        """Whether the answer had begun when the call failed. The provider's adapter sets it."""
         self.rate: RateHeaders | None = None
-        """The account's limits, as the headers of the error response give them; set by the adapter."""
+        """The account's rate limits, as the headers of the error response give them. The provider's adapter sets it."""
 
     @property
     @abstractmethod
     def means(self) -> Meaning:
-        """What follows from the error: its row of the table."""
+        """What follows from the error: its row of the table of failures, such as `RATE_LIMITED`."""
 
     @property
     def paid(self) -> Paid:
-        """What the provider counted against the account's limits for this call: as the table says, but UNKNOWN if an
-        answer had begun."""
+        """What the provider counted against the account's limits for this call: what the table of failures says, but
+        UNKNOWN if the answer had begun."""
         return Paid.UNKNOWN if self.had_begun else self.means.paid
 
     def spent(self, reserved: Amounts) -> Amounts:
-        """What the failed call has used of its account's limits. `reserved`: what was reserved for it; all of it counts
-        if the usage is unknown, because the answer was cut off or did not come in time."""
+        """What the failed call has used of its account's limits. `reserved`: what was reserved for the call. If the
+        usage is unknown, because the answer was cut off or did not come in time, all of `reserved` counts as used."""
         match self.paid:
             case Paid.NOTHING:
                 return NOTHING
@@ -182,16 +187,18 @@ class ProviderError(LanekeeperError, ABC):
 
     @property
     def is_outage(self) -> bool:
-        """Whether the provider itself failed, before it did anything that costs money. If after such a failure the
-        circuit breakers of all usable providers are open, the attempt does not count."""
+        """Whether the provider itself failed, before it did anything that costs money. If the circuit breakers of all
+        usable providers are open after such a failure, the attempt does not count against the request's limit of
+        attempts."""
         is_its_own = self.means.trips is not Trips.NO and self.means.retry is not Retry.REJECTED
         return is_its_own and self.paid is not Paid.UNKNOWN
 
     @property
     def brief(self) -> str:
-        """The error for logs and events, without content: its type, its status and the provider's id of the call.
+        """The error for logs and events, without content of the request: its type, its status and the provider's id of
+        the call.
 
-        The provider chose type and id, so they are shown only if they have the form of a type and an id.
+        The provider chose the type and the id, so they are shown only if they have the form of a type and of an id.
         """
         kind = self.type if is_word(self.type) else type(self).__name__
         status = f" {self.status}" if self.status else ""
@@ -200,8 +207,8 @@ class ProviderError(LanekeeperError, ABC):
 
 
 class TransientError(ProviderError):
-    """A failure that may be over soon: no connection, a lost connection, a timeout, a 5xx, or an answer that is
-    malformed or incomplete."""
+    """A failure that may be over soon: no connection to the provider, a lost connection, a timeout, a 5xx, or an answer
+    that is malformed or incomplete."""
 
     @property
     def means(self) -> Meaning:
@@ -215,14 +222,14 @@ class RateLimitedError(ProviderError):
 
 
 class OverloadedError(ProviderError):
-    """The provider is overloaded: it answered 529, or sent an `overloaded_error` in the middle of a stream. It may have
-    a `retry-after`."""
+    """The provider is overloaded: it answered 529, perhaps with a `retry-after`, or sent an `overloaded_error` in the
+    middle of a stream."""
 
     means = OVERLOADED
 
 
 class SpendLimitError(ProviderError):
-    """The spend limit of the account or the workspace is reached: no retry helps until a person raises it."""
+    """The spend limit of the account or the workspace is reached, so no retry helps until a person raises the limit."""
 
     means = SPEND_LIMIT
 
@@ -236,8 +243,8 @@ class RejectedError(ProviderError):
 
 
 class AnswerTooLargeError(ProviderError):
-    """The provider's answer is larger than allowed. It is not retried: each further answer costs as much, and may be as
-    large."""
+    """The provider's answer is larger than allowed. The call is not retried, because another answer would cost as much,
+    and may be as large."""
 
     means = TOO_LARGE
 
@@ -250,8 +257,8 @@ class AnswerTooLargeError(ProviderError):
 
 
 class BreakerOpen(LanekeeperError):
-    """No call was made, because the circuit breakers of all providers that may be called are open
-    (`providers/breakers.py`). No attempt is counted."""
+    """No call was made, because the circuit breakers (`providers/breakers.py`) of all providers that may be called are
+    open. This does not count as an attempt."""
 
     def __init__(self, retry_in_s: float) -> None:
         self.retry_in_s = retry_in_s

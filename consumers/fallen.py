@@ -1,4 +1,5 @@
-"""Handles `lane.fallen`: messages that the broker dead-lettered from one of our queues, or could not route.
+"""Handles the messages in the queue `lane.fallen`: those that the broker dead-lettered from one of Lanekeeper's queues,
+or could not route.
 
 Each such request is answered with an error and, depending on the error, kept in `lane.dead`, like any other failed
 request."""
@@ -17,9 +18,8 @@ from topology.lanes import LaneSpec
 
 
 class Fallen:
-    """Finds the outcome of each message in `lane.fallen`: of those that the broker has dead-lettered or could not
-    route. The broker's headers say why a message is there. `speakers`: users that may name another tenant than
-    themselves."""
+    """Finds the outcome of each message in the queue `lane.fallen`, which the broker has dead-lettered or could not
+    route. The broker's headers say why a message is there. `speakers`: the users that may publish for other tenants."""
 
     def __init__(
         self, lanes: Sequence[LaneSpec], *, names: Names, now_ms: NowMs, speakers: Collection[str] = ()
@@ -35,8 +35,9 @@ class Fallen:
         self._speakers = speakers
 
     def job_of(self, delivery: Delivery) -> Job:
-        """Make the job of a message in `lane.fallen`. Its internal headers are trusted if a worker had published it: if
-        it was dead-lettered from a due queue or a side queue, or could not be routed after a delay."""
+        """Make the job of a message in `lane.fallen`. The message's internal headers are trusted if a worker published
+        it. That is so if it was dead-lettered from a due queue or a side queue, to which only workers publish, or if it
+        could not be routed after a delay."""
         message = delivery.message
         # otherwise a publisher may have written the first entry of the header x-death
         dead_lettered = message.exchange == self._names.fallen
@@ -78,8 +79,8 @@ class Fallen:
 
 
 def _death(delivery: Delivery) -> dict[str, Any]:
-    """The latest entry of the header `x-death`: queue and reason of the last dead-lettering; empty if there is
-    none."""
+    """The latest entry of the header `x-death`, with the queue and the reason of the last dead-lettering; an empty
+    dictionary if there is none."""
     deaths = delivery.message.headers.get(n.DEATH)
     first = deaths[0] if isinstance(deaths, list) and deaths else None
     return first if isinstance(first, dict) else {}

@@ -1,4 +1,4 @@
-"""START HERE: the steps in which a worker handles one request, read from top to bottom."""
+"""START HERE: this file has the steps in which a worker handles one request. Read it from top to bottom."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from topology.lanes import LaneSpec
 
 @dataclass(slots=True, kw_only=True)
 class Handler:
-    """Turns a delivery into its outcome (`outcomes.py`): decodes the message, checks it at the gates, and calls a
-    provider. The delivery is settled later, by `settle.py`."""
+    """Turns a delivery into its outcome (`outcomes.py`): decodes the message, checks the request at the gates
+    (deadline, claim, budget, …), and calls a provider. The delivery is acknowledged later, by `settle.py`."""
 
     gates: Sequence[Gate]
     attempts: Attempts
@@ -30,7 +30,8 @@ class Handler:
     """Whether requests without the property `user_id` are refused, because their tenant is unknown."""
 
     async def handle(self, job: Job, *, lane: LaneSpec) -> Outcome:
-        """Check the delivery → decode it → enter the gates → make one attempt → leave the gates."""
+        """Check the delivery → decode it → enter the gates (the checks before a call) → make one attempt → leave the
+        gates, which give back what they took."""
         if (refused := self._refused(job)) is not None:
             return refused
         try:
@@ -58,8 +59,8 @@ class Handler:
             await _leave(passed, job, decoded, outcome)
 
     def _refused(self, job: Job) -> Outcome | None:
-        """The outcome of a delivery that is refused because of its exchange, its user or its reply address; None: the
-        delivery is acceptable."""
+        """The outcome of a delivery that is refused because of its exchange, its user or its reply address; None if the
+        delivery is not refused."""
         if not job.trusted and job.message.exchange != self.names.requests:
             return ended(
                 "invalid_request",
@@ -77,7 +78,8 @@ class Handler:
 
 
 async def _leave(passed: list[Gate], job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-    """Call `leave` of the gates in `passed`, the last one first, even if one of them raises or is cancelled."""
+    """Call `leave` of each gate in `passed`, the last gate first. If one call raises or is cancelled, the others are
+    made all the same."""
     try:
         while passed:
             await passed.pop().leave(job, decoded, outcome)

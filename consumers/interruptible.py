@@ -1,4 +1,5 @@
-"""A wait that `job.stop` can end: `async with job.interruptible(seconds): …`."""
+"""Defines a wait that `job.stop` can end: `async with job.interruptible(seconds): …`. A job is a delivery that is
+worked on."""
 
 import asyncio
 from types import TracebackType
@@ -8,17 +9,17 @@ from consumers.state.base import Stop
 
 
 class Waiter(Protocol):
-    """The attributes of a job that a wait needs so that `job.stop` can end it."""
+    """The attributes that a job must have so that `job.stop` can end its wait."""
 
     stopped: Stop | None
     waiting: "Interruptible | None"
 
 
 class Interruptible:
-    """Ends the wait in its block when the job is stopped, or when the time is over.
+    """Ends the wait inside its `async with` block when the job is stopped, or when the time limit is over.
 
-    The block is then left without an exception: execution continues after it. If a call to a provider was running in
-    the block, its socket is closed.
+    The block is then left without an exception, and execution continues after it. If a call to a provider was running
+    in the block, the call is cancelled and its socket is closed.
     """
 
     __slots__ = ("_job", "_limit")
@@ -55,7 +56,7 @@ class Interruptible:
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     def reschedule(self, until_s: float | None) -> None:
-        """Move the end of the time limit to `until_s`, by the event loop's clock, unless the wait has ended already.
-        None: no limit."""
+        """Move the end of the time limit to `until_s`, by the event loop's clock (None: no limit), unless the wait has
+        ended already."""
         if self._job.stopped is None and not self._limit.expired():
             self._limit.reschedule(until_s)

@@ -1,4 +1,4 @@
-"""A job is one delivery that is being worked on; its result is an outcome (`outcomes.py`)."""
+"""Defines `Job`: one delivery while a worker works on it. The result of a job is an outcome (`outcomes.py`)."""
 
 import os
 import time
@@ -35,8 +35,9 @@ ATTEMPT_WITHIN_S = 1200.0
 STORE_WITHIN_S = 180.0
 """For how many seconds the outcome of a request waits for a store that is unavailable. Together with the two steps
 before it (`CLAIM_WITHIN_S`, `ATTEMPT_WITHIN_S`) and the two publishes after it (up to 100 s each), this is less than
-the broker's consumer timeout of 1800 s. The broker takes back a delivery that is held longer and delivers it again,
-without end: it does not count such deliveries (docs/facts.md, section 7)."""
+the broker's consumer timeout of 1800 s. The broker takes back a delivery that is held longer, and delivers it again. It
+would do so without end, because it does not count such deliveries towards the delivery limit (docs/facts.md, section
+7)."""
 NowMs = Callable[[], int]
 """A function that returns the time in ms since 1970."""
 
@@ -48,8 +49,8 @@ def now_ms() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A request that was decoded from its delivery, its lane, and the providers that may be called for it. It is made
-    once for a delivery; only the gate that fetches large bodies replaces it."""
+    """A decoded request, its lane, and the providers that may be called for it. This value is made once for a delivery,
+    and replaced only when a body that is not in the message was fetched."""
 
     request: Request
     lane: LaneSpec
@@ -58,7 +59,7 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """The provider that a job will call (`route`), and the budget that is reserved for the call."""
+    """The provider and model that a job will call (`route`), and the budget that is reserved for the call."""
 
     route: Route
     reservation: Reservation
@@ -66,38 +67,42 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempted:
-    """What is known about the attempt of a delivery: the one or two calls to providers that are made for it. It exists
-    from the first call on."""
+    """What is known about the attempt that is made for a delivery, that is, about its one or two calls to providers.
+    The value exists from the first call on."""
 
     started_ms: int
     run_ms: int = 0
     """How many ms the attempt ran; 0 while it runs."""
     usage: Amounts | None = None
-    """How many requests and tokens the provider counted for the call; None: unknown."""
+    """How many requests and tokens the provider counted for the call that decided the attempt's outcome; None:
+    unknown."""
     cost_usd: float | None = None
     """What the answer cost; None if there is no answer, or its model has no price."""
     lost: tuple[tuple[str, Amounts], ...] = ()
-    """Those failed calls before the last one that may have to be paid: the model and the used amounts of each."""
+    """The failed calls before the last call that may have to be paid for: the model and the used amounts of each."""
     counts: bool = True
     """Whether the attempt counts against the request's limit of attempts. False if the provider was down."""
 
 
 class Source(Enum):
-    """Where a message was published, which tells who published it and what its headers are worth."""
+    """Where a message was published, which tells whether a worker published it, so that its internal headers can be
+    trusted."""
 
     REQUESTER = auto()
-    """To the exchange for requests (or as a dead letter): its internal headers are ignored, because anyone may set
-    them."""
+    """The message was published to the exchange for requests, or to another one that is not for workers only. Its
+    internal headers are ignored, because anyone may have set them."""
     DELAY = auto()
-    """To a delay exchange or to a due queue, where only workers may publish: its internal headers are used."""
+    """The message was published to a delay exchange or a due queue, where only workers may publish, so its internal
+    headers are trusted."""
     SIDE = auto()
-    """To a side queue, where only workers may publish: its internal headers are used."""
+    """The message was published to a side queue, where only workers may publish, so its internal headers are trusted.
+    (Side queues are for requests of tenants that use more than their share of a lane.)"""
 
 
 class Job:
-    """One delivery while a worker works on it: its message, and what is known about its request so far.
+    """A delivery while a worker works on it: its message, and what is known about its request so far.
 
-    `speakers`: users that may name another tenant than themselves.
+    `speakers`: the users that may publish for other tenants.
     """
 
     def __init__(
@@ -111,7 +116,7 @@ class Job:
     ) -> None:
         self.delivery = delivery
         self.lane = lane
-        """The lane whose request this is; None if the message's routing key names no lane."""
+        """The lane of the request; None if the message's routing key names no lane."""
         self.source = source
         self.id = delivery.message.message_id or uuid.uuid4().hex
         message, headers = delivery.message, delivery.message.headers
@@ -126,20 +131,22 @@ class Job:
                 dead_at=dead_at if isinstance(dead_at, str) else None,
                 is_fresh=True,
             )
-        """What is known about the request's past: from a worker's headers, or, of a message that comes directly from
-        its publisher, from the message's own properties."""
+        """What is known about the request's past (attempts, errors, due time, user). It is read from the headers of the
+        worker that published the message or, if its requester published it, from the message's properties."""
         # a republished dead letter names its tenant in a header, which counts if its sender may speak for others
         stated = headers.get(n.TENANT) or (headers.get(n.USER_ID) if n.DEAD_AT in headers else None)
         self.identity = Identity(tenant_of(self.hop.user_id, stated, speakers), self.id)
         self.taken_ms = taken_ms
         self.decoded: Decoded | None = None
-        """The request, decoded from the message; None until then."""
+        """The request, decoded from the message; None until the message is decoded."""
         self.claim: Held | None = None
-        """The claim that this process holds for the request; None: it holds none."""
+        """The claim that this process holds for the request, that is, the store's record that no other worker may work
+        on it; None if the process holds none."""
         self.trail: Trail | None = None
-        """The entries that are written for clients who follow the request; None: none are written."""
+        """Writes the progress of the request to the store, for clients that follow it; None if the progress is not
+        written."""
         self.reserved: Reserved | None = None
-        """The budget that is reserved for the call to the provider; None while none is reserved."""
+        """The budget that is reserved for the call to the provider; None while no budget is reserved."""
         self.attempted: Attempted | None = None
         """What is known about this delivery's attempt; None until its first call to a provider has begun."""
         self.completion: Completion | None = None
@@ -149,7 +156,7 @@ class Job:
         self.stopped: Stop | None = None
         """Why the job must stop; None: it may continue."""
         self.waiting: Interruptible | None = None
-        """The current wait, which `stop` can end; None if the job is not waiting."""
+        """The running wait of the job, which `stop` can end; None if the job is not waiting."""
 
     def stop(self, why: Stop) -> None:
         """Stop the job: end its current wait now, and each later wait as soon as it begins."""
@@ -158,8 +165,9 @@ class Job:
             self.waiting.end()
 
     def interruptible(self, seconds: float | None) -> Interruptible:
-        """A context manager that ends the wait in its block when `stop` is called or `seconds` are over (None: no time
-        limit). Execution continues after the block, without an exception. `async with job.interruptible(30): …`"""
+        """A context manager that ends the wait in its block when `stop` is called, or after `seconds` (None: no time
+        limit). Execution then continues after the block, without an exception. Example: `async with
+        job.interruptible(30): …`"""
         return Interruptible(self, seconds)
 
     def log_fields(self) -> dict[str, str | int]:
@@ -176,19 +184,20 @@ class Job:
 
     @property
     def redelivered(self) -> bool:
-        """True if an earlier delivery of this message was neither acknowledged nor returned."""
+        """True if this message was delivered before and not acknowledged, as AMQP's `redelivered` flag or a worker's
+        header says."""
         return self.delivery.redelivered or self.hop.redelivered
 
     @property
     def came_before(self) -> bool:
-        """True if a worker had the request before. Its outcome may be stored already, but its reply not yet
-        published."""
+        """True if a worker had this request before. So the request's outcome may be stored already, although its reply
+        was not yet published."""
         return self.redelivered or not self.hop.is_fresh
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """The properties of this message (such as the hash of its body) by which the store detects another request with
-        the same id."""
+        """The properties of this message (such as the hash of its body) by which the store recognises that another
+        message with the same id is a different request."""
         message = self.message
         compared = (
             message.reply_to, message.correlation_id, message.routing_key, message.timestamp_s, message.priority,
@@ -219,38 +228,38 @@ class Job:
 
     @property
     def attempts(self) -> int:
-        """How many attempts were made for the request, including that of this delivery."""
+        """How many attempts were made for the request, including the attempt of this delivery, if that counts."""
         return self.hop.attempts + (1 if self.attempted is not None and self.attempted.counts else 0)
 
     @property
     def wait_ms(self) -> int:
-        """How long the request waited, from publishing (or its due time) to the start of this delivery's attempt;
-        without an attempt, to the delivery."""
+        """How many ms the request waited: from its publishing (or its due time) to the start of this delivery's attempt
+        or, if there is no attempt, to the delivery."""
         return self.waited_ms(self.taken_ms if self.attempted is None else self.attempted.started_ms)
 
     @property
     def run_ms(self) -> int:
-        """How many ms the attempt of this delivery ran."""
+        """How many ms the attempt of this delivery ran; 0 if there is no attempt or while it runs."""
         return 0 if self.attempted is None else self.attempted.run_ms
 
     def waited_ms(self, until_ms: int) -> int:
-        """How many ms the request had waited at the time `until_ms`, since publishing or its due time."""
+        """How many ms the request had waited at the time `until_ms`, since it was published or since its due time."""
         if self.decoded is not None:
             return max(0, until_ms - self.decoded.request.start_ms)
         return max(0, until_ms - max(self.published.ms, self.hop.due_ms or 0))
 
     @property
     def published(self) -> Published:
-        """When the request was published, and the source of that time (a header, a time stamp, or only the delivery).
-        It is known for invalid requests too."""
+        """When the request was published, and where that time comes from: a header, the time stamp of the message, or
+        only the time of the delivery. It is known for invalid requests too."""
         if self.decoded is not None:
             return self.decoded.request.published
         return published(self.message, self.hop, now_ms=self.taken_ms)
 
 
 def content_hash(content: bytes | str) -> bytes:
-    """The hash by which the bodies of two messages are compared. `content`: the body, or its SHA-256 in hex if it is
-    not in the message."""
+    """The hash by which the bodies of two messages are compared. `content`: the body, or its SHA-256 in hex if the body
+    is not in the message."""
     known = content if isinstance(content, bytes) else content.lower().encode()
     return blake2b(known, digest_size=16).digest()
 
@@ -261,8 +270,8 @@ def _body_hash(message: Message) -> bytes:
 
 
 def tenant_of(user_id: str | None, stated: object, speakers: Collection[str]) -> str:
-    """The tenant of a request: its user, or the tenant that its header names, if the user is one of `speakers` (users
-    that may publish for others). "" if unknown."""
+    """The tenant of a request: its user, or the tenant that its header names (`stated`), if the user is one of
+    `speakers` (users that may publish for other tenants). The result is "" if the tenant is unknown."""
     if user_id in speakers and isinstance(stated, str):
         return stated
     return user_id or ""
@@ -286,7 +295,7 @@ def dead_at_ms(text: object) -> int | None:
 
 
 def source_of(message: Message, names: Names) -> Source:
-    """Where a message was published, by the exchange it came from."""
+    """Where a message was published, as its exchange tells."""
     if message.exchange.startswith(names.side_prefix):
         return Source.SIDE
     if message.exchange == names.due_exchange or message.exchange.startswith(names.delay_prefix):

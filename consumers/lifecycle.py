@@ -1,5 +1,5 @@
-"""Publishes life-cycle events to `lane.events`, for dashboards and audit. They are not persistent, and no request waits
-for them."""
+"""Publishes events about the life cycle of requests (such as `started`) to the exchange `lane.events`, for dashboards
+and audit. The events are not persistent, and no request waits until they are published."""
 
 import json
 from collections.abc import Mapping, Set
@@ -31,22 +31,23 @@ EVENTS: Mapping[str, Set[str]] = {
     "cap": {"cap", "percent", "used", "limit"},
 }
 """All life-cycle events of requests (such as `started`), and the fields that each may have in addition to those in
-`COMMON`, which all have."""
+`COMMON`, which every event has."""
 COMMON = ("event", "id", "lane", "app", "attempt", "at_ms")
 APP_LENGTH = 64
-"""The most characters of an application's name, of a lane's name and of an error's code in a life-cycle event."""
+"""The maximum length, in characters, of an application's name, a lane's name and an error's code in a life-cycle
+event."""
 ID_LENGTH = 128
-"""The most characters of a request's id in an event's routing key, so that the key (lane, app, event and id) stays
-within AMQP's 255 bytes."""
+"""The maximum length, in characters, of a request's id in an event's routing key. With it, the key (lane, app, event
+and id) stays within AMQP's limit of 255 bytes."""
 _as_json = json.JSONEncoder(default=str).encode
-"""Encodes events as JSON. It is one encoder for all events, because `json.dumps` with an option creates one for each
-call."""
+"""Encodes events as JSON. One encoder is used for all events, because `json.dumps` with an option creates a new encoder
+at each call."""
 log = logs.logger()
 
 
 class Lifecycle:
     """Publishes life-cycle events: the steps of a request (deferred, started, retrying, completed, failed, dead, …),
-    and changes of circuit breakers and daily caps that it caused."""
+    and the changes of circuit breakers and daily caps that the request has caused."""
 
     def __init__(self, notices: Notices, *, names: Names, now_ms: NowMs) -> None:
         self._notices = notices
@@ -54,7 +55,7 @@ class Lifecycle:
         self._now_ms = now_ms
 
     def publish(self, job: Job, event: str, **detail: Any) -> None:
-        """Publish one life-cycle event of a job's request as a JSON object, with the fields `COMMON` and those of
+        """Publish one life-cycle event of a job's request, as a JSON object with the fields in `COMMON` and those in
         `detail`."""
         self._publish(
             event,
@@ -66,7 +67,7 @@ class Lifecycle:
         )
 
     def publish_outcome(self, job: Job, outcome: Outcome) -> None:
-        """Publish the life-cycle event of a settled delivery's outcome, and log it."""
+        """Publish the life-cycle event that belongs to the outcome of a settled delivery, and log the outcome."""
         match outcome:
             case Answered(model=model, provider=provider):
                 model, wait_ms, run_ms = shown(model), job.wait_ms, job.run_ms
@@ -119,11 +120,13 @@ class Lifecycle:
 
 
 def _is_first(job: Job, completion: Completion) -> bool:
-    """Whether no event about this completion was published yet. That is so if the completion was stored before the
-    request arrived or while this message waited, or if the worker that had this message before died."""
+    """Whether no event about this completion (how the request ended) was published yet. That is so if the completion
+    was stored before the request arrived or while this message waited, or if the worker that had this message before
+    has died."""
     return completion.mark is None or (job.came_before and completion.mark == job.fingerprint.mark)
 
 
 def _ascii(text: str, length: int) -> str:
-    """The text as ASCII, cut to `length` characters: the routing key or id of a refused request can be any text."""
+    """The text as ASCII, cut to `length` characters, because the routing key or id of a refused request can be any
+    text."""
     return text[:length].encode("ascii", "replace").decode()

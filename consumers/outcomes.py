@@ -1,4 +1,5 @@
-"""The possible outcomes of a delivery, as a closed set of classes. `settle.py` carries them out."""
+"""Defines the possible outcomes of a delivery, as a closed set of classes. `settle.py` carries out an outcome: it
+publishes, for example, the reply."""
 
 from dataclasses import dataclass
 from typing import assert_never
@@ -8,7 +9,7 @@ from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.problems import RequestProblem
 
 LATER_MS = 1000
-"""If another worker has the claim of a request, or this worker's work is paused, the request is deferred by this many
+"""If another worker already works on a request, or this worker's work is paused, the request is deferred by this many
 ms."""
 
 
@@ -21,8 +22,8 @@ class Answered:
     model: str
     provider: str
     kept: BodyAddress | None = None
-    """The address and digest of an answer that is stored outside the broker, because it is too large for an AMQP
-    message; `body` is then a JSON object with that address."""
+    """The address and digest of an answer that is stored outside the broker because of its size; `body` is then a JSON
+    object with that address. None if the answer is in `body`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +33,22 @@ class Deferred:
     delay_ms: int
     reason: str
     due_ms: int | None = None
-    """The due time of the request, ms since 1970; None: it does not change."""
+    """The new due time of the request, in ms since 1970; None if the due time does not change."""
     redelivered: bool = False
-    """True if the deferred message was redelivered from a queue for which the broker counts no deliveries: the next
-    worker must know it."""
+    """True if the deferred message was redelivered from a classic queue. The copy says so in a header, because the
+    broker does not count the deliveries from such a queue, and the next worker must know that there was an earlier
+    one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retried:
-    """The attempt failed and is counted. The request is delivered again after `delay_ms`, ahead of new requests."""
+    """The attempt failed, and counts as one. The request is delivered again after `delay_ms`, ahead of new requests."""
 
     delay_ms: int
     error: str
     """The error of the failed attempt in one line, for the requester."""
     brief: str = ""
-    """The error of the failed attempt without content of the request, for logs and events."""
+    """The error of the failed attempt for logs and events, without content of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,32 +74,34 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """The request had ended before this delivery. Its stored result is sent again."""
+    """The request had ended already, so its stored result is sent again."""
 
     completion: Completion
     buries: bool = False
-    """True if the message may be missing in `lane.dead`: it is published there, perhaps a second time."""
+    """True if the request's dead letter may be missing in `lane.dead`. It is then published there, perhaps for the
+    second time."""
     is_reply_only: bool = False
-    """True if only the reply of the request was left to send, because the reply queue had been full."""
+    """True if only the reply remains to be sent, because the reply queue was full when the request ended."""
 
 
 Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed
 
 
 def ended_by(problem: RequestProblem) -> Refused | Buried:
-    """The outcome of a request that ends with this error: `Buried` (kept in `lane.dead`) if docs/contract.md says so
-    for the error, else `Refused`."""
+    """The outcome of a request that ends with this error: `Buried` if the request is kept in `lane.dead` after such an
+    error (docs/contract.md lists them), else `Refused`."""
     return Buried(problem) if problem.type.parked else Refused(problem)
 
 
 def ended(code: str, detail: str, *, status: int | None = None, brief: str | None = None) -> Refused | Buried:
-    """The outcome of a request that ends with the error of this code (see `RequestProblem`)."""
+    """The outcome of a request that ends with the error `code`. The parameters are those of `RequestProblem`."""
     return ended_by(RequestProblem(code, detail, status=status, brief=brief))
 
 
 def stopped_by(why: Stop, *, doing: str) -> Dropped | Deferred:
-    """The outcome of a stopped job: its request was cancelled, or another delivery has taken over its claim (`FENCED`).
-    `doing`: a verb in the past tense for the error's text, which says what the job did when it was stopped."""
+    """The outcome of a job that was stopped, because its request was cancelled, or because another delivery has taken
+    over its claim (`FENCED`). `doing`: a verb in the past tense for the error's text, which says what the job was
+    doing."""
     match why:
         case Stop.CANCELLED:
             return Dropped(RequestProblem("cancelled", f"cancelled by its owner while it {doing}"))

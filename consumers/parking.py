@@ -5,17 +5,18 @@ from consumers.rate_limit import LogThrottle, RateLimit
 from lanekeeper.telemetry import logs, signals
 
 UNIT_BYTES = 64 * 1024
-"""Against the limit of kept invalid messages, a message counts as one, and as one more for each full 64 KiB of its
+"""A message counts as one against the limit of kept invalid messages, and as one more for each full 64 KiB of its
 body."""
 INVALID_PER_HOUR = 1000
-"""How many invalid messages of one user are kept in an hour by default; the others are dropped."""
+"""How many invalid messages of one tenant are kept in an hour by default; the others are answered with an error, but
+not kept."""
 HOUR_S = 3600
 log = logs.logger()
 
 
 class Parking:
-    """Decides whether an invalid message is kept in `lane.dead` and in the store, by a limit for each tenant. A valid
-    request that failed is always kept, without asking here."""
+    """Decides whether an invalid message is kept in `lane.dead` and in the store, by a limit for each tenant. The limit
+    does not apply to valid requests that failed."""
 
     def __init__(self, *, invalid_per_hour: float = INVALID_PER_HOUR) -> None:
         self._limit = RateLimit(per_s=invalid_per_hour / HOUR_S, at_once=invalid_per_hour)
@@ -24,8 +25,8 @@ class Parking:
         """How many invalid messages were answered with an error but not kept in `lane.dead`."""
 
     def takes(self, tenant: str, size: int, *, code: str) -> bool:
-        """Whether an invalid message of `size` bytes is kept. If not, it is counted in `unparked`, and logged at most
-        once a minute. `code`: the code of its problem."""
+        """Whether an invalid message of `size` bytes is kept. If not, it is counted in `unparked`, and a log line is
+        written, at most one a minute. `code`: the error code of the message's problem."""
         if self._limit.take(tenant, 1 + size // UNIT_BYTES):
             return True
         self.unparked += 1

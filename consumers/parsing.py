@@ -1,4 +1,4 @@
-"""Parses large bodies one at a time, and during at most half of the time, because parsing blocks the event loop.
+"""Parses large bodies one at a time, and for at most half of the time, because parsing blocks the event loop.
 
 Each step of parsing is short (`topology/codec/bounds.py`), but many bodies can arrive at once. Without pauses, a sender
 of large bodies would leave the event loop little time for other work. So each step is followed by a pause that is as
@@ -17,16 +17,17 @@ from topology.codec import bounds
 
 T = TypeVar("T")
 AT_ONCE_S: Final = 0.01
-"""A process that has parsed for this many seconds pauses for other tasks. While it does not parse, the
-allowance grows again up to this, which is enough for about twenty bodies of 100 KB."""
+"""After this many seconds of parsing a process pauses, so that other tasks run. While the process does not parse, the
+time for which it may parse grows back to this value, which is enough for about twenty bodies of 100 KB."""
 TINY_BYTES: Final = 4096
-"""A body up to this size is parsed at once, without waiting: it takes at most a millisecond, whatever its content."""
+"""A body up to this size is parsed at once, without waiting for others, because that takes at most a millisecond,
+whatever the body contains."""
 _WITHIN_LIMITS: Final = ""
 
 
 class Parsing:
-    """Runs the steps in which this process parses large JSON bodies one by one, with pauses between them for the event
-    loop. If several wait, the one with the lowest `rank` goes first.
+    """Runs the steps in which this process parses large JSON bodies, one step at a time, with pauses between them for
+    the event loop. If several steps wait, the one with the lowest `rank` runs first.
 
     `rank` is a pair: the urgency of the lane (0: the most urgent) and the size of the body in bytes.
     """
@@ -34,17 +35,17 @@ class Parsing:
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._left_s = AT_ONCE_S
-        """For how many seconds this process may parse now before it must pause. Below 0: for how many seconds it must
-        pause. The value grows with time."""
+        """For how many seconds this process may still parse before it must pause. A value below 0 says for how many
+        seconds it must pause. The value grows with time."""
         self._at_s = clock()
-        """When the value of `_left_s` was computed."""
+        """When `_left_s` was last computed, by `_clock`."""
         self._is_taken = False
         self._waiting: list[tuple[tuple[int, int], int, asyncio.Future[None]]] = []
         self._numbers = count()
 
     async def run(self, work: Callable[[], T], *, rank: tuple[int, int]) -> T:
-        """Run `work`, one step of parsing, and return its result. It waits for the steps before it and their pauses,
-        unless the body is at most `TINY_BYTES`."""
+        """Run `work`, one step of parsing, and return its result. The step first waits for the steps before it and the
+        pauses after them, unless its body has at most `TINY_BYTES`."""
         if rank[1] <= TINY_BYTES:
             return work()
         if self._is_taken:
@@ -61,8 +62,8 @@ class Parsing:
             self._pass_on(began_s, self._clock())
 
     async def excess(self, raw: bytes, *, max_values: int, rank: tuple[int, int]) -> str | None:
-        """Returns a text that names the limit that the body exceeds (see `bounds.excess`), or None. A large body is
-        checked in steps, so that other work can run between them."""
+        """Return a text that names the limit which the body exceeds (see `bounds.excess`); None if it exceeds none. A
+        large body is checked in steps, so that other work can run between them."""
         steps = bounds.excess_in_steps(raw, max_values=max_values)
         while True:
             # each step yields the exceeded limit, or None if it found none so far
@@ -81,7 +82,7 @@ class Parsing:
             raise
 
     def _pass_on(self, began_s: float, ended_s: float) -> None:
-        """After a parsing step: let the next one run, at once or after a pause, so that parsing takes at most half of
+        """After a parsing step, let the next step run, at once or after a pause, so that parsing takes at most half of
         the time."""
         self._left_s = min(AT_ONCE_S, self._left_s + began_s - self._at_s) - (ended_s - began_s)
         self._at_s = ended_s

@@ -1,8 +1,9 @@
 """A pool works on the deliveries of one queue, as many at a time as it has slots.
 
 The prefetch of the consumer equals the slots, so that no delivery waits in a worker. Deliveries that waited in a worker
-would run before later ones of higher priority, which the broker still holds (docs/facts.md, section 2). They wait in a
-worker only if tenants share a lane that is full: `consumers/fairness/lane_slots.py` then decides who is next.
+would run before later ones of higher priority, which the broker still holds (docs/facts.md, section 2). Deliveries wait
+in a worker only if several tenants use a lane whose slots are all taken; `consumers/fairness/lane_slots.py` then
+decides whose delivery gets the next slot.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ class Pool:
         entrance: Entrance | None = None,
         slots: int | None = None,
     ) -> None:
-        """`entrance`: decides how deliveries get slots. None: the pool has its own slots, as many as its prefetch.
+        """`entrance`: decides which delivery gets a slot; None: the pool has slots of its own, as many as its prefetch.
         `slots`: how many slots the pool adds to those of its lane; None: as many as its prefetch."""
         self._deliveries = deliveries
         self._job_of = job_of
@@ -59,19 +60,20 @@ class Pool:
         self.queue = deliveries.queue
         self.slots = deliveries.prefetch if slots is None else slots
         self.in_hand = 0
-        """How many deliveries this pool has taken and not finished: at most the prefetch, or more after pauses (see
-        `resume`)."""
+        """How many deliveries this pool has taken and not finished. These are at most as many as the prefetch; only
+        after pauses there can be more (see `resume`)."""
         self.jobs: set[Job] = set()
         """The jobs of the deliveries that have a slot."""
         self._undecided: dict[asyncio.Task[Any], Job] = {}
-        """The tasks whose job has no outcome yet, each with its job."""
+        """The tasks that work on a job which has no outcome yet, each with its job."""
         self._stopping = False
         self._gives_back = False
-        """True after `give_back_waiting` was called: requests whose call has not begun are returned to the broker."""
+        """True after `give_back_waiting` was called: requests whose call to a provider has not begun are returned to
+        the broker."""
 
     @property
     def trouble(self) -> str | None:
-        """The reason why nothing is delivered to this pool at present; None while its queue is consumed."""
+        """The reason why nothing is delivered to this pool at present; None while the pool consumes its queue."""
         return "stopping" if self._stopping else self._deliveries.trouble
 
     @property
@@ -80,7 +82,8 @@ class Pool:
         return len(self.jobs)
 
     async def run(self) -> None:
-        """Work until `stop` is called and all running jobs have ended. Cancel it to end at once."""
+        """Work until `stop` is called and all running jobs have ended. To end at once, cancel the task that runs
+        this."""
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
                 await self._work_session(session)
@@ -94,8 +97,8 @@ class Pool:
         """After `stop`: return to the broker each delivery whose call to a provider has not begun, and each one that
         arrives later.
 
-        Even a job for which a provider's budget was just reserved is cancelled before its call, and returns the
-        reservation."""
+        This includes a job for which budget was just reserved: it is cancelled before its call, and gives the budget
+        back."""
         self._gives_back = True
         for task, job in self._undecided.items():
             if job.attempted is None:
@@ -106,14 +109,14 @@ class Pool:
         return self._deliveries.is_paused
 
     async def pause(self, reason: str) -> None:
-        """Take no new deliveries. Those that were taken continue, as far as they can."""
+        """Take no new deliveries. The work on deliveries that were taken continues, as far as it can."""
         await self._deliveries.pause(reason)
 
     async def resume(self) -> None:
         """Take deliveries again, unless this pool holds more deliveries than its prefetch.
 
-        After several pauses it can hold more, because each pause cancels the consumer, and the broker does not count
-        deliveries of a cancelled consumer against the prefetch of the next one.
+        After several pauses the pool can hold more, because each pause cancels the consumer, and the broker does not
+        count deliveries of a cancelled consumer against the prefetch of the next one.
         """
         if self.in_hand <= self._deliveries.prefetch:
             await self._deliveries.resume()
@@ -140,8 +143,8 @@ class Pool:
             self.in_hand -= 1
 
     async def _job(self, delivery: Delivery) -> Job | None:
-        """The job for a delivery. None if its message cannot be read: then the delivery is rejected, so that it does
-        not stop the lane."""
+        """The job for a delivery. If its message cannot be read, the delivery is rejected, so that it does not stop the
+        lane, and None is returned."""
         try:
             return self._job_of(delivery)
         except Exception:
@@ -181,7 +184,7 @@ class Pool:
                 self._entrance.leave(job)
 
     async def _work(self, job: Job) -> None:
-        """Work on one delivery that has a slot: one span for all that is done with it."""
+        """Work on one delivery that has a slot, and record all that is done with it in one trace span."""
         delivery = job.delivery
         self._activity.running += 1
         self.jobs.add(job)
@@ -256,8 +259,8 @@ class Pool:
             self._tracing.passed(wait.name, start_ns=wait.start_ns, end_ns=wait.end_ns)
 
     async def _outcome(self, job: Job) -> Outcome:
-        """The outcome that `handle` returns. After an unexpected exception the request ends as `internal`, and goes to
-        `lane.dead`."""
+        """The outcome that `handle` returns. After an unexpected exception the request ends with the error `internal`,
+        and is kept in `lane.dead`."""
         try:
             return await self._handle(job)
         except StoreUnavailable:  # no outcome: the delivery is returned to its queue

@@ -51,7 +51,8 @@ DEFAULTS: Final[Mapping[str, Price]] = MappingProxyType(
 
 
 class Prices:
-    """The prices by model: `DEFAULTS`, which `given` replaces or extends. `as_of`: the date of the prices."""
+    """The prices of all models: those in `DEFAULTS`, which `given` replaces and extends. `as_of`: the date on which the
+    prices were valid."""
 
     def __init__(self, given: Mapping[str, Price] | None = None, *, as_of: str = AS_OF) -> None:
         self.as_of = as_of
@@ -62,8 +63,8 @@ class Prices:
         return frozenset(self._table)
 
     def of(self, model: str) -> Price | None:
-        """The price of a model; None: unknown. A name with a date (`claude-haiku-4-5-20251001`) has the price of the
-        name without it."""
+        """The price of a model; None if it is unknown. A model name with a date (`claude-haiku-4-5-20251001`) has the
+        price of the name without the date."""
         return self._table.get(model) or self._table.get(_DATE_SUFFIX.sub("", model))
 
     def cost_usd(self, model: str, usage: Usage) -> float | None:

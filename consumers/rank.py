@@ -1,8 +1,8 @@
-"""Computes the priority of a request in a side queue: a request that was delayed or retried goes ahead of fresh
-requests of the same tenant.
+"""Computes the priority of a request in a side queue, that is, in a queue for requests of tenants that use more than
+their share of a lane. A request that was delayed or retried goes ahead of fresh requests, which were not.
 
-A fresh request keeps its priority (0 to 9, or none). A delayed one gets 10 to 19 for 0 to 9, and 20 for none, so that
-the requester's own priority can be computed from it.
+A fresh request keeps the priority that its requester set (0 to 9, or none). A delayed or retried request gets that
+priority plus 10, or 20 if the requester set none, so that the requester's priority can be computed from it.
 """
 
 from typing import Final
@@ -14,15 +14,16 @@ DELAYED_WITHOUT_PRIORITY: Final = DELAYED_BASE + HIGHEST + 1
 
 
 def rank(priority: int | None, *, is_fresh: bool) -> int | None:
-    """The priority with which a request is published to a side queue. `priority`: as the requester set it; None: not
-    set. `is_fresh`: the request was in no delay."""
+    """The priority with which a request is published to a side queue. `priority`: the priority that the requester set;
+    None: it set none. `is_fresh`: whether the request was never delayed or retried."""
     if is_fresh:
         return priority
     return DELAYED_WITHOUT_PRIORITY if priority is None else DELAYED_BASE + min(priority, HIGHEST)
 
 
 def original_priority(priority: int | None) -> int | None:
-    """The priority as the requester set it (None: not set), from the priority in a side queue."""
+    """The priority that the requester set (None if it set none), computed from the request's priority in a side
+    queue."""
     if priority is None or priority < DELAYED_BASE:
         return priority
     return None if priority >= DELAYED_WITHOUT_PRIORITY else priority - DELAYED_BASE

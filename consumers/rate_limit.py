@@ -1,4 +1,4 @@
-"""Limits how often each tenant may do something in this process, and how often that is logged.
+"""Limits how often each tenant may do something in this process, and how often a refusal is logged.
 
 limit, throttle = RateLimit(per_s=100, at_once=1000), LogThrottle()
 if not limit.take(tenant): …              refuse; other tenants are not affected
@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 
 NAMES_KEPT = 10_000
-"""For how many names a `RateLimit` or a `LogThrottle` keeps its state. When there are more, the name that was used
-longest ago is forgotten."""
+"""For how many names (of tenants, for example) a `RateLimit` or a `LogThrottle` keeps its state. When there are more,
+the state of the name that was used longest ago is deleted."""
 LOGGED_EVERY_S = 60.0
-"""The shortest time, in seconds, between two log events about the same name."""
+"""The shortest time, in seconds, between two log lines that a `LogThrottle` allows for one name, such as a tenant's."""
 Clock = Callable[[], float]
 
 
@@ -25,10 +25,10 @@ class RateLimit:
         self._at_once = at_once
         self._clock = clock
         self._left: dict[str, tuple[float, float]] = {}
-        """For each name: what was left in its token bucket after the last `take`, and when that was."""
+        """For each name: what was left in its token bucket after the last call of `take`, and the time of that call."""
 
     def take(self, name: str, amount: float = 1) -> bool:
-        """Take `amount` from the token bucket of a name; False if it holds less."""
+        """Take `amount` from the token bucket of a name. Return False, and take nothing, if the bucket holds less."""
         now_s = self._clock()
         left, at_s = self._left.pop(name, (self._at_once, now_s))
         left = min(self._at_once, left + (now_s - at_s) * self._per_s)
@@ -40,7 +40,7 @@ class RateLimit:
 
 
 class LogThrottle:
-    """Tells the caller when to log a frequent event: for each name the first one at once, then at most one line a
+    """Tells the caller when to log a frequent event: for each name the first event at once, and then at most one line a
     minute, with the number of events since the last line."""
 
     def __init__(self, *, clock: Clock = time.monotonic) -> None:

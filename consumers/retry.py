@@ -9,15 +9,15 @@ from consumers.failures import ProviderError, Retry
 from consumers.outcomes import Buried, Refused, Retried, ended
 
 JITTER = 0.5
-"""Each pause before a retry is lengthened at random by up to this part of it, so that requests that failed together do
-not come back together. Pauses between zero and the computed value (full jitter) were too short: four attempts took 0.8
-to 2.7 s in all."""
+"""Each pause before a retry is lengthened at random by up to this share of its length, so that requests that failed
+together do not come back together. Full jitter (a pause between zero and the computed value) made the pauses too short:
+four attempts took 0.8 to 2.7 s in all."""
 LEAST_FACTOR = 2.0
-"""Each pause before a retry is at least this many times the one before it, unless a pause has reached its longest
-value."""
+"""Each pause before a retry is at least this many times as long as the pause before it, until the longest pause is
+reached."""
 STEP_PART_OF_TIME_LEFT = 0.5
-"""The pause before a retry, without its random part, is at most this part of the time until the request's deadline, so
-that time is left for the next attempt and one more."""
+"""The pause before a retry, without its random part, is at most this share of the time until the request's deadline, so
+that time is left for the next attempt and for one more after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class RetryPolicy:
 
     @property
     def floor_s(self) -> float:
-        """The shortest pause before a retry: a momentary fault is over after it."""
+        """The shortest pause before a retry, after which a momentary fault is usually over."""
         return self.base_s / 4
 
 
@@ -52,8 +52,9 @@ def decide(
 ) -> Retried | Refused | Buried:
     """The outcome of a request whose attempt failed: a retry after a pause, or a final error.
 
-    `attempts`: how many were made, including this one. `left_ms`: the time until the request's deadline; it is not
-    retried after that. `has_other`: the retry can call another account, so the `retry-after` of this one is ignored.
+    `attempts`: how many attempts were made, including the failed one. `left_ms`: the time until the request's deadline,
+    after which it is not retried. `has_other`: whether the retry can call another account than the one that failed; if
+    so, the `retry-after` of the failed call is ignored.
     """
     match error.means.retry:
         case Retry.REJECTED:
@@ -90,8 +91,8 @@ def decide(
 
 
 def _step_s(first_s: float, *, failures: int, pauses: int, left_s: float, policy: RetryPolicy) -> float:
-    """The pause before the next attempt after this number of failures, without its random part. `first_s`: the first
-    pause. `pauses`: how many pauses a request may have."""
+    """The pause, without its random part, before the next attempt of a request that has failed `failures` times.
+    `first_s`: the request's first pause. `pauses`: how many pauses the request may have in all."""
     factor = _factor(policy.span_s / first_s, pauses)
     exponent = min(failures - 1, 1000 / math.log2(factor))  # beyond this a float overflows
     step_s = first_s * math.pow(factor, exponent)
@@ -99,9 +100,11 @@ def _step_s(first_s: float, *, failures: int, pauses: int, left_s: float, policy
 
 
 def _factor(total: float, count: int) -> float:
-    """The smallest f, at least `LEAST_FACTOR`, for which the sum 1 + f + f² + … of `count` terms is at least `total`.
+    """The smallest factor f for which the sum 1 + f + f² + … of `count` terms is at least `total`; but at least
+    `LEAST_FACTOR`.
 
-    With a single term (two attempts) no factor helps: the only pause is the first step.
+    With a single term (`count` is 1, as with two attempts) the factor does not matter, because the first pause is the
+    only one.
     """
 
     def is_enough(factor: float) -> bool:
@@ -117,9 +120,9 @@ def _factor(total: float, count: int) -> float:
 
 
 def _with_retry_after(error: ProviderError, pause_s: float, *, policy: RetryPolicy, rng: random.Random) -> float:
-    """The pause, changed by the provider's `retry-after`, if there is one. After a rate limit the pause is that time,
-    but at least `floor_s`; after an overload it is at least that time. Up to a tenth, at most 1 s, is added at
-    random."""
+    """The pause, adapted to the provider's `retry-after`, if there is one. After a rate limit the pause is the time in
+    `retry-after`, but at least `floor_s`; after another error it is at least the time in `retry-after`. To that time,
+    up to a tenth of it (at most 1 s) is added at random."""
     wanted_s = error.retry_after_s
     if wanted_s is None:
         return pause_s

@@ -1,9 +1,9 @@
-"""Settles deliveries: stores the outcome, publishes its messages, waits for their confirms, and acknowledges the
-delivery. No other code acknowledges requests.
+"""Settles deliveries: stores the outcome, publishes the messages that it needs, waits for their confirms, and
+acknowledges the delivery. No other code acknowledges requests.
 
-A delivery is acknowledged only after the broker has confirmed its messages: the reply, the delayed copy or the dead
-letter. After a crash between two steps the broker delivers the request again; a worker then reads the stored outcome
-and makes the remaining steps with it. So the requester always gets the outcome that was stored first.
+A delivery is acknowledged only after the broker has confirmed the messages of its outcome: the reply, the delayed copy
+or the dead letter. After a crash between two steps the broker delivers the request again; a worker then reads the
+stored outcome and takes the remaining steps with it. So the requester always gets the outcome that was stored first.
 """
 
 import asyncio
@@ -36,16 +36,16 @@ from topology.codec.headers import ERRORS_KEPT, HopHeaders
 from topology.delays import MAX_DELAY_MS, hop
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
-"""Errors with these codes are not stored as a request's outcome, because they are about one message, and not about the
-request that owns its id."""
+"""Errors with these codes are not stored as a request's outcome, because they concern a single message, and not the
+request to which the message's id already belongs."""
 NOTED = frozenset(
     {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable"}
 )
-"""The codes of the errors with which a message ends that is not a valid request. `Claiming.note` stores them; a valid
-request may still use the same id."""
+"""The codes of the errors with which messages end that are not valid requests. `Claiming.note` stores such an error,
+but in a way that a valid request may still use the same id."""
 RETURN_AFTER_S = 1.0
-"""The pause, in seconds, before a message that could not be settled is returned to its queue. The broker delivers it
-again at once, and without this pause a message that always fails would keep the worker busy."""
+"""The pause, in seconds, before a message that could not be settled is returned to its queue. The broker delivers a
+returned message again at once, so without this pause a message that always fails would keep the worker busy."""
 log = logs.logger()
 
 
@@ -69,9 +69,9 @@ class Settler:
     bodies: Fetching
 
     async def settle(self, job: Job, outcome: Outcome) -> Outcome | None:
-        """Settle a delivery, and return the outcome that is valid: the given one, or another if the request had ended
-        already or another worker has taken it over. None if the delivery could not be settled: the broker delivers it
-        again."""
+        """Settle a delivery, and return the outcome that was carried out: the given one, or another if the request had
+        ended already, if another worker has taken the request over, or if the given one could not be stored or sent as
+        it was. Return None if the delivery could not be settled, so that the broker delivers it again."""
         try:
             sendable = await self.sendable.of(outcome)
             self.failpoints.reach("after_keep")
@@ -112,7 +112,7 @@ class Settler:
             await delivery.ack()
 
     async def ack_together(self, session: Session, deliveries: Sequence[Delivery], *, in_hand: Collection[int]) -> None:
-        """Acknowledge several deliveries of one channel. `in_hand`: the tags of its deliveries that must stay
+        """Acknowledge several deliveries of one channel. `in_hand`: the delivery tags of the channel that must stay
         unacknowledged."""
         with suppress(ChannelLost):
             await session.ack(deliveries, in_hand=in_hand)
@@ -124,14 +124,14 @@ class Settler:
             await delivery.nack()
 
     async def nack_later(self, delivery: Delivery) -> None:
-        """Return a delivery to its queue after a pause, because the broker or the store prevented its settlement.
-        RabbitMQ 4.3 does not count this towards the delivery limit."""
+        """Return a delivery to its queue after a pause, because it could not be settled while the broker or the store
+        failed. RabbitMQ 4.3 does not count this towards the delivery limit."""
         await asyncio.sleep(RETURN_AFTER_S)
         await self.nack(delivery)
 
     async def reject_later(self, delivery: Delivery) -> None:
         """After an internal error: wait, then reject the delivery, so that the broker requeues it. The broker counts
-        this towards the delivery limit, so that a message that causes an error each time goes to `lane.fallen`."""
+        this towards the delivery limit, so a message that causes an error each time finally goes to `lane.fallen`."""
         await asyncio.sleep(RETURN_AFTER_S)
         try:
             with self.tracing.settle("reject", delivery.message, queue=delivery.queue, delivery_tag=delivery.tag):
@@ -198,8 +198,8 @@ class Settler:
                 assert_never(outcome)
 
     def _completion(self, job: Job, outcome: Answered | Refused | Buried | Dropped) -> Completion:
-        """How the request ended, in the form that is stored and sent. It is made once for a job, so that both are the
-        same."""
+        """How the request ended, in the form that is stored and sent. The value is made only once for a job, so that
+        what is stored and what is sent are the same."""
         if job.completion is not None:
             return job.completion
         ended_ms = self.now_ms()
@@ -228,8 +228,8 @@ class Settler:
         return job.completion
 
     async def _answer(self, job: Job, completion: Completion, *, replayed: bool = False) -> None:
-        """Send the final reply. If the reply queue is full, send the request into a delay, after which its reply is
-        tried again (`reply_retries.py`)."""
+        """Send the final reply. If the reply queue is full, send the request into a delay, after which the reply is
+        sent again (`reply_retries.py`)."""
         if await self.replies.final(job, completion, replayed=replayed):
             return
         if (pause_ms := self.reply_retries.pause_ms(job, now_ms=self.now_ms())) is None:
@@ -245,7 +245,7 @@ class Settler:
 
     async def _delay(self, job: Job, delay_ms: int, past: HopHeaders, *, body: bytes | None = None) -> None:
         """Publish the request to the delay exchanges, which bring it to its lane's due queue after `delay_ms`. `past`:
-        what the next worker must know (attempts, errors, due time). `body`: replaces the request's body; None: it
+        what the next worker must know (attempts, errors, due time). `body`: replaces the request's body; None: the body
         stays."""
         first_hop = hop(min(delay_ms, MAX_DELAY_MS), self.names)
         message = delayed(job, first_hop, past, now_ms=self.now_ms(), names=self.names)
@@ -268,8 +268,8 @@ class Settler:
 
 
 def _is_needed_again(outcome: Outcome) -> bool:
-    """Whether the body that the requester stored beside the broker is needed after this outcome: by a later attempt, or
-    when the dead letter is published again."""
+    """Whether a request body that the requester stored outside the broker is still needed after this outcome: for a
+    later attempt, or when the dead letter is published again."""
     match outcome:
         case Deferred() | Retried() | Buried():
             return True

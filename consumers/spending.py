@@ -1,11 +1,12 @@
-"""Daily caps (UTC days) of lanes and tenants on requests, tokens and dollars, and the totals that they have used.
+"""Enforces the daily caps (UTC days) of lanes and tenants on requests, tokens and dollars, and counts the totals that
+lanes and tenants have used.
 
-The used part of each cap is counted in the store, so that all processes share it: an estimate is added before a call,
-and replaced by the real amounts after it. The totals are counted in memory, for this process alone, with or without
+How much of each cap is used is counted in the store, which all processes share: an estimate is added before a call, and
+replaced by the real amounts after it. The totals are counted in memory, for this process alone, even if there are no
 caps.
 
-Both steps run in tasks of their own. So the estimate of a cancelled request is subtracted again, and an answer neither
-waits for its correction nor is lost if that fails."""
+Adding an estimate and correcting it run in tasks of their own. So the estimate of a cancelled request is subtracted
+again, and an answer does not wait for the correction of its estimate, and is not lost if the correction fails."""
 
 import asyncio
 from collections import OrderedDict
@@ -20,11 +21,12 @@ from consumers.state.spec import DAY_S
 from lanekeeper.telemetry import logs, signals
 
 LEVELS = (50, 80, 100)
-"""When the use of a daily cap reaches these percentages, it is logged and published as an event: once a day for each,
-by one of all processes."""
+"""When the use of a daily cap reaches one of these percentages, that is logged and published as an event, once a day
+for each percentage, by only one of the processes."""
 EVERY_TENANT = "*"
 TENANTS_COUNTED = 10_000
-"""For how many lanes and tenants the totals, and the reported levels of caps, are kept: those that were used last."""
+"""The totals are kept for this many lanes and tenants together, and the highest reported level for this many limits of
+caps: in each case for those that were used last."""
 LANE, TENANT = "lane", "tenant"
 Publish = Callable[..., None]
 """A function that publishes a life-cycle event. Parameters: the event's name, and its fields as keyword arguments."""
@@ -32,7 +34,8 @@ log = logs.logger()
 
 
 class Spent(NamedTuple):
-    """The requests, tokens and dollars that one request, or several, have used or are expected to use."""
+    """The number of requests, the tokens and the dollars that one request, or several together, have used or are
+    expected to use."""
 
     requests: float = 0.0
     tokens: float = 0.0
@@ -41,7 +44,8 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cap:
-    """What a lane or a tenant may use in one day: requests, tokens, dollars. None: no limit."""
+    """What a lane or a tenant may use in one day (UTC): how many requests, tokens and dollars. None: there is no such
+    limit."""
 
     requests: float | None = None
     tokens: float | None = None
@@ -81,11 +85,11 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
-    """Says that a request may not run, because less than it is expected to use is left of a daily cap."""
+    """Says that a request may not run, because it is expected to use more than is left of a daily cap today."""
 
     bound: Bound
     wanted: float
-    """The amount that the refused request was expected to use of the cap."""
+    """The amount of the cap that the refused request was expected to use."""
     used: float
     """The amount of the cap that the lane or tenant has used today, without the refused request."""
     resets_in_s: float
@@ -118,10 +122,11 @@ class Spending:
         self._allowances = allowances
         self._spec = spec
         self._reported: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """For each limit, by name: the highest of `LEVELS` that was reported, and when that day ends."""
+        """For each limit of a cap, by its name: the highest of `LEVELS` that was reported today, and when this day
+        ends, by the event loop's clock."""
         self._totals: OrderedDict[tuple[str, str], Spent] = OrderedDict()
-        """What each lane and tenant has used, by "lane" or "tenant" and the name; the one that was used last comes
-        last."""
+        """What each lane and tenant has used. A key is a pair of "lane" or "tenant" and the name; the lane or tenant
+        that was used last comes last."""
         self._background = Background()
 
     def bounds(self, lane: str, tenant: str) -> tuple[Bound, ...]:
@@ -137,8 +142,8 @@ class Spending:
         )
 
     async def take(self, bounds: tuple[Bound, ...], spent: Spent, *, publish: Publish) -> Hold | Over:
-        """Count a request's estimated use against all these limits of daily caps, or against none if it would exceed
-        one of them. `publish` is called for each percentage in `LEVELS` that is reached. Raises StoreUnavailable."""
+        """Count a request's estimated use against all limits in `bounds`, or against none if it would exceed one of
+        them. `publish` is called for each percentage in `LEVELS` that is reached. Raises StoreUnavailable."""
         taking = self._background.begin(self._take(bounds, spent, publish), name="caps")
         try:
             return await asyncio.shield(taking)
@@ -152,12 +157,12 @@ class Spending:
         self._background.begin(self._correct(hold, used), name="caps")
 
     async def finish(self, *, within_s: float) -> None:
-        """Wait until the corrections of estimates that have begun are stored. An estimate that is not corrected in time
-        stays counted."""
+        """Wait for at most `within_s` until the corrections of estimates that have begun are stored. An estimate that
+        is not corrected by then stays counted."""
         await self._background.finish(within_s=within_s)
 
     def count(self, lane: str, tenant: str, spent: Spent) -> None:
-        """Add what an answer has used to the totals of its lane and tenant."""
+        """Add what the call for an answer has used to the totals of its request's lane and tenant."""
         for key in ((LANE, lane), (TENANT, tenant)):
             before = self._totals.pop(key, Spent())
             self._totals[key] = Spent(*(x + y for x, y in zip(before, spent, strict=True)))
@@ -165,7 +170,8 @@ class Spending:
             self._totals.popitem(last=False)
 
     def totals(self) -> Mapping[str, Mapping[str, Spent]]:
-        """What requests have used in this process since it started: by "lane" or "tenant", then by name."""
+        """What requests have used in this process since it started. The outer keys are "lane" and "tenant", the inner
+        ones the names."""
         found: dict[str, dict[str, Spent]] = {LANE: {}, TENANT: {}}
         for (kind, name), spent in self._totals.items():
             found[kind][name] = spent
@@ -206,8 +212,8 @@ class Spending:
             self.correct(hold, Spent())
 
     async def _report(self, bound: Bound, used: float, *, is_full: bool, ends_s: float, publish: Publish) -> None:
-        """Log and publish each percentage in `LEVELS` of a cap that `used` has reached. `is_full`: a request was
-        refused, which counts as 100 %."""
+        """Log and publish each percentage in `LEVELS` that the use of a cap has reached and that was not reported yet.
+        `is_full`: whether a request was refused for lack of the cap, which counts as 100 %."""
         reached = next((level for level in reversed(LEVELS) if is_full or used >= bound.limit * level / 100), 0)
         before, until_s = self._reported.get(bound.name, (0, inf))
         if asyncio.get_running_loop().time() >= until_s:  # a new day has begun

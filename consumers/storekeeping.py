@@ -1,5 +1,5 @@
-"""Maintains the stores: checks that the store of results can be written, and removes results and stored bodies whose
-retention time is over."""
+"""Checks that the store of claims and results can be written. Removes expired results from that store, and expired
+bodies from the store of bodies."""
 
 import asyncio
 import random
@@ -10,12 +10,13 @@ from lanekeeper.bodies import BodiesUnavailable, BodyStore
 from lanekeeper.telemetry import logs, signals
 
 PROBE_EVERY_S = 5.0
-"""The seconds between two checks whether the store works."""
+"""The seconds between two checks whether the store of claims and results works."""
 PROBE_AGAIN_S = 0.5
-"""The pause, in seconds, between two checks of a store that is unavailable. No request is taken while it is
-unavailable, so only these checks notice when it works again."""
+"""The pause, in seconds, between two checks of a store that is unavailable. A worker takes no requests while the store
+is unavailable, so only these checks notice that it works again."""
 SWEEP_EVERY_S = 60.0
-"""The seconds between two removals of expired results, on average; also the time limit for removing expired bodies."""
+"""The seconds between two removals of expired results, on average. This is also the time limit for removing expired
+bodies."""
 STEP_PAUSE_S = 0.05
 """The pause, in seconds, between two steps of removing expired results, so that other writes are not blocked."""
 LEASE = "sweep"
@@ -23,8 +24,8 @@ log = logs.logger()
 
 
 async def probing(store: Store) -> None:
-    """Check regularly whether the store can be written, until cancelled. Log when it becomes unavailable, and when it
-    works again. `store.trouble` says what is wrong."""
+    """Check regularly, until cancelled, whether the store can be written. Log when the store becomes unavailable, and
+    when it works again. `store.trouble` says what is wrong."""
     logged: str | None = None
     while True:
         with suppress(StoreUnavailable):
@@ -39,8 +40,9 @@ async def probing(store: Store) -> None:
 
 
 async def sweeping(store: Store, bodies: BodyStore | None, *, owner: str) -> None:
-    """Sweep the store and the bodies regularly, until cancelled. One process at a time does this. `owner`: a name of
-    this process that is unique among those that share the store."""
+    """Remove expired results from the store, and expired bodies, regularly, until cancelled. Of the processes that
+    share the store, one at a time does this. `owner`: a name of this process that is unique among those that share the
+    store."""
     while True:
         await asyncio.sleep(SWEEP_EVERY_S * random.uniform(0.8, 1.2))
         try:
@@ -56,8 +58,8 @@ async def sweeping(store: Store, bodies: BodyStore | None, *, owner: str) -> Non
 
 
 async def sweep_once(store: Store, *, owner: str, for_s: float) -> int | None:
-    """Remove requests and counts whose retention time is over from the store. Return how many; None if another process
-    does this now. Raises StoreUnavailable."""
+    """Remove from the store the requests and counts whose retention time is over. Return how many were removed; None if
+    another process does this now. Raises StoreUnavailable."""
     if not await store.hold(LEASE, owner, for_s=for_s):
         return None
     removed = 0

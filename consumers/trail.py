@@ -1,9 +1,11 @@
-"""Writes the trail of a request: entries in the store, from which clients that follow the request read its progress.
+"""Writes the trail of a request: entries in the store, from which clients that follow the request over HTTP get its
+progress.
 
 Entries are steps (`started`, `retrying`), events of the answer's stream, and `restart`, after which clients discard the
-events before it. The worker does not wait until they are written. It writes the entries of all its trails together: the
-first at once, those of the next `GATHER_S` with the next write. If events cannot be written, or are too many, no more
-are written, and an entry `truncated` says so. The whole answer is stored with the result.
+events before it. The work on a request does not wait until its entries are written. One write includes the entries of
+all requests: the first entry is written at once, and those that follow within `GATHER_S` are written together. If
+events cannot be written, or are too many, no more events are written, and an entry `truncated` says so. The client
+still gets the whole answer, because it is stored with the result.
 """
 
 import asyncio
@@ -23,7 +25,8 @@ AGAIN_S = 0.5
 FLUSH_WITHIN_S = 2.0
 """For how many seconds the end of a request waits until the store has all its entries."""
 UNWRITTEN_BYTES = 1024 * 1024
-"""How many bytes the unwritten events of one trail may have in memory. If there are more, they are discarded."""
+"""How many bytes of events of one request's answer may wait in memory until they are written. If there are more, these
+events are discarded."""
 PARTS_AT_ONCE = 100
 """One write to the store includes entries of at most this many requests."""
 TRUNCATED = NewEntry("truncated", b"{}")
@@ -32,8 +35,8 @@ log = logs.logger()
 
 class Trail:
     """The progress of one request, which clients can follow: its steps and the events of its answer, which are written
-    as entries to the store. Only the worker that holds the claim (`held`) writes them. `is_takeover`: an earlier worker
-    had the claim and died, or was too slow, so the store may have events of its call."""
+    as entries to the store. Only the worker that holds the claim (`held`) writes them. `is_takeover`: whether an
+    earlier worker had the claim and died, or was too slow, so that the store may have events of that worker's call."""
 
     def __init__(self, trails: "Trails", held: Held, submission: Submission, *, is_takeover: bool) -> None:
         self._trails = trails
@@ -43,12 +46,12 @@ class Trail:
         self._bytes = 0
         """How many bytes the events in `_unwritten` have."""
         self._must_restart = is_takeover
-        """True if an entry `restart` must be written before the first event."""
+        """True if an entry `restart` must be written before the first event of the answer."""
         self._has_stopped = False
-        """True if events are not written any more, until a `restart`."""
+        """True if no more events of the answer are written, until an entry `restart`."""
         self._is_writing = False
         self._is_over = False
-        """True if entries of no kind are written any more."""
+        """True if no more entries of any kind are written."""
 
     @property
     def is_written(self) -> bool:
@@ -57,12 +60,13 @@ class Trail:
         return not self._unwritten and not self._is_writing
 
     def tell(self, kind: str, **detail: Any) -> None:
-        """Note a step of the request, such as `started`, for clients that follow the request. It is written soon."""
+        """Note a step of the request, such as `started`, for clients that follow the request. The step is written to
+        the store soon."""
         self._add(NewEntry(kind, json.dumps(detail, ensure_ascii=False).encode()))
 
     def part(self, kind: str, body: bytes) -> None:
         """Note a part of the answer's stream for clients that follow the request: an event, or a `restart`, after which
-        they must discard the events before it. It is written soon."""
+        they must discard the events before it. The part is written to the store soon."""
         if kind == RESTART:
             self._has_stopped = self._must_restart = False
         elif self._must_restart:
@@ -86,8 +90,8 @@ class Trail:
         return Part(self._held, self._submission, entries)
 
     def written(self, part: Part, refused: Refused | None) -> None:
-        """Note the store's answer to a write of the entries in `part`. `refused`: why it refused them; None: it has
-        stored them."""
+        """Note the store's answer to a write of the entries in `part`. `refused`: why the store refused them; None if
+        it has stored them."""
         self._is_writing = False
         if refused is Refused.FENCED:
             self.ended()
@@ -96,7 +100,8 @@ class Trail:
 
     def failed(self, part: Part) -> None:
         """Note that the write of the entries in `part` has failed, or perhaps failed. Entries for steps of the request
-        are written again. Events of its answer are not: some may be missing now, so no more of them are written."""
+        are written again. Events of its answer are not written again: some may be missing now, so no more of them are
+        written."""
         self._is_writing = False
         is_restarted = any(entry.kind == RESTART for entry in self._unwritten)  # clients forget the events before it
         self._unwritten[:0] = [entry for entry in part.entries if entry.kind != EVENT]
@@ -104,7 +109,7 @@ class Trail:
             self._stop_events()
 
     def ended(self) -> None:
-        """Discard the entries of this request that are not written yet, and write no more."""
+        """Discard the entries of this request that are not written yet, and write no more of them."""
         self._is_writing, self._is_over = False, True
         self._unwritten.clear()
 
@@ -129,11 +134,11 @@ class Trails:
         self._unwritten: dict[Trail, None] = {}
         """The trails with unwritten entries, in the order in which they are written."""
         self._writing: asyncio.Task[None] | None = None
-        """The task that writes while there are unwritten entries."""
+        """The task that writes to the store while there are unwritten entries; None before the first."""
         self._hurry = asyncio.Event()
         """Set to end the pause before the next write."""
         self._round = asyncio.Event()
-        """Set after the next write; each write has an event of its own."""
+        """An event that is set when the next write to the store has ended; each write has an event of its own."""
 
     def write_soon(self, trail: Trail) -> None:
         """Write the new entries (steps and events) of this request's progress with the next write to the store."""

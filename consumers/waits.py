@@ -1,6 +1,7 @@
-"""Computes where a request waited before its call, and for how long: in a queue, a delay, `lane.dead`, or a worker.
+"""Computes where a request waited before its call to a provider, and for how long: in a queue, in a delay, in
+`lane.dead`, or in a worker.
 
-The worker that has the request after a wait records that wait as a span.
+The worker that gets the request after a wait records the wait as a trace span.
 """
 
 from collections.abc import Iterator
@@ -13,11 +14,11 @@ from lanekeeper.telemetry import signals
 
 MS: Final = 1_000_000
 SHORTEST_NS: Final = 1 * MS
-"""A wait outside a worker is recorded only if it is at least this many nanoseconds long, because most of the times are
-known only in whole milliseconds."""
+"""A wait outside a worker is recorded only if it is at least this many nanoseconds long, because its beginning is
+mostly known only in whole milliseconds."""
 SHORTEST_IN_WORKER_NS: Final = 5 * MS
 """A wait inside a worker is recorded only if it is at least this many nanoseconds long. Every request needs about this
-time to get its claim from the store, which is not counted as waiting."""
+time to get its claim (the right to be worked on) from the store, and that is not counted as waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class Wait:
 
 
 def before_delivery(job: Job, taken_ns: int) -> Iterator[Wait]:
-    """The waits that ended with this delivery. They began when the request was published, or when a worker published it
-    again. `taken_ns`: when it was delivered."""
+    """The waits that ended with this delivery. They began when the requester published the request, or when a worker
+    published it again. `taken_ns`: when the request was delivered, in ns since 1970."""
     queue, hop = job.delivery.queue, job.hop
     if hop.hop_ms is not None and hop.back_ms is not None:
         back_ns = min(hop.back_ms * MS, taken_ns)
@@ -44,7 +45,8 @@ def before_delivery(job: Job, taken_ns: int) -> Iterator[Wait]:
 
 
 def before_call(job: Job, taken_ns: int) -> Iterator[Wait]:
-    """The wait of a request inside this worker, between the delivery and its call to a provider."""
+    """The wait of a request inside this worker, between its delivery and its call to a provider, if the wait is long
+    enough to be recorded. `taken_ns`: when the request was delivered, in ns since 1970."""
     if job.attempted is not None and job.attempted.started_ms * MS - taken_ns >= SHORTEST_IN_WORKER_NS:
         yield Wait(f"{signals.WAIT} {signals.TURN}", taken_ns, job.attempted.started_ms * MS)
 

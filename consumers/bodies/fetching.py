@@ -1,4 +1,5 @@
-"""Fetches a body from the address that its request gives, if that address is allowed, and checks the body."""
+"""Fetches the body of a request from the address that the request's message gives, if that address is allowed, and
+checks the body."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,8 +12,8 @@ from lanekeeper.contract.messages import BodyAddress, Message, body_address_in
 
 class Fetching:
     """Fetches bodies of requests that are not in the message, from stores (folders or buckets) and by HTTP. `own`: the
-    store from which a body is removed when its request has ended; the `others` are only read. `most_bytes`: a larger
-    body is refused."""
+    store from which a body is removed when its request has ended; from the `others`, bodies are only read.
+    `most_bytes`: the maximum size of a body; a larger one is refused."""
 
     def __init__(self, own: BodyStore | None, *, others: Sequence[BodyStore | WebBodies] = (), most_bytes: int) -> None:
         self._own = own

@@ -1,8 +1,8 @@
-"""Fetches bodies by HTTP, only from URLs that are allowed.
+"""Fetches bodies of requests by HTTP, only from URLs that the operator allows.
 
-The publisher of a request chooses the address that a worker calls. So only allowed URLs are called, redirects are not
-followed, and a host name that resolves to a private address is refused. The connection uses the address that was
-checked, not the result of a second look-up.
+The publisher of a request chooses the address that a worker calls, and could choose an internal one. So only allowed
+URLs are called, redirects are not followed, and a host name that resolves to a private address is refused. The
+connection uses the IP address that was checked, not the result of a second DNS look-up.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from lanekeeper.contract.messages import BodyAddress
 _PORTS: Final = {"https": 443, "http": 80}
 _NAT64: Final = ip_network("64:ff9b::/96")
 _GONE: Final = range(400, 500)
-"""The HTTP statuses with which a server says that the body does not exist at this address."""
+"""The HTTP statuses with which a server says that it will not send the body, except those in `_TEMPORARY`."""
 _TEMPORARY: Final = frozenset({408, 425, 429})
-"""The HTTP statuses of a failed fetch after which another try may succeed."""
+"""The HTTP statuses 4xx of a failed fetch after which another try may succeed."""
 
 
 class PrivateAddress(OSError):
@@ -31,8 +31,8 @@ class PrivateAddress(OSError):
 
 
 class WebBodies:
-    """Fetches bodies of requests by HTTP, from URLs that the operator allows. `allowed`: URLs; each allows all URLs
-    below it. `private`: True if hosts may have private addresses."""
+    """Fetches bodies of requests by HTTP, from URLs that the operator allows. `allowed`: the allowed URLs, each of
+    which also allows all URLs below it. `private`: whether hosts may have private IP addresses."""
 
     def __init__(self, allowed: Sequence[str], *, private: bool = False) -> None:
         self._allowed = [urlsplit(url.rstrip("/")) for url in allowed]

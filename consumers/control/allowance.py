@@ -1,9 +1,10 @@
-"""Limits how many control messages a tenant may send. Messages over the limit are refused.
+"""Limits how many control messages (to cancel a request or fetch a result) a tenant may send. Messages over the limit
+are refused.
 
 All messages wait in one queue, behind those of a tenant that sends too many, so refusing a message must be cheap. The
-same limit applies to answers that refuse a message: above it, messages are only counted and logged, which takes a tenth
-of a millisecond for each. The decision does not need the message's body, unless its user is one of `speakers`: users
-that may name another tenant, which they do in the body."""
+answers that refuse a message have the same limit; above it, messages are only counted and logged, which takes a tenth
+of a millisecond for each. The decision does not need the message's body, unless the user of the message is one of
+`speakers`, the users that may act for other tenants, because they name the tenant in the body."""
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -15,23 +16,24 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
 
 AT_ONCE_S = 5
-"""A tenant may send as many control messages at once as it may send in this number of seconds, so that it can cancel
-all of its requests at once."""
+"""A tenant may send as many control messages at once as its limit allows in this number of seconds, so that it can
+cancel all of its requests at once."""
 
 
 class Verdict(Enum):
-    """What happens to a control message: it is carried out, refused, or only counted."""
+    """Says what happens to a control message: it is carried out, refused with an answer, or refused without one."""
 
     CARRIED_OUT = auto()
     REFUSED = auto()
     """The control message is refused, and its sender gets an answer that says so."""
     COUNTED = auto()
-    """The control message is refused without an answer, and only counted."""
+    """The control message is refused without an answer, and only counted and logged."""
 
 
 class Allowance:
-    """Limits how many control messages a tenant may send. Each process counts the messages that it receives.
-    `per_tenant_s`: how many a tenant may send a second."""
+    """Limits how many control messages a tenant may send. Each process counts only the messages that it receives
+    itself. `per_tenant_s`: how many messages a tenant may send a second. `speakers`: the users that may act for other
+    tenants."""
 
     def __init__(
         self, *, per_tenant_s: float, speakers: Collection[str], read_command: Callable[[Message], Command | None]

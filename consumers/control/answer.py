@@ -1,9 +1,9 @@
-"""Answers control messages (cancel, result). The answer to `result` is the request's final reply, sent again. Any other
-answer has the header `x-lane-control`.
+"""Answers control messages (cancel, result). The answer to `result` about a request that has ended is the request's
+final reply, sent again. Any other answer has the header `x-lane-control`.
 
 Answers are sent only to direct reply-to, to queues that the broker named, and to `lane.reply.<user_id>` of the
-message's user (threat T1 in docs/security.md). A message with any other address, or without one, cannot be answered:
-that is logged and counted.
+message's user (threat T1 in docs/security.md). A message with any other `reply_to`, or without one, cannot be answered,
+which is logged and counted.
 """
 
 import json
@@ -30,7 +30,7 @@ log = logs.logger()
 @dataclass(slots=True, eq=False)
 class Answers:
     """Publishes the answers to control messages (cancel, result). `notices`: sends all answers except results, many of
-    them in one write and without confirms, because a client that gets no answer asks again."""
+    them in one write and without waiting for confirms, because a client that gets no answer asks again."""
 
     sender: ReplySender
     _: KW_ONLY
@@ -39,20 +39,21 @@ class Answers:
     refused: int = field(default=0, init=False)
     """How many control messages were malformed, over the limit, or about another tenant's request."""
     unanswered: int = field(default=0, init=False)
-    """How many control messages should have been answered and could not be."""
+    """How many control messages should have been answered, but were not."""
     _log_throttle: LogThrottle = field(default_factory=LogThrottle, init=False)
 
     async def tell(self, message: Message, body: Mapping[str, Any], *, control: Literal["accepted", "pending"]) -> None:
-        """Answer a control message with a JSON object. If it is about a request, its field `id` is the request's id.
-        `control`: "accepted" for a cancellation that was recorded, "pending" for the state of a request that has not
-        ended."""
+        """Answer a control message with the JSON object `body`. If the message is about a request, the object's field
+        `id` is the request's id. `control`: "accepted" for a cancellation that was recorded, "pending" for the state of
+        a request that has not ended."""
         headers = {n.CONTROL: control}
         if "id" in body:
             headers[n.REQUEST_ID] = body["id"]
         await self._send(message, _answer(message, json.dumps(body).encode(), JSON, headers))
 
     async def refuse(self, message: Message, problem: RequestProblem) -> None:
-        """Answer a control message that is invalid, over the limit or failed, with a problem document."""
+        """Answer a control message that is invalid, exceeds its tenant's limit or has failed, with a problem
+        document."""
         self._log_refusal(message, problem)
         id = id_of(message)
         headers = {n.CONTROL: "error"} if id is None else {n.CONTROL: "error", n.REQUEST_ID: id}
@@ -60,8 +61,8 @@ class Answers:
         await self._send(message, _answer(message, document, PROBLEM, headers), must_answer=True)
 
     def refuse_silently(self, message: Message, problem: RequestProblem) -> None:
-        """Refuse a control message without sending an answer, because there may be thousands: count it, and log it at
-        most once a minute."""
+        """Refuse a control message without sending an answer, because there may be thousands of them: count it, and
+        write at most one log line a minute about such messages of a user."""
         self._log_refusal(message, problem)
         self.unanswered += 1
 
@@ -80,7 +81,7 @@ class Answers:
             )
 
     async def replay(self, message: Message, completion: Completion, *, id: str) -> None:
-        """Answer a control message `result` with the final reply of the request, as its requester got it."""
+        """Answer a control message `result` with the final reply of the request, as its requester got it before."""
         headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True, n.REQUEST_ID: id}
         content_type = PROBLEM if completion.status == "error" else JSON
         if not self._may_answer(message):
@@ -98,8 +99,8 @@ class Answers:
             await self._publish(message, answer)
 
     def _may_answer(self, message: Message, *, must_answer: bool = False) -> bool:
-        """Whether an answer may be sent to the `reply_to` of a control message. If it may not, count and log that. If
-        the message has no `reply_to`, count and log it only if `must_answer`."""
+        """Whether an answer may be sent to the `reply_to` of a control message. If it may not, count and log that. A
+        message without `reply_to` is counted and logged only if `must_answer` is true."""
         address = message.reply_to or ""
         may = self.rule.allows_control(address, user=message.user_id)
         if not may and (address or must_answer):

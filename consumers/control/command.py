@@ -1,7 +1,7 @@
-"""Reads a control message as a `Command`, or raises RequestProblem, which says what is wrong with the message. Without
-I/O.
+"""Reads a control message as a `Command`; if the message is invalid, it raises RequestProblem, which says what is
+wrong. Without I/O.
 
-The routing key and the property `type` name the command. `tenant` may be left out:
+The routing key and the property `type` both name the command. In the body, `tenant` may be left out:
 
 cancel      {"cancel": "<message_id>", "tenant": "…"}
 result      {"result": "<message_id>", "tenant": "…"}
@@ -21,7 +21,7 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import invalid_request
 
 MESSAGE_BYTES = 4096
-"""The largest body, in bytes, of a control message."""
+"""The maximum size, in bytes, of the body of a control message."""
 KNOWN = (*n.CONTROL_KEYS, n.STATUS_KEY)
 SHOWN = 80
 """How many characters of an invalid value in a control message the text of an error quotes."""
@@ -29,17 +29,19 @@ SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a control message asks for. `kind`: one of `n.CONTROL_KEYS`. `identity`: the request that it is about."""
+    """What a control message asks for. `kind`: the command, one of `n.CONTROL_KEYS` (such as "cancel"). `identity`: the
+    request that the message is about."""
 
     kind: str
     identity: Identity
 
 
 def read(message: Message, *, speakers: Collection[str], needs_user_id: bool) -> Command | None:
-    """The command of a control message; None if it is `status`. Raises RequestProblem if the message is invalid.
+    """Return the command of a control message; None if the message asks for a worker's status. Raises RequestProblem if
+    the message is invalid.
 
-    `speakers`: users that may name another tenant than themselves. `needs_user_id`: whether a message without the
-    property `user_id` is invalid.
+    `speakers`: the users that may act for other tenants, and so may name one in the body. `needs_user_id`: whether a
+    message without the property `user_id` is invalid.
     """
     kind = _kind(message)
     if kind == n.STATUS_KEY:
@@ -65,16 +67,16 @@ def read(message: Message, *, speakers: Collection[str], needs_user_id: bool) ->
 
 
 def id_of(message: Message) -> str | None:
-    """The id of the request that an invalid control message is about, for the answer to it; None if it cannot be
-    read."""
+    """The id of the request that an invalid control message is about, for the answer to the message; None if the id
+    cannot be read."""
     body = _json_object(message) or {}
     ids = [id for kind in n.CONTROL_KEYS if isinstance(id := body.get(kind), str) and is_request_id(id)]
     return ids[0] if len(ids) == 1 else None
 
 
 def _kind(message: Message) -> str:
-    """The name of a control message's command, which its type and its routing key must both be. Raises
-    RequestProblem."""
+    """The name of a control message's command, which must be both the message's type and its routing key. Raises
+    RequestProblem if it is not."""
     found, key = message.type, message.routing_key
     if not found:
         raise invalid_request(f"type: it is missing; known are {', '.join(KNOWN)}, and the routing key says the same")
@@ -98,8 +100,8 @@ def _json_object(message: Message) -> dict[str, object] | None:
 
 
 def _tenant(message: Message, stated: object, speakers: Collection[str]) -> str:
-    """The tenant of the request that a control message is about: the stated one if the message's user may speak for it,
-    else the user. Raises RequestProblem if the stated tenant is not allowed."""
+    """The tenant of the request that a control message is about: the tenant that the message's body names (`stated`),
+    or, if it names none, the message's user. Raises RequestProblem if the user may not act for the named tenant."""
     if stated is not None and not isinstance(stated, str):
         raise invalid_request("tenant: allowed is a string")
     tenant = tenant_of(message.user_id, stated, speakers)

@@ -2,8 +2,8 @@
 
 All workers share one queue, and each message goes to one of them. A cancellation is acknowledged only after it is
 stored. Many messages are worked on at once, so that the store writes several cancellations together. The queue is read
-in order, so a cancellation waits for all messages before it; therefore messages over a tenant's limit must take very
-little time (`allowance.py`).
+in order, so a cancellation waits for all messages before it. Therefore a message that exceeds its tenant's limit must
+take very little time (`allowance.py`).
 """
 
 import asyncio
@@ -28,31 +28,33 @@ from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
 
 FAULTS_AT_MOST = 5
-"""A control message that causes an internal error at each delivery is refused at the last of this many deliveries.
-There are no further tries, because requests wait until the control queue is empty."""
+"""A control message that causes an internal error at each delivery is refused at the last of this many deliveries. It
+is not tried further, because a worker that has just connected takes no requests until the control queue is empty."""
 LOOK_EVERY_S = 0.05
 """The seconds between two checks whether the control queue is empty, after the worker has connected."""
 CATCH_UP_WITHIN_S = 5.0
-"""How many seconds requests wait until the worker has stored the cancellations that were in the queue when it
-connected. Thousands are stored in that time. If there are more, they are stored while requests run, and a request may
-run although it was cancelled."""
+"""For at most how many seconds requests wait until the worker has stored the cancellations that were in the control
+queue when the worker connected. Thousands of cancellations are stored in that time. If there are more, the rest is
+stored while requests run, so that a request may run although it was cancelled."""
 QUIET_S = 0.5
 """If the worker's user may not read the length of the control queue, the queue counts as empty when nothing was
 delivered for this many seconds."""
 GATHER_S = 0.01
-"""For how many seconds at most the first finished control message waits for others, so that one write acknowledges all
-of them."""
+"""For how many seconds a finished control message waits for others at most, so that one write acknowledges all of
+them."""
 REFUSED_AT_A_TIME = 32
-"""After this many control messages in a row were refused without an answer, other tasks of the process run."""
+"""After refusing this many control messages without an answer, the loop that reads them lets other tasks of the process
+run."""
 Ready = Callable[[], Awaitable[Mapping[str, int]]]
-"""Asks the broker how many messages wait in the control queue: a mapping with its name as the only key. Raises
-BrokerError."""
+"""A function that asks the broker how many messages wait in the control queue. It returns a mapping whose only key is
+the queue's name. Raises BrokerError."""
 log = logs.logger()
 
 
 class Control:
-    """Consumes the control queue, which all workers share, and carries out its messages (cancel, result). `kept_s`: how
-    long the store keeps a cancellation of a request that has not arrived. `per_tenant_s`: see `Allowance`."""
+    """Consumes the control queue, which all workers share, and carries out its messages (cancel, result). `kept_s`: for
+    how many seconds the store keeps a cancellation of a request that has not arrived. `per_tenant_s`: how many control
+    messages a tenant may send a second."""
 
     def __init__(
         self,
@@ -79,19 +81,19 @@ class Control:
         self._allowance = Allowance(per_tenant_s=per_tenant_s, speakers=speakers, read_command=self._read_command)
         self._displaced_throttle = LogThrottle()
         self.displaced = 0
-        """How many cancellations of requests that had not arrived were deleted because their tenant sent more than are
-        kept."""
+        """How many cancellations of requests that had not arrived yet were deleted from the store, because their tenant
+        sent more of them than the store keeps."""
         self._is_behind = True
-        """True while the queue may have cancellations that were sent while no worker was connected, or the store was
-        unavailable."""
+        """True while the control queue may have cancellations that were sent when no worker was connected, or when the
+        store was unavailable."""
         self._received = 0
         """How many control messages have arrived in this process."""
         self._in_hand: set[int] = set()
-        """The delivery tags of the messages that are worked on."""
+        """The delivery tags of the control messages that are worked on."""
         self._done: list[Delivery] = []
-        """The finished messages that are acknowledged together next."""
+        """The finished control messages that will be acknowledged together next."""
         self._busy_at_s = 0.0
-        """When a message was last finished, by the event loop's clock."""
+        """When a control message was last finished, by the event loop's clock."""
 
     @property
     def trouble(self) -> str | None:
@@ -99,8 +101,8 @@ class Control:
 
     @property
     def behind(self) -> str | None:
-        """Why no request should be worked on yet: its cancellation may still be in the queue. None: requests may be
-        worked on."""
+        """The reason why no request should be worked on yet, because its cancellation may still be in the control
+        queue; None if requests may be worked on."""
         return "cancellations are waiting to be recorded" if self._is_behind else None
 
     async def run(self) -> None:
@@ -147,16 +149,18 @@ class Control:
         await self._settler.ack_together(session, done, in_hand=self._in_hand)
 
     async def _catch_up(self, session: Session) -> None:
-        """Find out when the cancellations that waited in the queue are recorded: set `_is_behind` to False when the
-        queue was found empty, or `CATCH_UP_WITHIN_S` is over. If the store becomes unavailable, set it to True and
-        begin again. Runs until it is cancelled.
+        """Find out when the cancellations that waited in the control queue are recorded: set `_is_behind` to False when
+        the queue was found empty, or `CATCH_UP_WITHIN_S` is over. If the store becomes unavailable, set `_is_behind` to
+        True and begin again. This runs until it is cancelled.
 
-        This polls, because the broker does not announce that a queue is empty. The queue must be found empty twice
-        without an arrival between: a message on its way from the broker is counted by neither side."""
+        The broker is polled, because it does not announce that a queue is empty. The queue must be found empty twice,
+        with no message arriving in between, because a message on its way to this worker is counted neither by the
+        broker nor by the worker."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + CATCH_UP_WITHIN_S
         empty_after: int | None = None
-        """The number of messages that had arrived when the queue was last found empty."""
+        """The number of messages that had arrived when the queue was last found empty; None if it was not found
+        empty."""
         while True:
             if self._claiming.is_away:
                 self._is_behind, end_s, empty_after = True, loop.time() + CATCH_UP_WITHIN_S, None
@@ -172,7 +176,8 @@ class Control:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _waiting(self, session: Session) -> int:
-        """How many control messages are in the queue or in work, or at least 1 if that is unknown."""
+        """How many control messages wait in the queue or are worked on; at least 1 if it is unknown whether any wait in
+        the queue."""
         try:
             ready = sum((await self._ready()).values())
             return ready + session.waiting + len(self._in_hand)
@@ -201,7 +206,8 @@ class Control:
         """Carry out a control message. Return True if it may be acknowledged, False if it was returned to the queue.
 
         An invalid message is refused. A message is returned to the queue if the store is unavailable, or after an
-        internal error; at its delivery `FAULTS_AT_MOST` an internal error refuses it, so that redeliveries end."""
+        internal error; if the error occurs at delivery number `FAULTS_AT_MOST` or later, the message is refused
+        instead, so that it is not redelivered without end."""
         message = delivery.message
         try:
             command = self._read_command(message)

@@ -1,13 +1,14 @@
 """Decides to which addresses replies may be sent, by the request's `reply_to` and its user. Without I/O.
 
-A worker may publish to every queue. Without this rule a requester could name, in `reply_to`, a queue to which it has no
-right to publish, and the worker would publish there for it (threat T1 in docs/security.md). The rule has two modes:
+A worker may publish to every queue. So without this rule a requester could name, in `reply_to`, a queue to which the
+requester itself may not publish, and the worker would publish there (threat T1 in docs/security.md). The rule has two
+modes:
 
 open    the default. Allowed are names that no client can choose (`amq.gen-…`, direct reply-to), `lane.reply.…`, and any
         queue outside `lane.` and `amq.`. A requester who knows the name of another client's queue can make a worker
         send answers there
 bound   Allowed are direct reply-to, and the queues `lane.reply.<user_id>` and `lane.reply.<user_id>.…` of the
-        request's user. The owner of any other queue is unknown
+        request's user, because the owner of any other queue is unknown
 """
 
 import re
@@ -18,14 +19,14 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
 
 LONGEST = 255
-"""The longest reply address, in characters."""
+"""The maximum length, in characters, of a reply address."""
 _BROKER_NAMED = re.compile(r"amq\.gen-[A-Za-z0-9_-]{22}")
-"""The pattern of the names that the broker itself gives to queues. Clients cannot create one with such a name
+"""The pattern of the names that the broker itself gives to queues. Clients cannot create a queue with such a name
 (docs/facts.md, section 6)."""
 _DIRECT = re.compile(r"amq\.rabbitmq\.reply-to\.[A-Za-z0-9._+/=-]{1,200}")
 _USER = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""The pattern of the user names that `topology export` allows. Dots are excluded: `lane.reply.a.b` could belong to user
-`a` or `a.b`."""
+"""The pattern of the user names that `topology export` allows. Dots are excluded, because otherwise the queue
+`lane.reply.a.b` could belong to the user `a` or to the user `a.b`."""
 _SHOWN = 100
 """How many characters of a forbidden reply address the text of an error quotes."""
 
@@ -37,8 +38,9 @@ def is_direct(address: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyRule:
-    """The rule that says where replies may be sent, with its settings. `bound`: whether the mode is `bound`, else
-    `open`. `allow`: patterns, one of which an address must match in addition; None: no such condition."""
+    """The rule that says to which addresses replies may be sent, with its settings. `bound`: whether the rule's mode is
+    `bound`; otherwise it is `open`. `allow`: patterns; an allowed address must also match one of them. None: there is
+    no such condition."""
 
     names: Names
     allow: Sequence[re.Pattern[str]] | None = None
@@ -46,7 +48,7 @@ class ReplyRule:
 
     def allows(self, address: str, *, user: str | None) -> bool:
         """Whether a reply may be sent to an address. `user`: the `user_id` of the request, which the broker has
-        checked; None: it has none."""
+        checked; None if the request has no `user_id`."""
         if len(address) > LONGEST:
             return False
         may = self._is_bound(address, user) if self.bound else self._is_open(address)

@@ -1,9 +1,9 @@
-"""Sends the parts of a stream, one for each event of the provider.
+"""Sends the parts of a streamed answer to the requester, one message for each event of the provider.
 
-A part is published without waiting for the confirms of earlier parts, because that would delay the first piece of the
-answer by three round trips to the broker. Parts keep their order, because they are published on one channel. A lost
-part does not fail the attempt: the final reply has the whole answer. The final reply is sent after each part is
-confirmed or known to be lost.
+A part is published without waiting for the confirms of earlier parts, because waiting would delay the first piece of
+the answer by three round trips to the broker: three other events come before it. Parts keep their order, because they
+are published on one channel. A lost part does not fail the attempt, because the final reply has the whole answer. The
+final reply is sent only after each part is confirmed or counts as lost.
 """
 
 import asyncio
@@ -16,23 +16,23 @@ from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 
 UNCONFIRMED = 64
-"""How many parts of a stream may be published and not confirmed yet."""
+"""How many published parts of a stream may wait for their confirms at a time."""
 UNCONFIRMED_BYTES = 256 * 1024
 """How many bytes the unconfirmed parts of a stream may have together. A single part may be larger."""
 FIRST_UNCONFIRMED = 4
-"""How many parts of a stream may be published and not confirmed at first. The limit doubles each time it is reached. A
-stream begins with three events and then the first piece of the answer. With this limit that piece reaches the client
-early, even if the provider sends the whole answer at once."""
+"""How many published parts of a stream may wait for their confirms when the stream begins. The limit doubles each time
+it is reached, up to `UNCONFIRMED`. A stream begins with three events and then the first piece of the answer. With this
+limit that piece reaches the client early, even if the provider sends the whole answer at once."""
 log = logs.logger()
 
 
 class Parts:
-    """Sends the parts of one attempt's stream to the requester, numbered from 0. Call it with each event of the
-    provider.
+    """Sends the parts of one attempt's stream to the requester, numbered from 0. Call this object with each event of
+    the provider.
 
     If the requester may already have events of an earlier call, a part `restart` is sent first: it tells the requester
-    to discard them. An earlier call is possible in a second or later attempt, in a second call within an attempt, and
-    after a redelivery.
+    to discard them. That can happen in a second or later attempt, in the second call of an attempt, and after a
+    redelivery.
     """
 
     def __init__(self, replies: Replies, job: Job) -> None:
@@ -44,7 +44,8 @@ class Parts:
         self._bytes = 0
         self._most = FIRST_UNCONFIRMED
         self.has_sent = False
-        """Whether an event of the answer was sent to the requester, who must forget it if another attempt follows."""
+        """Whether an event of the answer was sent to the requester, who must discard the event if another attempt
+        follows."""
 
     async def __call__(self, event: bytes, /) -> None:
         address, trail = self._job.message.reply_to, self._job.trail
@@ -56,14 +57,14 @@ class Parts:
         await self._send(address, "event", event)
 
     def restart(self) -> bool:
-        """Before another call of the same attempt: begin to number the parts of the stream from 0 again. Return whether
+        """Number the following parts of the stream from 0 again, because the attempt makes another call. Return whether
         events of the failed call had been sent."""
         had_begun, self._seq = self._seq >= 0, -1
         return had_begun
 
     async def confirmed(self) -> None:
-        """Wait until the broker has confirmed all parts of the stream, for at most `PART_TIMEOUT_S`. Those that are not
-        confirmed then count as lost."""
+        """Wait until the broker has confirmed all parts of the stream, for at most `PART_TIMEOUT_S`. Parts that are not
+        confirmed by then count as lost."""
         if waiting := [answer for answer, _ in self._unconfirmed if not answer.done()]:
             await asyncio.wait(waiting, timeout=PART_TIMEOUT_S)
         while self._unconfirmed:
@@ -85,8 +86,8 @@ class Parts:
         self._bytes += len(body)
 
     async def _make_room(self, size: int) -> None:
-        """Wait until one more part of the stream, of `size` bytes, may be sent: parts that the broker has not confirmed
-        yet are limited in number and bytes."""
+        """Wait until one more part of the stream, of `size` bytes, may be sent. The wait is needed because the parts
+        that the broker has not confirmed yet are limited in number and bytes."""
         while self._unconfirmed:
             oldest, _ = self._unconfirmed[0]
             if not oldest.done():
@@ -98,7 +99,8 @@ class Parts:
             self._take_oldest()
 
     def _take_oldest(self) -> None:
-        """Forget the oldest unconfirmed part of the stream; log it if it is lost."""
+        """Remove the oldest part of the stream from the unconfirmed ones; if it was not confirmed, log that it is
+        lost."""
         answer, size = self._unconfirmed.popleft()
         self._bytes -= size
         if not answer.done():

@@ -1,5 +1,5 @@
-"""Builds and sends replies. The final reply is persistent and confirmed; the parts before it (`parts.py`) are not
-persistent."""
+"""Builds and sends replies. The final reply is persistent and confirmed. The parts of a streamed answer, which come
+before it (`parts.py`), are not persistent."""
 
 import asyncio
 import uuid
@@ -33,9 +33,9 @@ log = logs.logger()
 
 @dataclass(slots=True, eq=False)
 class Replies:
-    """Publishes replies to the default exchange. `loses_large_parts`: what happens to a part of a stream that is larger
-    than a message may be. True: it is left out, because a large final answer can be stored beside the broker. False: it
-    ends the request, because the final reply would be too large too."""
+    """Publishes replies to the default exchange. `loses_large_parts`: what happens if a part of a stream is too large
+    for a message. True: the part is left out, because the whole answer can be stored outside the broker. False: the
+    request ends with an error, because the final reply would be too large too."""
 
     sender: ReplySender
     _: KW_ONLY
@@ -43,8 +43,8 @@ class Replies:
     loses_large_parts: bool = False
 
     def refusal(self, job: Job) -> RequestProblem | None:
-        """The error because of which no reply may be sent to the request's reply address; None if replies may be sent
-        there, or if the request asks for none."""
+        """The error with which a request is refused because no reply may be sent to its reply address; None if replies
+        may be sent there, or if the request has no reply address."""
         address = job.message.reply_to
         if not address:
             return None
@@ -56,7 +56,7 @@ class Replies:
         """Send the final reply. Return False if the reply queue is full and refused it.
 
         If the reply queue does not exist any more, that is logged and is no error. Raises BrokerError if the broker
-        does not confirm the reply.
+        does not confirm the reply for another reason.
         """
         if completion.code and not PROBLEMS[completion.code].answered:
             return True
@@ -97,10 +97,11 @@ class Replies:
         return True
 
     async def part(self, job: Job, address: str, *, part: str, seq: int, body: bytes) -> "asyncio.Future[Answer]":
-        """Write one part, and return the broker's confirm as a future.
+        """Publish one part of a stream, and return the broker's confirm as a future.
 
-        Raises BrokerError if the part was not sent (MessageTooLarge if it may be left out), and RequestProblem if the
-        address is forged or the part is too large.
+        Raises BrokerError if the part was not sent, and RequestProblem if the address is forged. For a part that is too
+        large for a message it raises MessageTooLarge, a BrokerError, if `loses_large_parts`, and RequestProblem
+        otherwise.
         """
         headers: dict[str, Any] = {n.REQUEST_ID: job.id, n.ATTEMPT: job.attempts, n.PART: part, n.SEQ: seq}
         if job.lane is not None:

@@ -1,9 +1,10 @@
-"""Sends a reply again if the reply queue was full. The request holds no slot while it waits for that.
+"""Sends a reply again if the reply queue was full. Meanwhile the request waits in a delay, so that the worker can work
+on others.
 
-The request is published to the delay queues, with a header which says that only its reply is left to send. When it
-comes back, its completion is read from the store. A completion that is not stored under the id (of an invalid request,
-or of one whose id belongs to another request) is carried in a header. A minute after the first try the reply is given
-up; a stored result can still be fetched.
+The request is published to the delay exchanges, with a header which says that only its reply remains to be sent. When
+the request comes back, its completion (how it ended) is read from the store. If the completion is not stored under the
+request's id, because the request is invalid or the id belongs to another request, a header carries it. A minute after
+the first try the reply is given up, but a stored result can still be fetched.
 """
 
 import json
@@ -17,35 +18,36 @@ from lanekeeper.contract import names as n
 from lanekeeper.telemetry import logs, signals
 
 PAUSES_S = (1, 2, 4, 8, 16, 30)
-"""The pauses, in seconds, before each further try to send a reply to a full queue: a minute in total. By then a
-requester that was slow or was restarted has usually emptied its queue."""
+"""The pauses, in seconds, before each further try to send a reply to a full queue: a minute in total. Within a minute,
+a requester that was slow or was restarted has usually emptied its queue."""
 MAX_WAITING = 1000
-"""How many replies of one process may wait at a time until a full reply queue has room."""
+"""How many replies of one process may wait at a time because their reply queue is full. Further ones are given up."""
 MOST_OF_ONE = 10
-"""How many of the replies that wait for room in a full queue may belong to one tenant, or, for requests without a
-tenant (no `user_id`), to one reply queue: a tenth of the limit."""
+"""At most one in this many of the replies that may wait because their queue is full (`MAX_WAITING`) may belong to one
+tenant or, for requests without a tenant (no `user_id`), to one reply queue."""
 WARN_EVERY_MS = 1000
-"""The shortest time, in ms, between two warnings about replies that are not sent again."""
+"""The shortest time, in ms, between two warnings in the log about replies that are given up."""
 Handle = Callable[[Job], Awaitable[Outcome]]
 log = logs.logger()
 
 
 class ReplyRetries:
-    """Sends a reply again later if its queue is full. It limits how many replies wait in a delay for that, and counts
-    those that are given up."""
+    """Sends a reply again later if its queue is full, limits how many requests wait in a delay for that, and counts the
+    replies that are given up."""
 
     def __init__(self, claiming: Claiming, *, max_waiting: int = MAX_WAITING) -> None:
         self._claiming = claiming
         self._max_waiting = max_waiting
         self._waiting: list[tuple[int, tuple[str, str]]] = []
-        """When each waiting reply comes back, and whose it is: ("tenant", name) or ("queue", name)."""
+        """For each waiting reply: when its request comes back, in ms since 1970, and whose it is: ("tenant", name) or
+        ("queue", name)."""
         self._next_warning_ms = 0
         self.given_up = 0
         """The number of replies that were given up because their queue stayed full."""
 
     def pause_ms(self, job: Job, *, now_ms: int) -> int | None:
-        """Decide how long a reply that its full queue has refused waits before it is sent again. None: it is given up,
-        which is counted and logged."""
+        """Decide how many ms a reply that its full queue has refused waits before it is sent again. Return None if the
+        reply is given up, which is counted and logged."""
         tenant = job.identity.tenant
         whose = ("tenant", tenant) if tenant else ("queue", job.message.reply_to or "")
         self._waiting = [(back_ms, owner) for back_ms, owner in self._waiting if back_ms > now_ms]
@@ -59,7 +61,8 @@ class ReplyRetries:
         return pause_ms
 
     def _note_given_up(self, tries: int, *, now_ms: int) -> None:
-        """Count a reply that is not sent again, and log it: as a warning at most once a second."""
+        """Count a reply that is not sent again, and log that: as a warning at most once a second, else as a debug
+        line."""
         self.given_up += 1
         if now_ms < self._next_warning_ms:
             log.debug(signals.REPLY_GIVEN_UP, tries=tries, given_up=self.given_up)
@@ -80,8 +83,9 @@ class ReplyRetries:
         return reply_or_handle
 
     async def _completion(self, job: Job) -> Completion | None:
-        """How the request ended whose reply must be sent again; read from the store, or from a header of the delivery.
-        Raises StoreUnavailable."""
+        """How the request ended whose reply must be sent again. This is read from the header of the delivery that
+        carries it or, if there is none, from the store; None if the store does not have it any more. Raises
+        StoreUnavailable."""
         if (error := job.hop.reply_error) is None:
             found = await self._claiming.find(job.identity)
             return None if found is None else found.completion

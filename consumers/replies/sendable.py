@@ -1,6 +1,6 @@
-"""Brings a request's outcome into a form that can be sent, before the outcome is stored. An answer that is too large
-for an AMQP message is stored outside the broker, and the outcome contains its address instead. If the answer cannot be
-stored, the outcome becomes an error."""
+"""Brings a request's outcome into a form that can be sent, before the outcome is stored. A large answer is stored
+outside the broker (if a store for bodies is configured), and the outcome contains its address instead. If an answer is
+too large for an AMQP message and cannot be stored, the outcome becomes an error."""
 
 import asyncio
 import json
@@ -21,20 +21,20 @@ SOON_S: Final = 5.0
 """For how many seconds a worker tries to store a large answer outside the broker. If that fails, the answer is sent in
 a message, if the broker accepts its size."""
 KEEP_WITHIN_S: Final = 60.0
-"""If the broker does not accept an answer of this size, a worker tries for this many seconds longer to store it,
-because the provider's call was paid for."""
+"""If the broker does not accept a message of an answer's size, a worker tries for this many seconds longer to store the
+answer outside the broker, because the provider's call was paid for."""
 MARGIN_S: Final = 3600.0
-"""A large answer is kept for this many seconds longer than the stored result that has its address: a client may read
-the answer some time after the result."""
+"""A large answer is kept for this many seconds longer than the stored result that has its address, because a client may
+read the answer some time after the result."""
 PAUSE_S: Final = 0.5
-"""The pause, in seconds, between two attempts to store an answer."""
+"""The pause, in seconds, between two tries to store an answer outside the broker."""
 log = logs.logger()
 
 
 class Sendable:
     """Brings outcomes into a form that can be sent. An answer of more than `over_bytes` is stored in `bodies` (a folder
-    or a bucket; None: no answer is), a little longer than results, which are kept for `keep_s`. An answer of more than
-    `answer_bytes` ends as an error."""
+    or a bucket; None: every answer is sent in a message), for a little longer than `keep_s`, the time for which results
+    are kept. An answer of more than `answer_bytes` becomes an error."""
 
     def __init__(
         self,
@@ -53,7 +53,8 @@ class Sendable:
         self._background = Background()
 
     async def of(self, outcome: Outcome) -> Outcome:
-        """The outcome in a form that can be sent: unchanged, with the address of its stored answer, or an error."""
+        """Return the outcome in a form that can be sent: unchanged, or with the address of its stored answer instead of
+        the answer, or replaced by an error."""
         if not isinstance(outcome, Answered):
             return outcome
         if (size := len(outcome.body)) > self._answer_bytes:
@@ -74,8 +75,9 @@ class Sendable:
         return replace(outcome, body=place_of(kept, size), kept=kept)
 
     def forget(self, outcome: Outcome) -> None:
-        """Begin to delete the stored answer of this outcome. It is not used, because the store of results already had
-        another outcome of the request. If the process dies before it is deleted, the answer expires."""
+        """Begin to delete the stored answer of this outcome. The outcome is not used, because the store of results
+        already had another outcome of the request. If the process dies before the answer is deleted, the answer
+        expires."""
         if self._bodies is not None and isinstance(outcome, Answered) and outcome.kept is not None:
             self._background.begin(_drop(self._bodies, outcome.kept), name="drop an answer")
 
@@ -83,8 +85,8 @@ class Sendable:
         await self._background.finish(within_s=within_s)
 
     async def _keep(self, bodies: BodyStore, body: bytes, *, within_s: float) -> BodyAddress | None:
-        """Store an answer durably. If the store is unavailable, full or hangs, try again for up to `within_s`. Returns
-        the answer's address; None if it could not be stored."""
+        """Store an answer durably outside the broker. If the store is unavailable, full or hangs, try again for up to
+        `within_s`. Return the answer's address; None if the answer could not be stored."""
         cause = "no answer"
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
@@ -104,7 +106,7 @@ async def _drop(bodies: BodyStore, kept: BodyAddress) -> None:
 
 
 def place_of(kept: BodyAddress, size: int) -> bytes:
-    """The body of a reply whose answer of `size` bytes is stored elsewhere: a JSON object with its address, as in
-    docs/contract.md."""
+    """The body of a reply whose answer of `size` bytes is stored outside the broker: a JSON object with the answer's
+    address, as docs/contract.md describes it."""
     place = {"type": "urn:lanekeeper:body", "address": kept.address, "sha256": kept.sha256, "bytes": size}
     return json.dumps(place).encode()

@@ -1,10 +1,10 @@
-"""Sends replies, to queues and by RabbitMQ's direct reply-to: without a queue, to the channel on which the request was
-published.
+"""Sends replies to queues, and by RabbitMQ's direct reply-to, that is, without a queue to the channel on which the
+request was published.
 
 A broker before RabbitMQ 4.3.5 closes the connection that publishes to a forged direct reply-to address (docs/facts.md,
-section 6). With such a broker the first reply to each of these addresses is sent over a separate connection, one at a
-time, so that we know which address was forged. If the broker confirms that reply, the address is genuine, and further
-replies to it use the ordinary connection.
+section 6). With such a broker the first reply to each of these addresses is sent over a separate connection, one reply
+at a time, so that it is known which address was forged if the connection is closed. If the broker confirms that reply,
+the address is genuine, and further replies to it use the ordinary connection.
 """
 
 import asyncio
@@ -19,21 +19,22 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
 
 KILLED_WITHIN_S = 2.0
-"""How many seconds to wait, after the confirm of a direct reply to an unknown address, whether the broker closes the
-connection because the address is forged."""
+"""How many seconds to wait, if the confirm of a direct reply to an untested address does not come, to learn whether the
+broker has closed the connection, because the address is forged."""
 TRIES = 3
-"""How often a direct reply is published at most if the broker closes the connection each time."""
+"""A direct reply is published at most this many times if the connection is lost each time."""
 KEPT = 1000
-"""How many addresses are remembered as forged, so that each closes the connection only once; and how many as
-genuine."""
+"""How many direct reply-to addresses are remembered as forged, so that each of them closes the connection only once,
+and how many are remembered as genuine."""
 
 
 class ReplySender:
     """Publishes replies to queues and to direct reply-to addresses. `own`: a publisher on a separate connection, for
-    brokers before 4.3.5, which close the connection that publishes to a forged address; None: it is not needed.
+    brokers before RabbitMQ 4.3.5, which close the connection that publishes to a forged address; None if the broker
+    does not do that.
 
-    Replies to direct reply-to are never `mandatory`, because brokers before 4.3 report delivered ones as unroutable
-    (docs/facts.md, section 6).
+    Replies to direct reply-to are never published as `mandatory`, because brokers before 4.3 report such replies as
+    unroutable although they were delivered (docs/facts.md, section 6).
     """
 
     def __init__(self, publisher: Publisher, *, own: Publisher | None) -> None:
@@ -49,12 +50,13 @@ class ReplySender:
         return self._own is not None and is_direct(address)
 
     def refusal(self, address: str) -> RequestProblem | None:
-        """The error for a direct reply-to address that is known to be forged; None for any other address."""
+        """The error with which a request is refused because its direct reply-to address is known to be forged; None for
+        any other address."""
         return _forged() if address in self._forged else None
 
     async def send(self, message: Message, address: str, **how: Any) -> None:
         """Publish a message once, not `mandatory`. `how`: options of `Publisher.publish`. Raises RequestProblem if the
-        address is forged; other errors like `Publisher.publish`."""
+        address is forged, and the errors of `Publisher.publish`."""
         how |= {"exchange": "", "routing_key": address, "mandatory": False}
         if self._own is not None and self._is_unknown(address):
             return await self._test_address(self._own, message, address, how)
@@ -65,8 +67,8 @@ class ReplySender:
             raise
 
     async def write(self, message: Message, address: str, *, timeout_s: float) -> "asyncio.Future[Answer]":
-        """Write a message once, and return the broker's confirm as a future. If the address must be tested over the
-        separate connection, the future is already done. Raises like `send`."""
+        """Publish a message once without waiting for its confirm, and return the confirm as a future. If the address
+        must be tested over the separate connection, the future is already done. Raises the same errors as `send`."""
         if self._own is not None and self._is_unknown(address):
             await self.send(message, address, timeout_s=timeout_s, traced=False)
             confirmed: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -82,7 +84,7 @@ class ReplySender:
         return answer
 
     def _is_unknown(self, address: str) -> bool:
-        """Whether this is a direct reply-to address from which we do not know that it is genuine."""
+        """Whether this is a direct reply-to address that is not known to be genuine."""
         return address not in self._genuine and is_direct(address)
 
     def _on_answer(self, address: str, answer: "asyncio.Future[Answer]") -> None:
@@ -90,8 +92,8 @@ class ReplySender:
             self._genuine.pop(address, None)
 
     async def _test_address(self, own: Publisher, message: Message, address: str, how: dict[str, Any]) -> None:
-        """Publish a message over the separate connection `own`, and remember whether its address is forged or
-        genuine."""
+        """Publish a message over the separate connection of `own`, and remember whether the message's address is forged
+        or genuine."""
         async with self._one_by_one:
             if (known := self.refusal(address)) is not None:
                 raise known
@@ -108,9 +110,9 @@ class ReplySender:
             _remember(address, self._genuine)
 
     async def send_surely(self, message: Message, address: str) -> None:
-        """Publish a message, repeatedly if necessary, until the broker confirms it; at most `TRIES` times if the broker
-        is one that closes connections because of this address. Raises PublishRefused if the queue refuses the message
-        once; other errors like `send`."""
+        """Publish a message, repeatedly if necessary, until the broker confirms it; but at most `TRIES` times to an
+        address for which this broker would close the connection if it were forged. Raises PublishRefused as soon as the
+        queue refuses the message, and the errors of `send`."""
         if not self.needs_own_connection(address):
             return await self._publisher.publish_surely(
                 message, exchange="", routing_key=address, mandatory=not is_direct(address), refused_within_s=0
@@ -132,8 +134,8 @@ def _forged() -> RequestProblem:
 
 
 async def _killed_by_the_broker(loss: asyncio.Future[str]) -> bool:
-    """Whether the broker closed the connection with 541 INTERNAL_ERROR, as it does after a forged address. `loss`: why
-    the connection was lost."""
+    """Whether the broker closed the connection with 541 INTERNAL_ERROR, as it does after a forged address. `loss`: a
+    future for the reason why the connection was lost."""
     try:
         async with asyncio.timeout(KILLED_WITHIN_S):
             return "INTERNAL_ERROR" in await asyncio.shield(loss)
