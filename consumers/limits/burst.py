@@ -1,15 +1,16 @@
-"""Learns the sizes of an account's token buckets: how much of a limit may be used at once, in seconds' worth of the
-limit. Without I/O.
+"""Learns the sizes of an account's token buckets: how much of a limit may be used at once. Without I/O. Sizes are given
+in seconds' worth of the limit: 60 means the amount of a minute.
 
-A size is what the provider's own bucket is proven to hold, at most the value of the setting. After a call, the
-provider's `remaining` plus what the call took is what its bucket held before the call, so this much is proven. Without
-proof, a size is small.
+The size of a bucket is what the provider's own bucket is proven to hold, but at most the setting `BudgetSpec.burst_s`.
+The proof: after a call, the provider's header `remaining` plus what the call took is what the provider's bucket held
+before the call. As long as nothing is proven, a small size is assumed.
 
-A refusal that says how much is left shows that too much was used at once, whatever was proven: somebody else uses the
-account, or the provider enforces its limits per second. Then the size is halved, and rises again slowly. It never falls
-below a second's worth, all of which one large request may need. In so small a bucket the provider's estimate of the
-input matters: the provider takes it at the beginning of a call, and corrects it at the end. Refusals show how much
-higher it is than ours (`margin`)."""
+A refusal that says how much is left shows that too much was used at once, although the bucket was proven to hold it:
+somebody else uses the account, or the provider enforces its limits per second. Then the size is halved, and rises again
+slowly. It never falls below a second's worth. One large request may need all of so small a bucket, so the provider's
+estimate of the request's input tokens matters: the provider subtracts its estimate when a call begins, and corrects it
+when the call ends. If refusals suggest that this estimate is higher than ours, more input tokens are reserved for each
+call (`margin`)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,28 +26,29 @@ UNPROVEN_S = 10.0
 """The size of a bucket, in seconds' worth of its limit, if the limit was announced or set, but no size is proven,
 because the provider does not say how much is left."""
 NEWS = 1.01
-"""If the proven size of a bucket grows by less than this factor, the other processes are not told."""
+"""The factor by which the proven size of a bucket must grow before the larger size is recorded and sent to other
+processes, so that small changes are not sent. (A size that reaches the maximum is always recorded.)"""
 RECOVERY = 1.1
 """The size of a token bucket that was reduced after a refusal (429) grows by this factor every `RECOVERY_EVERY_S`
 seconds."""
 RECOVERY_EVERY_S = 10.0
 """The shortest time, in seconds, between two steps of the recovery after refusals (429)."""
 PATIENCE_S = 5.0
-"""Refusals (429) within this many seconds reduce the sizes of the buckets only once, because calls that run already are
-refused for the same reason."""
+"""Refusals (429) within this many seconds reduce the sizes of the buckets only once, because calls that were running at
+the first refusal may be refused for the same reason."""
 LEAST_S = 1.0
 """A refusal never reduces the size of a bucket below this many seconds' worth of its limit."""
 SMALL_S = 5.0
-"""If a bucket holds fewer seconds' worth of its limit than this, it counts as small: one request may need all that it
-holds."""
+"""A bucket that holds fewer seconds' worth of its limit than this counts as small, because one request may need all
+that it holds."""
 MARGIN_STEP = 0.2
 """By how much `Bursts.margin` (the part by which more input tokens are reserved than estimated) is raised after a
 refusal (429) that shows that the provider estimates more than we do."""
 MARGIN_MOST = 0.5
 """The highest value of `Bursts.margin` (the part by which more input tokens are reserved than estimated)."""
 OFTEN = 0.5
-"""If at least this part of the latest responses (a smoothed value) are refusals (429), reducing the buckets has not
-helped, and the limits are lowered."""
+"""If at least this part of the latest responses (a smoothed value) are refusals (429) although the buckets have their
+smallest sizes, reducing the buckets has not helped, so the limits are lowered."""
 MARGIN_DECAY = 0.99
 """At each step of the recovery after refusals (429), `Bursts.margin` (by what part the provider's estimates of input
 tokens exceed ours) is multiplied by this."""
@@ -54,11 +56,13 @@ SPENT = 0.01
 """A token bucket counts as spent, and so explains a refusal (429), if less than this part of its limit is left in
 it."""
 SPENT_REQUESTS = 2.0
-"""A token bucket also counts as spent if less is left in it than this many average requests need."""
+"""The bucket of input tokens also counts as spent, and so explains a refusal (429), if less is left in it than this
+many average requests need."""
 WEIGHT = 0.1
 """The weight of the latest response in smoothed values, such as the share of responses that are refusals (429)."""
 LOST_PART = 0.05
-"""The value of `Size.lost_part` for a bucket that is smaller than the operator's setting allows."""
+"""The value of `Size.lost_part` for a bucket whose size is proven and is below the operator's setting
+(`BudgetSpec.burst_s`)."""
 
 
 class Size(NamedTuple):
@@ -67,9 +71,9 @@ class Size(NamedTuple):
     burst_s: float
     """The bucket's size, in seconds' worth of the limit: 60 means the amount of a minute."""
     lost_part: float
-    """The part of a full bucket that counts as lost at a call, in addition to what the call takes. The provider's
-    bucket, if it is not larger than ours, begins to refill only when the call arrives, and calls take different times
-    to arrive."""
+    """The part of a full bucket that counts as lost when a call begins, in addition to what the call takes. Without it,
+    our bucket could be fuller than the provider's: if the provider's bucket is not larger than ours, it is full as
+    well, and begins to refill only when the call arrives, which takes a different time for each call."""
 
 
 class Bursts:
@@ -80,11 +84,12 @@ class Bursts:
         self._most_s = most_s
         self.learned = LearnedBursts()
         self._usual_input = 0.0
-        """How many input tokens a usual request has, from the responses that this process has received."""
+        """The average number of input tokens of a request (smoothed), from the responses that this process has
+        received."""
         self._refusals = 0.0
         self.margin = 0.0
-        """By what part the provider's estimate of a request's input exceeds ours (0.2: by a fifth). It is not sent to
-        other processes."""
+        """By what part the provider's estimate of a request's input tokens exceeds ours (0.2: by a fifth), so that as
+        much more is reserved for each call. It is not sent to other processes."""
 
     def sizes(self, *, guessed: Sequence[bool]) -> tuple[Size, ...]:
         """The sizes of the three buckets. `guessed`: for each limit, True if it was neither announced by the provider
@@ -97,7 +102,8 @@ class Bursts:
         )
 
     def forget(self, guessed: Sequence[bool]) -> None:
-        """Discard the proven sizes of buckets whose limits are guessed again."""
+        """Discard the proven sizes of buckets whose limits are guessed again, because no response has confirmed them
+        for minutes."""
         known = zip(self.learned.proven_s, guessed, strict=True)
         self.learned = self.learned._replace(
             proven_s=tuple(None if is_guess else proven_s for proven_s, is_guess in known)
@@ -105,7 +111,7 @@ class Bursts:
 
     def learn(self, rate: RateHeaders, counted: Amounts) -> bool:
         """Learn from a response how much the provider's buckets hold. Returns True if a bucket is now proven to hold
-        more than before. `counted`: see `Feedback`."""
+        more than before. `counted`: what the provider had already subtracted for this call (`Feedback.counted`)."""
         if counted.input_tokens > 0:
             self._usual_input += (WEIGHT if self._usual_input else 1.0) * (counted.input_tokens - self._usual_input)
         found = list(self.learned.proven_s)
@@ -122,7 +128,8 @@ class Bursts:
         return self.learned != before
 
     def spent(self, rate: RateHeaders) -> tuple[bool, ...]:
-        """For each of the three buckets: True if so little is left in it that this explains a refused call."""
+        """For each of the three buckets: True if so little is left in it that this explains why a call was refused
+        (429)."""
         usual = (0.0, SPENT_REQUESTS * self._usual_input, 0.0)
         return tuple(
             header.remaining is not None
@@ -131,8 +138,9 @@ class Bursts:
         )
 
     def refused(self, is_spent: Sequence[bool], now_s: float) -> bool:
-        """Reduce the sizes after a refusal: of the buckets that are spent, or of all buckets if none is. Returns False
-        if smaller bursts have not ended the refusals."""
+        """After a refusal (429), reduce the sizes of the buckets that are spent, or of all buckets if none is spent. If
+        the bucket of input tokens is among them and is small already, `margin` is raised instead, up to `MARGIN_MOST`.
+        Returns False if many calls are refused although these buckets have their smallest sizes."""
         self._refusals += WEIGHT * (1 - self._refusals)
         if 0 <= now_s - self.learned.cut_s < PATIENCE_S:
             return True

@@ -9,7 +9,8 @@ from collections import OrderedDict
 from typing import NamedTuple, TypeVar
 
 KINDS = 4096
-"""Estimates are kept for this many kinds of requests (lane, task and model): those that were used last."""
+"""The number of kinds of requests (lane, task and model) for which estimates are kept; the kind that was not used for
+longest is removed first."""
 WEIGHT = 0.1
 """The weight of the latest value in a smoothed mean."""
 SPREAD = 1.0
@@ -32,7 +33,7 @@ def task_of(routing_key: str) -> str:
 
 
 class _Average:
-    """The mean and mean deviation of observed values; later values weigh more."""
+    """The smoothed mean of observed values, and their smoothed mean deviation from it; later values weigh more."""
 
     def __init__(self, first: float) -> None:
         self.mean = first
@@ -75,7 +76,8 @@ class Estimates:
         return 0.0 if known is None else known.expected
 
     def learn_run(self, kind: UsageClass, run_s: float, *, was_cut: bool) -> None:
-        """Learn from a call how long it took. `was_cut`: the deadline ended the call, which would have taken longer."""
+        """Learn from a call how long it took. `was_cut`: the deadline ended the call, which would have taken longer.
+        Its duration then counts only if it is longer than the estimate."""
         if not was_cut or run_s > self.run_s(kind):
             _learn_value(self._runs, kind, run_s)
 

@@ -1,4 +1,5 @@
-"""The settings of the budget of provider calls: each lane's share, the operator's limits, and first guesses."""
+"""The settings of the budget of provider calls: each lane's share, the operator's limits, and the values that are
+assumed before a provider has answered."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from topology.lanes import BATCH, CRITICAL, NORMAL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccountCaps:
-    """The most that one account may use per minute; None: as much as the provider allows."""
+    """The most that one account may use per minute, as the operator has set it; None: as much as the provider
+    allows."""
 
     requests: float | None = None
     input_tokens: float | None = None
@@ -27,8 +29,8 @@ DEFAULT_SHARES: Mapping[str, float] = MappingProxyType({CRITICAL.name: 0.30, NOR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetSpec:
-    """All settings of the budget of provider calls. The defaults suit an unknown account: its limits are learned from
-    its answers."""
+    """All settings of the budget of provider calls. The defaults suit any account, because its limits are learned from
+    the provider's answers."""
 
     shares: Mapping[str, float] = field(default_factory=lambda: DEFAULT_SHARES)
     """Each lane's share of every token bucket, above 0 and up to 1, the most urgent lane first: this part of what flows
@@ -43,16 +45,17 @@ class BudgetSpec:
     """The limits per minute that are assumed until the provider has announced its own: those of the smallest
     accounts."""
     first_output_tokens: int = 512
-    """The expected length of an answer in tokens, while no request of the same lane, task and model has ended yet."""
+    """The expected length of an answer in tokens, until the first request of the same lane, task and model has
+    ended."""
     first_bytes_per_token: float = 3.5
-    """How many bytes of a request's body are expected to make one input token, while no request for its model has ended
-    yet."""
+    """How many bytes of a request's body are expected to make one input token, until the first request for its model
+    has ended."""
     overflow_s: float | None = None
     """A request that would wait longer than this goes to the next provider of the chain, if the wait there is shorter.
     None: the time that the lane's requests should wait at most (`LaneSpec.target_wait_s`)."""
     hold_s: float = 120.0
-    """How many seconds a request may wait for budget in a worker. Then it is deferred, because the broker takes back a
-    delivery that is not settled for long."""
+    """How many seconds a request may wait for budget in a worker. Then it is deferred (it waits in a queue), because
+    the broker takes back a delivery that is not settled for long."""
     spend_pause_s: float = 900.0
     """For how many seconds an account that has reached its spend limit is not called."""
 

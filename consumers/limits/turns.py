@@ -1,4 +1,4 @@
-"""The interface `Turns`: it decides which of the requests that wait for one account's budget is granted next.
+"""The interface `Turns`, which decides which of the requests that wait for one account's budget is granted next.
 
 A process that has the account for itself decides by itself (`own_turns.py`). Processes that share an account let a
 script in Redis decide (`consumers/state/redis/shared_turns.py`).
@@ -13,8 +13,8 @@ from consumers.limits.lines import Waiter
 from lanekeeper.telemetry import logs, signals
 
 LATE_S: Final = 0.0005
-"""By how many seconds a timer is set later than computed. If it fired slightly too early, it would have to be set
-again."""
+"""The seconds by which a timer is set later than the time at which a request may be granted. If the timer fired
+slightly too early, it would have to be set again."""
 log = logs.logger()
 
 
@@ -41,7 +41,7 @@ class Turns(Protocol):
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         """After a call, settle its reservation, which must not be settled yet. `used`: the amounts that the call used;
-        None: nothing."""
+        None if it used nothing."""
 
     def learn(self, feedback: Feedback) -> None:
         """Learn the account's limits from one response of the provider."""
@@ -65,8 +65,8 @@ def refuse_hopeless(account: Account, now_s: float) -> None:
 
 
 def log_learned(account: Account, feedback: Feedback, *, before: Amounts) -> None:
-    """Log how a provider's response has changed an account's limits, or that it paused the account. `before`: the
-    limits before the response."""
+    """Log how a provider's response has changed an account's limits, and that the account is paused if the response
+    says that its spend limit is reached. `before`: the limits before the response."""
     if feedback.kind is Kind.SPEND_LIMIT:
         log.error(signals.ACCOUNT_PAUSED, account=account.name, for_s=account.spec.spend_pause_s)
     if (after := account.per_minute()) != before:
