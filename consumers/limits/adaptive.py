@@ -60,8 +60,8 @@ class Adaptive:
         return Amounts(*(self._of(index) * self.learned.factors[index] for index in range(3)))
 
     def guessed(self) -> tuple[bool, ...]:
-        """For each limit: True if its value is a guess. It is none if the provider announced it, the operator set it,
-        or the account is assumed to have no limits."""
+        """For each limit: True if its value is a guess. It is not a guess if the provider announced it, if the operator
+        set it, or if the account is assumed to have no limits."""
         return tuple(
             announced is None and cap is None and not self.learned.is_silent
             for announced, cap in zip(self.learned.told, self._caps, strict=True)

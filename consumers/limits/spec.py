@@ -54,8 +54,8 @@ class BudgetSpec:
     """A request that would wait longer than this goes to the next provider of the chain, if the wait there is shorter.
     None: the time that the lane's requests should wait at most (`LaneSpec.target_wait_s`)."""
     hold_s: float = 120.0
-    """How many seconds a request may wait for budget in a worker. Then it is deferred (it waits in a queue), because
-    the broker takes back a delivery that is not settled for long."""
+    """How many seconds a request may wait for budget in a worker. After that it waits in a queue of the broker (it is
+    deferred), because the broker takes back a delivery that is not settled for long."""
     spend_pause_s: float = 900.0
     """For how many seconds an account that has reached its spend limit is not called."""
 
