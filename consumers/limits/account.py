@@ -54,8 +54,8 @@ class Account:
         self.is_pressed = False
         """True if a request has waited for the account's budget since a guessed limit was last raised."""
         self.waiting_elsewhere: Sequence[Sequence[float]] = ()
-        """For each lane: how many requests, input tokens and output tokens are needed by those of its requests that
-        wait in other processes, all together."""
+        """For each lane: the total of what its requests that wait in other processes need (requests, input tokens and
+        output tokens)."""
         self.forget_elsewhere()
 
     @property
@@ -73,7 +73,7 @@ class Account:
 
     def stopped_s(self, now_s: float) -> float:
         """The seconds for which no request will get budget, because the account's spend limit is reached or the
-        provider sent `retry-after`; 0 if neither is so."""
+        provider sent `retry-after`; 0 if requests may get budget now."""
         return max(self.paused_s(now_s), _left_s(self.held_until_s, now_s, HOLD_AT_MOST_S))
 
     # ---- the line ----------------------------------------------------------------------------------------------------
@@ -197,8 +197,8 @@ class Account:
         return self._adaptive.per_minute()
 
     def reason(self, waiter: Waiter, now_s: float) -> str:
-        """The name of the limit for which this request waits, which is the first of its lane's line; `paused` if the
-        account's spend limit is reached."""
+        """The name of the limit for which the request `waiter` waits, which is the first of its lane's line; `paused`
+        if the account's spend limit is reached."""
         if self.paused_s(now_s) > 0:
             return PAUSED
         if self.stopped_s(now_s) == 0 and self.concurrency.is_full:

@@ -133,7 +133,8 @@ class Accounts(Generic[AnyTurns]):
         return forecast.wait(turns.account, self._ranks[lane], amounts, turns.now_s())
 
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
-        """For each account and lane: how many requests wait in this process for budget, and for which limit."""
+        """For each account and lane for whose budget requests wait: how many wait in this process, and for which
+        limit."""
         found: dict[str, dict[str, Waiting]] = {}
         for name, turns in self._known.items():
             account, now_s = turns.account, turns.now_s()
@@ -176,11 +177,13 @@ class Accounts(Generic[AnyTurns]):
 
 
 Budgets = Accounts[Any]
-"""The budgets of all accounts, with either implementation of `Turns`: for one process, or shared through Redis."""
+"""The budgets of all accounts, either used by one process only or shared with other processes through Redis (the two
+implementations of `Turns`)."""
 
 
 def _give_back(turns: Turns, waiter: Waiter) -> None:
-    """End a wait that was cancelled or refused: return the reservation if there is one, or else leave the line."""
+    """End a wait that was cancelled or refused: return the request's reservation if it has one, or else take the
+    request out of its line."""
     if waiter.reservation is not None:
         turns.settle(waiter.reservation, None)
     else:

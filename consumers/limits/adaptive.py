@@ -28,8 +28,8 @@ lowered may still be refused."""
 LEAST_FACTOR = 1 / 64
 """Refusals never lower an assumed limit below this part of its full value."""
 LESS = 0.8
-"""If a refusal (429) says that nothing of a limit is left, and smaller bursts have not helped, the assumed limit is
-multiplied by this."""
+"""The factor by which an assumed limit is multiplied if a refusal (429) says that nothing of the limit is left, and
+smaller bursts have not helped."""
 NEAR = 0.7
 """When a limit that refusals (429) have lowered has risen to this part of its full value, it is raised in smaller steps
 (`NEAR_STEP`)."""
@@ -49,7 +49,7 @@ NO_LIMIT = 1e9
 
 class Adaptive:
     """The limits of one account (requests, input tokens, output tokens per minute) as this process assumes them, and
-    what they were learned from."""
+    what it has learned about them from the provider's responses."""
 
     def __init__(self, start: Amounts, caps: AccountCaps, *, now_s: float) -> None:
         self._start = start

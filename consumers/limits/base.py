@@ -1,5 +1,5 @@
-"""The values with which other code uses a provider's budget: amounts, reservations, forecasts of waits, and what a
-response says about limits."""
+"""The types of the values with which other code uses a provider's budget: amounts, reservations, forecasts of waits,
+and what a response says about limits."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,7 +37,7 @@ class Reservation:
     lane: str
     amounts: Amounts
     from_savings: Amounts = NOTHING
-    """The part of `amounts` that came from the lane's savings, which is budget that was kept for this lane alone
+    """The part of `amounts` that came from the lane's savings, that is, from budget that was kept for this lane alone
     (`bucket.py`)."""
     at_s: float = 0.0
     """When the reservation was granted, by the clock of `Turns.now_s`."""

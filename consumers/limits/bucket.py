@@ -75,7 +75,8 @@ class Bucket:
         self.level, self.savings, self._at_s = level, list(savings), now_s
 
     def refill(self, now_s: float) -> None:
-        """Add what has flowed into the bucket since the last refill to its level and to the lanes' savings."""
+        """Let the bucket refill for the time since the last call of this method: raise its level and the lanes'
+        savings."""
         passed_s = now_s - self._at_s
         if passed_s <= 0:
             return
@@ -102,7 +103,8 @@ class Bucket:
         self._share_out()
 
     def _share_out(self) -> None:
-        """Compute for each lane up to which amount its savings are protected from the lanes above (`_holds`)."""
+        """Compute for each lane (in `_holds`) up to which amount its savings are held, that is, may not be spent by the
+        lanes above."""
         self._holds = list(self.reserves)
         room = self.burst - self._caps[0] - sum(self.reserves[1:])
         for other in range(1, len(self.reserves)):

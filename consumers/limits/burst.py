@@ -51,10 +51,10 @@ OFTEN = 0.5
 smallest sizes, reducing the buckets has not helped, so the limits are lowered."""
 MARGIN_DECAY = 0.99
 """At each step of the recovery after refusals (429), `Bursts.margin` (by what part the provider's estimates of input
-tokens exceed ours) is multiplied by this."""
+tokens exceed ours) is multiplied by this, so that it falls again slowly."""
 SPENT = 0.01
-"""A token bucket counts as spent, and so explains a refusal (429), if less than this part of its limit is left in
-it."""
+"""A token bucket counts as spent, and so explains a refusal (429), if less than this part of its limit per minute is
+left in it."""
 SPENT_REQUESTS = 2.0
 """The bucket of input tokens also counts as spent, and so explains a refusal (429), if less is left in it than this
 many average requests need."""
@@ -164,8 +164,8 @@ class Bursts:
         self.margin = min(MARGIN_MOST, self.margin + MARGIN_STEP)
 
     def answered(self, now_s: float) -> bool:
-        """After an answer: raise the sizes that refusals have reduced by a step, if the last step is long enough ago.
-        Returns True if they rose."""
+        """After an answer: if refusals have reduced sizes, raise these by one step, but only if the last step is at
+        least `RECOVERY_EVERY_S` ago. Returns True if they rose."""
         self._refusals -= WEIGHT * self._refusals
         known = self.learned
         if 0 <= now_s - known.moved_s < RECOVERY_EVERY_S or (min(known.cut) == 1 and not self.margin):
@@ -175,5 +175,6 @@ class Bursts:
         return True
 
     def _least(self, index: int) -> float:
-        """The smallest factor for the size of a bucket: with it, the bucket holds one second's worth of the limit."""
+        """The smallest factor by which refusals may multiply the size of a bucket. With it, the bucket holds one
+        second's worth of its limit."""
         return min(1.0, LEAST_S / (self.learned.proven_s[index] or UNPROVEN_S))

@@ -71,8 +71,8 @@ class Concurrency:
         return self.limit == self._ceiling
 
     def begin(self, lane: int, heads: Sequence[Waiter | None]) -> None:
-        """Count a call of this lane that begins. `heads`: the first waiting request of each lane, including the one
-        whose call begins."""
+        """Count a call of this lane that begins. `heads`: the first waiting request of each lane, if it has one; the
+        request whose call begins is still among them."""
         self.running += 1
         if self.running > self._peak:
             self._peak = self.running

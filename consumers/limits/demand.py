@@ -1,5 +1,5 @@
-"""How fast each lane has used a provider's budget lately. Forecasts assume that more urgent lanes go on at this rate.
-Without I/O; times are passed in."""
+"""Measures how fast each lane has used a provider's budget lately. Forecasts of waits assume that more urgent lanes go
+on at this rate. Without I/O; times are passed in."""
 
 from collections.abc import Sequence
 from math import exp
@@ -11,7 +11,7 @@ WITHIN_S = 60.0
 
 
 class Demand:
-    """How much each lane has taken from each token bucket of a provider's account lately, weighted by age."""
+    """How much each lane has taken from each token bucket of a provider's account lately; older amounts count less."""
 
     def __init__(self, lanes: int, *, now_s: float) -> None:
         self._spent = [[0.0, 0.0, 0.0] for _ in range(lanes)]

@@ -70,14 +70,14 @@ class Estimates:
         return max(1.0, min(float(max_tokens), expected))
 
     def run_s(self, kind: UsageClass) -> float:
-        """How many seconds a call of this kind is expected to take: few calls take longer. 0 if no call of the kind has
-        ended yet."""
+        """In how many seconds a call of this kind is expected to end; only few calls take longer. 0 if no call of the
+        kind has ended yet."""
         known = self._runs.get(kind)
         return 0.0 if known is None else known.expected
 
     def learn_run(self, kind: UsageClass, run_s: float, *, was_cut: bool) -> None:
-        """Learn from a call how long it took. `was_cut`: the deadline ended the call, which would have taken longer.
-        Its duration then counts only if it is longer than the estimate."""
+        """Learn from a call how long it took. `was_cut`: True if the deadline ended the call, which would have taken
+        longer. Its duration then counts only if it is longer than the estimate."""
         if not was_cut or run_s > self.run_s(kind):
             _learn_value(self._runs, kind, run_s)
 

@@ -68,9 +68,9 @@ def _wait(
     count: int,
     lines: "Sequence[_Line] | None" = None,
 ) -> Wait:
-    """How long one request of a lane will wait for the account. `ahead`: the amounts that the requests before it in its
-    lane need; `count`: how many of these are in this process; `lines`: the result of `_lines` for the lane, if the
-    caller has it already."""
+    """How long one request of a lane will wait for the account's budget. `ahead`: the amounts that the requests before
+    it in its lane need; `count`: how many of these are in this process; `lines`: the result of `_lines` for the lane,
+    if the caller has it already."""
     if (paused_s := account.paused_s(now_s)) > 0:
         return Wait(paused_s, PAUSED, paused_s)
     longest_s, least_s, reason, is_known = 0.0, 0.0, REASONS[0], True

@@ -1,5 +1,5 @@
-"""Writes what was learned about an account's limits as text with a version, and reads it back, checking every value.
-Without I/O.
+"""Converts what was learned about an account's limits to JSON text with a version number, and reads such text, checking
+every value. Without I/O.
 
 Processes of two versions of Lanekeeper share one Redis while a deployment is updated. Text that this version does not
 understand raises `UnreadableError`; the process that reads it then keeps what it has learned itself.
@@ -28,7 +28,7 @@ class LearnedLimits(NamedTuple):
     names of the fields are part of the JSON that processes exchange."""
 
     told: tuple[float | None, ...] = (None, None, None)
-    """The limits per minute that the provider announced; None: it announced none."""
+    """The limits per minute that the provider announced; None for a limit that it did not announce."""
     told_s: tuple[float, ...] = (-inf, -inf, -inf)
     """For each limit: when the provider last announced it."""
     grown: tuple[float, ...] = (0.0, 0.0, 0.0)

@@ -32,8 +32,8 @@ class Waiter:
     only if it needs not wait (`try_reserve`)."""
 
     def wake(self) -> bool:
-        """Wake the task of this request, because it was granted its budget. Returns False if the task was cancelled:
-        the caller must then settle the reservation."""
+        """Wake the task of this request, because it was granted its budget. Returns False if the task was cancelled, so
+        that the caller must settle the reservation."""
         if self.future is None:
             return True  # its task is not waiting yet, and will find `reservation` set
         if self.future.done():

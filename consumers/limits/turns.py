@@ -32,8 +32,8 @@ class Turns(Protocol):
         """The current time in seconds, by the clock that the account's recorded times use."""
 
     def step(self) -> None:
-        """Grant all waiting requests that may be granted now, and set a timer for the next one. It may return before
-        that is decided; `decided` waits for the decision."""
+        """Grant all waiting requests that may be granted now, and set a timer for the next one. It may return before it
+        is decided which requests are granted; `decided` waits for the decision."""
 
     async def decided(self, waiter: Waiter) -> None:
         """Wait until it is decided whether this request, which has just begun to wait, gets the account's budget at
@@ -52,8 +52,8 @@ class Turns(Protocol):
 
 
 def refuse(account: Account, waiter: Waiter, wait: Wait) -> None:
-    """Take a request out of the line that waits for budget; its task gets the exception WaitTooLong with this
-    forecast."""
+    """Refuse a request that waits for budget: take it out of its line, and let its task get the exception WaitTooLong
+    with the forecast `wait`."""
     account.leave(waiter)
     waiter.refuse(wait)
 

@@ -43,7 +43,8 @@ class Fingerprint:
     """The properties of one message that the store compares with those of other messages of the same identity."""
 
     body_hash: bytes
-    """A hash (16 bytes) of the body as it was published: the same id with another body is a conflict."""
+    """A hash (16 bytes) of the body as it was published. It is compared because the same id with another body is a
+    conflict."""
     mark: bytes
     """A hash (16 bytes) of the properties in which two publishes of the same request differ, such as reply address and
     send time."""
@@ -217,7 +218,7 @@ class Leases(Protocol):
 class Store(Allowances, Leases, Protocol):
     """The methods of a store for claims and results. It is open from `__aenter__` to `__aexit__`.
 
-    Entering never raises an error. If the file or the server cannot be used, every call tries it again.
+    Entering never raises an error. If the file or the server cannot be used, every later call tries it again.
     """
 
     @property
@@ -247,8 +248,8 @@ class Store(Allowances, Leases, Protocol):
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
         """Give up a claim although the request has not ended, because the request waits for its next attempt, which may
-        begin at `due_ms`. If another delivery has taken the claim over, the caller no longer counts as dead in
-        `Granted.deaths`.
+        begin at `due_ms`. If another delivery has taken the claim over, the caller was counted as dead
+        (`Granted.deaths`); this is corrected now.
         """
 
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
@@ -271,7 +272,7 @@ class Store(Allowances, Leases, Protocol):
         """
 
     async def note(self, identity: Identity, completion: Completion) -> None:
-        """Store how a request ended that was refused before it could be claimed, so that its result can be read.
+        """Store how a request ended, if it was refused before it could be claimed, so that its result can be read.
 
         A valid message with the same id is still granted a claim. Nothing is stored if the request was claimed or
         deferred, or has ended.

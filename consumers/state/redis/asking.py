@@ -1,8 +1,8 @@
-"""Makes the argument of the Redis script that shares an account's budget among processes. It has the waiting requests
-of this process, the account as this process knows it, and the changes that this process has made since the last run of
-the script.
+"""Makes the argument of the Redis script that shares an account's budget among processes. The argument contains the
+waiting requests of this process, the account as this process knows it, and the changes that this process has made since
+the last run of the script.
 
-The script answers which of these requests get their budget (`shared_turns.py`).
+The answer of the script says which of these requests get their budget (`shared_turns.py`).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ class Changes:
     """Changes of an account's budget that this process has made since the last run of the script."""
 
     back: list[dict[str, Any]] = field(default_factory=list)
-    """Amounts that were given back, or used beyond a reservation (`give_back`)."""
+    """For each call that has ended: the amounts that it gives back, or has used beyond its reservation (see
+    `give_back`)."""
     lower: list[float] = field(default_factory=lambda: [inf, inf, inf])
     """For each token bucket: the level to which it was lowered because the provider had less left than was assumed;
     infinite if it was not lowered."""
@@ -55,7 +56,7 @@ class Changes:
     def add_failed(self, sent: "Changes") -> None:
         """Add the changes that were sent with a failed run of the script, so that they are sent with the next one. It
         is unknown whether Redis has counted them. Amounts used beyond a reservation are sent again. Amounts given back
-        are not: if they were counted twice, more would be spent than the limits allow."""
+        are not sent again, because if they were counted twice, more would be spent than the limits allow."""
         for change in sent.back:
             change["over"] = [min(0.0, unused) for unused in change["over"]]
         self.back = [change for change in sent.back if any(change["over"])] + self.back

@@ -30,10 +30,12 @@ def _read(*names: str) -> str:
 
 
 def _functions(*names: str) -> dict[str, Script]:
-    """For each function `run.…` of these Lua files: a script that calls it with the script's arguments.
+    """Returns a script for each function `run.…` of these Lua files. The script calls that function with the script's
+    arguments.
 
-    The script contains only this function, and what the files contain before their first function. If it contained all
-    functions, it would take a sixth more time in Redis, which creates every function anew at each run of the script.
+    Each script contains only its own function, and what the files contain before their first function. If it contained
+    all functions, it would take a sixth more time in Redis, which creates every function anew at each run of the
+    script.
     """
     shared, *functions = _read(*names).split("\nfunction run.")
     scripts = {}

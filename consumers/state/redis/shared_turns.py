@@ -2,7 +2,8 @@
 granted next.
 
 One run of the script (a step) gets this process's first waiting requests, and what this process has returned to the
-budget and learned since the step before. While Redis is unavailable, no request is granted, and the step is repeated.
+budget and learned since the step before. While Redis is unavailable, no request gets budget, and the step is tried
+again.
 """
 
 import asyncio
@@ -78,7 +79,7 @@ class SharedTurns:
         self._offset_s = clock() - asyncio.get_running_loop().time()
         """Redis's clock minus the event loop's clock, in seconds."""
         self._process = secrets.token_hex(6)
-        """Identifies this process in Redis."""
+        """A random name, by which the script in Redis distinguishes this process from others."""
         self._unsent = Changes()
         self._version = 0
         """Redis numbers the changes of the limits that processes have learned. This is the number of the latest change
@@ -285,9 +286,9 @@ class SharedTurns:
         return float(reply["look_in"]) if reply["look_in"] >= 0 else LOOK_EVERY_S
 
     def _refuse_late_firsts(self, now_s: float) -> None:
-        """Compute the forecast of each lane's first waiting request again, because the earlier one may not have counted
-        requests of other processes. Refuse the request if it will certainly get its budget too late for its
-        deadline."""
+        """Compute the forecast of each lane's first waiting request again, because the forecast that was made when the
+        request began to wait may not have counted the requests of other processes. Refuse the request if it will
+        certainly get its budget too late for its deadline."""
         for lane, head in enumerate(self.account.lines.heads):
             if head is not None and head.future is not None and head.until_s is not None:
                 wait = forecast.first(self.account, lane, head.amounts, now_s)

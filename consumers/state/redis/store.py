@@ -31,8 +31,8 @@ log = logs.logger()
 
 
 class RedisStore:
-    """Implements `FollowedStore`. `spec.max_bytes` is ignored: the size of the data is limited by Redis's setting
-    `maxmemory`, and keys expire by themselves."""
+    """Implements `FollowedStore`. `spec.max_bytes` is ignored, because the size of the data is limited by Redis's
+    setting `maxmemory`, and keys expire by themselves."""
 
     def __init__(self, url: str, *, namespace: str, spec: StoreSpec = DEFAULT) -> None:
         self._client = RedisClient(url)

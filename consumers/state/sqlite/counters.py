@@ -13,7 +13,7 @@ time is set back."""
 
 class Counters:
     """Implements `Allowances` (how much was used in a period) and `Leases` (which process does a job) on one SQLite
-    connection. `at`: the time, read once for the whole transaction."""
+    connection. The methods' argument `at` is the time of the transaction."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._execute = connection.execute

@@ -24,7 +24,7 @@ from consumers.state.sqlite.clock import Clock
 VERSION = 4
 """The version of the SQLite schema, which is stored in the file as `user_version`."""
 APPLICATION = 0x4C616E65
-"""The file's `application_id`, which marks it as Lanekeeper's: the letters "Lane"."""
+"""The file's `application_id`, which marks it as a file of Lanekeeper: the letters "Lane" in ASCII."""
 BUSY_S = 3.0
 """The longest time, in seconds, that an operation waits for a transaction of another process. Transactions take
 milliseconds, so if one takes longer than this, its process hangs."""

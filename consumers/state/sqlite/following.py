@@ -60,7 +60,8 @@ _HOLDS: Final = (
 
 
 class Followed:
-    """Keeps the progress of requests that clients follow, on one SQLite connection. Implements `Following`."""
+    """Keeps the progress of requests that clients follow, on one SQLite connection. Implements `Following`, except
+    `look` (`reader.py`)."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec, requests: Requests) -> None:
         self._execute = connection.execute

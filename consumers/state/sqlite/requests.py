@@ -46,7 +46,7 @@ _RENEW = "UPDATE request SET lease_ms = ? WHERE tenant = ? AND id = ?"
 
 class Requests:
     """Implements the methods of `Store` that concern one request (claim, renew, complete, cancel, …), on one SQLite
-    connection. `at`: the time, read once for the whole transaction."""
+    connection. The methods' argument `at` is the time of the transaction."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._execute = connection.execute
