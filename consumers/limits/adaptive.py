@@ -18,21 +18,21 @@ from consumers.limits.learned import LearnedLimits
 from consumers.limits.spec import AccountCaps
 
 STEP = 0.1
-"""The step by which an assumed limit of an account is raised. A guessed limit rises by this part of the first guess. A
-limit that refusals (429) have lowered rises by this part of its full value (without the refusals)."""
+"""The step by which an assumed limit is raised: a guessed limit by this part of the first guess, and a limit that
+refusals (429) have lowered by this part of its full value (its value without refusals)."""
 STEP_EVERY_S = 10.0
-"""The shortest time, in seconds, between two raises of an assumed or lowered limit."""
+"""The shortest time, in seconds, between two raises of limits that are guessed, or that refusals (429) have lowered."""
 PATIENCE_S = 5.0
 """Refusals (429) within this many seconds lower the limits only once, because calls that began before the limits were
 lowered may still be refused."""
 LEAST_FACTOR = 1 / 64
-"""Refusals never lower an assumed limit below this part of its full value."""
+"""Refusals (429) never lower an assumed limit below this part of its full value (its value without refusals)."""
 LESS = 0.8
 """The factor by which an assumed limit is multiplied if a refusal (429) says that nothing of the limit is left, and
 smaller bursts have not helped."""
 NEAR = 0.7
-"""When a limit that refusals (429) have lowered has risen to this part of its full value, it is raised in smaller steps
-(`NEAR_STEP`)."""
+"""When a limit that refusals (429) have lowered has risen to this part of its full value (its value without refusals),
+it is raised in smaller steps (`NEAR_STEP`)."""
 NEAR_STEP = STEP / 4
 """The step by which a limit that refusals (429) have lowered is raised near its full value (from the part `NEAR` on),
 as a part of the full value. It is smaller than `STEP`, because there the provider is likely to refuse calls again."""

@@ -20,27 +20,29 @@ from consumers.limits.headers import ROUNDED_UP_BY, RateHeaders
 from consumers.limits.learned import LearnedBursts
 
 UNKNOWN_S = 5.0
-"""The size of a bucket, in seconds' worth of its limit, while the limit is guessed and no size is proven: about four
-calls at once. If it were smaller, few requests could fail over to a provider that was never called before."""
+"""The size of a token bucket, in seconds' worth of its limit, while the limit is guessed and no size is proven: enough
+for about four calls at once. If it were smaller, few requests could fail over to a provider that was never called
+before."""
 UNPROVEN_S = 10.0
-"""The size of a bucket, in seconds' worth of its limit, if the limit was announced or set, but no size is proven,
+"""The size of a token bucket, in seconds' worth of its limit, if the limit was announced or set, but no size is proven,
 because the provider does not say how much is left."""
 NEWS = 1.01
 """The factor by which the proven size of a bucket must grow before the larger size is recorded and sent to other
-processes, so that small changes are not sent. (A size that reaches the maximum is always recorded.)"""
+processes, so that small changes are not sent. A size that reaches the maximum is always recorded."""
 RECOVERY = 1.1
 """The size of a token bucket that was reduced after a refusal (429) grows by this factor every `RECOVERY_EVERY_S`
 seconds."""
 RECOVERY_EVERY_S = 10.0
-"""The shortest time, in seconds, between two steps of the recovery after refusals (429)."""
+"""The shortest time, in seconds, between two steps in which token buckets that were reduced after refusals (429) grow
+again."""
 PATIENCE_S = 5.0
 """Refusals (429) within this many seconds reduce the sizes of the buckets only once, because calls that were running at
 the first refusal may be refused for the same reason."""
 LEAST_S = 1.0
-"""A refusal never reduces the size of a bucket below this many seconds' worth of its limit."""
+"""A refusal (429) never reduces the size of a token bucket below this many seconds' worth of its limit."""
 SMALL_S = 5.0
-"""A bucket that holds fewer seconds' worth of its limit than this counts as small, because one request may need all
-that it holds."""
+"""A token bucket that holds fewer seconds' worth of its limit than this counts as small, because one request may need
+all that it holds."""
 MARGIN_STEP = 0.2
 """By how much `Bursts.margin` (the part by which more input tokens are reserved than estimated) is raised after a
 refusal (429) that shows that the provider estimates more than we do."""

@@ -30,8 +30,8 @@ OFTEN = 0.25
 """The limit of calls is lowered if at least this part of the latest responses (a smoothed value) are 529s. The third
 529 in a row reaches it."""
 WHOLE: Final = 1 - 1e-9
-"""A lane's credit of at least this value counts as one whole call. It is a little below 1 because of rounding
-errors."""
+"""If a lane's credit, to which its share is added whenever a call begins, is at least this, the lane is due for a call.
+The value is a little below 1 because of rounding errors."""
 
 
 class Concurrency:

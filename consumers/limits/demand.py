@@ -7,7 +7,8 @@ from math import exp
 from consumers.limits.base import Amounts
 
 WITHIN_S = 60.0
-"""How fast used amounts are forgotten: after this many seconds an amount has about a third (1/e) of its weight."""
+"""How fast used amounts of a budget are forgotten: after this many seconds an amount has about a third (1/e) of its
+weight."""
 
 
 class Demand:

@@ -12,9 +12,11 @@ KINDS = 4096
 """The number of kinds of requests (lane, task and model) for which estimates are kept; the kind that was not used for
 longest is removed first."""
 WEIGHT = 0.1
-"""The weight of the latest value in a smoothed mean."""
+"""The weight of the latest call in the smoothed means from which the tokens and the duration of a call are
+estimated."""
 SPREAD = 1.0
-"""An estimate is the mean plus this many mean deviations, so that few answers use more than estimated."""
+"""An estimate of an answer's tokens or of a call's duration is the mean plus this many mean deviations, so that few are
+larger than estimated."""
 Key = TypeVar("Key")
 
 

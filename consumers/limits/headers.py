@@ -13,8 +13,8 @@ from typing import NamedTuple
 MOST = 1e12
 """A larger number in a provider's headers about limits is ignored, because no account has such a limit."""
 FARTHEST_RESET_S = 86_400.0
-"""If a header `reset` names a time that is more than this many seconds away, all headers about this limit are ignored.
-They cannot be right, because a bucket refills within a minute."""
+"""All headers about a limit are ignored if the header `reset` names a time that is further away than this, in seconds,
+because a bucket refills within a minute."""
 ROUNDED_BY: tuple[float, float, float] = (1.0, 500.0, 500.0)
 """By how much the header `remaining` may be below the true value because it is rounded: for requests (rounded to whole
 numbers), input tokens and output tokens (rounded to thousands)."""

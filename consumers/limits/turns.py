@@ -13,8 +13,8 @@ from consumers.limits.lines import Waiter
 from lanekeeper.telemetry import logs, signals
 
 LATE_S: Final = 0.0005
-"""The seconds by which a timer is set later than the time at which a request may be granted. If the timer fired
-slightly too early, it would have to be set again."""
+"""The time, in seconds, that is added when the timer for the next waiting request is set. If the timer fired slightly
+too early, it would have to be set again."""
 log = logs.logger()
 
 

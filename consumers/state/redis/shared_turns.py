@@ -33,16 +33,17 @@ FORM: Final = 2
 different versions of the format do not share an account. While both versions run, each group of processes assumes that
 it has the whole budget, until 429s lower the limits of both groups."""
 LOOK_EVERY_S: Final = 0.5
-"""The seconds between two runs of the script while a request of this process waits. By a run this process learns what
-other processes have returned to the budget, and they learn that its request still waits. (Publish and subscribe would
-need another connection, and can lose messages.)"""
+"""The seconds between two runs of the script in Redis while a request of this process waits for budget. By a run this
+process learns what other processes have returned to the budget, and they learn that its request still waits. (Publish
+and subscribe would need another connection, and can lose messages.)"""
 FORGOTTEN_AFTER_S: Final = 4 * LOOK_EVERY_S
-"""If a process has not run the script for this many seconds, its waiting requests are no longer counted."""
+"""If a process has not run the script in Redis for this many seconds, other processes no longer count its waiting
+requests."""
 SETTLE_WITHIN_S: Final = 0.05
 """The longest time, in seconds, until the unused budget of a call is sent to Redis. It is not sent at once, so that one
 run of the script can send the unused budget of several calls."""
 RETRY_S: Final = 0.5
-"""The pause, in seconds, after a run of the script that failed because Redis is unavailable."""
+"""The pause, in seconds, after a run of the script in Redis that failed because Redis is unavailable."""
 AT_ONCE_S: Final = 1.0
 """The longest time, in seconds, for which `try_reserve` waits for the answer of Redis, because it takes budget only if
 that is possible at once."""

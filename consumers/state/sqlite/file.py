@@ -29,12 +29,11 @@ BUSY_S = 3.0
 """The longest time, in seconds, that an operation waits for a transaction of another process. Transactions take
 milliseconds, so if one takes longer than this, its process hangs."""
 LEASE_AT_MOST_MS = 3_600_000
-"""A time, in ms, that is longer than any lease. It is used if the system provides no boot id: a lease that ends later
-than this from now must have been granted before the machine was last started."""
+"""If the system provides no boot id, a lease that ends after more than this many ms must have been granted before the
+machine was last started, because no lease is so long."""
 ROOM_BYTES = 1024 * 1024
 """If fewer bytes than this are free on the disk, the store counts as full, although `probe` can still write its small
-value. The reason is that an answer is larger than that, and the provider's call has been paid for before its answer is
-stored."""
+value. The reason: an answer is larger than that, and the call for it has been paid for before it is stored."""
 WAL_BYTES = 64 * 1024 * 1024
 """The size, in bytes, to which the write-ahead log is cut after a checkpoint."""
 

@@ -13,7 +13,7 @@ STEP_ROWS: Final = 200
 ROW_BYTES: Final = 300
 """The size, in bytes, that is assumed for a request's row, not counting its body."""
 STEP_BYTES: Final = 32 * 1024 * 1024
-"""The size, in bytes, at which one step of sweeping (the removal of expired rows) removes no further row, so that
+"""One step of sweeping (the removal of expired rows) ends when the removed rows have this size, in bytes, so that
 claims do not wait long for it."""
 UNSEEN_BYTES: Final = 800
 """The size, in bytes, that is assumed for the cancellation of a request that no worker has seen, including the row that

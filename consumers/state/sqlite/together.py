@@ -18,8 +18,8 @@ from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.rows import Times, as_json
 
 SIZES: Final = (32, 16, 8, 4, 2, 1)
-"""The numbers of rows that one statement can write. There are few of them, because there is one prepared statement for
-each number, and SQLite's connection keeps only a limited number of prepared statements."""
+"""The numbers of rows that one SQL statement can write. There are few of them, because there is one prepared statement
+for each number, and SQLite's connection keeps only a limited number of prepared statements."""
 T = TypeVar("T")
 
 _CLAIM: Final = (

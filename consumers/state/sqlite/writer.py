@@ -32,16 +32,15 @@ from consumers.state.sqlite.together import Claim, Complete, Together, parts
 
 T = TypeVar("T")
 WAITING_AT_MOST = 10_000
-"""The maximum number of operations that may wait for the thread that writes. There is a limit, because each waiting
-operation keeps in memory what it will write."""
+"""The maximum number of operations that may wait for the thread that writes the SQLite file. There is a limit, because
+each waiting operation keeps in memory what it will write."""
 TOGETHER_AT_MOST = 500
-"""The maximum number of operations in one transaction. It is limited, so that no operation waits too long for the
-others."""
+"""The maximum number of operations in one transaction, so that no operation waits too long for the others."""
 REOPEN_S = 0.5
 """The shortest time, in seconds, between two attempts to open the SQLite file."""
 CLOSE_S = 10.0
-"""How many seconds `close` waits for the last operations. This is longer than one wait for a lock (`BUSY_S`) and one
-fsync."""
+"""How many seconds `close` waits for the last operations on the SQLite file. This is longer than one wait for a lock
+(`BUSY_S`) and one fsync."""
 _INVALID_VALUES = (
     sqlite3.DataError,
     sqlite3.IntegrityError,
