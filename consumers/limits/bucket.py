@@ -17,10 +17,10 @@ A request may take from the bucket in one of three cases:
    needs. The level cannot rise further, so waiting would not help.
 
 A lane's savings are held, which means that the lanes above may not spend them. If a lane saves more than its reserve
-because its first request is large, the excess is held only if the bucket also has room for the other lanes' reserves
-and for the first request of the most urgent lane. When the savings cover the large request, all of them are held, and
-the request is granted next. A bucket that holds a minute's worth of the limit has room for all savings; a bucket that
-holds a second's worth is too small to hold much for a large request.
+because its first request is large, the excess is held only as far as the bucket also has room for the other lanes'
+reserves and for the first request of the most urgent lane. When the savings cover the large request, all of them are
+held, and the request is granted next. A bucket that holds a minute's worth of the limit has room for all savings; a
+bucket that holds a second's worth is too small to hold much for a large request.
 """
 
 from collections.abc import Sequence
@@ -103,8 +103,8 @@ class Bucket:
         self._share_out()
 
     def _share_out(self) -> None:
-        """Compute for each lane (in `_holds`) up to which amount its savings are held, that is, may not be spent by the
-        lanes above."""
+        """Compute for each lane (in `_holds`) up to which amount its savings are held, that is, may not be spent by
+        more urgent lanes."""
         self._holds = list(self.reserves)
         room = self.burst - self._caps[0] - sum(self.reserves[1:])
         for other in range(1, len(self.reserves)):
@@ -173,9 +173,9 @@ class Bucket:
 
     def _left_in_s(self, kept: float, below: Sequence[int], *, is_first: bool) -> float:
         """Seconds until a request may take what other lanes leave, that is, until the level covers `kept` (the request,
-        and what is kept for the lanes above) and the savings that will then be held for the lanes `below`. `is_first`:
-        True if the request may also take its amount as soon as the bucket is full (the third case in the module's
-        docstring)."""
+        and what is kept for more urgent lanes) and the savings that will then be held for the less urgent lanes
+        (`below`). `is_first`: True if the request may also take its amount as soon as the bucket is full (the third
+        case in the module's docstring)."""
         if is_first and self.level >= self.burst:
             return 0.0
         need = kept

@@ -15,8 +15,8 @@ WEIGHT = 0.1
 """The weight of the latest call in the smoothed means from which the tokens and the duration of a call are
 estimated."""
 SPREAD = 1.0
-"""An estimate of an answer's tokens or of a call's duration is the mean plus this many mean deviations, so that few are
-larger than estimated."""
+"""The estimate of an answer's length in tokens, or of a call's duration, is the mean plus this many mean deviations, so
+that few answers or calls exceed their estimate."""
 Key = TypeVar("Key")
 
 

@@ -130,17 +130,18 @@ class _Line:
         self._bucket = bucket
         self._lane = lane
         self._taken_per_s = taken_per_s
-        """How much per second the lanes above (the more urgent ones) are expected to go on taking from the bucket."""
+        """How much per second the more urgent lanes are expected to go on taking from the bucket."""
         self._above = sum(takes[index] for takes in above)
-        """The amount that the waiting requests of the lanes above will take from the bucket."""
+        """The amount that the waiting requests of more urgent lanes will take from the bucket."""
         self._held = sum(bucket.reserves[:lane])
-        """The amount that the bucket must contain in addition to what the request needs: the reserves of the lanes
-        above, and what is held for the lanes below."""
+        """The amount that the bucket must contain in addition to what the request needs: the reserves of the more
+        urgent lanes, and what is held for the less urgent ones."""
         self._per_s = bucket.per_s
-        """How much per second this lane and those above get, while the lanes below spend or save their shares."""
+        """How much of what flows into the bucket per second this lane and the more urgent ones get, while the less
+        urgent lanes spend or save their shares."""
         self._filling: list[tuple[float, float]] = []
-        """For each lane below that still saves and has no waiting request: the seconds until it has saved all that it
-        may, and how much per second it saves."""
+        """For each less urgent lane that still saves and has no waiting request: the seconds until it has saved all
+        that it may, and how much per second it saves."""
         for other in range(lane + 1, len(bucket.shares)):
             held, its_per_s = bucket.held(other), bucket.shares[other] * bucket.per_s
             self._held += held
@@ -170,7 +171,7 @@ class _Line:
     def _left_s(self, before: float, kept: float, taken_per_s: float) -> float:
         """Seconds until the request may take what other lanes leave. `before`: the amount that must flow into the
         bucket for the requests before it; `kept`: the part of the request's own amount that must flow in as well;
-        `taken_per_s`: how much the lanes above take per second."""
+        `taken_per_s`: how much the more urgent lanes take per second."""
         missing = before + kept + self._held
         if missing <= 0:
             return 0.0

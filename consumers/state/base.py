@@ -231,8 +231,8 @@ class Store(Allowances, Leases, Protocol):
     async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
         """Ask for the claim of a request, before its provider is called.
 
-        Granted: no worker holds the claim, or its lease has expired, or the message for which it is held was
-        redelivered (it has the same mark, and the same first byte of the nonce). A dead letter that is published again
+        Granted: no worker holds the claim, or its lease has expired, or this message is the one for which it is held,
+        redelivered (with the same mark, and the same first byte of the nonce). A dead letter that is published again
         (`dead_at_ms` is the time of the stored error) is also granted, even with another body. Running: another worker
         holds the claim. Ended: the request has ended. Conflict: the id was used with another body. What `note` and
         `defer` have stored has no effect on the result.

@@ -79,8 +79,8 @@ class Submitted(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """New entries (steps and events) of one request, in order, which the worker that holds its claim (`held`) appends
-    to its stored progress."""
+    """New entries (steps and events) of one request, in order, which the worker that holds the request's claim (`held`)
+    appends to the request's stored progress."""
 
     held: Held
     submission: Submission

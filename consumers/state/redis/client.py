@@ -80,8 +80,8 @@ class RedisClient:
 
 
 def _explain(error: Exception) -> str:
-    """What is wrong with Redis and what to do about it. The text is added to a sentence that begins with Redis's
-    address."""
+    """Returns what is wrong with Redis and what to do about it, as text that is added to a sentence that begins with
+    Redis's address."""
     text = " ".join(str(error).split())[:SHOWN]
     if "unauthenticated" in text:  # Redis answers this to a command of more than ten words before authentication
         error = exceptions.AuthenticationError(text)

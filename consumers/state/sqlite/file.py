@@ -236,7 +236,7 @@ def probe(connection: sqlite3.Connection, path: Path, today: int) -> int:
 
 
 def explain(error: Exception, path: Path) -> str:
-    """What is wrong with the SQLite file, and what to do, as text for `StoreUnavailable`."""
+    """Returns what is wrong with the SQLite file, and what to do about it, as the text of a `StoreUnavailable`."""
     if isinstance(error, StoreUnavailable):
         return str(error)
     if isinstance(error, OSError):

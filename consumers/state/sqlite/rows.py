@@ -73,7 +73,7 @@ class Row(NamedTuple):
         )
 
     def completion(self) -> Completion:
-        """How the request in this row ended. It must have ended."""
+        """How the request of this row ended. Call it only if the request has ended."""
         assert self.status is not None
         assert self.ended_ms is not None
         return Completion(

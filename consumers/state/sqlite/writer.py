@@ -74,7 +74,7 @@ _Done = tuple["asyncio.Future[Any]", Any, Exception | None]
 
 class _Waiting(NamedTuple):
     """An operation on the SQLite file that waits for the writing thread, with the future of its caller. `batchable` and
-    `durable`: see `Writer.do`."""
+    `durable` are explained at `Writer.do`."""
 
     operation: Operation[Any]
     done: "asyncio.Future[Any]"
