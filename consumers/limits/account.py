@@ -1,11 +1,12 @@
-"""START HERE for the budget: one account's token buckets, waiting requests and running calls, and which request is
-next. Without I/O; times are passed in.
+"""START HERE for the budget: holds one account's token buckets, waiting requests and running calls, and decides which
+request gets budget next. Without I/O; times are passed in.
 
-An account is the limits that a provider enforces together: requests, input tokens and output tokens per minute, each
-with a token bucket. After every change it looks at the lanes in order of rank, and grants the first request of the
-first lane whose request may take from all three buckets (`bucket.py` has the rule). Each lane saves its share of what
-flows into a bucket, and may always spend these savings; beyond them, only what leaves the reserves of more urgent lanes
-untouched. When concurrency is the bottleneck (`concurrency.py`), each lane has a share of the calls as well.
+An account is the limits that a provider enforces together: requests, input tokens and output tokens per minute. Each
+limit has a token bucket. `grant_next`, which is called after every change, looks at the first waiting request of each
+lane, in order of urgency, and grants the first of them that may take what it needs from all three buckets (`bucket.py`
+has the rule). Each lane saves its share of what flows into a bucket, and may always spend these savings; beyond them,
+it may spend only what leaves the reserves of more urgent lanes (their shares of the bucket's size) untouched. While the
+number of calls at a time is limited (`concurrency.py`), each lane has a share of the calls as well.
 """
 
 from collections.abc import Sequence
@@ -24,12 +25,13 @@ from consumers.limits.running_calls import RunningCalls
 from consumers.limits.spec import BudgetSpec
 
 HOLD_AT_MOST_S = 60.0
-"""A `retry-after` of more seconds than this is cut to it, because a bucket refills within a minute."""
+"""The longest time, in seconds, for which a header `retry-after` stops the calls to an account. A longer one is cut to
+this, because a bucket refills within a minute."""
 
 
 class Account:
     """The budget of one account at a provider: its three token buckets, the requests that wait for it, and its running
-    calls. Lanes are numbered by rank: 0 is the first one in the spec, the most urgent."""
+    calls. Lanes are numbered by urgency: 0 is the most urgent, which comes first in `BudgetSpec.shares`."""
 
     def __init__(self, name: str, spec: BudgetSpec, *, now_s: float) -> None:
         self.name = name
@@ -40,7 +42,8 @@ class Account:
         self._adaptive = Adaptive(spec.start, caps, now_s=now_s)
         self._bursts = Bursts(spec.burst_s)
         self.guessed = self._adaptive.guessed()
-        """For each limit: True if it is a guess, neither announced by the provider nor set by the operator."""
+        """For each limit (requests, input tokens, output tokens): True if its value is a guess, because the provider
+        has not announced it and the operator has not set it."""
         sizes = self._bursts.sizes(guessed=self.guessed)
         self.buckets = Buckets(self._adaptive.per_minute(), sizes=sizes, shares=self.shares, now_s=now_s)
         self.demand = Demand(len(self.lanes), now_s=now_s)
@@ -51,7 +54,8 @@ class Account:
         self.is_pressed = False
         """True if a request has waited for the account's budget since a guessed limit was last raised."""
         self.waiting_elsewhere: Sequence[Sequence[float]] = ()
-        """For each lane: the requests and tokens that its waiting requests in other processes need together."""
+        """For each lane: the total of what its requests that wait in other processes need (requests, input tokens and
+        output tokens)."""
         self.forget_elsewhere()
 
     @property
@@ -63,19 +67,20 @@ class Account:
         self.buckets.refill(now_s)
 
     def paused_s(self, now_s: float) -> float:
-        """For how many more seconds no request gets budget, because the account's spend limit is reached."""
+        """The seconds for which no request will get budget, because the account's spend limit is reached; 0 if it is
+        not reached."""
         return _left_s(self.paused_until_s, now_s, self.spec.spend_pause_s)
 
     def stopped_s(self, now_s: float) -> float:
-        """For how many more seconds no request is granted budget, because the account's spend limit is reached or the
-        provider sent `retry-after`; 0: requests are granted."""
+        """The seconds for which no request will get budget, because the account's spend limit is reached or the
+        provider sent `retry-after`; 0 if requests may get budget now."""
         return max(self.paused_s(now_s), _left_s(self.held_until_s, now_s, HOLD_AT_MOST_S))
 
     # ---- the line ----------------------------------------------------------------------------------------------------
 
     def join(self, waiter: Waiter) -> bool:
-        """Put a waiting request into its lane's line. Returns True if it is now the first of the line, so that
-        `grant_next` may grant it."""
+        """Put a request into its lane's line, the list of requests that wait for the account's budget. Returns True if
+        it is now the first of the line, so that `grant_next` may grant it."""
         if self._bursts.margin:
             waiter.amounts = waiter.amounts._replace(
                 input_tokens=waiter.amounts.input_tokens * (1 + self._bursts.margin)
@@ -86,8 +91,8 @@ class Account:
         return True
 
     def leave(self, waiter: Waiter) -> bool:
-        """Take a waiting request out of its lane's line without granting it. Returns True if another request is now the
-        first of the line."""
+        """Take a waiting request out of its lane's line without granting it. Returns True if it was the first of the
+        line."""
         if not self.lines.leave(waiter):
             return False
         self._head_changed(waiter.lane)
@@ -95,8 +100,8 @@ class Account:
 
     def grant_next(self, now_s: float) -> tuple[Waiter | None, float]:
         """Grant the next waiting request, if the budget allows it: take it out of its line and give it a reservation.
-        Returns the granted request or None, and the seconds after which to call this again (infinite if time alone
-        changes nothing)."""
+        Returns the granted request and 0; or, if none may be granted now, None and the seconds after which to call this
+        again (infinite if time alone changes nothing)."""
         self.refill(now_s)
         if self.lines.is_empty:
             return None, inf
@@ -137,8 +142,8 @@ class Account:
         self.demand.add(lane, Amounts(used[0] - reserved[0], used[1] - reserved[1], used[2] - reserved[2]), now_s)
 
     def learn(self, feedback: Feedback, now_s: float) -> bool:
-        """Learn the account's limits from one response of the provider. Returns True if the limits fell, so that
-        earlier forecasts no longer hold."""
+        """Learn the account's limits from one response of the provider. Returns True if a limit fell or calls must stop
+        for a while, because earlier forecasts of waits are then too short."""
         self.refill(now_s)
         before = self._adaptive.per_minute()
         has_limits, stopped, missing = False, False, 0.0
@@ -184,14 +189,16 @@ class Account:
         return stopped or any(new < old for new, old in zip(self._adaptive.per_minute(), before, strict=True))
 
     def is_stale(self, now_s: float) -> bool:
-        """True if a limit that the provider announced long ago may delay requests."""
+        """True if a low limit may delay requests although no response has confirmed it for minutes. It should then be
+        discarded."""
         return self._adaptive.is_stale(now_s)
 
     def per_minute(self) -> Amounts:
         return self._adaptive.per_minute()
 
     def reason(self, waiter: Waiter, now_s: float) -> str:
-        """The limit for which the first waiting request of a lane waits; `paused` if the spend limit is reached."""
+        """The name of the limit for which the request `waiter` waits, which is the first of its lane's line; `paused`
+        if the account's spend limit is reached."""
         if self.paused_s(now_s) > 0:
             return PAUSED
         if self.stopped_s(now_s) == 0 and self.concurrency.is_full:
@@ -209,8 +216,8 @@ class Account:
         self._resize()
 
     def shift(self, jump_s: float) -> None:
-        """The clock has jumped by `jump_s` seconds: move all times that this account has recorded by as much, so that
-        learned limits get neither older nor younger."""
+        """Add `jump_s` to all times that this account has recorded, because the clock has jumped by so many seconds,
+        and learned limits must get neither older nor younger."""
         self.lines.shift(jump_s)
         self.load(self.learned().shifted(jump_s))
         self._running_calls.shift(jump_s)
@@ -218,17 +225,18 @@ class Account:
         self.demand.shift(jump_s)
 
     def forget_elsewhere(self) -> None:
-        """Stop counting the requests that wait in other processes, because Redis reported their number too long ago."""
+        """Forget what the requests that wait in other processes need, because the last report of it from Redis is too
+        old."""
         self.waiting_elsewhere = [NOTHING for _ in self.lanes]
 
     def due_for_a_call(self) -> list[bool]:
-        """For each lane: True if it has a waiting request and is due for a call (`concurrency.py`). These lanes go
-        first."""
+        """For each lane: True if it has a waiting request and its share of the calls adds up to a whole call
+        (`concurrency.py`). The requests of such lanes are granted first."""
         return [head is not None and self.concurrency.is_due(lane) for lane, head in enumerate(self.lines.heads)]
 
     def begin(self, waiter: Waiter, *, from_savings: Amounts, now_s: float) -> bool:
-        """Give a waiting request the reservation that the script in Redis has granted. `from_savings`: how much of it
-        came from the lane's savings. Returns False if the request waits no longer."""
+        """Give a waiting request the reservation that the script in Redis has granted. `from_savings`: how much of the
+        reservation came from the lane's savings. Returns False if the request no longer waits."""
         if waiter not in self.lines:
             return False
         self._begin(waiter, from_savings, now_s)
@@ -237,7 +245,8 @@ class Account:
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _by_credit(self) -> Sequence[int]:
-        """The lanes by urgency, but those that are due for a call (`concurrency.py`) first."""
+        """The lanes in the order in which their requests may be granted: first those whose share of the calls adds up
+        to a whole call (`concurrency.py`), then the others; each group by urgency."""
         lanes = range(len(self.lanes))
         if not self.concurrency.is_limited:
             return lanes
@@ -259,8 +268,9 @@ class Account:
         self.buckets.want(lane, waiter.amounts if waiter else NOTHING)
 
     def _refused(self, rate: RateHeaders | None, now_s: float) -> None:
-        """React to a 429. If the response says how much of the limits is left, make the token buckets smaller, and
-        lower the limits only if smaller buckets have not helped. If the response does not say that, lower the limits.
+        """React to a 429. If the response does not say how much of the limits is left, lower the limits. If the refused
+        call may have been too large for what is left (`_is_large`), reserve more input tokens for each later call.
+        Otherwise make the token buckets smaller, and lower the limits only if smaller buckets have not helped.
         """
         if rate is None or all(header.remaining is None for header in rate):
             self._adaptive.refused(now_s)
@@ -271,7 +281,8 @@ class Account:
         self._resize()
 
     def _is_large(self, rate: RateHeaders) -> bool:
-        """True if a call was refused with much input left, but less than the largest running call may need."""
+        """True if the size of a call may explain why it was refused: input tokens are left of the limit, but fewer than
+        the largest running call may need."""
         left = rate.input_tokens.remaining
         return left is not None and not self._bursts.spent(rate)[1] and self._running_calls.needs(left)
 

@@ -1,7 +1,8 @@
-"""The budgets of all accounts at providers: budget is reserved before a call and settled after it, and limits are
-learned from responses.
+"""Keeps the budgets of all accounts at providers: reserves budget before a call, settles the reservation after the
+call, and learns limits from responses.
 
-Requests wait in the lines of an account until its `Turns` grants them. Processes may share accounts.
+Requests wait in the lines of an account (one for each lane) until the account's `Turns` object grants them. Several
+processes may share an account.
 """
 
 import asyncio
@@ -15,15 +16,15 @@ from consumers.limits.spec import BudgetSpec
 from consumers.limits.turns import Turns
 
 MOST: Final = 256
-"""If the budgets of this many accounts (a provider with a class of models) are kept, those that are not in use are
-removed before a further one is added."""
+"""When the budgets of this many accounts are kept (an account is a provider with a class of models), those that are not
+in use are removed before a further one is added."""
 AnyTurns = TypeVar("AnyTurns", bound=Turns)
 
 
 class Accounts(Generic[AnyTurns]):
-    """The budgets of the providers' accounts that this process calls, by name. `open_turns` creates the `Turns` of an
-    account, which has the budget and decides which waiting request gets it next. Times are those of the event loop's
-    clock."""
+    """The budgets of the providers' accounts that this process calls, by name. `open_turns` creates the `Turns` object
+    of an account, which holds the budget and decides which waiting request gets it next. Times are those of the event
+    loop's clock."""
 
     def __init__(self, spec: BudgetSpec, open_turns: Callable[[str], AnyTurns]) -> None:
         self._open_turns = open_turns
@@ -37,8 +38,8 @@ class Accounts(Generic[AnyTurns]):
         return name in self._known
 
     def turns(self, name: str) -> AnyTurns:
-        """The `Turns` of the account with that name, which has its budget and decides which request is next; created if
-        the account is new."""
+        """The `Turns` object of the account with this name, which holds the account's budget and decides which request
+        gets it next. It is created if the account is new."""
         if (turns := self._known.get(name)) is None:
             if len(self._known) >= MOST:
                 self._forget_idle()
@@ -55,13 +56,14 @@ class Accounts(Generic[AnyTurns]):
         arrived: float | None = None,
         on_wait: Callable[[Wait], None] | None = None,
     ) -> Reservation:
-        """Wait until budget of an account is reserved for a call. `amounts`: what the call is expected to use. `until`:
-        the latest time at which it may begin. `arrived`: when the request first waited, if it was deferred and comes
-        back; it then gets its old place in the line. If the request has to wait, `on_wait` is called with the forecast
-        of its wait.
+        """Wait until budget of an account is reserved for a call. `amounts`: the requests and tokens that the call is
+        expected to use. `until`: the latest time at which the call may begin. `arrived`: if the request was deferred
+        and comes back, the time when it first began to wait, so that it gets its old place in the line. If the request
+        has to wait, `on_wait` is called with the forecast of its wait.
 
-        Raises WaitTooLong if the account is paused, or as soon as known limits show that the request cannot be granted
-        before `until`. A request that is cancelled leaves the line.
+        Raises WaitTooLong if the account is paused because its spend limit is reached, or as soon as known limits show
+        that the request cannot be granted before `until`. If the waiting task is cancelled, the request leaves the
+        line.
         """
         turns = self._current_turns(name)
         account, now_s = turns.account, turns.now_s()
@@ -97,7 +99,8 @@ class Accounts(Generic[AnyTurns]):
         return waiter.reservation
 
     async def try_reserve(self, name: str, *, lane: str, amounts: Amounts) -> Reservation | None:
-        """Reserve budget of an account for a call, without waiting; None if that is not possible now."""
+        """Reserve budget of an account for a call, without waiting. Returns None if the account has not enough budget
+        now."""
         turns = self._current_turns(name)
         account, now_s = turns.account, turns.now_s()
         waiter = Waiter(self._ranks[lane], amounts, arrived_s=now_s)
@@ -115,8 +118,8 @@ class Accounts(Generic[AnyTurns]):
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         """After a call: return to the account's budget what was reserved and not used, and take from it what was used
-        beyond the reservation. `used`: what the call used; None: nothing, so
-        the whole reservation is returned."""
+        beyond the reservation. `used`: what the call used; None if it used nothing, so that the whole reservation is
+        returned."""
         if not reservation.is_settled:
             self.turns(reservation.account).settle(reservation, used)
 
@@ -130,7 +133,8 @@ class Accounts(Generic[AnyTurns]):
         return forecast.wait(turns.account, self._ranks[lane], amounts, turns.now_s())
 
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
-        """For each account and lane: how many requests wait in this process for budget, and for which limit."""
+        """For each account and lane for whose budget requests wait: how many wait in this process, and for which
+        limit."""
         found: dict[str, dict[str, Waiting]] = {}
         for name, turns in self._known.items():
             account, now_s = turns.account, turns.now_s()
@@ -157,27 +161,29 @@ class Accounts(Generic[AnyTurns]):
             await turns.aclose()
 
     def _current_turns(self, name: str) -> AnyTurns:
-        """The budget of an account, for a new request. Limits that the provider announced too long ago are discarded
-        first, because they could block the request."""
+        """The `Turns` object of an account, for a new request. Low limits that no response has confirmed for minutes
+        are discarded first, because they could block the request."""
         turns = self.turns(name)
         if turns.account.is_stale(turns.now_s()):
             turns.learn(NO_FEEDBACK)
         return turns
 
     def _forget_idle(self) -> None:
-        """Remove accounts in which no request waits and no call runs, because requests can name any number of models,
-        each with an account."""
+        """Remove the accounts for which no request waits and no call runs. Without this their number would grow for
+        ever, because requests can name any number of models, each with an account of its own."""
         for name, turns in list(self._known.items()):
             if turns.is_idle:
                 del self._known[name]
 
 
 Budgets = Accounts[Any]
-"""The budgets of all accounts, with either implementation of `Turns`: for one process, or shared through Redis."""
+"""The budgets of all accounts, either used by one process only or shared with other processes through Redis (the two
+implementations of `Turns`)."""
 
 
 def _give_back(turns: Turns, waiter: Waiter) -> None:
-    """End a wait that was cancelled or refused: return the reservation if there is one, or else leave the line."""
+    """End a wait that was cancelled or refused: return the request's reservation if it has one, or else take the
+    request out of its line."""
     if waiter.reservation is not None:
         turns.settle(waiter.reservation, None)
     else:

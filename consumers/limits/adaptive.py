@@ -2,10 +2,11 @@
 trial. Without I/O.
 
 A limit that the provider does not announce begins low, and rises by a step every few seconds while requests wait for it
-and the provider refuses none. If a provider's answers have no headers about limits (a self-hosted model behind a
-compatible API, for example), it is assumed to have none until it refuses a call. A refusal is a 429. A refusal without
-figures halves the limits. A refusal that says how much is left lowers them only if smaller bursts (`burst.py`) did not
-help: then somebody else uses the account, or the provider counts differently. Lowered limits rise again step by step.
+and the provider refuses none of them. If a provider's answers have no headers about limits (a self-hosted model behind
+a compatible API, for example), it is assumed to have no limits until it refuses a call, that is, answers 429. A refusal
+that does not say how much of the limits is left halves them. A refusal that says so lowers them only if smaller bursts
+(`burst.py`) did not help, because then somebody else uses the account, or the provider counts differently. Lowered
+limits rise again step by step.
 """
 
 from collections.abc import Sequence
@@ -17,26 +18,27 @@ from consumers.limits.learned import LearnedLimits
 from consumers.limits.spec import AccountCaps
 
 STEP = 0.1
-"""By how much an assumed limit of an account is raised at a time: a guessed limit by this part of the first guess; a
-limit that refusals (429) have lowered by this part of its full value."""
+"""The step by which an assumed limit is raised: a guessed limit by this part of the first guess, and a limit that
+refusals (429) have lowered by this part of its full value (its value without refusals)."""
 STEP_EVERY_S = 10.0
-"""The shortest time, in seconds, between two raises of an assumed or lowered limit."""
+"""The shortest time, in seconds, between two raises of limits that are guessed, or that refusals (429) have lowered."""
 PATIENCE_S = 5.0
 """Refusals (429) within this many seconds lower the limits only once, because calls that began before the limits were
 lowered may still be refused."""
 LEAST_FACTOR = 1 / 64
-"""Refusals never lower an assumed limit below this part of its full value."""
+"""Refusals (429) never lower an assumed limit below this part of its full value (its value without refusals)."""
 LESS = 0.8
-"""If a refusal (429) says that nothing of a limit is left, and smaller bursts have not helped, the assumed limit is
-multiplied by this."""
+"""The factor by which an assumed limit is multiplied if a refusal (429) says that nothing of the limit is left, and
+smaller bursts have not helped."""
 NEAR = 0.7
-"""From this part of its full value on, a lowered limit is raised in smaller steps (`NEAR_STEP`)."""
+"""When a limit that refusals (429) have lowered has risen to this part of its full value (its value without refusals),
+it is raised in smaller steps (`NEAR_STEP`)."""
 NEAR_STEP = STEP / 4
-"""Near its full value (above the part `NEAR` of it), a lowered limit is raised by this part of the full value at a
-time. It is less than `STEP`, because the next refusal is probably near."""
+"""The step by which a limit that refusals (429) have lowered is raised near its full value (from the part `NEAR` on),
+as a part of the full value. It is smaller than `STEP`, because there the provider is likely to refuse calls again."""
 FORGOTTEN_AFTER_S = 180.0
-"""A limit that the provider announced and that is below the first guess is discarded if the provider does not announce
-it again within this many seconds."""
+"""A limit that the provider announced and that is below the first guess (`BudgetSpec.start`) is discarded if the
+provider does not announce it again within this many seconds."""
 NEWS_S = 60.0
 """If a provider announces the same limit again, this is recorded, and sent to other processes, at most once in this
 many seconds."""
@@ -47,7 +49,7 @@ NO_LIMIT = 1e9
 
 class Adaptive:
     """The limits of one account (requests, input tokens, output tokens per minute) as this process assumes them, and
-    what they were learned from."""
+    what it has learned about them from the provider's responses."""
 
     def __init__(self, start: Amounts, caps: AccountCaps, *, now_s: float) -> None:
         self._start = start
@@ -58,8 +60,8 @@ class Adaptive:
         return Amounts(*(self._of(index) * self.learned.factors[index] for index in range(3)))
 
     def guessed(self) -> tuple[bool, ...]:
-        """For each limit: True if it is a guess: not announced by the provider, not set by the operator, and not
-        treated as absent because the provider announces no limits."""
+        """For each limit: True if its value is a guess. It is not a guess if the provider announced it, if the operator
+        set it, or if the account is assumed to have no limits."""
         return tuple(
             announced is None and cap is None and not self.learned.is_silent
             for announced, cap in zip(self.learned.told, self._caps, strict=True)
@@ -98,8 +100,8 @@ class Adaptive:
             self.learned = self.learned._replace(factors=(1.0, 1.0, 1.0), moved_s=now_s)
 
     def learn_no_rate(self) -> bool:
-        """Learn from an answer whose headers announce no limits: then none are assumed, unless the provider announced
-        or enforced some before. Returns True if that changes the limits."""
+        """Learn from an answer whose headers announce no limits. The account is then assumed to have none, unless the
+        provider has announced limits or refused a call before. Returns True if that changes the limits."""
         known = self.learned
         if known.is_silent or any(limit is not None for limit in known.told) or known.halved_s > -inf:
             return False
@@ -107,8 +109,9 @@ class Adaptive:
         return True
 
     def refused(self, now_s: float, is_spent: Sequence[bool] = NONE_SPENT) -> None:
-        """Lower the assumed limits after a refusal (a 429), unless an earlier one has just lowered them: those with
-        nothing left (`is_spent`) by the factor `LESS`, or all by half if there are none."""
+        """Lower the assumed limits after a refusal (429), unless an earlier refusal has just lowered them. Limits of
+        which nothing is left (`is_spent`) are multiplied by `LESS`; if there are none, all limits are halved. If the
+        account was assumed to have no limits, the first guesses are assumed instead."""
         known = self.learned._replace(moved_s=now_s)
         if known.is_silent:
             known = known._replace(is_silent=False, halved_s=now_s)
@@ -119,8 +122,9 @@ class Adaptive:
         self.learned = known
 
     def answered(self, now_s: float, *, pressed: bool) -> bool:
-        """After an answer: raise the limits that refusals have lowered; if there are none, raise the guessed limits if
-        a request has waited for them (`pressed`). At most every `STEP_EVERY_S`. Returns True if a limit rose."""
+        """After an answer: raise the limits that refusals have lowered. If no limit is lowered, raise the guessed
+        limits, provided that a request has waited for budget (`pressed`). This happens at most once in `STEP_EVERY_S`.
+        Returns True if a limit rose."""
         if 0 <= now_s - self.learned.moved_s < STEP_EVERY_S:  # less than 0: the clock was set back
             return False
         self.learned = known = self.learned._replace(moved_s=now_s)

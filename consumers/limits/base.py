@@ -1,5 +1,5 @@
-"""The values with which other code uses a provider's budget: amounts, reservations, forecasts of waits, and what a
-response says about limits."""
+"""The types of the values with which other code uses a provider's budget: amounts, reservations, forecasts of waits,
+and what a response says about limits."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,7 +10,8 @@ from lanekeeper.contract.problems import LanekeeperError
 
 
 class Amounts(NamedTuple):
-    """What a call to a provider uses, or an account's limits per minute. Three values, always in this order."""
+    """What a call to a provider uses, or what an account's limits allow per minute: three numbers, always in this
+    order."""
 
     requests: float = 0.0
     input_tokens: float = 0.0
@@ -21,7 +22,8 @@ NOTHING: Final = Amounts()
 INPUT: Final = 1
 """The index of the input tokens in a value of `Amounts`."""
 REASONS: Final = ("rpm", "itpm", "otpm")
-"""Names of the limits that a request may wait for: requests, input tokens, output tokens per minute."""
+"""Names of the limits that a request may wait for: requests (rpm), input tokens (itpm) and output tokens (otpm) per
+minute."""
 CONCURRENCY: Final = "concurrency"
 PAUSED: Final = "paused"
 
@@ -35,15 +37,16 @@ class Reservation:
     lane: str
     amounts: Amounts
     from_savings: Amounts = NOTHING
-    """The part of `amounts` that came from the lane's savings (`bucket.py`)."""
+    """The part of `amounts` that came from the lane's savings, that is, from budget that was kept for this lane alone
+    (`bucket.py`)."""
     at_s: float = 0.0
     """When the reservation was granted, by the clock of `Turns.now_s`."""
     is_settled: bool = False
 
 
 class Wait(NamedTuple):
-    """A forecast: how long a request would wait for budget, and for which limit mainly (`reason`: rpm, itpm, otpm,
-    concurrency or paused)."""
+    """A forecast of how long a request would wait for budget, and for which limit it would wait longest (`reason`: rpm,
+    itpm, otpm, concurrency or paused)."""
 
     seconds: float
     """The expected wait in seconds."""
@@ -71,7 +74,7 @@ class Waiting:
 
     count: int
     reason: str
-    """The limit for which the lane's first waiting request waits, and so all requests behind it."""
+    """The limit for which the lane's first waiting request waits. It delays all requests behind it as well."""
     oldest_s: float
     is_known: bool = True
     """False if the limit in `reason` is a guess: neither announced by the provider nor set by the operator."""
@@ -85,13 +88,14 @@ class Kind(StrEnum):
     OVERLOADED = "overloaded"
     SPEND_LIMIT = "spend_limit"
     FAILED = "failed"
-    """The response is an error of none of these kinds: only its headers may tell the account's limits."""
+    """The response is an error of none of the other kinds, so that only its headers may say something about the
+    limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feedback:
-    """What one response of the provider says about its account: its limits, what is left of them, and when to come
-    back."""
+    """What one response of the provider says about its account: its limits, what is left of them, and when to call
+    again."""
 
     kind: Kind
     rate: RateHeaders | None = None
@@ -100,7 +104,7 @@ class Feedback:
     """The requests and tokens of this call that the provider had already subtracted from the account's limits when it
     computed `rate`, the headers that say what is left."""
     took_s: float = 0.0
-    """The seconds since the call began, and so the greatest possible age of `rate`."""
+    """The seconds since the call began, which is the greatest possible age of the values in `rate`."""
 
 
 NO_FEEDBACK: Final = Feedback(kind=Kind.FAILED)

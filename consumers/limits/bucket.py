@@ -4,21 +4,23 @@ I/O. Lanes "above" are more urgent, lanes "below" less urgent.
 The level is the amount that the provider will accept now. It rises at the rate of the limit, up to the bucket's size. A
 lane's savings (its entry of `savings`) are the part of the level that belongs to this lane. They grow by the lane's
 share of what flows in, up to the lane's reserve (its share of the bucket's size), or up to what the lane's first
-request needs if that is more.
+waiting request needs if that is more.
 
 A request may take from the bucket in one of three cases:
 
 1. Its lane's savings cover the request.
-2. The level covers the request, the whole reserves of the lanes above, the needs of their first requests, and the
-   savings held for the lanes below. (If the request is of the top lane and larger than the lane's reserve, only the
-   reserve is counted: the request takes the rest from what is held for other lanes.)
-3. The bucket is full, no request waits in a lane above, and no lane below has saved all that its first request needs.
-   The level cannot rise further, so waiting would not help.
+2. The level covers the sum of what the request needs, the whole reserves of the lanes above, what the first waiting
+   requests of those lanes need, and the savings held for the lanes below. (If the request is of the most urgent lane
+   and larger than the lane's reserve, only the reserve is counted in this sum: the request takes the rest from what is
+   held for other lanes.)
+3. The bucket is full, no request waits in a lane above, and no lane below has saved all that its first waiting request
+   needs. The level cannot rise further, so waiting would not help.
 
-A lane's savings are held: lanes above may not spend them. If a lane saves more than its reserve for a large request,
-the excess is held only as far as it leaves room for the top lane. When the savings cover the request, all of them are
-held, and the request is granted next. A bucket that holds a minute's worth of the limit has room for all savings; one
-that holds a second's worth is too small to hold much for a large request.
+A lane's savings are held, which means that the lanes above may not spend them. If a lane saves more than its reserve
+because its first request is large, the excess is held only as far as the bucket also has room for the other lanes'
+reserves and for the first request of the most urgent lane. When the savings cover the large request, all of them are
+held, and the request is granted next. A bucket that holds a minute's worth of the limit has room for all savings; a
+bucket that holds a second's worth is too small to hold much for a large request.
 """
 
 from collections.abc import Sequence
@@ -28,8 +30,8 @@ from typing import Final
 from consumers.limits.burst import Size
 
 ROUNDING: Final = 1e-6
-"""The need of a request is increased by this part of it, so that rounding errors never make our copy of a bucket fuller
-than the provider's bucket."""
+"""This amount is added to what a request needs, so that rounding errors never make our copy of a bucket fuller than the
+provider's bucket."""
 
 
 class Bucket:
@@ -50,14 +52,14 @@ class Bucket:
 
     def resize(self, per_minute: float, size: Size, *, fills: bool) -> None:
         """Change the limit and the size; call `refill` before. If the bucket becomes smaller, the amount that no longer
-        fits is lost. `fills`: if it becomes larger, raise the level by the difference, because the bucket was that
-        large from the beginning."""
+        fits is lost. `fills`: if the bucket becomes larger, raise its level by the difference, because it was that
+        large from the beginning, and only our guess of its limit was too low."""
         self.per_s = per_minute / 60
         # at least one, because no call could take anything from a smaller bucket
         before, self.burst = self.burst, max(1.0, per_minute * size.burst_s / 60)
         self.most = (1 - size.lost_part) * self.burst
-        """A call takes its amount from the bucket's level, but from no more than this: when a call begins, a full
-        bucket loses the part `lost_part` (see `Size`)."""
+        """The highest level from which a call can take its amount. A fuller bucket is lowered to it when a call begins,
+        so that a full bucket loses the part `lost_part` of its size (see `Size`)."""
         self.reserves = [share * self.burst for share in self.shares]
         self._caps = [
             max(reserve, min(wanted, self.burst)) for reserve, wanted in zip(self.reserves, self._wants, strict=True)
@@ -73,7 +75,8 @@ class Bucket:
         self.level, self.savings, self._at_s = level, list(savings), now_s
 
     def refill(self, now_s: float) -> None:
-        """Add what has flowed into the bucket since the last refill to its level and to the lanes' savings."""
+        """Let the bucket refill for the time since the last call of this method: raise its level and the lanes'
+        savings."""
         passed_s = now_s - self._at_s
         if passed_s <= 0:
             return
@@ -90,7 +93,7 @@ class Bucket:
                 savings[lane] = saved - step if saved - step > cap else cap
 
     def want(self, lane: int, amount: float) -> None:
-        """Set the amount that the first waiting request of a lane needs; 0: no request waits."""
+        """Set the amount that the first waiting request of a lane needs; 0 if no request waits."""
         self._wants[lane] = amount
         reserve = self.reserves[lane]
         cap = reserve if amount <= reserve else min(amount, self.burst)
@@ -100,7 +103,8 @@ class Bucket:
         self._share_out()
 
     def _share_out(self) -> None:
-        """Compute for each lane up to which amount its savings are protected from the lanes above (`_holds`)."""
+        """Compute for each lane (in `_holds`) up to which amount its savings are held, that is, may not be spent by
+        more urgent lanes."""
         self._holds = list(self.reserves)
         room = self.burst - self._caps[0] - sum(self.reserves[1:])
         for other in range(1, len(self.reserves)):
@@ -126,7 +130,7 @@ class Bucket:
 
     def give_back(self, lane: int, amount: float, *, from_savings: float) -> None:
         """Give back an amount that was taken and not used. `from_savings`: how much of what was taken came from the
-        lane's savings; as much returns to them."""
+        lane's savings; no more than that returns to them."""
         self.level = min(self.burst, self.level + amount)
         saved = self.savings[lane]
         self.savings[lane] = max(saved, min(self._caps[lane], saved + min(amount, from_savings)))
@@ -142,7 +146,8 @@ class Bucket:
             self.savings = [saved * max(level, 0.0) / total if saved > 0 else saved for saved in self.savings]
 
     def wait_s(self, lane: int, amount: float) -> float:
-        """Seconds until a request of this lane may take the amount, if nothing else is taken or given back; 0: now."""
+        """Seconds until a request of this lane may take the amount, if nothing else is taken or given back; 0 if it may
+        take the amount now."""
         need, level, saved = amount + ROUNDING, self.level, self.savings[lane]
         whole = need if need < self.burst else self.burst
         level_s = (whole - level) / self.per_s if level < whole else 0.0
@@ -167,9 +172,10 @@ class Bucket:
         return own_s if own_s < left_s else left_s
 
     def _left_in_s(self, kept: float, below: Sequence[int], *, is_first: bool) -> float:
-        """Seconds until a request may take what other lanes leave: until the level covers `kept` (the request, and what
-        is kept for the lanes above) and the savings that will then be held for the lanes `below`. `is_first`: a full
-        bucket is enough."""
+        """Seconds until a request may take what other lanes leave, that is, until the level covers `kept` (the request,
+        and what is kept for more urgent lanes) and the savings that will then be held for the less urgent lanes
+        (`below`). `is_first`: True if the request may also take its amount as soon as the bucket is full (the third
+        case in the module's docstring)."""
         if is_first and self.level >= self.burst:
             return 0.0
         need = kept
@@ -193,8 +199,8 @@ class Bucket:
 
 
 def flows_in_s(missing: float, per_s: float, filling: Sequence[tuple[float, float]]) -> float:
-    """Seconds until the amount `missing` has flowed in at the rate `per_s`, which rises when other lanes have saved
-    enough. `filling`: for each of them, after how many seconds, and by how much."""
+    """Seconds until the amount `missing` has flowed in. The rate `per_s` rises whenever another lane has saved enough.
+    `filling`: for each of these lanes, after how many seconds the rate rises, and by how much per second."""
     passed_s = 0.0
     for in_s, more_per_s in sorted(filling):
         reached = missing - per_s * (in_s - passed_s)

@@ -61,8 +61,8 @@ class Buckets:
         )
 
     def settle(self, lane: int, taken: Amounts, *, from_savings: Amounts, used: Amounts) -> None:
-        """After a call: give back to the buckets what was taken for it and not used, and take what it used beyond that.
-        `from_savings`: the result of `take`."""
+        """After a call: give back to the buckets what was taken for it and not used, and take from them what it used
+        beyond that. `from_savings`: the result of `take`."""
         for bucket, amount, saved, spent in zip(self._all, taken, from_savings, used, strict=True):
             if amount > spent:
                 bucket.give_back(lane, amount - spent, from_savings=saved)
@@ -70,10 +70,10 @@ class Buckets:
                 bucket.take(lane, spent - amount)
 
     def lower(self, rate: RateHeaders, *, took_s: float, of_refusal: bool) -> None:
-        """Lower the levels of the token buckets to what the provider says is left of its limits, if that is less.
-        `took_s`: the greatest possible age of the provider's figures; the amount that flows in during this time is
-        added to them. The largest possible rounding error of the figures is added as well, except after a refusal,
-        which proves that less was left than the call needed."""
+        """Lower the levels of the token buckets to what the provider says is left of its limits, if that is less than
+        the level. `took_s`: the greatest possible age of the provider's numbers; the amount that flows in during this
+        time is added to them. The largest possible rounding error of the numbers is added as well, except after a
+        refusal, which proves that less was left than the call needed."""
         for bucket, header, rounded_by in zip(self._all, rate, ROUNDED_BY, strict=True):
             if header.remaining is not None:
                 bucket.lower(header.remaining + (0 if of_refusal else rounded_by) + took_s * bucket.per_s)

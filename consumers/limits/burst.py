@@ -1,15 +1,16 @@
-"""Learns the sizes of an account's token buckets: how much of a limit may be used at once, in seconds' worth of the
-limit. Without I/O.
+"""Learns the sizes of an account's token buckets: how much of a limit may be used at once. Without I/O. Sizes are given
+in seconds' worth of the limit: 60 means the amount of a minute.
 
-A size is what the provider's own bucket is proven to hold, at most the value of the setting. After a call, the
-provider's `remaining` plus what the call took is what its bucket held before the call, so this much is proven. Without
-proof, a size is small.
+The size of a bucket is what the provider's own bucket is proven to hold, but at most the setting `BudgetSpec.burst_s`.
+The proof: after a call, the provider's header `remaining` plus what the call took is what the provider's bucket held
+before the call. As long as nothing is proven, a small size is assumed.
 
-A refusal that says how much is left shows that too much was used at once, whatever was proven: somebody else uses the
-account, or the provider enforces its limits per second. Then the size is halved, and rises again slowly. It never falls
-below a second's worth, all of which one large request may need. In so small a bucket the provider's estimate of the
-input matters: the provider takes it at the beginning of a call, and corrects it at the end. Refusals show how much
-higher it is than ours (`margin`)."""
+A refusal that says how much is left shows that too much was used at once, although the bucket was proven to hold it:
+somebody else uses the account, or the provider enforces its limits per second. Then the size is halved, and rises again
+slowly. It never falls below a second's worth. One large request may need all of so small a bucket, so the provider's
+estimate of the request's input tokens matters: the provider subtracts its estimate when a call begins, and corrects it
+when the call ends. If refusals suggest that this estimate is higher than ours, more input tokens are reserved for each
+call (`margin`)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,46 +20,51 @@ from consumers.limits.headers import ROUNDED_UP_BY, RateHeaders
 from consumers.limits.learned import LearnedBursts
 
 UNKNOWN_S = 5.0
-"""The size of a bucket, in seconds' worth of its limit, while the limit is guessed and no size is proven: about four
-calls at once. If it were smaller, few requests could fail over to a provider that was never called before."""
+"""The size of a token bucket, in seconds' worth of its limit, while the limit is guessed and no size is proven: enough
+for about four calls at once. If it were smaller, few requests could fail over to a provider that was never called
+before."""
 UNPROVEN_S = 10.0
-"""The size of a bucket, in seconds' worth of its limit, if the limit was announced or set, but no size is proven,
+"""The size of a token bucket, in seconds' worth of its limit, if the limit was announced or set, but no size is proven,
 because the provider does not say how much is left."""
 NEWS = 1.01
-"""If the proven size of a bucket grows by less than this factor, the other processes are not told."""
+"""The factor by which the proven size of a bucket must grow before the larger size is recorded and sent to other
+processes, so that small changes are not sent. A size that reaches the maximum is always recorded."""
 RECOVERY = 1.1
 """The size of a token bucket that was reduced after a refusal (429) grows by this factor every `RECOVERY_EVERY_S`
 seconds."""
 RECOVERY_EVERY_S = 10.0
-"""The shortest time, in seconds, between two steps of the recovery after refusals (429)."""
+"""The shortest time, in seconds, between two steps in which token buckets that were reduced after refusals (429) grow
+again."""
 PATIENCE_S = 5.0
-"""Refusals (429) within this many seconds reduce the sizes of the buckets only once, because calls that run already are
-refused for the same reason."""
+"""Refusals (429) within this many seconds reduce the sizes of the buckets only once, because calls that were running at
+the first refusal may be refused for the same reason."""
 LEAST_S = 1.0
-"""A refusal never reduces the size of a bucket below this many seconds' worth of its limit."""
+"""A refusal (429) never reduces the size of a token bucket below this many seconds' worth of its limit."""
 SMALL_S = 5.0
-"""If a bucket holds fewer seconds' worth of its limit than this, it counts as small: one request may need all that it
-holds."""
+"""A token bucket that holds fewer seconds' worth of its limit than this counts as small, because one request may need
+all that it holds."""
 MARGIN_STEP = 0.2
 """By how much `Bursts.margin` (the part by which more input tokens are reserved than estimated) is raised after a
 refusal (429) that shows that the provider estimates more than we do."""
 MARGIN_MOST = 0.5
 """The highest value of `Bursts.margin` (the part by which more input tokens are reserved than estimated)."""
 OFTEN = 0.5
-"""If at least this part of the latest responses (a smoothed value) are refusals (429), reducing the buckets has not
-helped, and the limits are lowered."""
+"""If at least this part of the latest responses (a smoothed value) are refusals (429) although the buckets have their
+smallest sizes, reducing the buckets has not helped, so the limits are lowered."""
 MARGIN_DECAY = 0.99
 """At each step of the recovery after refusals (429), `Bursts.margin` (by what part the provider's estimates of input
-tokens exceed ours) is multiplied by this."""
+tokens exceed ours) is multiplied by this, so that it falls again slowly."""
 SPENT = 0.01
-"""A token bucket counts as spent, and so explains a refusal (429), if less than this part of its limit is left in
-it."""
+"""A token bucket counts as spent, and so explains a refusal (429), if less than this part of its limit per minute is
+left in it."""
 SPENT_REQUESTS = 2.0
-"""A token bucket also counts as spent if less is left in it than this many average requests need."""
+"""The bucket of input tokens also counts as spent, and so explains a refusal (429), if less is left in it than this
+many average requests need."""
 WEIGHT = 0.1
 """The weight of the latest response in smoothed values, such as the share of responses that are refusals (429)."""
 LOST_PART = 0.05
-"""The value of `Size.lost_part` for a bucket that is smaller than the operator's setting allows."""
+"""The value of `Size.lost_part` for a bucket whose size is proven and is below the operator's setting
+(`BudgetSpec.burst_s`)."""
 
 
 class Size(NamedTuple):
@@ -67,9 +73,9 @@ class Size(NamedTuple):
     burst_s: float
     """The bucket's size, in seconds' worth of the limit: 60 means the amount of a minute."""
     lost_part: float
-    """The part of a full bucket that counts as lost at a call, in addition to what the call takes. The provider's
-    bucket, if it is not larger than ours, begins to refill only when the call arrives, and calls take different times
-    to arrive."""
+    """The part of a full bucket that counts as lost when a call begins, in addition to what the call takes. Without it,
+    our bucket could be fuller than the provider's: if the provider's bucket is not larger than ours, it is full as
+    well, and begins to refill only when the call arrives, which takes a different time for each call."""
 
 
 class Bursts:
@@ -80,11 +86,12 @@ class Bursts:
         self._most_s = most_s
         self.learned = LearnedBursts()
         self._usual_input = 0.0
-        """How many input tokens a usual request has, from the responses that this process has received."""
+        """The average number of input tokens of a request (smoothed), from the responses that this process has
+        received."""
         self._refusals = 0.0
         self.margin = 0.0
-        """By what part the provider's estimate of a request's input exceeds ours (0.2: by a fifth). It is not sent to
-        other processes."""
+        """By what part the provider's estimate of a request's input tokens exceeds ours (0.2: by a fifth), so that as
+        much more is reserved for each call. It is not sent to other processes."""
 
     def sizes(self, *, guessed: Sequence[bool]) -> tuple[Size, ...]:
         """The sizes of the three buckets. `guessed`: for each limit, True if it was neither announced by the provider
@@ -97,7 +104,8 @@ class Bursts:
         )
 
     def forget(self, guessed: Sequence[bool]) -> None:
-        """Discard the proven sizes of buckets whose limits are guessed again."""
+        """Discard the proven sizes of buckets whose limits are guessed again, because no response has confirmed them
+        for minutes."""
         known = zip(self.learned.proven_s, guessed, strict=True)
         self.learned = self.learned._replace(
             proven_s=tuple(None if is_guess else proven_s for proven_s, is_guess in known)
@@ -105,7 +113,7 @@ class Bursts:
 
     def learn(self, rate: RateHeaders, counted: Amounts) -> bool:
         """Learn from a response how much the provider's buckets hold. Returns True if a bucket is now proven to hold
-        more than before. `counted`: see `Feedback`."""
+        more than before. `counted`: what the provider had already subtracted for this call (`Feedback.counted`)."""
         if counted.input_tokens > 0:
             self._usual_input += (WEIGHT if self._usual_input else 1.0) * (counted.input_tokens - self._usual_input)
         found = list(self.learned.proven_s)
@@ -122,7 +130,8 @@ class Bursts:
         return self.learned != before
 
     def spent(self, rate: RateHeaders) -> tuple[bool, ...]:
-        """For each of the three buckets: True if so little is left in it that this explains a refused call."""
+        """For each of the three buckets: True if so little is left in it that this explains why a call was refused
+        (429)."""
         usual = (0.0, SPENT_REQUESTS * self._usual_input, 0.0)
         return tuple(
             header.remaining is not None
@@ -131,8 +140,9 @@ class Bursts:
         )
 
     def refused(self, is_spent: Sequence[bool], now_s: float) -> bool:
-        """Reduce the sizes after a refusal: of the buckets that are spent, or of all buckets if none is. Returns False
-        if smaller bursts have not ended the refusals."""
+        """After a refusal (429), reduce the sizes of the buckets that are spent, or of all buckets if none is spent. If
+        the bucket of input tokens is among them and is small already, `margin` is raised instead, up to `MARGIN_MOST`.
+        Returns False if many calls are refused although these buckets have their smallest sizes."""
         self._refusals += WEIGHT * (1 - self._refusals)
         if 0 <= now_s - self.learned.cut_s < PATIENCE_S:
             return True
@@ -156,8 +166,8 @@ class Bursts:
         self.margin = min(MARGIN_MOST, self.margin + MARGIN_STEP)
 
     def answered(self, now_s: float) -> bool:
-        """After an answer: raise the sizes that refusals have reduced by a step, if the last step is long enough ago.
-        Returns True if they rose."""
+        """After an answer: if refusals have reduced sizes, raise these by one step, but only if the last step is at
+        least `RECOVERY_EVERY_S` ago. Returns True if they rose."""
         self._refusals -= WEIGHT * self._refusals
         known = self.learned
         if 0 <= now_s - known.moved_s < RECOVERY_EVERY_S or (min(known.cut) == 1 and not self.margin):
@@ -167,5 +177,6 @@ class Bursts:
         return True
 
     def _least(self, index: int) -> float:
-        """The smallest factor for the size of a bucket: with it, the bucket holds one second's worth of the limit."""
+        """The smallest factor by which refusals may multiply the size of a bucket. With it, the bucket holds one
+        second's worth of its limit."""
         return min(1.0, LEAST_S / (self.learned.proven_s[index] or UNPROVEN_S))

@@ -1,13 +1,14 @@
-"""How many calls an account at a provider may have at once, and which lanes these calls belong to. Without I/O.
+"""Decides how many calls to an account at a provider may run at the same time, and which lanes may make them. Without
+I/O.
 
-At first there is no limit, or that of the settings. It changes if the provider often answers with 529 (overloaded).
-Then the limit is half of the calls that ran. As in TCP, it rises by one each time that as many calls as the limit were
-answered. It also rises by one after some time without a 529, because calls can stream for minutes. A single 529 does
-not lower the limit, because it may have nothing to do with this account's calls.
+At first there is no limit, or only that of the settings. If the provider often answers with 529 (overloaded), the limit
+is set to half the number of calls that run. As in TCP, it then rises by one each time that as many calls as the limit
+were answered. It also rises by one after some time without a 529, because calls can stream for minutes, so that answers
+may be rare. A single 529 does not lower the limit, because it may have nothing to do with this account's calls.
 
 While the number of calls is limited, each lane gets its share of them: whenever a call begins, the credit of every lane
-with a waiting request grows by the lane's share, up to one call. A lane with a credit of one call is due: its request
-is granted before those of more urgent lanes.
+with a waiting request grows by the lane's share, up to one call. A lane with a credit of one call is called "due": its
+first waiting request is granted before those of more urgent lanes.
 """
 
 from collections.abc import Sequence
@@ -22,20 +23,21 @@ the same overload."""
 SMOOTHING = 0.1
 """The weight of the latest call in the smoothed share of overloads (529)."""
 REGAIN_S = 5.0
-"""A lowered limit of calls rises by one after this many seconds without a 529. If the provider is still overloaded, it
-refuses only that one additional call. Without this rule, two long streams would block all lanes for as long as they
-run."""
+"""A limit of calls that overloads (529) have lowered rises by one after this many seconds without a 529. If the
+provider is still overloaded, it refuses only that one additional call. Without this rule, two long streams would block
+all lanes for as long as they run."""
 OFTEN = 0.25
 """The limit of calls is lowered if at least this part of the latest responses (a smoothed value) are 529s. The third
 529 in a row reaches it."""
 WHOLE: Final = 1 - 1e-9
-"""A lane's credit of at least this value counts as one whole call. It is a little below 1 because of rounding
-errors."""
+"""If a lane's credit, to which its share is added whenever a call begins, is at least this, the lane is due for a call.
+The value is a little below 1 because of rounding errors."""
 
 
 class Concurrency:
-    """How many calls of one account may run at a time, how many run, and which lanes are due for a call. `ceiling`: the
-    limit of the settings; None: no limit. `shares`: each lane's share of the calls."""
+    """How many calls of one account may run at a time, how many run, and which lanes are due for a call, which means
+    that their share of the calls adds up to a whole call. `ceiling`: the limit of the settings; None: no limit.
+    `shares`: each lane's share of the calls."""
 
     def __init__(self, ceiling: int | None, shares: Sequence[float]) -> None:
         self._ceiling: float = inf if ceiling is None else ceiling
@@ -69,8 +71,8 @@ class Concurrency:
         return self.limit == self._ceiling
 
     def begin(self, lane: int, heads: Sequence[Waiter | None]) -> None:
-        """Count a call of this lane that begins. `heads`: the first waiting request of each lane, including the one
-        whose call begins."""
+        """Count a call of this lane that begins. `heads`: the first waiting request of each lane, if it has one; the
+        request whose call begins is still among them."""
         self.running += 1
         if self.running > self._peak:
             self._peak = self.running
@@ -87,8 +89,9 @@ class Concurrency:
         return self.is_limited and self._credit[lane] >= WHOLE
 
     def calls_before(self, lane: int, count: int) -> int:
-        """The most calls of the account that can begin before the call of a waiting request. `count`: how many requests
-        of its lane wait before it."""
+        """The largest number of calls of the account that can begin before the call of a waiting request; it is limited
+        because each lane gets its share of the calls. `count`: how many requests of the same lane wait before this
+        one."""
         return ceil((count + 1 - self._credit[lane]) / self._shares[lane]) + 1
 
     def end(self, took_s: float) -> None:
@@ -105,8 +108,8 @@ class Concurrency:
             self.limit = max(1.0, min(self.limit, self.running) / 2)
 
     def answered(self) -> None:
-        """Count an answer. After overloads (529), the lowered limit rises by one call after as many answers as it
-        allows calls at a time."""
+        """Count an answer. If overloads (529) have lowered the limit of calls, raise it a little: by one call in as
+        many answers as the limit allows calls at a time."""
         self._overloads -= self._overloads * SMOOTHING
         if not self.is_set:
             self._allow(1 / self.limit)

@@ -1,5 +1,5 @@
-"""How fast each lane has used a provider's budget lately. Forecasts assume that more urgent lanes go on at this rate.
-Without I/O; times are passed in."""
+"""Measures how fast each lane has used a provider's budget lately. Forecasts of waits assume that more urgent lanes go
+on at this rate. Without I/O; times are passed in."""
 
 from collections.abc import Sequence
 from math import exp
@@ -7,19 +7,20 @@ from math import exp
 from consumers.limits.base import Amounts
 
 WITHIN_S = 60.0
-"""How fast used amounts are forgotten: after this many seconds an amount has about a third (1/e) of its weight."""
+"""How fast used amounts of a budget are forgotten: after this many seconds an amount has about a third (1/e) of its
+weight."""
 
 
 class Demand:
-    """How much each lane has taken from each token bucket of a provider's account lately, weighted by age."""
+    """How much each lane has taken from each token bucket of a provider's account lately; older amounts count less."""
 
     def __init__(self, lanes: int, *, now_s: float) -> None:
         self._spent = [[0.0, 0.0, 0.0] for _ in range(lanes)]
         self._at_s = [now_s for _ in range(lanes)]
 
     def add(self, lane: int, amounts: Amounts, now_s: float) -> None:
-        """Add the requests and tokens that a lane's call has reserved, or used beyond its reservation. Negative
-        amounts: reserved and not used."""
+        """Add the requests and tokens that a lane's call has reserved, or has used beyond its reservation. If the call
+        has used less than was reserved, `amounts` are the differences, which are negative."""
         requests, input_tokens, output_tokens = self._spent[lane]
         passed_s = now_s - self._at_s[lane]
         self._at_s[lane] = now_s
@@ -34,8 +35,8 @@ class Demand:
         self._at_s = [at_s + jump_s for at_s in self._at_s]
 
     def per_s(self, lanes: Sequence[int], index: int, now_s: float) -> float:
-        """The amount that these lanes together spend per second from one bucket. `index`: the bucket's index in
-        `Amounts`."""
+        """The amount that these lanes together have lately spent per second from one token bucket. `index`: the
+        bucket's index in `Amounts`."""
         return sum(
             max(0.0, self._spent[lane][index]) * exp(min(0.0, self._at_s[lane] - now_s) / WITHIN_S) / WITHIN_S
             for lane in lanes

@@ -9,11 +9,14 @@ from collections import OrderedDict
 from typing import NamedTuple, TypeVar
 
 KINDS = 4096
-"""Estimates are kept for this many kinds of requests (lane, task and model): those that were used last."""
+"""The number of kinds of requests (lane, task and model) for which estimates are kept; the kind that was not used for
+longest is removed first."""
 WEIGHT = 0.1
-"""The weight of the latest value in a smoothed mean."""
+"""The weight of the latest call in the smoothed means from which the tokens and the duration of a call are
+estimated."""
 SPREAD = 1.0
-"""An estimate is the mean plus this many mean deviations, so that few answers use more than estimated."""
+"""The estimate of an answer's length in tokens, or of a call's duration, is the mean plus this many mean deviations, so
+that few answers or calls exceed their estimate."""
 Key = TypeVar("Key")
 
 
@@ -32,7 +35,7 @@ def task_of(routing_key: str) -> str:
 
 
 class _Average:
-    """The mean and mean deviation of observed values; later values weigh more."""
+    """The smoothed mean of observed values, and their smoothed mean deviation from it; later values weigh more."""
 
     def __init__(self, first: float) -> None:
         self.mean = first
@@ -69,13 +72,14 @@ class Estimates:
         return max(1.0, min(float(max_tokens), expected))
 
     def run_s(self, kind: UsageClass) -> float:
-        """How many seconds a call of this kind is expected to take: few calls take longer. 0 if no call of the kind has
-        ended yet."""
+        """In how many seconds a call of this kind is expected to end; only few calls take longer. 0 if no call of the
+        kind has ended yet."""
         known = self._runs.get(kind)
         return 0.0 if known is None else known.expected
 
     def learn_run(self, kind: UsageClass, run_s: float, *, was_cut: bool) -> None:
-        """Learn from a call how long it took. `was_cut`: the deadline ended the call, which would have taken longer."""
+        """Learn from a call how long it took. `was_cut`: True if the deadline ended the call, which would have taken
+        longer. Its duration then counts only if it is longer than the estimate."""
         if not was_cut or run_s > self.run_s(kind):
             _learn_value(self._runs, kind, run_s)
 

@@ -3,7 +3,8 @@ I/O.
 
 A forecast has two values. The shortest wait assumes that no further requests arrive in more urgent lanes; a request is
 refused only because of this value, and only if the limits are known. The expected wait assumes that more urgent lanes
-go on using budget as in the last minute. Calls that give back unused amounts make both waits shorter.
+go on using budget as in the last minute. Real waits may be shorter than both values, because calls give back what they
+reserved and did not use.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,9 +24,9 @@ def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
 
 
 def of(account: Account, waiter: Waiter, now_s: float) -> Wait:
-    """Estimate how long a request that has just joined its lane will wait for the account's budget. The requests of
-    its lane that wait in other processes are counted as ahead of a new request, but not of a deferred one that comes
-    back, because it keeps its earlier place."""
+    """Estimate how long a request that has just joined its lane will wait for the account's budget. The requests of its
+    lane that wait in other processes are counted as ahead of a new request, but not as ahead of a deferred request that
+    comes back, because that one keeps its earlier place in the line."""
     account.refill(now_s)
     lane, amounts = waiter.lane, waiter.amounts
     ahead, count = account.lines.before(waiter)
@@ -41,8 +42,9 @@ def first(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
 
 
 def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
-    """The waiting requests that will certainly be granted later than their deadline allows, each with its forecast. It
-    takes much CPU, because it looks at every waiting request."""
+    """The waiting requests that will certainly be granted too late for their deadline, each with the forecast of its
+    wait; all waiting requests if the account's spend limit is reached. This takes much CPU, because it computes a
+    forecast for every waiting request."""
     account.refill(now_s)
     for lane in range(len(account.lanes)):
         count, ahead, lines = 0, [0.0, 0.0, 0.0], _lines(account, lane, now_s)
@@ -66,9 +68,9 @@ def _wait(
     count: int,
     lines: "Sequence[_Line] | None" = None,
 ) -> Wait:
-    """How long one request of a lane will wait for the account. `ahead`: the amounts that the requests before it in its
-    lane need; `count`: how many of these are in this process; `lines`: the result of `_lines` for the lane, if it is
-    known already."""
+    """How long one request of a lane will wait for the account's budget. `ahead`: the amounts that the requests before
+    it in its lane need; `count`: how many of these are in this process; `lines`: the result of `_lines` for the lane,
+    if the caller has it already."""
     if (paused_s := account.paused_s(now_s)) > 0:
         return Wait(paused_s, PAUSED, paused_s)
     longest_s, least_s, reason, is_known = 0.0, 0.0, REASONS[0], True
@@ -91,7 +93,7 @@ def _wait(
 
 
 def _lines(account: Account, lane: int, now_s: float) -> "list[_Line]":
-    """The line of a lane's waiting requests, as each of the three buckets sees it."""
+    """For each of the three buckets: a `_Line`, which computes how long requests of this lane wait for the bucket."""
     above = [_ahead_of(account, other) for other in range(lane)]
     return [
         _Line(account, index, bucket, lane, above, account.demand.per_s(range(lane), index, now_s))
@@ -100,8 +102,9 @@ def _lines(account: Account, lane: int, now_s: float) -> "list[_Line]":
 
 
 def _ahead_of(account: Account, lane: int) -> Sequence[float]:
-    """The amounts that the waiters of a lane will take before the lanes below. They wait longest for one bucket, and
-    take all they need from it; from the other buckets, until then, only what the first waiter needs."""
+    """How much the waiting requests of a lane are expected to take from each bucket before less urgent lanes get
+    anything. From the bucket for which they wait longest, they take all that they need together. From the others they
+    take only what the first request needs, because those behind it still wait for the scarcest bucket."""
     sums = [x + y for x, y in zip(account.lines.sums(lane), account.waiting_elsewhere[lane], strict=True)]
     if sums[0] == 0 or (head := account.lines.heads[lane]) is None:
         return sums
@@ -127,16 +130,18 @@ class _Line:
         self._bucket = bucket
         self._lane = lane
         self._taken_per_s = taken_per_s
-        """How much per second the lanes above (the more urgent ones) are expected to go on taking from the bucket."""
+        """How much per second the more urgent lanes are expected to go on taking from the bucket."""
         self._above = sum(takes[index] for takes in above)
-        """The amount that the lanes above will take from the bucket."""
+        """The amount that the waiting requests of more urgent lanes will take from the bucket."""
         self._held = sum(bucket.reserves[:lane])
-        """The amount that the bucket must contain in addition to what the request needs."""
+        """The amount that the bucket must contain in addition to what the request needs: the reserves of the more
+        urgent lanes, and what is held for the less urgent ones."""
         self._per_s = bucket.per_s
-        """How much per second this lane and those above get, while the lanes below spend or save their shares."""
+        """How much of what flows into the bucket per second this lane and the more urgent ones get, while the less
+        urgent lanes spend or save their shares."""
         self._filling: list[tuple[float, float]] = []
-        """For each lane below that still saves and has no waiting request: the seconds until it has saved all that it
-        may, and how much per second it saves."""
+        """For each less urgent lane that still saves and has no waiting request: the seconds until it has saved all
+        that it may, and how much per second it saves."""
         for other in range(lane + 1, len(bucket.shares)):
             held, its_per_s = bucket.held(other), bucket.shares[other] * bucket.per_s
             self._held += held
@@ -147,8 +152,9 @@ class _Line:
                 self._filling.append((missing / its_per_s, its_per_s))
 
     def wait_s(self, ahead: float, amount: float, *, earliest: bool = False) -> float:
-        """Seconds until the request is granted, after those that need `ahead`: from the lane's savings, or from what
-        other lanes leave, whichever is sooner. `earliest`: the shortest possible wait."""
+        """Seconds until a request that needs `amount` may take it, after the requests before it, which together need
+        `ahead`. It takes the amount from the lane's savings, or from what other lanes leave, whichever is possible
+        sooner. `earliest`: compute the shortest possible wait and not the expected one."""
         bucket = self._bucket
         whole = ahead + (amount if amount < bucket.burst else bucket.burst)
         level_s, before = (whole - bucket.level) / bucket.per_s, ahead + self._above - bucket.level
@@ -163,8 +169,9 @@ class _Line:
         return max(0.0, level_s, min(own_s, self._left_s(before, kept, 0.0 if earliest else self._taken_per_s)))
 
     def _left_s(self, before: float, kept: float, taken_per_s: float) -> float:
-        """Seconds until the request may take what other lanes leave. `before`: the amount that must flow in for those
-        before it; `kept`: the part of its own amount that must flow in; `taken_per_s`: what the lanes above take."""
+        """Seconds until the request may take what other lanes leave. `before`: the amount that must flow into the
+        bucket for the requests before it; `kept`: the part of the request's own amount that must flow in as well;
+        `taken_per_s`: how much the more urgent lanes take per second."""
         missing = before + kept + self._held
         if missing <= 0:
             return 0.0

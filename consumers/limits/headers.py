@@ -13,23 +13,24 @@ from typing import NamedTuple
 MOST = 1e12
 """A larger number in a provider's headers about limits is ignored, because no account has such a limit."""
 FARTHEST_RESET_S = 86_400.0
-"""If a header `reset` names a time more than this many seconds ahead, the bucket's headers are ignored, because a
-bucket refills within a minute."""
+"""All headers about a limit are ignored if the header `reset` names a time that is further away than this, in seconds,
+because a bucket refills within a minute."""
 ROUNDED_BY: tuple[float, float, float] = (1.0, 500.0, 500.0)
-"""By how much the header `remaining` may be below the true value, because it is rounded, in the order of `Amounts`.
-Requests are rounded to whole numbers."""
+"""By how much the header `remaining` may be below the true value because it is rounded: for requests (rounded to whole
+numbers), input tokens and output tokens (rounded to thousands)."""
 ROUNDED_UP_BY: tuple[float, float, float] = (0.0, 500.0, 500.0)
-"""By how much the header `remaining` may be above the true value, because it is rounded, in the order of `Amounts`."""
+"""By how much the header `remaining` may be above the true value because it is rounded: for requests, input tokens and
+output tokens."""
 LEAST: tuple[float, float, float] = (1.0, 1000.0, 1000.0)
-"""If a provider's headers announce lower limits per minute than these (in the order of `Amounts`), they are ignored: no
-account has such limits, and they would block all calls."""
+"""The lowest limits per minute (of requests, input tokens and output tokens) that are accepted from a provider's
+headers. Lower ones are ignored, because no account has such limits, and they would block all calls."""
 _NAMES = ("requests", "input-tokens", "output-tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketHeaders:
     """What a response's headers say about one limit (requests, input or output tokens): the limit per minute, and how
-    much is left. None: the header is missing, or its value is impossible."""
+    much is left of it. A value is None if its header is missing or impossible."""
 
     limit: float | None = None
     remaining: float | None = None
@@ -44,8 +45,9 @@ class RateHeaders(NamedTuple):
 
 
 def read(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
-    """Read the limits from the headers; None if they have none. `headers`: by names in lower case, as a dict because a
-    look-up in httpx2's own type searches all headers; `now_s`: seconds since 1970."""
+    """Read the limits from a response's headers. Returns None if the headers say nothing about limits. `headers`: the
+    values by name in lower case, in a dict, because a look-up in httpx2's own type searches all headers; `now_s`:
+    seconds since 1970."""
     found = [
         _bucket(headers, name, least, rounded_up_by, now_s)
         for name, least, rounded_up_by in zip(_NAMES, LEAST, ROUNDED_UP_BY, strict=True)

@@ -1,8 +1,8 @@
-"""Writes what was learned about an account's limits as text with a version, and reads it back, checking every value.
-Without I/O.
+"""Converts what was learned about an account's limits to JSON text with a version number, and reads such text, checking
+every value. Without I/O.
 
 Processes of two versions of Lanekeeper share one Redis while a deployment is updated. Text that this version does not
-understand raises `UnreadableError`; the reading process then keeps what it knows itself.
+understand raises `UnreadableError`; the process that reads it then keeps what it has learned itself.
 """
 
 import json
@@ -15,11 +15,12 @@ VERSION: Final = 1
 """The version of the JSON text in which processes exchange learned limits. Increase it when a field is added, is
 removed, or gets another meaning."""
 MOST: Final = 1e12
-"""The largest number that is accepted among the learned limits of another process."""
+"""The largest number that is accepted in the JSON text of learned limits that another process has written."""
 
 
 class UnreadableError(ValueError):
-    """A text about learned limits cannot be used: another version of Lanekeeper has written it, or it is damaged."""
+    """The JSON text of learned limits cannot be used, because another version of Lanekeeper has written it, or because
+    it is damaged."""
 
 
 class LearnedLimits(NamedTuple):
@@ -27,7 +28,7 @@ class LearnedLimits(NamedTuple):
     names of the fields are part of the JSON that processes exchange."""
 
     told: tuple[float | None, ...] = (None, None, None)
-    """The limits per minute that the provider announced; None: it announced none."""
+    """The limits per minute that the provider announced; None for a limit that it did not announce."""
     told_s: tuple[float, ...] = (-inf, -inf, -inf)
     """For each limit: when the provider last announced it."""
     grown: tuple[float, ...] = (0.0, 0.0, 0.0)
@@ -47,7 +48,8 @@ class LearnedBursts(NamedTuple):
     part of the JSON that processes exchange."""
 
     proven_s: tuple[float | None, ...] = (None, None, None)
-    """What each bucket is proven to hold, in seconds' worth of its limit; None: nothing is proven."""
+    """What the provider's bucket for each limit is proven to hold, in seconds' worth of the limit; None: nothing is
+    proven."""
     cut: tuple[float, ...] = (1.0, 1.0, 1.0)
     """For each bucket: the factor (1 or less) by which its size is multiplied, because the provider has refused
     calls."""
@@ -66,7 +68,7 @@ class Learned(NamedTuple):
     held_until_s: float
 
     def shifted(self, jump_s: float) -> "Learned":
-        """A copy with all times moved by `jump_s`, because the clock has jumped."""
+        """A copy in which `jump_s` is added to all times, because the clock has jumped by so many seconds."""
         limits, bursts = self.limits, self.bursts
         return Learned(
             limits._replace(

@@ -1,6 +1,7 @@
 """The requests that wait for the budget of an account: one line for each lane, by arrival. Without I/O.
 
-A request that was deferred and comes back gets its old place. `account.py` chooses between the lanes.
+A request that was deferred and comes back gets its old place in the line. Which lane's first request gets the budget is
+decided in `account.py`.
 """
 
 import asyncio
@@ -27,11 +28,12 @@ class Waiter:
     reservation: Reservation | None = None
     """The request's reservation; None until it is granted."""
     future: "asyncio.Future[None] | None" = None
-    """The future that the request's task awaits. None before the task waits, and for a request that does not wait."""
+    """The future that the request's task awaits. It is None before the task waits, and for a request that takes budget
+    only if it needs not wait (`try_reserve`)."""
 
     def wake(self) -> bool:
-        """Wake the task of this request, because it was granted its budget. Returns False if the task was cancelled:
-        the caller must then settle the reservation."""
+        """Wake the task of this request, because it was granted its budget. Returns False if the task was cancelled, so
+        that the caller must settle the reservation."""
         if self.future is None:
             return True  # its task is not waiting yet, and will find `reservation` set
         if self.future.done():
@@ -64,8 +66,8 @@ class Lines:
         return self._at(waiter) is not None
 
     def __iter__(self) -> Iterator[Waiter]:
-        """All requests that wait for the account's budget: those of the most urgent lane first, each lane's in their
-        order."""
+        """All requests that wait for the account's budget: those of the most urgent lane first, and within a lane by
+        arrival."""
         for line in self._lines:
             yield from line
 
@@ -86,7 +88,7 @@ class Lines:
         return self._sums[lane]
 
     def before(self, waiter: Waiter) -> tuple[Sequence[float], int]:
-        """What the requests before this one in its lane's line need together, and how many they are."""
+        """Returns what the requests before this one in its lane's line need together, and how many they are."""
         line = self._lines[waiter.lane]
         if line[-1] is waiter:
             sums = self._sums[waiter.lane]
@@ -99,8 +101,8 @@ class Lines:
         return sums, len(before)
 
     def join(self, waiter: Waiter) -> bool:
-        """Put a waiting request in its lane's line, at the place of its arrival. Returns True if it is now the first
-        there."""
+        """Put a waiting request in its lane's line, sorted by arrival. Returns True if it is now the first of the
+        line."""
         line, sums = self._lines[waiter.lane], self._sums[waiter.lane]
         insort(line, waiter, key=_arrival)
         for index, amount in enumerate(waiter.amounts):
@@ -109,8 +111,7 @@ class Lines:
         return line[0] is waiter
 
     def leave(self, waiter: Waiter) -> bool:
-        """Take a waiting request out of its line, if it is there. Returns True if another one is now the first of the
-        lane."""
+        """Take a waiting request out of its line, if it is there. Returns True if it was the first of the line."""
         at = self._at(waiter)
         if at is None:
             return False
@@ -125,7 +126,7 @@ class Lines:
         return at == 0
 
     def shift(self, jump_s: float) -> None:
-        """The clock has jumped by `jump_s` seconds: move all times of the waiting requests by as much."""
+        """Add `jump_s` to all times of the waiting requests, because the clock has jumped by so many seconds."""
         for line in self._lines:
             for waiter in line:
                 waiter.arrived_s += jump_s

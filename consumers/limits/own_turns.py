@@ -1,5 +1,5 @@
-"""Decides which request is next for the budget of an account that only this process uses: after each change, and when a
-timer fires."""
+"""Decides which waiting request gets the budget of an account next, if only this process uses the account. It does so
+after each change, and when a timer fires."""
 
 import asyncio
 from math import inf
@@ -18,15 +18,15 @@ def own_accounts(spec: BudgetSpec) -> "Accounts[OwnTurns]":
 
 
 class OwnTurns:
-    """Implements `Turns` (which request gets an account's budget next) for an account that only this process uses:
-    decides without asking another process."""
+    """Implements `Turns`, which decides which request gets an account's budget next, for an account that only this
+    process uses. It decides without asking Redis."""
 
     def __init__(self, name: str, spec: BudgetSpec) -> None:
         self.account = Account(name, spec, now_s=self.now_s())
         self._timer: asyncio.Handle | None = None
         self._fires_s = inf
-        """When the timer that calls `step` fires. Kept here, because uvloop returns a handle without `when` for delays
-        below 0.5 ms."""
+        """When the timer that calls `step` fires. It is kept here, because for delays below 0.5 ms uvloop returns a
+        handle without the method `when`."""
         self.wake_ups = 0
         """How often the timer has fired; tests read it."""
 
@@ -48,7 +48,7 @@ class OwnTurns:
         self._step_at(now_s + in_s + LATE_S)
 
     async def decided(self, waiter: Waiter) -> None:
-        """Does nothing: `step` has already decided which requests are granted, because it asks no other process."""
+        """Does nothing, because `step` decides at once which requests are granted."""
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         self.account.settle(reservation, used, self.now_s())

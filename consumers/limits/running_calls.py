@@ -1,9 +1,9 @@
-"""The running calls of an account, and whether they explain why the provider refuses a further call (429). Without I/O;
-times are passed in.
+"""Knows the running calls of an account, and decides whether they explain why the provider refuses a further call
+(429). Without I/O; times are passed in.
 
 A provider estimates a request's input tokens when its call begins, and corrects the estimate when the call ends. Until
-then it may hold more than we have reserved. So an unexpected refusal may be caused by one large request, or by what the
-provider holds for many requests.
+then it may count more tokens for the call than we have reserved. So an unexpected refusal may be caused by the estimate
+for one large request, or by the sum of the estimates for many running calls.
 """
 
 from math import inf
@@ -41,7 +41,8 @@ class RunningCalls:
 
     def hold(self, missing: float, now_s: float) -> bool:
         """Decide whether the running calls explain a refusal: the provider may count `missing` more input tokens for
-        them than were reserved. If so, raise their reservations by that amount until they end, and return True."""
+        them than were reserved. If so, raise the reservations of these calls by `missing` tokens in total, and return
+        True."""
         running = sum(reservation.amounts.input_tokens for reservation in self._calls.values())
         is_same = 0 <= now_s - self._held_s < PATIENCE_S
         if not 0 < missing <= MARGIN_MOST * running or not (is_same or now_s - self._held_s > HELD_EVERY_S):

@@ -1,4 +1,4 @@
-"""The interface `Turns`: it decides which of the requests that wait for one account's budget is granted next.
+"""The interface `Turns`, which decides which of the requests that wait for one account's budget is granted next.
 
 A process that has the account for itself decides by itself (`own_turns.py`). Processes that share an account let a
 script in Redis decide (`consumers/state/redis/shared_turns.py`).
@@ -13,8 +13,8 @@ from consumers.limits.lines import Waiter
 from lanekeeper.telemetry import logs, signals
 
 LATE_S: Final = 0.0005
-"""By how many seconds a timer is set later than computed. If it fired slightly too early, it would have to be set
-again."""
+"""The time, in seconds, that is added when the timer for the next waiting request is set. If the timer fired slightly
+too early, it would have to be set again."""
 log = logs.logger()
 
 
@@ -32,8 +32,8 @@ class Turns(Protocol):
         """The current time in seconds, by the clock that the account's recorded times use."""
 
     def step(self) -> None:
-        """Grant all waiting requests that may be granted now, and set a timer for the next one. It may return before
-        that is decided; `decided` waits for the decision."""
+        """Grant all waiting requests that may be granted now, and set a timer for the next one. It may return before it
+        is decided which requests are granted; `decided` waits for the decision."""
 
     async def decided(self, waiter: Waiter) -> None:
         """Wait until it is decided whether this request, which has just begun to wait, gets the account's budget at
@@ -41,7 +41,7 @@ class Turns(Protocol):
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         """After a call, settle its reservation, which must not be settled yet. `used`: the amounts that the call used;
-        None: nothing."""
+        None if it used nothing."""
 
     def learn(self, feedback: Feedback) -> None:
         """Learn the account's limits from one response of the provider."""
@@ -52,8 +52,8 @@ class Turns(Protocol):
 
 
 def refuse(account: Account, waiter: Waiter, wait: Wait) -> None:
-    """Take a request out of the line that waits for budget; its task gets the exception WaitTooLong with this
-    forecast."""
+    """Refuse a request that waits for budget: take it out of its line, and let its task get the exception WaitTooLong
+    with the forecast `wait`."""
     account.leave(waiter)
     waiter.refuse(wait)
 
@@ -65,8 +65,8 @@ def refuse_hopeless(account: Account, now_s: float) -> None:
 
 
 def log_learned(account: Account, feedback: Feedback, *, before: Amounts) -> None:
-    """Log how a provider's response has changed an account's limits, or that it paused the account. `before`: the
-    limits before the response."""
+    """Log how a provider's response has changed an account's limits, and that the account is paused if the response
+    says that its spend limit is reached. `before`: the limits before the response."""
     if feedback.kind is Kind.SPEND_LIMIT:
         log.error(signals.ACCOUNT_PAUSED, account=account.name, for_s=account.spec.spend_pause_s)
     if (after := account.per_minute()) != before:

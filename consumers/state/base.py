@@ -1,9 +1,9 @@
-"""The store: what workers record about requests outside the broker. One interface, implemented with SQLite and with
-Redis.
+"""The interface of the store, in which workers record facts about requests outside the broker. It is implemented with
+SQLite and with Redis.
 
 The store keeps which worker has claimed a request and how the request ended (at most one completion for each identity),
-how many requests wait in the broker for a delay, how much of an allowance was used in a period, and leases for jobs
-that only one process may do at a time.
+how many requests wait in the broker for a delay, how much of an allowance (such as a tenant's dollars) was used in a
+period, and leases for jobs that only one process may do at a time.
 
 The store is not the system of record: losing it can cause a repeated call to a provider, but loses no request. Every
 method raises `StoreUnavailable` if the store cannot answer, or cannot make a change durable.
@@ -18,8 +18,9 @@ from lanekeeper.contract.names import ATTEMPT
 from lanekeeper.contract.problems import LanekeeperError
 
 LEASE_S = 10.0
-"""How long a claim is valid without renewal. Another message of the same request waits until the lease ends. The
-message that was granted the claim takes it over at once when it is redelivered."""
+"""For how many seconds a claim (a worker's right to work on a request) is valid without renewal; this time is its
+lease. Another message of the same request waits until the lease ends. If the message that was granted the claim is
+redelivered, it takes the claim over at once."""
 
 
 class StoreUnavailable(LanekeeperError):
@@ -42,18 +43,20 @@ class Fingerprint:
     """The properties of one message that the store compares with those of other messages of the same identity."""
 
     body_hash: bytes
-    """A hash (16 bytes) of the body as it was published: the same id with another body is a conflict."""
+    """A hash (16 bytes) of the body as it was published. It is compared because the same id with another body is a
+    conflict."""
     mark: bytes
     """A hash (16 bytes) of the properties in which two publishes of the same request differ, such as reply address and
     send time."""
     redelivered: bool
-    """True if an earlier delivery of the message was not settled: its worker died, or lost its channel."""
+    """True if an earlier delivery of the message was not settled, because its worker died or lost its channel."""
     nonce: bytes = b""
-    """8 bytes for this delivery. If its worker asks for a claim again because the store's answer was lost, the store
-    recognises it, and grants the same claim. The first byte is the same for all deliveries of one message, and differs
-    between a request in its lane's queue and its copy in a side queue; the others are random."""
+    """8 bytes that identify this delivery. If its worker asks for a claim again because the store's answer was lost,
+    the store recognises the delivery, and grants the same claim. The first byte is the same for all deliveries of one
+    message. It differs between a request in its lane's queue and its copy in a side queue (to which a worker moves
+    requests of tenants that use more than their share). The other bytes are random."""
     dead_at_ms: int | None = None
-    """For a dead letter that was published again: when the request had ended (ms since 1970)."""
+    """If the message is a dead letter that was published again: when its request ended (ms since 1970)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,8 @@ class Completion:
     """When the request ended, by the clock of the worker that ended it; ms since 1970."""
     mark: bytes | None = field(default=None, compare=False, repr=False)
     """The `Fingerprint.mark` of the message that ended the request; the store sets it. If the request was cancelled
-    before any message of it arrived, it is the mark of the first one that arrived. None: none has arrived yet."""
+    before any message of it arrived, it is the mark of the first message that arrived. None: no message has arrived
+    yet."""
 
     @property
     def is_untried(self) -> bool:
@@ -81,7 +85,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """The answer of `Store.claim`: the caller holds the claim now, and may work on the request."""
+    """The answer of `Store.claim` if the claim is granted: the caller holds it now, and may work on the request."""
 
     token: int
     """The claim's fencing token: higher than that of every earlier claim of the request, so that workers with an
@@ -94,8 +98,8 @@ class Granted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """The answer of `Store.claim`: not granted, because a worker holds the claim for another delivery of the same
-    request, and its lease is valid."""
+    """The answer of `Store.claim` if the claim is not granted, because a worker holds it for another delivery of the
+    same request, and its lease is valid."""
 
     for_ms: int
     """How many ms ago the other worker's claim was granted."""
@@ -103,17 +107,17 @@ class Running:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The answer of `Store.claim`: the request has ended before."""
+    """The answer of `Store.claim` if the request has already ended."""
 
     completion: Completion
     is_same_message: bool
-    """True if this message (by its mark) is the one that ended the request: its reply may not have been sent. Also true
-    if the store has no mark."""
+    """True if this message (by its mark) is the one that ended the request, so that the reply may not have been sent.
+    Also true if the store has no mark of the message that ended it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """The answer of `Store.claim`: the request's id was used before with another body."""
+    """The answer of `Store.claim` if the request's id was used before with another body."""
 
 
 ClaimAnswer = Granted | Running | Ended | Conflict
@@ -136,7 +140,8 @@ class Cancelling(StrEnum):
     """No worker has seen the request: it is queued, or not published yet. It ends as cancelled when a worker gets
     it."""
     DISPLACED = "displaced"
-    """Like UNSEEN, but the tenant had reached its limit of unseen cancellations, so its oldest one was removed."""
+    """Like UNSEEN, but the tenant had reached its limit of cancellations of requests that no worker has seen, so the
+    oldest of these was removed."""
     TOLD = "told"
     """The request runs. The worker that holds its claim learns of the cancellation when it next renews the claim."""
     ENDED = "ended"
@@ -154,10 +159,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What the store knows about a request: that it has ended, and how; or that it runs or waits."""
+    """What the store knows about a request: either how it ended, or whether it runs or waits."""
 
     completion: Completion | None
-    """How the request ended. None: it runs, or waits for its next attempt."""
+    """How the request ended. None: the request runs, or waits for its next attempt."""
     running: bool
     attempts: int = 0
     due_ms: int | None = None
@@ -192,11 +197,11 @@ class Allowances(Protocol):
     than a limit. Periods are counted from 1970, so that days are UTC days."""
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
-        """Count `amount` as used of the allowance `name` if its sum in this period stays within `limit`; otherwise
-        count nothing."""
+        """Count `amount` as used of the allowance `name` if the sum that is used in this period stays within `limit`;
+        otherwise count nothing."""
 
     async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
-        """Subtract an amount that was counted as used of the allowance `name` and was not used. A negative amount is
+        """Subtract an amount that was counted as used of the allowance `name`, but was not used. A negative amount is
         added, even beyond the limit."""
 
 
@@ -213,7 +218,7 @@ class Leases(Protocol):
 class Store(Allowances, Leases, Protocol):
     """The methods of a store for claims and results. It is open from `__aenter__` to `__aexit__`.
 
-    Entering never raises an error. If the file or the server cannot be used, every call tries it again.
+    Entering never raises an error. If the file or the server cannot be used, every later call tries it again.
     """
 
     @property
@@ -226,11 +231,11 @@ class Store(Allowances, Leases, Protocol):
     async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
         """Ask for the claim of a request, before its provider is called.
 
-        Granted: no worker holds the claim, or its lease has expired, or this is the holder's own message, redelivered
-        (the same mark, and the same first byte of the nonce). A dead letter that is published again (`dead_at_ms` is
-        the time of the stored error) is also granted, even with another body. Running: another worker holds the claim.
-        Ended: the request has ended. Conflict: the id was used with another body. What `note` and `defer` have stored
-        has no effect on the result.
+        Granted: no worker holds the claim, or its lease has expired, or this message is the one for which it is held,
+        redelivered (with the same mark, and the same first byte of the nonce). A dead letter that is published again
+        (`dead_at_ms` is the time of the stored error) is also granted, even with another body. Running: another worker
+        holds the claim. Ended: the request has ended. Conflict: the id was used with another body. What `note` and
+        `defer` have stored has no effect on the result.
         """
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
@@ -242,15 +247,16 @@ class Store(Allowances, Leases, Protocol):
         """
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
-        """Give up a claim although the request has not ended: it waits for its next attempt, which may begin at
-        `due_ms`. If another delivery has taken the claim over, the caller no longer counts as dead in `Granted.deaths`.
+        """Give up a claim although the request has not ended, because the request waits for its next attempt, which may
+        begin at `due_ms`. If another delivery has taken the claim over, the caller was counted as dead
+        (`Granted.deaths`); this is corrected now.
         """
 
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
         """Store that an unclaimed request waits until `due_ms`, so that status questions can be answered.
 
-        The entry does not prevent a claim, and is removed at `keep_until_ms`. Stores nothing if the request was claimed
-        or has ended. Returns False if it has ended, so that it need not wait.
+        What is stored does not prevent a claim, and is removed at `keep_until_ms`. Nothing is stored if the request was
+        claimed or has ended. Returns False if the request has ended, so that it need not wait.
         """
 
     async def complete(
@@ -258,27 +264,27 @@ class Store(Allowances, Leases, Protocol):
     ) -> Completion | None:
         """Store how a request ended, unless a completion is stored already.
 
-        Returns the valid completion: this one, or the one that was stored first. None: another delivery holds the
-        claim. `token` None: the caller holds no claim, because the deadline passed before it asked for one, or because
-        the message cannot be decoded. Then the completion is stored if `claim` would be granted. If `claim` would
-        return a Conflict, the given completion is returned but not stored: it concerns only this message, not the
-        request that owns the id.
+        Returns the valid completion, which is the given one or the one that was stored first; or None if another
+        delivery holds the claim. `token` is None if the caller holds no claim, because the deadline passed before it
+        asked for one, or because the message cannot be decoded. Then the completion is stored if `claim` would grant a
+        claim. If `claim` would return a Conflict, the given completion is returned but not stored, because it concerns
+        only this message, not the request that owns the id.
         """
 
     async def note(self, identity: Identity, completion: Completion) -> None:
-        """Store how a request ended that was refused before it could be claimed, so that its result can be read.
+        """Store how a request ended, if it was refused before it could be claimed, so that its result can be read.
 
-        A valid message with the same id can still be claimed. Stores nothing if the request was claimed or deferred, or
-        has ended.
+        A valid message with the same id is still granted a claim. Nothing is stored if the request was claimed or
+        deferred, or has ended.
         """
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        """End a request as cancelled: at once if no worker holds its claim; otherwise its holder learns of it at its
-        next renewal."""
+        """End a request as cancelled: at once if no worker holds its claim; otherwise the worker that holds the claim
+        learns of the cancellation when it next renews the claim."""
 
     async def find(self, identity: Identity) -> Found | None:
-        """What the store knows about a request; None if no worker has received it, or if the time is over for which its
-        result is kept."""
+        """Returns what the store knows about a request; None if no worker has received it, or if its result is no
+        longer kept."""
 
     async def sweep(self) -> int:
         """Remove results whose retention time is over; if the store is too large, the oldest results as well. Returns
@@ -288,8 +294,9 @@ class Store(Allowances, Leases, Protocol):
         self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
     ) -> WaitingLimit:
         """Count a message that waits in the broker until `until_ms`, as `weight` requests, if the limits of waiting
-        requests allow it. It counts until then even if the request ends before, because the broker still holds it. A
-        redelivered message is counted once; other messages of the same request are counted separately."""
+        requests allow it. It counts until then even if the request ends before, because the broker still holds the
+        message. A message that is redelivered is counted only once; other messages of the same request are counted
+        separately."""
 
     async def __aenter__(self) -> Self: ...
 

@@ -1,5 +1,5 @@
-"""What the store keeps of a request whose progress clients can follow: how it was submitted, and entries (steps and
-events) numbered from 1.
+"""What the store keeps of a request whose progress clients can follow: how it was submitted, and its progress as
+entries, numbered from 1. An entry is a step of the request (such as `queued`), or an event of the answer's stream.
 
 Clients can follow requests that the gateway submitted (`follow`), and streamed requests without `reply_to`. The worker
 that holds the claim appends entries; any process that uses the store can read them. Entries are kept as long as the
@@ -21,10 +21,10 @@ EVENT = "event"
 """The kind of an entry that is an event of the provider's stream. Entries of all other kinds are steps of the request,
 such as `queued`."""
 RESTART = "restart"
-"""The kind of the entry that is added when another call to a provider begins: the events of the call before are
-removed, and readers must discard them."""
+"""The kind of the entry that is added when another call to a provider begins. The store then removes the events of the
+call before, and readers must discard them."""
 ENTRIES_AT_ONCE = 200
-"""The most entries of one request that one call of `Following.look` returns."""
+"""The maximum number of entries of one request that one call of `Following.look` returns."""
 
 
 class NewEntry(NamedTuple):
@@ -44,8 +44,9 @@ class Entry(NamedTuple):
 
 
 class Submission(NamedTuple):
-    """A request as its client submitted it, kept so that clients can follow it: its lane, and when it was submitted, is
-    due, and must be answered (ms since 1970). The names of the fields are those of the SQL columns."""
+    """What is stored of a request as its client submitted it, so that clients can follow it: a hash of its body, its
+    lane, and when it was submitted, is due, and must be answered (ms since 1970). The names of the fields are those of
+    the SQL columns."""
 
     body_hash: bytes
     """The hash of the request's body, as in `Fingerprint.body_hash`."""
@@ -71,20 +72,20 @@ class Submitted(StrEnum):
 
     NEW = "new"
     KNOWN = "known"
-    """The same request (its id, with the same body) was submitted before."""
+    """The same request (the same id with the same body) was submitted before, or a worker has received it."""
     CONFLICT = "conflict"
     """The id was used before with another body."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """New entries (steps and events) of one request, in order, which the worker that holds its claim (`held`) appends
-    to its stored progress."""
+    """New entries (steps and events) of one request, in order, which the worker that holds the request's claim (`held`)
+    appends to the request's stored progress."""
 
     held: Held
     submission: Submission
-    """How the request was submitted. It is stored with the first entry, if the request was published without the
-    gateway and so `follow` was not called."""
+    """How the request was submitted. This is stored with the first entry if the request was published without the
+    gateway, because then `follow` was not called."""
     entries: Sequence[NewEntry]
 
 
@@ -101,12 +102,12 @@ class Refused(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """The entries that the store has added to the progress of a followed request since the one that a client has read
-    last."""
+    """The entries of a followed request after the last one that a client has read."""
 
     entries: Sequence[Entry] = ()
     last: int = 0
-    """The number of the request's last entry. `entries` may end before it; the next call of `look` returns the rest."""
+    """The number of the last entry that is stored for the request. `entries` may end before that one; the next call of
+    `look` returns the rest."""
     ended: bool = False
     is_known: bool = True
     """False if the store does not know the request, or has already removed it."""
@@ -119,23 +120,27 @@ class Following(Protocol):
     async def follow(
         self, identity: Identity, submission: Submission, *, first_entry: NewEntry, keep_until_ms: int
     ) -> Submitted:
-        """Store the submission of a request that is about to be published, and its first entry. Both are removed at
-        `keep_until_ms` unless a worker sees the request before. Changes nothing if a worker has seen the request, or
-        if it has ended."""
+        """Store the submission of a request that is about to be published, and its first entry. The submission and the
+        entry are removed at `keep_until_ms` unless a worker sees the request before. Changes nothing if a worker has
+        seen the request, or if it has ended."""
 
     async def unfollow(self, identity: Identity) -> None:
-        """Remove the submission of a request that could not be published. Does nothing if a worker has seen it."""
+        """Remove the submission of a request that could not be published. Does nothing if a worker has seen the
+        request."""
 
     async def submission(self, identity: Identity) -> Submission | None:
-        """A followed request as its client submitted it; None if the store does not have it (any more)."""
+        """Returns a followed request as its client submitted it; None if the store does not know the request, or has
+        already removed it."""
 
     async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
-        """Append entries to several requests, each request's in one `Part`; they are appended together or not at all.
-        Returns for each part why it was refused, or None. A power cut may lose entries that were appended last."""
+        """Append entries to several requests. Each request's entries are in one `Part`, and are appended together or
+        not at all. Returns for each part why its entries were refused, or None if they were appended. A power cut may
+        lose entries that were appended last."""
 
     async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[Look | None]:
-        """For each request, given with the number of the last entry that was read: the entries after it. None: there
-        are no new ones."""
+        """Returns the new entries of several requests, each of which is given with the number of the last entry that
+        was read. The result for a request is None if the store knows the request, it has not ended, and it has no new
+        entries."""
 
 
 class FollowedStore(Store, Following, Protocol):

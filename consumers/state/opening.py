@@ -18,7 +18,8 @@ SQLITE = "sqlite:///"
 
 
 def open_store(url: str, *, namespace: str, spec: StoreSpec) -> FollowedStore:
-    """Returns the store at this URL, not entered yet. The settings have checked the URL, so a ValueError is a bug."""
+    """Returns the store at this URL; the caller opens it with `async with`. The settings have checked the URL before,
+    so a ValueError is a bug."""
     if url.startswith(SQLITE):
         return SqliteStore(Path(unquote(url.removeprefix(SQLITE))), namespace=namespace, spec=spec)
     if url.startswith(("redis://", "rediss://")):
@@ -29,8 +30,8 @@ def open_store(url: str, *, namespace: str, spec: StoreSpec) -> FollowedStore:
 
 
 async def redis_risks(url: str) -> list[str]:
-    """Reasons why the Redis at `url` could lose acknowledged writes, by its settings. Empty if there are none, or if
-    the settings cannot be read."""
+    """Returns the reasons why the Redis at `url`, with its settings, could lose acknowledged writes. The list is empty
+    if there are none, or if the settings cannot be read."""
     from consumers.state.redis.client import RedisClient
 
     client = RedisClient(url)

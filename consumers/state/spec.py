@@ -1,4 +1,4 @@
-"""Settings of the store: for how long and how much it keeps, and how long a claim is valid."""
+"""Settings of the store: how much it keeps and for how long, and how long a worker's claim of a request is valid."""
 
 from dataclasses import dataclass
 
@@ -6,19 +6,19 @@ from consumers.state.base import LEASE_S
 from topology.lanes import GIB, MIB
 
 DAY_S = 86_400
-"""For how many seconds, by default, the store keeps the result of a request: a day."""
+"""The default time, in seconds, for which the store keeps the result of a request: a day."""
 SEEN_LATE_S = 300
-"""For how many seconds longer than the longest deadline a cancellation is kept, because clocks differ, and because a
-worker may see a request shortly after its deadline."""
+"""For how many seconds longer than the longest deadline the cancellation of a request that no worker has seen is kept,
+because clocks differ, and because a worker may see the request shortly after its deadline."""
 UNTRIED_PER_TENANT = 10_000
-"""How many results are kept for one tenant when the SQLite file is full, of requests that ended before any attempt
-(their deadline had passed, or their tenant had too many waiting requests). Results above this number are removed before
-all others. 10,000 results take 10 MB."""
+"""How many results of requests that ended before any attempt are kept for one tenant when the SQLite file is full. Such
+requests ended because their deadline had passed, or because their tenant had too many waiting requests. Results above
+this number are removed before all others. 10,000 results take 10 MB."""
 EVENTS_PER_REQUEST = 50_000
-"""How many events of a stream that clients follow are stored since its last restart (`following.py`); later ones are
-not stored."""
+"""How many events of the streamed answer are stored for a request whose progress clients follow (`following.py`). The
+count begins anew when another call to a provider begins; further events are not stored."""
 EVENT_BYTES_PER_REQUEST = 8 * MIB
-"""How many bytes the stored events of one followed stream may have together."""
+"""The maximum size, in bytes, of all events together that are stored for a request whose progress clients follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +28,15 @@ class StoreSpec:
     keep_s: float = DAY_S
     """For how many seconds a result is kept after its request has ended."""
     max_bytes: int = GIB
-    """The largest size of the SQLite file, not counting free pages. Above it, the results of the requests that ended
-    first are removed first."""
+    """The maximum size of the SQLite file in bytes, not counting free pages. Above it, the results of the requests that
+    ended first are removed first."""
     cancelled_s: float = DAY_S + SEEN_LATE_S
-    """How long the cancellation of an unknown id is kept: the longest deadline of a lane, because a request can wait
-    that long in its queue before a worker sees it. (A worker sees a delayed request before its delay begins.)"""
+    """For how many seconds the cancellation of a request that no worker has seen is kept: a little longer than the
+    longest deadline of a lane, because the request can wait that long in its queue before a worker sees it. (A worker
+    sees a delayed request before its delay begins.)"""
     unseen_per_tenant: int = 10_000
-    """How many cancellations are kept for one tenant of requests that no worker has seen. They do not count towards the
-    store's limit `max_bytes`."""
+    """How many cancellations of requests that no worker has seen are kept for one tenant. They do not count towards the
+    limit `max_bytes`."""
     untried_per_tenant: int = UNTRIED_PER_TENANT
     waiting_per_tenant: int = 10_000
     """How many requests one tenant may have waiting in the broker for a delay of over a minute."""

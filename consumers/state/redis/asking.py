@@ -1,7 +1,8 @@
-"""The argument of the Redis script that shares an account's budget among processes: the waiting requests of this
-process, the account as this process knows it, and its changes of the account since the last run.
+"""Makes the argument of the Redis script that shares an account's budget among processes. The argument contains the
+waiting requests of this process, the account as this process knows it, and the changes that this process has made since
+the last run of the script.
 
-The script answers which of these requests get their budget (`shared_turns.py`).
+The answer of the script says which of these requests get their budget (`shared_turns.py`).
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from consumers.limits.base import Feedback
 from consumers.limits.lines import Waiter
 
 TOGETHER: Final = 16
-"""How many waiting requests of each lane may get budget in one run of the script in Redis."""
+"""The maximum number of waiting requests of each lane that can get budget in one run of the script in Redis."""
 
 
 @dataclass(slots=True)
@@ -22,27 +23,29 @@ class Changes:
     """Changes of an account's budget that this process has made since the last run of the script."""
 
     back: list[dict[str, Any]] = field(default_factory=list)
-    """Amounts that were given back, or used beyond a reservation (`give_back`)."""
+    """For each call that has ended: the amounts that it gives back, or has used beyond its reservation (see
+    `give_back`)."""
     lower: list[float] = field(default_factory=lambda: [inf, inf, inf])
-    """For each bucket: the level to which it fell because the provider had less than was assumed; infinite: it did not
-    fall."""
+    """For each token bucket: the level to which it was lowered because the provider had less left than was assumed;
+    infinite if it was not lowered."""
     feedback: list[Feedback] = field(default_factory=list)
     """Responses that changed what was learned about the account's limits. If another process was faster to send what it
     has learned, this process takes that over, and then learns from these responses again."""
 
     @property
     def must_be_sent(self) -> bool:
-        """True if Redis must be told although no request waits."""
+        """True if there are changes that must be sent to Redis even if no request waits for budget."""
         return bool(self.back or self.feedback)
 
     def give_back(self, lane: int, unused: Sequence[float], from_savings: Sequence[float]) -> None:
-        """Note what to return to the account's budget after a call. `unused`: for each bucket, what was reserved and
-        not used; below 0: what was used beyond the reservation. `from_savings`: see `Reservation`."""
+        """Note what to return to the account's budget after a call. `unused`: for each bucket, the amount that was
+        reserved and not used; a negative amount was used beyond the reservation. `from_savings`: the part of the
+        reservation that came from the lane's savings."""
         self.back.append({"lane": lane + 1, "over": list(unused), "own": list(from_savings)})
 
     def levels_fell(self, before: Sequence[float], after: Sequence[float]) -> bool:
-        """Note to which levels the buckets fell because the provider has less left than was assumed. Returns True if a
-        level fell."""
+        """Note to which levels the buckets were lowered because the provider has less left than was assumed. Returns
+        True if a level fell."""
         found = False
         for index, (was, now) in enumerate(zip(before, after, strict=True)):
             if now < was:
@@ -51,9 +54,9 @@ class Changes:
         return found
 
     def add_failed(self, sent: "Changes") -> None:
-        """Add the changes of a failed run, for the next one. It is unknown whether Redis has counted them. Amounts used
-        beyond a reservation are sent again. Amounts given back are not: if they were counted twice, more would be spent
-        than the limits allow."""
+        """Add the changes that were sent with a failed run of the script, so that they are sent with the next one. It
+        is unknown whether Redis has counted them. Amounts used beyond a reservation are sent again. Amounts given back
+        are not sent again, because if they were counted twice, more would be spent than the limits allow."""
         for change in sent.back:
             change["over"] = [min(0.0, unused) for unused in change["over"]]
         self.back = [change for change in sent.back if any(change["over"])] + self.back
@@ -61,8 +64,8 @@ class Changes:
 
 
 def candidates(account: Account, now_s: float) -> tuple[Sequence[Waiter], int]:
-    """The waiting requests that the script in Redis may grant in one run, lane by lane in the order of their lines; and
-    how many of them it may grant at most."""
+    """The waiting requests that the script in Redis may grant in one run, lane by lane, and by arrival within a lane;
+    and how many of them the script may grant at most."""
     calls = account.concurrency
     calls.regain(now_s)
     if account.stopped_s(now_s) > 0 or calls.is_full:
@@ -76,8 +79,8 @@ def candidates(account: Account, now_s: float) -> tuple[Sequence[Waiter], int]:
 def argument(
     account: Account, waiters: Sequence[Waiter], changes: Changes, *, max_grants: int, now_s: float
 ) -> dict[str, Any]:
-    """The argument of the script in Redis that grants waiting requests, before it is turned into JSON. `max_grants`:
-    how many of `waiters` it may grant."""
+    """Returns the argument of the script in Redis that grants waiting requests, before it is turned into JSON.
+    `max_grants`: how many of `waiters` the script may grant at most."""
     return {
         "limits": account.per_minute(),
         "shares": account.shares,

@@ -1,5 +1,5 @@
 -- The arithmetic of the three buckets, like consumers/limits/bucket.py, which explains it. budget.lua is the second
--- part of this script. `d` is the number of a bucket, `l` the number of a lane, by rank.
+-- part of this script. `d` is the number of a bucket, `l` the number of a lane (1 is the most urgent).
 local LEAST = 0.000001
 local lanes, shares, levels, parts
 local burst, most, reserves, wants, caps, holds, per_s = {}, {}, {}, {}, {}, {}, {}

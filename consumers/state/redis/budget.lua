@@ -1,9 +1,11 @@
--- One step of a shared account. It decides like consumers/limits does within a process (bucket.py, lines.py,
--- account.py); tests/consumers/state/test_same_grants.py checks that both make the same grants.
+-- Grants waiting requests the budget of an account that several processes share. One run of this script is called a
+-- step. It decides like consumers/limits does within a process (bucket.py, lines.py, account.py);
+-- tests/consumers/state/test_same_grants.py checks that both make the same grants.
 --
--- An account is stored as one string: its levels, its lanes' savings (`parts`), what was learned, and, for each
--- process, the first waiter of each lane, so that the order is kept across processes. The waiters of a process that has
--- run no step for a while are removed.
+-- An account is stored as one string. It has the levels of the three token buckets, what each lane has saved of them
+-- (`parts`), what was learned about the limits, and, for each process, the first waiting request (waiter) of each lane,
+-- so that requests of all processes are granted in their order. The waiters of a process that has run no step for a
+-- while are removed.
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 local asked = cjson.decode(ARGV[1])
@@ -35,12 +37,12 @@ for process, its in pairs(waiting) do
   if its.expires < now then waiting[process] = nil end
 end
 
--- The waiters of the process that runs this step, for each lane; and how many of them may be granted in this step. If
--- none may be granted, none are counted.
+-- `own`: for each lane, the waiters of the process that runs this step. `own_left`: how many of them may still be
+-- granted in this step; if it is 0, none of them counts as the first of its lane.
 local own, own_left = {}, 1
 for l = 1, lanes do own[l] = {} end
 local function own_first(l) return own_left > 0 and own[l][1] or nil end
--- The first waiter of a lane among all processes, and its process (nil: the one that runs this step).
+-- Returns the first waiter of a lane among all processes, and its process (nil if that is the one that runs this step).
 local gone = {}
 local function first_of(l)
   local first, of = nil, nil

@@ -16,11 +16,12 @@ from consumers.state.redis.script import Script
 CONNECT_S = 3.0
 """The time limit, in seconds, for connecting to Redis."""
 CALL_S = 3.0
-"""The time limit, in seconds, for one call of Redis, and for waiting for a free connection before it."""
+"""The time limit, in seconds, for one call of Redis. The wait for a free connection before the call has the same
+limit."""
 CONNECTIONS = 32
-"""The most connections of one process to Redis."""
+"""The maximum number of connections of one process to Redis."""
 SHOWN = 200
-"""How many characters of Redis's error text our own error text quotes."""
+"""The maximum number of characters of Redis's error text that our own error text quotes."""
 Argument = str | bytes | int | float
 
 
@@ -61,8 +62,8 @@ class RedisClient:
         return value
 
     async def risks(self) -> list[str]:
-        """Reasons why Redis could lose acknowledged writes, by its settings. Empty if there are none, or if the
-        settings cannot be read."""
+        """Returns the reasons why Redis, with its settings, could lose acknowledged writes. The list is empty if there
+        are none, or if the settings cannot be read."""
         try:
             info = await self._redis.info("memory", "persistence")
         except (exceptions.RedisError, OSError, TimeoutError):
@@ -79,8 +80,8 @@ class RedisClient:
 
 
 def _explain(error: Exception) -> str:
-    """What is wrong with Redis and what to do about it. The text is added to a sentence that begins with Redis's
-    address."""
+    """Returns what is wrong with Redis and what to do about it, as text that is added to a sentence that begins with
+    Redis's address."""
     text = " ".join(str(error).split())[:SHOWN]
     if "unauthenticated" in text:  # Redis answers this to a command of more than ten words before authentication
         error = exceptions.AuthenticationError(text)

@@ -30,8 +30,8 @@ function run.submission()
   return redis.call('HMGET', followed, 'hash', 'lane', 'submitted', 'due', 'deadline')
 end
 
--- After the three arguments, for each request: the token of its claim, the number of its new entries, 10 fields and
--- values of its submission, and each entry's kind and body.
+-- The further arguments are, for each request: the token of its claim, the number of its new entries, the 10 names and
+-- values of its submission's fields, and each entry's kind and body.
 function run.append(keep_ms, events_at_most, bytes_at_most)
   local function append(key, followed, entries, at)
     local row = read(key)

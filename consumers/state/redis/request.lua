@@ -1,6 +1,6 @@
--- What requests.lua and following.lua share: how a request is read and written. A request is a hash; its fields are
--- like the columns that sqlite/file.py explains, and an empty field means NULL. A request has three keys: of its claim
--- and result, of its submission, and of its entries.
+-- What requests.lua and following.lua share: how a request is read and written. A request has three Redis keys: for its
+-- claim and result, for its submission, and for its entries. The first is a hash, whose fields are like the columns
+-- that sqlite/file.py explains; an empty field means NULL.
 local request, followed, entries = KEYS[1], KEYS[2], KEYS[3]
 local FIELDS = {
   'hash', 'mark', 'token', 'nonce', 'deaths', 'lease', 'claimed', 'attempts', 'noted', 'cancelling', 'due',

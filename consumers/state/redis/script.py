@@ -1,4 +1,5 @@
-"""Lua scripts. Redis keeps a script that it has run, so that the next call needs only its SHA-1 hash.
+"""The Lua scripts that run in Redis. Redis keeps a script that it has run, so that the next call needs to send only its
+SHA-1 hash.
 
 Each run of a script is one atomic step that takes one round trip, and reads the time from Redis. If Redis has no memory
 or disk space left, it refuses the first write of a script, so that a refused script has changed nothing.
@@ -24,15 +25,17 @@ class Script:
 
 
 def _read(*names: str) -> str:
-    """The text of these files of this folder, one after the other."""
+    """Returns the text of these files of this folder, one after the other."""
     return "".join(files(__package__).joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
 def _functions(*names: str) -> dict[str, Script]:
-    """For each function `run.…` of these Lua files: a script that calls it with the script's arguments.
+    """Returns a script for each function `run.…` of these Lua files. The script calls that function with the script's
+    arguments.
 
-    The script has only this function, and what stands in the files before the first function. With all functions it
-    would take a sixth more time in Redis, which creates them anew at each run.
+    Each script contains only its own function, and what the files contain before their first function. If it contained
+    all functions, it would take a sixth more time in Redis, which creates every function anew at each run of the
+    script.
     """
     shared, *functions = _read(*names).split("\nfunction run.")
     scripts = {}
@@ -49,4 +52,4 @@ STORE: Final = (
 )
 """The scripts of the store by the names of their Lua functions."""
 BUDGET: Final = Script(_read("bucket.lua", "budget.lua"))
-"""One step of an account's budget that several processes share (`shared_turns.py`)."""
+"""The script that grants waiting requests the budget of an account that several processes share (`shared_turns.py`)."""

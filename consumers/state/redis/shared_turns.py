@@ -2,7 +2,8 @@
 granted next.
 
 One run of the script (a step) gets this process's first waiting requests, and what this process has returned to the
-budget and learned since the step before. While Redis is unavailable, no request is granted, and the step is repeated.
+budget and learned since the step before. While Redis is unavailable, no request gets budget, and the step is tried
+again.
 """
 
 import asyncio
@@ -28,27 +29,29 @@ from consumers.state.redis.script import BUDGET
 from lanekeeper.telemetry import logs, signals
 
 FORM: Final = 2
-"""The version of the format in which the script stores an account. It is part of the Redis key. So while processes with
-two versions run, each group uses the whole budget, until 429s lower the limits of both."""
+"""The version of the format in which the script stores an account. It is part of the Redis key, so processes with
+different versions of the format do not share an account. While both versions run, each group of processes assumes that
+it has the whole budget, until 429s lower the limits of both groups."""
 LOOK_EVERY_S: Final = 0.5
-"""The seconds between two runs of the script while a request of this process waits. A run shows what other processes
-returned to the budget, and shows them that this one still waits. (Publish and subscribe would need another connection,
-and can lose messages.)"""
+"""The seconds between two runs of the script in Redis while a request of this process waits for budget. By a run this
+process learns what other processes have returned to the budget, and they learn that its request still waits. (Publish
+and subscribe would need another connection, and can lose messages.)"""
 FORGOTTEN_AFTER_S: Final = 4 * LOOK_EVERY_S
-"""If a process has not run the script for this many seconds, its waiting requests are no longer counted."""
+"""If a process has not run the script in Redis for this many seconds, other processes no longer count its waiting
+requests."""
 SETTLE_WITHIN_S: Final = 0.05
-"""For how many seconds at most the unused budget of a call waits to be sent to Redis, so that one run of the script
-sends that of several calls."""
+"""The longest time, in seconds, until the unused budget of a call is sent to Redis. It is not sent at once, so that one
+run of the script can send the unused budget of several calls."""
 RETRY_S: Final = 0.5
-"""The pause, in seconds, after a run of the script that failed because Redis is unavailable."""
+"""The pause, in seconds, after a run of the script in Redis that failed because Redis is unavailable."""
 AT_ONCE_S: Final = 1.0
-"""`try_reserve` takes budget only if that is possible at once: it waits for the answer of Redis for at most this many
-seconds."""
+"""The longest time, in seconds, for which `try_reserve` waits for the answer of Redis, because it takes budget only if
+that is possible at once."""
 JUMP_S: Final = 0.5
-"""If the difference between Redis's clock and this machine's has changed by more seconds than this since the last run
-of the script, a clock has jumped. A smaller change comes from the time that Redis's answer took."""
+"""If the difference between Redis's clock and this machine's clock has changed by more seconds than this since the last
+run of the script, one of the clocks has jumped. A smaller change is due to the time that Redis's answer took."""
 SHOWN: Final = 200
-"""How many characters of an error's text are written to the log."""
+"""The maximum number of characters of an error's text that are written to the log."""
 log = logs.logger()
 
 
@@ -66,8 +69,9 @@ def shared_accounts(
 
 
 class SharedTurns:
-    """Implements `Turns` (which request gets an account's budget next) for an account that several processes share: a
-    script in Redis decides. `clock`: seconds since 1970, used until Redis's own time is known."""
+    """Implements `Turns`, which decides which request gets an account's budget next, for an account that several
+    processes share. The decision is made by a script in Redis. `clock`: seconds since 1970, used until Redis's own time
+    is known."""
 
     def __init__(self, client: RedisClient, key: str, account: Account, *, clock: Callable[[], float]) -> None:
         self.account = account
@@ -76,20 +80,21 @@ class SharedTurns:
         self._offset_s = clock() - asyncio.get_running_loop().time()
         """Redis's clock minus the event loop's clock, in seconds."""
         self._process = secrets.token_hex(6)
-        """Identifies this process in Redis."""
+        """A random name, by which the script in Redis distinguishes this process from others."""
         self._unsent = Changes()
         self._version = 0
-        """The number of the latest change of learned limits that this process has taken over: Redis numbers these
-        changes."""
+        """Redis numbers the changes of the limits that processes have learned. This is the number of the latest change
+        that this process has taken over."""
         self._unreadable = ""
-        """The error that was logged last because what another process has learned could not be read."""
+        """The error that was logged last because limits that another process has learned could not be read. It is kept
+        so that the same error is not logged again."""
         self._is_due = False
         self._task: asyncio.Task[None] | None = None
         self._stepped = asyncio.Event()
         self._timer: asyncio.Handle | None = None
         self._fires_s = -inf
-        """When the timer for the next step fires. Kept here, because uvloop returns a handle without `when` for delays
-        below 0.5 ms."""
+        """When the timer for the next run of the script fires. It is kept here, because for delays below 0.5 ms uvloop
+        returns a handle without the method `when`."""
         self._answered_s = -inf
         """When Redis last answered."""
 
@@ -99,7 +104,7 @@ class SharedTurns:
 
     @property
     def is_asking(self) -> bool:
-        """Whether a run of the script in Redis, for this account, has begun and not ended."""
+        """True while a run of the script in Redis for this account is in progress."""
         return self._task is not None
 
     def now_s(self) -> float:
@@ -108,7 +113,8 @@ class SharedTurns:
         return asyncio.get_running_loop().time() + self._offset_s
 
     def step(self) -> None:
-        """Begin a step (one run of the script in Redis), or plan one for when the running step has ended."""
+        """Start a run of the script in Redis, in a task of its own. If a run is in progress, another one begins when it
+        has ended."""
         self._is_due = True
         if self.now_s() - self._answered_s > FORGOTTEN_AFTER_S:
             self.account.forget_elsewhere()
@@ -222,7 +228,7 @@ class SharedTurns:
         return self._grant(waiters, reply, redis_s)
 
     def _set_clock(self, redis_s: float) -> None:
-        """Compare Redis's clock with ours. If one of them has jumped, move the account's times by the jump, so that the
+        """Compare Redis's clock with ours. If one of them has jumped, add the jump to all times of the account, so that
         waits stay as long as they were."""
         offset_s = redis_s - asyncio.get_running_loop().time()
         jump_s, self._offset_s = offset_s - self._offset_s, offset_s
@@ -250,7 +256,8 @@ class SharedTurns:
 
     def _load(self, learned_text: bytes) -> None:
         """Take over what other processes have learned about the account's limits. A text that cannot be read changes
-        nothing. It is logged once: a process of another version may write it every few seconds."""
+        nothing. The error is logged only once, because a process of another version may write such a text every few
+        seconds."""
         try:
             self.account.load(learned.read(learned_text))
             self._unreadable = ""
@@ -280,8 +287,9 @@ class SharedTurns:
         return float(reply["look_in"]) if reply["look_in"] >= 0 else LOOK_EVERY_S
 
     def _refuse_late_firsts(self, now_s: float) -> None:
-        """Compute the forecast of each lane's first waiting request again, because the earlier one may not have counted
-        requests of other processes. Refuse the request if its turn will come too late."""
+        """Compute the forecast of each lane's first waiting request again, because the forecast that was made when the
+        request began to wait may not have counted the requests of other processes. Refuse the request if it will
+        certainly get its budget too late for its deadline."""
         for lane, head in enumerate(self.account.lines.heads):
             if head is not None and head.future is not None and head.until_s is not None:
                 wait = forecast.first(self.account, lane, head.amounts, now_s)

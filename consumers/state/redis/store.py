@@ -1,5 +1,5 @@
 """The store in Redis, for workers on several machines. Each method calls one function of a Lua script, and so takes one
-round trip; `look` calls one for each 200 requests.
+round trip; `look` takes one for every 200 requests.
 
 The promises of `Store` hold as long as Redis keeps the writes that it has acknowledged. With `appendonly yes` and
 `appendfsync always` it keeps them through a crash; with `everysec` it may lose the last second. If Redis comes back
@@ -22,16 +22,17 @@ from consumers.state.spec import DEFAULT, StoreSpec
 from lanekeeper.telemetry import logs, signals
 
 REQUESTS_IN_A_LOOK: Final = 200
-"""For how many requests one run of the script reads entries. The number is small, because Redis does nothing else while
-a script runs."""
+"""The maximum number of requests whose entries (steps and events) one run of the script reads. It is small, because
+Redis does nothing else while a script runs."""
 ENTRIES_IN_A_LOOK: Final = 2000
-"""The most entries that one run of the script returns for all its requests; the next run returns the rest."""
+"""The maximum number of entries (steps and events) that one run of the script returns for all its requests together;
+the next call of `look` returns the rest."""
 log = logs.logger()
 
 
 class RedisStore:
-    """Implements `FollowedStore`. `spec.max_bytes` is ignored: the size of the data is limited by Redis's setting
-    `maxmemory`, and keys expire by themselves."""
+    """Implements `FollowedStore`. `spec.max_bytes` is ignored, because the size of the data is limited by Redis's
+    setting `maxmemory`, and keys expire by themselves."""
 
     def __init__(self, url: str, *, namespace: str, spec: StoreSpec = DEFAULT) -> None:
         self._client = RedisClient(url)
@@ -195,7 +196,8 @@ class RedisStore:
         return await self._client.run(STORE[function], keys, *arguments)
 
     def _keys(self, identity: Identity) -> list[str]:
-        """The three Redis keys of a request: of its claim and result, of its submission, and of its entries."""
+        """The three Redis keys of a request: for its claim and result, for its submission (how a client submitted it),
+        and for its entries (steps and events)."""
         begin, end = self._namespace, f"{quote(identity.tenant, safe='')}:{identity.id}"
         return [f"{begin}:request:{end}", f"{begin}:followed:{end}", f"{begin}:entries:{end}"]
 
@@ -219,14 +221,15 @@ def _of_fingerprint(fingerprint: Fingerprint) -> tuple[Argument, ...]:
 
 
 def _of_completion(completion: Completion) -> tuple[Argument, ...]:
-    """The names and values of a completion's fields in Redis."""
+    """The names and values of a completion's fields in Redis, each name before its value."""
     headers = json.dumps(dict(completion.headers), ensure_ascii=False)
     ending = ("status", completion.status, "code", completion.code, "headers", headers)
     return (*ending, "ended", completion.ended_ms, "body", completion.body)
 
 
 def _of_submission(submission: Submission) -> tuple[Argument, ...]:
-    """The names and values of a submission's fields in Redis, `hash` first."""
+    """The names and values of a submission's fields in Redis, each name before its value; the field `hash` comes
+    first."""
     times = ("submitted", submission.submitted_ms, "due", _or_empty(submission.due_ms))
     return ("hash", submission.body_hash, "lane", submission.lane, *times, "deadline", submission.deadline_ms)
 

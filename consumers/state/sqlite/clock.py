@@ -11,7 +11,8 @@ class Clock:
     """The clocks of this machine. All processes of the machine read the same times."""
 
     def since_boot_ms(self) -> int:
-        """Milliseconds since boot. Counts on while the machine sleeps, and is not changed by setting the calendar."""
+        """The milliseconds since boot. They include the time that the machine sleeps (on Linux), and are not changed
+        when the calendar time is set."""
         clock = getattr(time, "CLOCK_BOOTTIME", None)  # Linux
         return (time.monotonic_ns() if clock is None else time.clock_gettime_ns(clock)) // 1_000_000
 

@@ -7,12 +7,13 @@ from consumers.state.sqlite.rows import Times
 from consumers.state.sqlite.sweeping import STEP_ROWS
 
 KEPT_AFTER_MS = 86_400_000
-"""For how many ms after the end of a period its count of used amounts is kept, in case the calendar is set back."""
+"""For how many ms after the end of an allowance's period the amount that was used in it is kept, in case the calendar
+time is set back."""
 
 
 class Counters:
     """Implements `Allowances` (how much was used in a period) and `Leases` (which process does a job) on one SQLite
-    connection. `at`: the time, read once for the whole transaction."""
+    connection. The methods' argument `at` is the time of the transaction."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._execute = connection.execute
@@ -43,7 +44,8 @@ class Counters:
         self._execute("UPDATE lease SET lease_ms = 0 WHERE name = ? AND owner = ?", (name, owner))
 
     def sweep(self, at: Times) -> int:
-        """Remove counts of allowances whose period is over, at most `STEP_ROWS`. Returns how many were removed."""
+        """Remove the used amounts of periods that ended long ago (`KEPT_AFTER_MS`), at most `STEP_ROWS`. Returns how
+        many were removed."""
         return self._execute(
             "DELETE FROM allowance WHERE (name, period_s, period) IN "
             f"(SELECT name, period_s, period FROM allowance WHERE ends_ms < ? LIMIT {STEP_ROWS})",

@@ -24,16 +24,16 @@ from consumers.state.sqlite.clock import Clock
 VERSION = 4
 """The version of the SQLite schema, which is stored in the file as `user_version`."""
 APPLICATION = 0x4C616E65
-"""The file's `application_id`, which marks it as Lanekeeper's: the letters "Lane"."""
+"""The file's `application_id`, which marks it as a file of Lanekeeper: the letters "Lane" in ASCII."""
 BUSY_S = 3.0
-"""For how many seconds at most to wait for a transaction of another process. Transactions take milliseconds: if one
-takes longer than this, its process hangs."""
+"""The longest time, in seconds, that an operation waits for a transaction of another process. Transactions take
+milliseconds, so if one takes longer than this, its process hangs."""
 LEASE_AT_MOST_MS = 3_600_000
-"""A time, in ms, that is longer than any lease. If the system provides no boot id, and a lease ends later than this
-from now, the lease was granted before the machine was last started."""
+"""If the system provides no boot id, a lease that ends after more than this many ms must have been granted before the
+machine was last started, because no lease is so long."""
 ROOM_BYTES = 1024 * 1024
 """If fewer bytes than this are free on the disk, the store counts as full, although `probe` can still write its small
-value: an answer is larger, and is paid for before it is stored."""
+value. The reason: an answer is larger than that, and the call for it has been paid for before it is stored."""
 WAL_BYTES = 64 * 1024 * 1024
 """The size, in bytes, to which the write-ahead log is cut after a checkpoint."""
 
@@ -87,8 +87,8 @@ MIGRATIONS: dict[int, str] = {
 
 
 def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection:
-    """Open the SQLite file of the store; create it if it is missing. It then has the schema of this version, and no
-    lease of an earlier boot."""
+    """Open the SQLite file of the store; create it if it is missing. When this returns, the file has the schema of this
+    version, and no lease that was granted before the machine was last started."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(FileExistsError):  # an existing file is not opened: closing it would drop this process's locks on it
         # created here, because SQLite would make it readable by everyone
@@ -117,8 +117,8 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> int:
-    """The version of the schema that the SQLite file has. Raises StoreUnavailable if it is newer than this program's,
-    or if the file is not Lanekeeper's. Writes nothing."""
+    """Returns the version of the schema that the SQLite file has. Raises StoreUnavailable if it is newer than this
+    program's, or if the file is not Lanekeeper's. Writes nothing."""
     version = _pragma(connection, "user_version")
     if version > VERSION:
         raise StoreUnavailable(
@@ -134,8 +134,8 @@ def _check(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def _write_ahead(connection: sqlite3.Connection) -> None:
-    """Switch the write-ahead log on. Repeated for `BUSY_S`, because if two processes start at once, one of them gets
-    "database is locked" in spite of the connection's timeout."""
+    """Switch the write-ahead log on. This is tried again for up to `BUSY_S`, because if two processes start at once,
+    one of them gets "database is locked" in spite of the connection's timeout."""
     end = time.monotonic() + BUSY_S
     while True:
         try:
@@ -148,8 +148,8 @@ def _write_ahead(connection: sqlite3.Connection) -> None:
 
 
 def sync_commits(connection: sqlite3.Connection, sync: bool) -> None:
-    """Set whether the next commits wait for the disk. `execute` would not do: the pragma takes effect when it is
-    prepared, and `execute` prepares a statement only once."""
+    """Set whether the next commits wait for the disk. `execute` cannot be used, because the pragma takes effect when it
+    is prepared, and `execute` prepares the same statement only once."""
     connection.executescript(f"PRAGMA synchronous={'FULL' if sync else 'NORMAL'}")
 
 
@@ -184,7 +184,7 @@ def _end_leases_of_earlier_boots(connection: sqlite3.Connection, clock: Clock) -
 
 
 def _run(connection: sqlite3.Connection, script: str) -> None:
-    """Run several statements in the open transaction; `executescript` would commit it first."""
+    """Run several statements in the open transaction. (`executescript` would commit the transaction first.)"""
     for statement in script.split(";\n"):
         if statement.strip():
             connection.execute(statement)
@@ -213,8 +213,8 @@ def drop_log(path: Path, log: tuple[int, int] | None) -> None:
     """Remove the write-ahead log of a file that was removed or replaced while it was open. Otherwise SQLite would apply
     the log to the new file.
 
-    `log`: the inode of the old file's log. A log with another inode stays: it belongs to the new file, because another
-    process has removed the old one before.
+    `log`: the inode of the old file's log. A log with another inode is not removed: it belongs to the new file, because
+    another process has already removed the old log.
     """
     with suppress(FileNotFoundError, NotADirectoryError):
         folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
@@ -236,7 +236,7 @@ def probe(connection: sqlite3.Connection, path: Path, today: int) -> int:
 
 
 def explain(error: Exception, path: Path) -> str:
-    """What is wrong with the SQLite file, and what to do, as text for `StoreUnavailable`."""
+    """Returns what is wrong with the SQLite file, and what to do about it, as the text of a `StoreUnavailable`."""
     if isinstance(error, StoreUnavailable):
         return str(error)
     if isinstance(error, OSError):

@@ -1,8 +1,8 @@
 """Keeps the progress of requests that clients follow as rows of a SQLite file: how each was submitted, and entries for
 its steps and events. Each method works within a transaction that its caller opened.
 
-A row of `followed` holds a submission. It belongs to the row of `request` with the same identity, and is removed with
-that row.
+A row of the table `followed` is a submission, that is, how a client submitted a request. It belongs to the row of
+`request` with the same identity, and is removed together with that row.
 """
 
 import sqlite3
@@ -60,7 +60,8 @@ _HOLDS: Final = (
 
 
 class Followed:
-    """Keeps the progress of requests that clients follow, on one SQLite connection. Implements `Following`."""
+    """Keeps the progress of requests that clients follow, on one SQLite connection. Implements `Following`, except
+    `look` (`reader.py`)."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec, requests: Requests) -> None:
         self._execute = connection.execute

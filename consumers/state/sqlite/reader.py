@@ -15,8 +15,8 @@ from consumers.state.sqlite.file import connect, explain, inode
 from consumers.state.sqlite.together import SIZES, parts
 
 ENTRIES_IN_A_LOOK: Final = 5000
-"""The most entries (steps and events) that one call of `look` returns for all its requests together; the next call
-returns the rest."""
+"""The maximum number of entries (steps and events) that one call of `look` returns for all its requests together; the
+next call returns the rest."""
 _NEWS: Final = {
     size: (
         "SELECT asked.column1, asked.column4, f.key, coalesce(f.last, 0),"
@@ -32,7 +32,8 @@ _ENTRIES: Final = "SELECT number, kind, body FROM entry WHERE followed = ? AND n
 
 
 class Reader:
-    """Opens the file at the first read, and again after an error, or when the file was replaced."""
+    """Reads the progress of followed requests from the SQLite file. It opens the file at the first read, and opens it
+    again after an error, or when the file was replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -45,7 +46,7 @@ class Reader:
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._look, wanted)
 
     def close(self) -> None:
-        """Have the connection closed after the read in progress, and return at once."""
+        """Return at once; the connection is closed when the read that is in progress has ended."""
         self._executor.submit(self._shut)
         self._executor.shutdown(wait=False)
 

@@ -28,8 +28,8 @@ from consumers.state.sqlite.shares import UNSEEN, UNTRIED, Shares
 CANCELLED = "cancelled"
 """The error code with which a cancelled request ends."""
 DISPLACED_AT_MOST = 10
-"""One cancellation of a request that no worker has seen displaces at most this many earlier ones of its tenant. It
-displaces more than one only after the tenant's limit was lowered."""
+"""When the cancellation of a request that no worker has seen is stored, at most this many earlier such cancellations of
+its tenant are removed. More than one is removed only after the tenant's limit was lowered."""
 IS_UNSEEN = "body_hash IS NULL AND noted = 0 AND code = 'cancelled'"
 _READ = f"SELECT {', '.join(Row._fields)} FROM request WHERE tenant = ? AND id = ?"
 _WRITE = (
@@ -46,7 +46,7 @@ _RENEW = "UPDATE request SET lease_ms = ? WHERE tenant = ? AND id = ?"
 
 class Requests:
     """Implements the methods of `Store` that concern one request (claim, renew, complete, cancel, …), on one SQLite
-    connection. `at`: the time, read once for the whole transaction."""
+    connection. The methods' argument `at` is the time of the transaction."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
         self._execute = connection.execute
@@ -105,7 +105,8 @@ class Requests:
             self._write(held.identity, row._replace(lease_ms=0, attempts=attempts, keep_ms=keep_ms, due_ms=due_ms))
 
     def defer(self, at: Times, identity: Identity, due_ms: int | None, keep_until_ms: int) -> bool:
-        """Implements `Store.defer`. `due_ms` None: the request was submitted (`follow`), and no worker has seen it."""
+        """Implements `Store.defer`. `due_ms` is None if the request was only submitted (`follow`), so that no worker
+        has seen it."""
         row = self.read(at, identity)
         if row is None or row.noted:
             waiting = Row(token=_next_token(at, row), keep_ms=keep_until_ms, noted=1, due_ms=due_ms)
@@ -179,8 +180,8 @@ class Requests:
         return Cancelling.RECORDED
 
     def _count_unseen(self, at: Times, identity: Identity) -> Cancelling:
-        """Count the cancellation of a request that no worker has seen. If the tenant is above its limit, remove its
-        oldest one."""
+        """Count the cancellation of a request that no worker has seen. If the tenant now has more such cancellations
+        than its limit, remove the oldest of them."""
         self._unseen.forget_ended(at.today)
         self._unseen.add(identity.tenant, identity.id, until_ms=at.today + self._cancelled_ms)
         result = Cancelling.UNSEEN
@@ -204,7 +205,7 @@ class Requests:
         )
 
     def read(self, at: Times, identity: Identity) -> Row | None:
-        """The row of a request; None if it has no row, or if the time is over for which its result is kept."""
+        """Returns the row of a request; None if it has no row, or if the row need no longer be kept."""
         found = self._execute(_READ, (identity.tenant, identity.id)).fetchone()
         if found is None:
             return None
@@ -215,9 +216,9 @@ class Requests:
         return self._execute(_FOLLOWED, (identity.tenant, identity.id)).fetchone() is not None
 
     def _restart_entries(self, identity: Identity) -> None:
-        """Add an entry `restart`, because a request that had ended runs again: its dead letter was published again, or
-        only a refusal was stored (`note`). Clients that follow it have seen its end as entry `last + 1`, so that number
-        is left out."""
+        """Add an entry `restart` to the progress of a request that had ended and now runs again, because its dead
+        letter was published again, or because only a refusal was stored (`note`). Clients that follow the request have
+        seen its end as entry `last + 1`, so that number is left out."""
         again = self._execute(_AGAIN, (identity.tenant, identity.id)).fetchone()
         if again is not None:
             key, last = again
@@ -259,12 +260,12 @@ class Requests:
 
 
 def _next_token(at: Times, row: Row | None) -> int:
-    """The token for the next claim. The first token is the time in ms, because it is higher than the tokens of a row
-    that was removed, or lost with an earlier file."""
+    """The fencing token for the next claim of a request. If the request has no row, the token is the time in ms,
+    because that is higher than all tokens of an earlier row, which was removed, or lost with an earlier file."""
     return at.today if row is None else row.token + 1
 
 
 def _runs_again(row: Row, message: Fingerprint) -> bool:
-    """True if the message is the dead letter of the stored error, published again: then the request may run once
-    more."""
+    """True if the message is the dead letter of the error that is stored for the request, and was published again, so
+    that the request may run once more."""
     return row.ended and row.status == "error" and message.dead_at_ms is not None and message.dead_at_ms == row.ended_ms

@@ -1,5 +1,5 @@
-"""Reads the rows of the SQLite table `request` (one for each request: its claim and its result) as values; and the time
-of a transaction."""
+"""The rows of the SQLite table `request` as values (one row for each request, with its claim and its result), and the
+time of a transaction."""
 
 import json
 from dataclasses import dataclass
@@ -8,12 +8,14 @@ from typing import Literal, NamedTuple
 from consumers.state.base import Completion, Fingerprint
 
 as_json = json.JSONEncoder(ensure_ascii=False).encode
-"""Returns a value as JSON text. The encoder is made once, because `json.dumps` would make one for each call."""
+"""Returns a value as JSON text. Its encoder is made only once here, because `json.dumps` would make one for each
+call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """The time of a transaction, in ms. It is read once, for all operations of the transaction."""
+    """The time of a transaction, by both clocks of the store. It is read once, for all operations of the
+    transaction."""
 
     now: int
     """The time since the machine was booted, in ms; leases are compared with it."""
@@ -55,8 +57,8 @@ class Row(NamedTuple):
         return bool(self.noted) and self.status is None
 
     def is_held_against(self, message: Fingerprint, now: int) -> bool:
-        """True if a worker works on another message of the request (holds its claim, whose lease is valid). A message
-        that was redelivered may take over its own earlier claim."""
+        """True if a worker holds the claim of the request for another message, and the lease is valid. A message that
+        was redelivered may take over its own earlier claim."""
         is_own = self.mark == message.mark and (self.nonce or b"")[:1] == message.nonce[:1]
         return self.lease_ms > now and not (message.redelivered and is_own)
 
@@ -71,7 +73,7 @@ class Row(NamedTuple):
         )
 
     def completion(self) -> Completion:
-        """How the request in this row ended. It must have ended."""
+        """How the request of this row ended. Call it only if the request has ended."""
         assert self.status is not None
         assert self.ended_ms is not None
         return Completion(

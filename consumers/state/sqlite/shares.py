@@ -1,7 +1,7 @@
 """Counts, in a SQLite file, how many rows of a limited kind each tenant has. These are rows that a tenant can create
-without paying for a call: without limits they would displace the results of others.
+without paying for a call, so that without limits they would displace the results of other tenants.
 
-The table `share_sum` holds the sums, so that no rows need be counted.
+The table `share` has a row for each counted item; `share_sum` has the sums, so that no rows need be counted.
 """
 
 import sqlite3
@@ -11,15 +11,15 @@ from consumers.state.base import Fingerprint, Identity, WaitingLimit
 from consumers.state.spec import StoreSpec
 
 STEP_ROWS = 100
-"""The most rows of the tenants' shares that one step of sweeping (removing expired rows) removes."""
+"""The maximum number of rows of the table `share` that one step of sweeping (the removal of expired rows) removes."""
 UNSEEN: Final = "unseen"
-"""The kind of counted items: cancellations of requests that no worker has seen. Above a tenant's limit, its oldest one
-is removed."""
+"""The name of a kind of counted items: cancellations of requests that no worker has seen. If a tenant has more of them
+than its limit, its oldest one is removed."""
 UNTRIED: Final = "untried"
-"""The kind of counted items: results of requests that ended before any attempt was made. They are kept like others
-until the file is full; then those above a tenant's limit are removed first."""
+"""The name of a kind of counted items: results of requests that ended before any attempt was made. They are kept like
+other results until the file is full; then those above a tenant's limit are removed first."""
 WAITING: Final = "waiting"
-"""The kind of counted items: messages that wait in the broker because their publisher asked for a delay."""
+"""The name of a kind of counted items: messages that wait in the broker because their publisher asked for a delay."""
 SCHEMA = """
 CREATE TABLE share (
     kind TEXT NOT NULL,
@@ -41,8 +41,8 @@ CREATE TABLE share_sum (
 
 
 class Shares:
-    """Counts how many items of one kind each tenant has in the store, so that a limit can be applied. `member`: one
-    counted item, for example the id of a request; `weight`: as how many it counts."""
+    """Counts how many items of one kind each tenant has in the store, so that a limit can be applied. `member`: the
+    name of a counted item, for example the id of a request; `weight`: the number of items as which it counts."""
 
     def __init__(self, connection: sqlite3.Connection, kind: str) -> None:
         self._execute = connection.execute
@@ -59,7 +59,7 @@ class Shares:
             self._change(tenant, weight)
 
     def used(self, tenant: str | None = None) -> int:
-        """The sum of the weights of the tenant's items; tenant None: of all tenants' items together."""
+        """The sum of the weights of the tenant's items, or of all tenants' items if `tenant` is None."""
         row = (self._kind, tenant)
         found = self._execute("SELECT weight FROM share_sum WHERE kind = ? AND tenant IS ?", row).fetchone()
         return 0 if found is None else int(found[0])
@@ -73,12 +73,12 @@ class Shares:
         return ("", 0) if found is None else (str(found[0]), int(found[1]))
 
     def forget_ended(self, today: int) -> int:
-        """Stop counting items whose retention time is over, at most `STEP_ROWS` of them. Returns how many."""
+        """Stop counting items whose time (`until_ms`) is over, at most `STEP_ROWS` of them. Returns their number."""
         return len(self._forget(f"until_ms <= ? LIMIT {STEP_ROWS}", today))
 
     def forget_oldest(self, tenant: str) -> tuple[str, int] | None:
-        """Stop counting the tenant's item whose time would end first. Returns the item and that time; None: there is
-        none."""
+        """Stop counting the tenant's item whose time would end first. Returns the item and that time, or None if the
+        tenant has no items."""
         for _, member, until_ms, _ in self._forget("tenant = ? ORDER BY until_ms LIMIT 1", tenant):
             return member, until_ms
         return None

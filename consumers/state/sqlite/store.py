@@ -1,4 +1,4 @@
-"""The store in a SQLite file, for all processes of one machine."""
+"""The store in a SQLite file, which all processes of one machine can use together."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

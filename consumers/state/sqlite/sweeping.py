@@ -9,11 +9,12 @@ from consumers.state.sqlite.rows import Times
 from consumers.state.sqlite.shares import UNSEEN, UNTRIED, Shares
 
 STEP_ROWS: Final = 200
-"""The most rows that one step of sweeping (removing expired rows) removes."""
+"""The maximum number of rows that one step of sweeping (the removal of expired rows) removes."""
 ROW_BYTES: Final = 300
-"""The size, in bytes, that is assumed for a row without its body."""
+"""The size, in bytes, that is assumed for a request's row, not counting its body."""
 STEP_BYTES: Final = 32 * 1024 * 1024
-"""The most bytes that one step of sweeping (removing expired rows) removes, so that claims do not wait long for it."""
+"""One step of sweeping (the removal of expired rows) ends when the removed rows have this size, in bytes, so that
+claims do not wait long for it."""
 UNSEEN_BYTES: Final = 800
 """The size, in bytes, that is assumed for the cancellation of a request that no worker has seen, including the row that
 counts it."""
@@ -24,7 +25,8 @@ _FORGET_UNTRIED: Final = (
     "DELETE FROM request WHERE tenant = ? AND id = ? AND keep_ms <= ? AND status = 'error' AND lease_ms = 0"
 )
 """Removes one result of an untried request (one that ended before any attempt). The condition `keep_ms <= ?` excludes a
-request that ran again since it was counted, because its dead letter was published again: its row is kept for longer."""
+request that has run again since its result was counted, because its dead letter was published again. The row of such a
+request is kept for longer."""
 
 
 class Sweeping:
@@ -40,8 +42,9 @@ class Sweeping:
 
     def sweep(self, at: Times) -> int:
         """Take one step of limited size: remove expired requests. If there are none, and the file is too large, remove
-        the requests by which a tenant exceeds its limit, or else the oldest results. If nothing was removed, remove
-        cancellations of requests that no worker has received. Returns how many rows were removed."""
+        the results of untried requests (ended before any attempt) by which a tenant exceeds its limit, or else the
+        oldest results. If nothing was removed, stop counting (in the table `share`) the cancellations and untried
+        results whose time is over. Returns how many rows were removed."""
         removed = self._remove("keep_ms <= ? AND lease_ms <= ?", at.today, at.now, up_to_bytes=STEP_BYTES)
         if not removed and (beyond := self._used_bytes() - self._max_bytes) > 0:
             # results, but no cancellations of requests that no worker has received
@@ -57,8 +60,9 @@ class Sweeping:
         return int(pages - free) * self._page_bytes - UNSEEN_BYTES * self._unseen.used()
 
     def _remove_untried(self) -> int:
-        """Remove results of untried requests, the oldest first, of the tenant that has the most of them, down to the
-        tenant's limit, at most `STEP_ROWS`. Returns how many, including those whose row no longer existed."""
+        """Look for the tenant that has the most results of untried requests (ended before any attempt). If it has more
+        than its limit, remove the oldest of them, down to the limit, but at most `STEP_ROWS`. Returns their number,
+        including those whose row no longer existed."""
         tenant, used = self._untried.most()
         surplus = min(used - self._untried_at_most, STEP_ROWS)
         for _ in range(surplus):
@@ -67,8 +71,9 @@ class Sweeping:
         return max(surplus, 0)
 
     def _remove(self, which: str, *values: int, up_to_bytes: int) -> int:
-        """Remove the requests that the SQL condition `which` selects, the oldest first: at most `up_to_bytes` and
-        `STEP_ROWS`. The others are left for the next `sweep`."""
+        """Remove the requests that the SQL condition `which` selects, the oldest first. At most `STEP_ROWS` are
+        removed, and none after their size has reached `up_to_bytes`. The others are left for the next `sweep`. Returns
+        how many were removed."""
         found = self._execute(
             f"SELECT rowid, {_SIZE} FROM request WHERE {which} ORDER BY keep_ms LIMIT {STEP_ROWS}", values
         ).fetchall()

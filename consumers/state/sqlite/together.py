@@ -1,9 +1,9 @@
 """Writes many claims, completions or renewals by one statement, without reading the rows first.
 
 This covers the usual case: a claim of a new request, and a completion or a renewal by the holder of the claim.
-Operations that such a statement does not write are done one by one, by `Requests`. This takes a third less work. It
-also waits less for the interpreter's lock: sqlite3 releases the lock at each step of each statement, and the event loop
-may hold it then.
+Operations that such a statement does not write are done one by one, by `Requests`. Writing them together takes a third
+less work than writing all one by one. The thread also waits less for the interpreter's lock, because sqlite3 releases
+the lock at each step of each statement, and the event loop may take it then.
 
 The operations of one transaction may be done in any order, because all of them were requested before the first one was
 answered.
@@ -18,7 +18,8 @@ from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.rows import Times, as_json
 
 SIZES: Final = (32, 16, 8, 4, 2, 1)
-"""The numbers of rows that one statement may write. There are few of them, so that each statement stays prepared."""
+"""The numbers of rows that one SQL statement can write. There are few of them, because there is one prepared statement
+for each number, and SQLite's connection keeps only a limited number of prepared statements."""
 T = TypeVar("T")
 
 _CLAIM: Final = (
@@ -34,8 +35,8 @@ _COMPLETE: Final = (
     " headers = excluded.headers, ended_ms = excluded.ended_ms, body = excluded.body"
     " WHERE request.token = excluded.token AND (request.status IS NULL OR request.cancelling)"
 )
-"""The SQL statement that stores how requests ended. It inserts a request's row if the store has lost the claim, like
-`Requests.complete`."""
+"""The SQL statement that stores how requests ended. Like `Requests.complete`, it inserts a row for the request if the
+store has lost the claim."""
 _COMPLETE_ROW: Final = "(?1, ?2, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0)"
 _RENEW: Final = (
     "UPDATE request SET lease_ms = ?1 FROM (VALUES {}) AS held"
@@ -61,8 +62,8 @@ class Claim(NamedTuple):
 
 
 class Complete(NamedTuple):
-    """A request's completion that waits to be written together with others: the arguments of `Requests.complete`. The
-    caller holds the claim, and a call was attempted."""
+    """A request's completion that waits to be written together with others: the arguments of `Requests.complete`. It is
+    used only if the caller holds the claim, and a call to a provider was attempted."""
 
     identity: Identity
     fingerprint: Fingerprint
@@ -74,8 +75,8 @@ class Together:
     """Writes many claims, completions or renewals with one SQL statement, over one connection to the SQLite file.
 
     `claim` and `complete` take as many operations as one of `SIZES` (see `parts`), and return their results in order.
-    The result None means that the operation was not written, and must be done by `Requests`. If one operation raises an
-    error, none is written.
+    The result None means that the operation must be done by `Requests`. If one operation raises an error, none is
+    written.
     """
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
@@ -84,8 +85,8 @@ class Together:
         self._keep_ms = round(spec.keep_s * 1000)
 
     def claim(self, at: Times, asked: Sequence[Claim]) -> list[Granted | None]:
-        """Grant the claims of requests that have no row in the table, by one statement. Returns the grants in order;
-        None for a request that has a row: its claim must be decided by `Requests`."""
+        """Grant the claims of requests that have no row in the table, by one statement. Returns the grants in order,
+        with None for each request that has a row, because `Requests` must decide about its claim."""
         values: list[object] = [at.today, at.now + self._lease_ms, at.now, at.today + self._keep_ms]
         for identity, fingerprint in asked:
             values += (identity.tenant, identity.id, fingerprint.body_hash, fingerprint.mark, fingerprint.nonce)
@@ -104,7 +105,8 @@ class Together:
 
     def complete(self, at: Times, asked: Sequence[Complete]) -> list[Completion | None]:
         """Store how several requests ended, by one statement, if the tokens of their claims are valid. Returns the
-        completions in order, or only None: then `Requests` must store them one by one."""
+        completions in order. If one of them could not be stored, the result for each of them is None, and `Requests`
+        must store them one by one."""
         values: list[object] = [at.now, at.today + self._keep_ms]
         for identity, fingerprint, ending, token in asked:
             values += (identity.tenant, identity.id, fingerprint.body_hash, fingerprint.mark, token)
@@ -114,8 +116,8 @@ class Together:
         return [complete.completion if is_all else None for complete in asked]
 
     def renew(self, at: Times, held: Sequence[Held]) -> bool:
-        """Renew several claims, by a few SQL statements. Returns True if all were renewed. False: some claims are lost,
-        or their workers must stop; `Requests` must renew them one by one."""
+        """Renew several claims, by a few SQL statements. Returns True if all were renewed. Returns False if some claims
+        are lost or their workers must stop, so that `Requests` must renew the claims one by one."""
         renewed = 0
         for part in parts(held):
             values: list[object] = [at.now + self._lease_ms]

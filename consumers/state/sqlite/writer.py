@@ -1,10 +1,11 @@
-"""The one thread that writes the SQLite file. All waiting operations share one transaction, and so one fsync. A
-transaction that has only claims and renewals needs no fsync (see `_must_sync`).
+"""Runs the one thread that writes the SQLite file. All operations that wait at the same time share one transaction, and
+so one fsync. A transaction needs no fsync if none of its operations must survive a power cut, for example if all of
+them are claims and renewals (see `_must_sync`).
 
     await writer.do(lambda tables, at: tables.requests.claim(at, identity, fingerprint))
 
 `do` returns the operation's result. If a transaction fails, it is rolled back, and all its operations fail. The file is
-opened again after an error other than a lock, and if it was removed or replaced.
+opened again if it was removed or replaced, and after any error except that another process has locked it.
 """
 
 import asyncio
@@ -31,14 +32,15 @@ from consumers.state.sqlite.together import Claim, Complete, Together, parts
 
 T = TypeVar("T")
 WAITING_AT_MOST = 10_000
-"""The most operations that may wait for the thread that writes. There is a limit because each operation keeps in memory
-what it will write."""
+"""The maximum number of operations that may wait for the thread that writes the SQLite file. There is a limit, because
+each waiting operation keeps in memory what it will write."""
 TOGETHER_AT_MOST = 500
-"""The most operations in one transaction, so that none waits too long."""
+"""The maximum number of operations in one transaction, so that no operation waits too long for the others."""
 REOPEN_S = 0.5
 """The shortest time, in seconds, between two attempts to open the SQLite file."""
 CLOSE_S = 10.0
-"""How many seconds `close` waits for the last operations: longer than one wait for a lock (`BUSY_S`) and one fsync."""
+"""How many seconds `close` waits for the last operations on the SQLite file. This is longer than one wait for a lock
+(`BUSY_S`) and one fsync."""
 _INVALID_VALUES = (
     sqlite3.DataError,
     sqlite3.IntegrityError,
@@ -48,7 +50,7 @@ _INVALID_VALUES = (
     OverflowError,
 )
 """The errors of SQLite that come from the values of one operation (too large, or invalid Unicode). Only that operation
-fails; the others in its transaction are done."""
+fails then; the other operations of the transaction are done."""
 
 
 class Tables:
@@ -72,7 +74,7 @@ _Done = tuple["asyncio.Future[Any]", Any, Exception | None]
 
 class _Waiting(NamedTuple):
     """An operation on the SQLite file that waits for the writing thread, with the future of its caller. `batchable` and
-    `durable`: see `Writer.do`."""
+    `durable` are explained at `Writer.do`."""
 
     operation: Operation[Any]
     done: "asyncio.Future[Any]"
@@ -113,11 +115,11 @@ class Writer:
     async def do(
         self, operation: Operation[T], *, batchable: Claim | Complete | None = None, durable: bool = True
     ) -> T:
-        """Run an operation in the writing thread. Returns its result when the operation is durable. Raises
-        StoreUnavailable.
+        """Run an operation in the writing thread. Returns its result when the operation would survive a power cut.
+        Raises StoreUnavailable.
 
         `batchable`: the operation's arguments, if `Together` can write it. `durable`: False if the operation need not
-        survive a power cut; its result is then returned when all processes can see the operation.
+        survive a power cut; its result is then returned as soon as other processes can see what it has written.
         """
         if self._waiting >= WAITING_AT_MOST:
             raise StoreUnavailable(f"{self._path} is too slow: {self._waiting} operations wait for it")
@@ -130,15 +132,16 @@ class Writer:
         return await done
 
     def _hand_over(self) -> None:
-        """Give the writing thread all collected operations, as one group: it does them in one transaction. Operations
-        that arrive meanwhile form the next group."""
+        """Give the writing thread the operations that were collected (at most `TOGETHER_AT_MOST`) as one group, which
+        it does in one transaction. Operations that arrive meanwhile form the next group."""
         group, self._gathered = self._gathered[:TOGETHER_AT_MOST], self._gathered[TOGETHER_AT_MOST:]
         self._is_busy = bool(group)
         if group:
             self._groups.put(group)
 
     def _hand_back(self, done: list[_Done]) -> None:
-        """Give the callers the results of their operations, after the writing thread got its next group."""
+        """Give the callers the results of their operations. Before that, give the writing thread its next group, so
+        that it need not wait."""
         self._waiting -= len(done)
         self._hand_over()
         for future, value, error in done:
@@ -189,12 +192,14 @@ class Writer:
         return done
 
     def _must_sync(self, group: Sequence[_Waiting]) -> bool:
-        """Whether the commit must wait for the disk. It need not if there are only claims and renewals.
+        """True if the commit of these operations must wait for the disk. It need not if none of them must survive a
+        power cut (`durable`), for example if all are claims and renewals.
 
         A committed claim is visible to all processes, even after this process was killed. Only a power cut can lose it.
         But a power cut also ends every process that holds or asks for a claim, because all of them run on this machine,
-        and leases of an earlier boot are void anyway. So only the count of one dead holder is lost. After an error
-        (`trouble`) the commit waits, so that no claim is granted while answers cannot be stored.
+        and leases of an earlier boot are void anyway. So the only loss is that the worker that held the claim is not
+        counted in `Granted.deaths`. After an error (`trouble`) the commit always waits, so that no claim is granted
+        while answers cannot be stored.
         """
         return self.trouble is not None or any(waiting.durable for waiting in group)
 
