@@ -20,9 +20,10 @@ WHICH_LIMIT = {
 class ScheduleGate:
     """Defers a request until its due time (`x-lane-delay-ms`, `x-lane-at`).
 
-    The wait is stored before the request enters the cascade, because after that another worker may claim the request at
-    any time. Long waits take space on the broker's disks, so they are counted, and refused above a limit. A request
-    that has ended already, or was cancelled before it arrived, does not wait: the claim gate answers it.
+    The wait is noted in the store before the request is published to the broker's delay queues, because from then on
+    another worker may take the request at any time. Requests that wait for long take space on the broker's disks, so
+    they are counted, and refused above a limit. A request that has ended already, or was cancelled before it arrived,
+    does not wait: the claim gate answers it.
     """
 
     def __init__(self, claiming: Claiming, *, now_ms: NowMs) -> None:

@@ -22,7 +22,8 @@ class Answer:
     request_id: str | None = None
     stop_reason: str | None = None
     rate: RateHeaders | None = None
-    """What the response's headers say about the account's rate limits."""
+    """What the response's headers say about the rate limits of the account at the provider; None if they say
+    nothing."""
     cost_usd: float | None = None
     """The cost of the call in US dollars, by the table of prices; None if the model has no price."""
 
@@ -46,8 +47,8 @@ class Provider(Protocol):
     async def stream(self, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
         """Make one call. It is streamed if `parts` is given, or if the answer may take longer than ten minutes.
 
-        `timeout_s` bounds the whole call; if streamed, the time to the first event and every pause after it.
-        Raises `ProviderError`; cancelling it closes the provider's socket.
+        `timeout_s` is the time limit of the whole call; if the call is streamed, it limits instead the time until the
+        first event, and each pause between events. Raises `ProviderError`; cancelling it closes the provider's socket.
         """
 
     async def aclose(self) -> None: ...
