@@ -19,7 +19,7 @@ SHOWN = ("extra_slots", "slots_limit", "running", "answered", "failed", "retried
 
 class LaneActivity:
     """Counts a lane's running and ended requests in this process, and keeps its latest waits and run times, for the
-    `status` command."""
+    command `lanekeeper status`."""
 
     def __init__(self, lane: str, *, slots: int, due_slots: int) -> None:
         self.lane = lane

@@ -22,7 +22,7 @@ AT_MOST = "slots_max"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLoad:
-    """One queue as the decision about additional slots sees it: its settings, its slots, and its load in this
+    """What the decision about additional slots must know of one queue: its settings, its slots, and its load in this
     worker."""
 
     slots: int
@@ -55,7 +55,7 @@ class QueueLoad:
 
 @dataclass(frozen=True, slots=True)
 class ExtraSlots:
-    """The slots that a queue should have in addition to its own."""
+    """The slots that a queue should have in addition to its own. A slot works on one request at a time."""
 
     lent: int = 0
     """How many idle slots this queue borrows from other queues."""
@@ -63,7 +63,8 @@ class ExtraSlots:
     """How many new slots are created for the queue, beyond those that all queues have of their own."""
     limit: str | None = None
     """Why the queue gets no further slots although its requests wait longer than the lane's target: `AT_MOST` (it has
-    its maximum), or the value of `QueueLoad.bottleneck`. None: nothing prevents it."""
+    its maximum), or the value of `QueueLoad.bottleneck`. None: nothing prevents further slots, or the queue needs none.
+    """
 
     @property
     def total(self) -> int:
@@ -71,8 +72,8 @@ class ExtraSlots:
 
 
 def decide(queues: Sequence[QueueLoad]) -> list[ExtraSlots]:
-    """Compute the additional slots that each queue should have. `queues`: the most urgent first; the result has the
-    same order."""
+    """Compute how many slots each queue should have in addition to its own. `queues`: the most urgent first; the result
+    has the same order."""
     idle = sum(max(0, queue.slots - queue.reserved - queue.busiest) for queue in queues)
     idle -= sum(queue.ending for queue in queues)
     decided = []

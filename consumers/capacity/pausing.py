@@ -19,7 +19,8 @@ LOOK_EVERY_S = 0.05
 attributes of very different objects, without a common event to wait for. Reading them 20 times a second takes 0.01 % of
 a CPU."""
 LOGGED_AFTER_S = 0.5
-"""Pauses of fewer seconds than this are not logged, because each start of a worker causes a short one."""
+"""Pauses that are shorter than this many seconds are not logged, because each start of a worker causes a short
+pause."""
 Condition = Callable[[], str | None]
 log = logs.logger()
 

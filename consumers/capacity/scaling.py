@@ -20,14 +20,14 @@ from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.25
-"""The seconds between two decisions about additional slots. They are few, because a queue that has lent slots must get
-them back within a second."""
+"""The seconds between two decisions about additional slots. The time is short, because a queue that has lent slots must
+get them back within a second."""
 ASK_EVERY_S = 1.0
 """The seconds between two questions to the broker about how many messages wait in the queues whose slots are all in
 use. A queue can get further slots only after such a question."""
 STEADY_S = 3.0
-"""A queue lends a slot only after the slot was idle for this many seconds; it gives up an added slot that was unused
-for as long."""
+"""A queue lends a slot only after the slot was idle for this many seconds; likewise, it gives up an added slot that was
+unused for as long."""
 BOTTLENECK_FOR_S = 2.0
 """A lane counts as waiting for a provider's budget, so that its queues get no further slots, until this many seconds
 after one of its requests was last seen waiting for budget."""
@@ -63,13 +63,14 @@ class SlotPool(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class ScaledQueue:
-    """A queue whose number of slots changes: the pools that consume it, and its load so far."""
+    """A queue whose number of slots (requests that are worked on at a time) changes: the pools that consume the queue,
+    and its load so far."""
 
     lane: str
     pool: SlotPool
     """The pool that consumes the queue with the slots that the queue has of its own."""
     new_pool: Callable[[int], SlotPool]
-    """Creates a further pool that consumes the same queue, with the given number of slots."""
+    """A function that creates a further pool, which consumes the same queue with the given number of slots."""
     load: QueueLoad
     """The queue's settings, and its load at the latest check."""
     activity: LaneActivity

@@ -28,8 +28,9 @@ from topology.broker.heads import Heads
 from topology.lanes import LaneSpec
 
 PLACE_KEPT_S: Final = 1.0
-"""For how many seconds after a tenant's last request was published to a side queue, the queue stays assigned to the
-tenant. By then this process usually holds the queue's first message, which shows to which tenant the queue belongs."""
+"""For how many seconds after a tenant's last request was published to a side queue (a queue for requests over their
+tenant's share), that queue stays assigned to the tenant. By then this process usually holds the queue's first message,
+which shows to which tenant the queue belongs."""
 FULL_FOR_S: Final = 1.0
 """If a side queue refused a message because it was full, nothing is published to it for this many seconds."""
 LATER_MS: Final = 1000
@@ -55,11 +56,12 @@ class SideQueues:
         """For each tenant: the number of the side queue that is assigned to it, and when it was last assigned, by the
         event loop's clock."""
         self._full_until_s: dict[int, float] = {}
-        """Until when nothing is published to a side queue, because it was full: by the queue's number, by the event
-        loop's clock."""
+        """For each side queue that refused a message because it was full, by the queue's number: until when nothing is
+        published to it, by the event loop's clock."""
 
     def has(self, tenant: str) -> bool:
-        """Whether a side queue has requests of the tenant, as far as this process knows."""
+        """Whether requests of the tenant are in a side queue (they were moved there because they exceeded the tenant's
+        share), as far as this process knows."""
         return self._number_of(tenant) is not None
 
     def may_take(self, job: Job) -> bool:

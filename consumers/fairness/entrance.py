@@ -16,17 +16,18 @@ class Entrance(Protocol):
 
     async def enter(self, job: Job) -> Admission:
         """Wait until the request holds a slot (the result is BEGIN), or must be set aside, that is, moved to a side
-        queue (ASIDE)."""
+        queue, because its tenant exceeds its share or the wait takes too long (ASIDE)."""
 
     def leave(self, job: Job) -> None:
         """Give back the slot that a request got by `enter`."""
 
     def unread(self, queue: str) -> None:
-        """Note that the last delivery of this queue could not be read, so that `enter` is not called for it."""
+        """Note that the last delivery of this queue could not be read, so that `enter` will not be called for that
+        delivery."""
 
     async def set_aside(self, job: Job) -> Outcome | None:
-        """Move the request to a side queue. Return None if it was moved; if the side queue is full, the outcome with
-        which the request is settled instead. Raises BrokerError."""
+        """Move the request to a side queue of its lane. Return None if it was moved; if the side queue is full, the
+        outcome with which the request is settled instead. Raises BrokerError."""
 
 
 class QueueEntrance:
@@ -89,6 +90,5 @@ class SideQueueEntrance:
 
 
 def _rank(job: Job) -> int:
-    """The priority of a request among the waiting requests of its tenant: the request with the highest one goes
-    first."""
+    """The rank of a request among the waiting requests of its tenant: the request with the highest rank goes first."""
     return rank(job.message.priority, is_fresh=job.hop.is_fresh) or 0

@@ -46,8 +46,8 @@ DEFAULT_SHARE: Final = TenantShare()
 
 
 class Admission(Enum):
-    """The result of waiting for a slot: the request holds one and may begin (BEGIN), or must be moved to a side queue
-    (ASIDE)."""
+    """The result of waiting for a slot: the request holds a slot and may begin (BEGIN), or it must be moved to a side
+    queue (ASIDE)."""
 
     BEGIN = auto()
     ASIDE = auto()
@@ -59,7 +59,7 @@ class _Waiting:
 
     tenant: str
     rank: int
-    """Of one tenant's waiting requests, the one with the highest rank goes first."""
+    """The request's priority among the waiting requests of its tenant: the request with the highest rank goes first."""
     movable: bool
     """Whether the request may be set aside, that is, moved to a side queue."""
     admission: "asyncio.Future[Admission]"
@@ -90,7 +90,7 @@ class LaneSlots:
     _figures: "OrderedDict[str, Figures]" = field(default_factory=OrderedDict)
 
     def queue(self, size: int) -> "QueueSlots":
-        """Add a queue of the lane that has `size` slots."""
+        """Add a queue to the lane, with `size` slots, and return these slots."""
         queue = QueueSlots(self, size)
         self.queues.append(queue)
         return queue
@@ -188,16 +188,16 @@ class QueueSlots:
                     self._admit(waiting, Admission.ASIDE)
 
     def begin(self, tenant: str) -> bool:
-        """Take a free slot for a request of the tenant. Return False if no slot is free, or the tenant is at its
-        in-flight limit. The request overtakes no other, because requests wait while a slot is free only if their
-        tenants are at their in-flight limits."""
+        """Take a free slot (the right to be worked on) for a request of the tenant. Return False if no slot is free, or
+        the tenant is at its in-flight limit. The request overtakes no other, because requests wait while a slot is free
+        only if their tenants are at their in-flight limits."""
         if self.running >= self.size or self.lane.is_at_its_cap(tenant):
             return False
         self._grant(tenant)
         return True
 
     async def wait(self, tenant: str, *, rank: int = 0, movable: bool = False, is_head: bool = False) -> Admission:
-        """After `begin` returned False: wait for a slot. `rank`: the priority of the request among the requests of its
+        """Wait for a slot, after `begin` returned False. `rank`: the priority of the request among the requests of its
         tenant. `movable`: the request may be moved to a side queue instead. `is_head`: the request comes from a side
         queue, and is moved back there only if it waits here for `HELD_S` seconds."""
         movable = movable and self.lane.has_aside is not None

@@ -42,7 +42,8 @@ class Scouted:
     queue: str
     slots: QueueSlots
     scout: Callable[[], SlotPool]
-    """Creates a scout for the queue: a pool without slots of its own, whose requests use the queue's slots."""
+    """A function that creates a scout for the queue: a pool (consumer) without slots of its own, whose requests use the
+    queue's slots."""
     begun: int = 0
     """How many requests of the queue had been given a slot by the time of the last check, since the process started."""
     full_looks: int = 0
@@ -67,7 +68,7 @@ class Scouting:
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._ending: set[SlotPool] = set()
-        """Scouts that were stopped and whose requests have not all ended."""
+        """Scouts (further consumers) that were stopped, but whose requests have not all ended."""
 
     async def run(self) -> None:
         """Start and stop scouts (further consumers), until `stop` is called and the requests of all scouts have ended.
@@ -94,7 +95,7 @@ class Scouting:
         await self._call_all_back()
 
     async def resume(self) -> None:
-        """After `pause`: start scouts again when they are needed."""
+        """After `pause`: start scouts (further consumers) again when they are needed."""
         self.is_paused = False
 
     async def _look(self, scouted: Scouted) -> None:
@@ -116,7 +117,7 @@ class Scouting:
             waiting = (await self._depths([scouted.queue]))[scouted.queue]
         except BrokerError:  # the pools report it
             return
-        # at the rate since the last look, the waiting requests need longer than a quarter second, or than a second
+        # whether the waiting requests, at the rate since the last look, need more than 0.25 s (if slow) or a second
         is_long = waiting > (begun if is_slow else SENT_AFTER_LOOKS * begun)
         if is_long and not self.is_paused and not self._stopping.is_set():
             scouted.active = scouted.scout()

@@ -1,5 +1,5 @@
-"""The budget gate: a request waits until it is first in the line for a provider's account and the account has enough
-budget for it.
+"""The budget gate: a request waits until it is the first of those that wait for an account (a provider with a class of
+models), and the account has enough budget for it.
 
 A waiting request keeps its slot (the right to be worked on) if the requests behind it would wait too (`waiting_room.py`
 decides that). A request that cannot be answered before its deadline is refused at once, with the expected times.
@@ -29,15 +29,15 @@ seconds."""
 LATER_MS = 1000
 """The shortest time, in ms, for which a request that waits for budget is deferred."""
 BACK_WITHIN_MS = 15_000
-"""A request is deferred, so that others can pass it, for at most this many ms. There is a limit because the delay
-follows the request's predicted wait, and the prediction may be too long."""
+"""A request is deferred, so that others can pass it, for at most this many ms. There is a limit because the delay is
+the request's predicted wait, and the prediction may be too long."""
 AT_ONCE_S = 0.25
 """A call that could begin within this many seconds is always tried, even if it may not end before the request's
 deadline."""
 SPREAD_S = 60.0
 """The deferred requests of an account that is paused (its spend limit was reached) come back spread over this many
-seconds. The first call shows whether the account works again. Each refused call ends its request, so the other requests
-should not be called for at the same time."""
+seconds. They do not all come back at once, because each refused call ends its request: the first call shows whether the
+account works again."""
 OnWait = Callable[[Job, Wait], None]
 
 
@@ -198,8 +198,8 @@ class BudgetGate:
         return await self.budgets.predicted_wait(route.account, lane=job.lane_name, amounts=amounts)
 
     def _too_long(self, job: Job, request: Request, route: Route, wait: Wait) -> Outcome:
-        """The outcome of a job whose call could not begin in time for its deadline: the request is refused; or
-        deferred, if the account is paused and works again before the deadline."""
+        """The outcome of a job whose call could not begin in time for its deadline: the request is refused, unless the
+        account is paused and works again before the deadline; then the request is deferred."""
         left_s = (request.deadline_ms - self.now_ms()) / 1000
         run_s = self.estimates.run_s(self._usage_class(job, route))
         if wait.reason == PAUSED and wait.seconds < left_s:

@@ -27,8 +27,9 @@ Estimate = Callable[[Job, Request, Route], Amounts]
 @dataclass(slots=True, eq=False)
 class CapsGate:
     """Lets a request pass if its lane and its tenant have enough left of their daily caps (limits of requests, tokens
-    and dollars, set by the operator). `estimate`: the amounts that a request is expected to use on a route
-    (`BudgetGate.amounts`). `publish`: publishes a life-cycle event of a request (`Lifecycle.publish`)."""
+    and dollars, set by the operator). `estimate`: a function that returns the amounts which a request is expected to
+    use on a route, that is, at a provider with a model (`BudgetGate.amounts`). `publish`: publishes a life-cycle event
+    of a request (`Lifecycle.publish`)."""
 
     spending: Spending
     breakers: Breakers

@@ -14,14 +14,14 @@ the queue `lane.dead` at its next delivery. The broker's delivery count is not u
 that ended with a lost connection, although the worker still lives and releases the claim then."""
 SUSPECT_FROM = 2
 """A request during which this many workers have died is a suspect, and a worker runs only one suspect at a time. So the
-request that kills workers is identified, and a request that only ran at the same time is answered."""
+request that kills workers is identified, and a request that only ran at the same time as that one is answered."""
 SUSPECT_WAIT_MS = 1000
 """For how many ms a suspect (a request during which several workers have died) is deferred while the worker runs
 another suspect."""
 LEAST_WAIT_MS = 200
-"""The shortest time, in ms, for which a request is deferred that another worker is working on."""
+"""If another worker is working on a request, a further delivery of the request is deferred by at least this many ms."""
 LONGEST_WAIT_MS = 5_000
-"""The longest time, in ms, for which a request is deferred that another worker is working on."""
+"""If another worker is working on a request, a further delivery of the request is deferred by at most this many ms."""
 
 
 class ClaimGate:

@@ -23,7 +23,7 @@ class WaitingRoom:
 
     def __init__(self) -> None:
         self._waiting: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        """For each lane: how many of its requests wait, by account."""
+        """For each lane: how many of its requests wait for budget, by account."""
         self._patience_s: dict[str, float] = {}
 
     def enter(self, lane: str, account: str, *, slots: int) -> float | None:

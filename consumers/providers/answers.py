@@ -13,7 +13,8 @@ from consumers.prices import Usage
 from consumers.providers.base import Answer
 
 MOST_TOKENS: Final = 10_000_000
-"""A provider's token count above this is ignored as impossible: charging it would block the budget for ever."""
+"""A provider's token count above this is ignored as impossible, because charging it would use up the budget for
+ever."""
 _NAME_CHARACTERS: Final = 256
 """A name in a provider's answer, such as the model's, is copied into headers and spans only if it has at most this many
 characters."""

@@ -44,10 +44,10 @@ _OVERHEAD: Final = 4
 """A stream may have this many times the bytes of the largest accepted answer, because each token may come in an event
 of its own, of some 130 bytes."""
 _SLICE_BYTES: Final = 16 * 1024
-"""How many bytes of a stream are parsed before other tasks get the event loop: up to two thousand of the smallest
-events, which takes 10 ms."""
+"""How many bytes of a stream are parsed before other tasks get the event loop. Parsing so many takes up to 10 ms, if
+they are two thousand of the smallest events."""
 DRAIN_S: Final = 0.1
-"""For how many seconds at most to wait for the end of a streamed HTTP body after its last event."""
+"""After the last event of a stream, the end of the HTTP body is awaited for at most this many seconds."""
 
 
 class Client(Protocol):
@@ -61,8 +61,8 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How a cloud's API for Claude differs from Anthropic's own. URL and signature are not part of it: Anthropic's
-    client for that cloud makes them (`cloud.py`)."""
+    """How a cloud's API for Claude differs from Anthropic's own. URL and signature are not described here, because
+    Anthropic's client for that cloud makes them (`cloud.py`)."""
 
     needs_dict: bool = False
     """True if Anthropic's client for this cloud changes fields of the body, so that the client needs the body as a dict

@@ -36,7 +36,8 @@ log = logs.logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change of a circuit breaker's state. It is published as the event `breaker` of the request that caused it."""
+    """A change of a circuit breaker's state. It is published as the life-cycle event `breaker` of the request that
+    caused it."""
 
     provider: str
     model: str

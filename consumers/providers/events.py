@@ -14,7 +14,8 @@ indented."""
 
 
 class EventSplitter:
-    """Takes the bytes of a stream in any pieces, and returns the data of each event when its blank line has come.
+    """Takes the bytes of a stream in any pieces, and returns the data of each event as soon as the blank line that ends
+    the event has come.
 
     Lines end in LF, CRLF or CR. The `data` lines of an event are joined by LF. Comments and other fields are ignored,
     because the type of an event is in its JSON. An event without a blank line at the end of the stream is dropped.

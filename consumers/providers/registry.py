@@ -1,5 +1,5 @@
-"""Calls the providers that this process knows. Each call gets an OpenTelemetry span and a price, and the budget learns
-the account's limits from the response."""
+"""Makes the calls to this process's providers. Each call gets an OpenTelemetry span and a price, and the budget learns
+from the response which limits the account has."""
 
 import asyncio
 import json

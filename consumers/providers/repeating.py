@@ -2,8 +2,8 @@
 
 Anthropic's client builds the URL, the headers and a Pydantic model of the options for each call, which takes 40 % of
 the CPU of a call. If the API key does not change, calls differ only in their body and in the headers `traceparent` and
-`anthropic-beta`. So Anthropic's client makes only the first call. Later calls repeat its URL and other headers, over
-the same HTTP client, and raise the same exceptions.
+`anthropic-beta`. So Anthropic's client makes only the first call. Later calls repeat the URL and the other headers of
+the first, use the same HTTP client, and raise the same exceptions as Anthropic's client.
 """
 
 import json

@@ -14,10 +14,11 @@ from typing import NamedTuple
 from consumers.chain import Chain, Route
 
 MODEL_CLASSES = ("fable", "mythos", "opus", "sonnet", "haiku")
-"""The classes of Anthropic's models. Limits are for a class: all Sonnet models share one limit (docs/facts.md, section
-10)."""
+"""The classes of Anthropic's models. A provider's rate limits apply to a whole class: all Sonnet models share one limit
+(docs/facts.md, section 10)."""
 CACHED = 10_000
-"""The most combinations of lane, tenant and model for which the computed chain of providers is kept in memory."""
+"""For how many combinations of lane, tenant and model the computed chain (the providers and models to call, in order)
+is kept in memory."""
 UNCONFIGURED = 256
 """Of the models that no setting names, this many have a budget of their own at a provider. All further models share one
 budget of the provider, so that requests with invented model names do not fill the memory."""
@@ -128,7 +129,8 @@ class Routes:
         )
         self._unconfigured: set[str] = set()
         self.of = lru_cache(maxsize=CACHED)(self._of)
-        """Returns the chain for a lane, a tenant and a model; it keeps the chains that it has computed."""
+        """A function that returns the chain for a lane, a tenant and a model. It caches the chains that it has
+        computed."""
 
     def _of(self, lane: str, tenant: str, model: str) -> Chain:
         spec = self._spec

@@ -25,7 +25,7 @@ Format = Literal["auto", "json", "console"]
 _FRAMES: Final = 12
 """How many stack frames of each exception are logged."""
 _SELDOM_S: Final = 60.0
-"""The shortest time, in seconds, between two log events about spans that could not be sent."""
+"""The shortest time, in seconds, between two log events about trace spans that could not be sent."""
 
 
 @contextmanager
