@@ -10,7 +10,8 @@ from consumers.capacity.activity import LaneActivity
 from consumers.state.base import Allowances, StoreUnavailable
 
 PERIOD_S: Final = 60
-"""The ended requests of a lane are counted in periods of this many seconds, to compute how many end in a second."""
+"""The length, in seconds, of the periods in which the ended requests of a lane are counted, to compute how many end in
+a second."""
 NOTE_EVERY_S: Final = 5.0
 """The seconds between two writes of the number of ended requests to the store."""
 SEEN_AT_LEAST_S: Final = 20.0

@@ -24,8 +24,9 @@ from typing import Final
 from consumers.spending import EVERY_TENANT
 
 HELD_S: Final = 60.0
-"""A request that has waited in this process for a slot for this many seconds is set aside (moved to a side queue): a
-delivery may not be held without end (`consumers/job.py`), and another process may have a slot for it."""
+"""A request that has waited in this process for a slot for this many seconds is set aside (moved to a side queue),
+because a delivery may not be held without end (`consumers/job.py`), and another process may have a free slot for the
+request."""
 LATELY_S: Final = 600.0
 """A lane counts as shared if at least two tenants had requests in it within this many seconds."""
 TENANTS_COUNTED: Final = 256

@@ -7,8 +7,8 @@ from consumers.outcomes import Deferred, Outcome, ended
 from consumers.state.base import WaitingLimit
 
 UNCOUNTED_MS = 60_000
-"""A wait of at most this many ms is not counted against the limits of waiting requests: no tenant can publish very many
-requests in that time."""
+"""A wait of at most this many ms is not counted against the limits of waiting requests, because no tenant can publish
+very many requests in that time."""
 UNIT_BYTES = 16 * 1024
 """Against the limits of waiting requests, a request counts as one, and as one more for each full 16 KiB of its body."""
 WHICH_LIMIT = {

@@ -31,8 +31,8 @@ WINDOW_S = 120.0
 """A failure that is longer ago than this many seconds is not counted by the circuit breaker. The time must not be
 shorter than the time that a call may take (60 s in the lane critical, 120 s in normal)."""
 OPEN_S = 1.0
-"""How many seconds a circuit breaker stays open at first, at most; this time doubles each time that the probe (the
-trial call) fails."""
+"""The longest time, in seconds, that a circuit breaker stays open when it opens first; it doubles each time that the
+probe (the trial call) fails."""
 OPEN_MOST_S = 5.0
 """The longest time, in seconds, that a circuit breaker stays open before a probe (a trial call)."""
 PROBE_WITHIN_S = 30.0

@@ -26,7 +26,8 @@ from consumers.state.base import Leases, StoreUnavailable
 from lanekeeper.telemetry import logs, signals
 
 FAIR_S = 5.0
-"""A call that timed out counts as a failure of the provider only if its timeout was at least this many seconds."""
+"""A call that timed out counts as a failure of the provider only if its timeout was not shorter than this many
+seconds."""
 STORE_WITHIN_S = 1.0
 """How many seconds at most a circuit breaker waits for the store; after that it treats the store as unavailable."""
 REMEMBERED = 1000

@@ -50,7 +50,7 @@ _TEMPORARY: Final = frozenset({408, 409, 424, 425})
 _SPEND_LIMIT_TEXTS: Final = ("You have reached your specified API usage limits", "Your credit balance is too low")
 """Texts by which an error is recognised as a spend limit, if it comes with HTTP 400 and without an error code."""
 _LONGEST_WAIT_S: Final = 86_400.0
-"""If the header `retry-after` asks for a wait of more seconds than this, it is ignored."""
+"""If the header `retry-after` asks for a wait of more seconds than this, the header is ignored."""
 _MESSAGE_CHARACTERS: Final = 300
 """Our own error quotes at most this many characters of the message in a provider's error."""
 _TYPE_CHARACTERS: Final = 60
