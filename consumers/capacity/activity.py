@@ -1,4 +1,5 @@
-"""Counts a lane's running requests and outcomes, and keeps its latest waits and run times, for `status` and the log."""
+"""Counts a lane's running requests and the outcomes of its deliveries, and keeps its latest waits and run times, for
+the command `lanekeeper status` and the log."""
 
 import math
 import time
@@ -9,7 +10,7 @@ from typing import Any
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 
 SAMPLES = 256
-"""How many of the latest waits and run times are kept for each lane."""
+"""For how many of each lane's latest attempts the wait and the run time are kept."""
 WINDOW_S = 60
 """A lane's throughput is computed from the requests that ended within this many seconds."""
 SHOWN = ("extra_slots", "slots_limit", "running", "answered", "failed", "retried", "dropped", "replayed")
@@ -18,38 +19,39 @@ SHOWN = ("extra_slots", "slots_limit", "running", "answered", "failed", "retried
 
 class LaneActivity:
     """Counts a lane's running and ended requests in this process, and keeps its latest waits and run times, for the
-    `status` command."""
+    command `lanekeeper status`."""
 
     def __init__(self, lane: str, *, slots: int, due_slots: int) -> None:
         self.lane = lane
         self._slots = slots
         self._due_slots = due_slots
         self.extra_slots = 0
-        """How many slots the lane's two queues (intake and due queue) have in addition to the configured ones
-        (`lending.py`)."""
+        """How many slots (each works on one request at a time) the lane's two queues, intake and due queue, have in
+        addition to the configured ones (`lending.py`)."""
         self.slots_limit: str | None = None
-        """Why the lane gets no more slots although its requests wait longer than its target; None: nothing prevents
-        it."""
+        """Why the lane gets no more slots although its requests wait longer than its target wait; None: nothing
+        prevents more slots, or none are needed."""
         self.running = 0
         self.answered = 0
         self.failed = 0
         self.retried = 0
         self.deferred_for: Counter[str] = Counter()
-        """How many requests were deferred, by reason."""
+        """How many deliveries were deferred, by the reason of the deferral."""
         self.dropped = 0
         self.ended = 0
         """How many requests of the lane have ended, with any outcome."""
         self.replayed = 0
         self._samples: deque[tuple[int, int, bool]] = deque(maxlen=SAMPLES)
-        """The latest waits and run times in ms, and whether the wait was measured from the first delivery, because the
-        time of publishing is unknown."""
+        """For each of the latest attempts: how long the request had waited and how long the attempt ran, in ms, and
+        whether the wait was measured from the first delivery, because the time of publishing is unknown."""
         self._ended_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
-        """For each second in which requests of the lane ended: the second, and how many requests."""
+        """Pairs of a second in which requests of the lane ended (by the monotonic clock), and how many of them ended in
+        it."""
 
     def record(self, outcome: Outcome, *, wait_ms: int, run_ms: int | None, since_delivery: bool = False) -> None:
-        """Count the outcome of a delivery. `run_ms`: how long the attempt ran; None if no provider was called, or the
-        attempt does not count. `since_delivery`: whether the wait is measured from the first delivery, because the time
-        of publishing is unknown."""
+        """Count the outcome of a delivery. `run_ms`: how long the attempt ran; None if no provider was called, or if
+        the attempt does not count, because the provider was down. `since_delivery`: whether the wait is measured from
+        the first delivery, because the time of publishing is unknown."""
         match outcome:
             case Answered():
                 self.answered += 1
@@ -73,7 +75,7 @@ class LaneActivity:
 
     def snapshot(self) -> Mapping[str, Any]:
         """The lane's counts, its throughput of the last minute, and its latest waits and run times, as JSON values for
-        `status`."""
+        the command `lanekeeper status`."""
         since = int(time.monotonic()) - WINDOW_S
         return {
             "slots": self._slots,
@@ -97,6 +99,6 @@ class LaneActivity:
 
 
 def quantile(ordered: Sequence[int], share: float) -> int | None:
-    """The quantile of values in ascending order, by nearest rank: the part `share` (0 to 1) of them are at most this
-    value. None if there are no values."""
+    """A quantile of values that are in ascending order, by the nearest-rank method: the smallest value that is not
+    exceeded by at least the share `share` (0 to 1) of all values. None if there are no values."""
     return ordered[max(0, math.ceil(len(ordered) * share) - 1)] if ordered else None

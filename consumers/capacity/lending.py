@@ -7,59 +7,64 @@ quarter more at a time, up to its maximum. A queue whose requests wait for a pro
 more slots would only hold more waiting requests.
 
 So that slots do not move back and forth, a slot is lent only after it was idle for some seconds, and an additional slot
-is given up only after it was unused for some seconds (`busiest`). A lane that needs its lent slots gets them back at
-once.
+is given up only after it was unused for some seconds (see `QueueLoad.busiest`). A lane that needs its lent slots gets
+them back at once.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 GROWTH = 4
-"""When a queue gets additional slots, it gets at a time as many as it has, divided by this number, but at least one."""
+"""A queue that grows gets further slots in steps: each step adds as many as the queue has (its own, lent and new ones)
+divided by this number, but at least one."""
 AT_MOST = "slots_max"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLoad:
-    """One queue as the decision about additional slots sees it: its settings, its slots, and its load in this
+    """What the decision about additional slots must know of one queue: its settings, its slots, and its load in this
     worker."""
 
     slots: int
-    """How many slots of its own the queue has: as many as its lane's settings say."""
+    """How many slots (each works on one request at a time) the queue has of its own, by the settings of its lane."""
     reserved: int
-    """How many of its own slots the queue never lends, even if they are idle."""
+    """How many of its own slots the queue never lends to other queues, even if they are idle."""
     max_slots: int
-    """How many slots the queue may have, including additional ones."""
+    """How many slots the queue may have at most, its own and additional ones together."""
     target_wait_s: float
     """The queue may get further slots if its requests wait longer than this many seconds."""
     extra: int = 0
-    """How many slots the queue has now in addition to its own, including those that were taken back while a request
-    runs on them (`ending`)."""
+    """How many slots the queue has now in addition to its own, including those that were taken back but on which a
+    request still runs (`ending`)."""
     grown: int = 0
-    """How many of the queue's additional slots are new, and not lent by another queue."""
+    """How many of the queue's additional slots are new, that is, not lent by another queue."""
     ending: int = 0
-    """How many requests still run on additional slots that were taken back."""
+    """How many requests still run on additional slots that were taken back from the queue."""
     busiest: int = 0
-    """The highest number of requests that the queue had in this worker at a time, within the last seconds."""
+    """The highest number of the queue's requests that this worker had at the same time, within the last seconds
+    (`STEADY_S` in `scaling.py`)."""
     waiting: int = 0
-    """How many messages wait in the queue; 0 while it has free slots."""
+    """How many messages wait in the queue on the broker; 0 while the queue has free slots, because the broker is not
+    asked then."""
     wait_s: float = 0.0
-    """For how many seconds the messages that wait in the queue have waited."""
+    """How long requests wait in the queue, in seconds (`ScaledQueue.wait_s`); 0 if `waiting` is 0."""
     bottleneck: str | None = None
-    """The part of a provider's budget for which the queue's requests wait; None: they do not wait for budget."""
+    """The provider's limit (such as input tokens per minute) for which requests of the queue's lane wait; None: they do
+    not wait for a provider's budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraSlots:
-    """The slots that a queue should have in addition to its own."""
+    """The slots that a queue should have in addition to its own. A slot works on one request at a time."""
 
     lent: int = 0
-    """How many idle slots of other queues this queue borrows."""
+    """How many idle slots this queue borrows from other queues."""
     grown: int = 0
-    """How many new slots the queue gets, beyond those that all queues have of their own."""
+    """How many new slots are created for the queue, beyond those that all queues have of their own."""
     limit: str | None = None
     """Why the queue gets no further slots although its requests wait longer than the lane's target: `AT_MOST` (it has
-    its maximum), or the value of `QueueLoad.bottleneck`. None: nothing prevents it."""
+    its maximum), or the value of `QueueLoad.bottleneck`. None: nothing prevents further slots, or the queue needs none.
+    """
 
     @property
     def total(self) -> int:
@@ -67,8 +72,8 @@ class ExtraSlots:
 
 
 def decide(queues: Sequence[QueueLoad]) -> list[ExtraSlots]:
-    """Compute the additional slots that each queue should have. `queues`: the most urgent first; the result has their
-    order."""
+    """Compute how many slots each queue should have in addition to its own. `queues`: the most urgent first; the result
+    has the same order."""
     idle = sum(max(0, queue.slots - queue.reserved - queue.busiest) for queue in queues)
     idle -= sum(queue.ending for queue in queues)
     decided = []
@@ -90,8 +95,10 @@ def decide(queues: Sequence[QueueLoad]) -> list[ExtraSlots]:
 
 
 def _wanted(queue: QueueLoad) -> int:
-    """How many additional slots the queue could use: one for each waiting request. A request that would then only wait
-    for a provider's budget does not count."""
+    """How many additional slots the queue could use, up to its maximum. If messages wait: those that it has, and one
+    more for each waiting message; none is added while the queue's requests wait for a provider's budget, because that
+    would only let more requests wait for it. If no message waits: as many of those that it has as were in use within
+    the last seconds."""
     if not queue.waiting:
         wanted = min(queue.extra, max(0, queue.busiest - queue.slots))
     elif queue.bottleneck is None:

@@ -1,11 +1,12 @@
-"""Pauses all work of a worker while it could neither send nor store an answer.
+"""Pauses all work of a worker while it could not send an answer, or could not store it.
 
     pausing = Pausing({"publish connection": lambda: publishing.trouble, …})
     await pausing.opened()                before each call to a provider: waits until no condition holds
     await pausing.run(pools)              pauses the pools while a condition holds, until cancelled
 
-A condition is a function that returns None, or what is wrong. Conditions are checked regularly for the pools, and once
-more before each call to a provider, because something may have failed since the last regular check."""
+A condition is a function that returns None if nothing is wrong (the condition does not hold), otherwise a text that
+says what is wrong. For the pools (consumers of queues) the conditions are checked regularly; they are checked once more
+before each call to a provider, because something may have failed since the last regular check."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +15,12 @@ from typing import Protocol
 from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.05
-"""The seconds between two regular checks whether all work must pause. The conditions are polled, because they read
-attributes of very different objects: four reads, 20 times a second, which take 0.01 % of a CPU."""
+"""The seconds between two regular checks whether all work must pause. The conditions are polled, because they are
+attributes of very different objects, without a common event to wait for. Reading them 20 times a second takes 0.01 % of
+a CPU."""
 LOGGED_AFTER_S = 0.5
-"""Pauses of fewer seconds than this are not logged, because each start of a worker causes a short one."""
+"""Pauses that are shorter than this many seconds are not logged, because each start of a worker causes a short
+pause."""
 Condition = Callable[[], str | None]
 log = logs.logger()
 
@@ -29,33 +32,35 @@ class Pausable(Protocol):
     def is_paused(self) -> bool: ...
 
     async def pause(self, reason: str) -> None:
-        """Take no new delivery from the broker; go on with those that were taken."""
+        """Take no new delivery from the broker; continue to work on those that were taken."""
 
     async def resume(self) -> None:
-        """Take deliveries again as soon as there is room."""
+        """Take deliveries again. If too many are still being worked on, do nothing; `Pausing` then calls this again."""
 
 
 class Pausing:
-    """Stops all pools (consumers of queues) of this worker from taking requests while an answer could be neither sent
-    nor stored, and resumes them afterwards. `conditions`: by name, functions that return what is wrong, or None."""
+    """Stops all pools (consumers of queues) of this worker from taking requests while an answer could not be sent, or
+    could not be stored, and resumes them afterwards. `conditions`: by name, functions that return a text that says what
+    is wrong, or None."""
 
     def __init__(self, conditions: Mapping[str, Condition]) -> None:
         self._conditions = conditions
         self._open = asyncio.Event()
 
     def reasons(self) -> dict[str, str]:
-        """The conditions because of which work is paused, by name, each with what is wrong; empty while work is not
-        paused."""
+        """The conditions because of which work is paused, by name, each with a text that says what is wrong; empty
+        while work is not paused."""
         return {name: why for name, condition in self._conditions.items() if (why := condition()) is not None}
 
     async def opened(self) -> None:
-        """Wait until no condition holds under which work must pause. The wait has no time limit of its own."""
+        """Wait until nothing is wrong because of which work must pause. The wait has no time limit of its own."""
         while self.reasons():
             self._open.clear()
             await self._open.wait()
 
     async def run(self, takers: Sequence[Pausable]) -> None:
-        """Pause the takers (pools that take deliveries) while any condition holds. Runs until cancelled."""
+        """Pause the takers (pools that take deliveries) while any condition says that something is wrong. Runs until
+        cancelled."""
         loop = asyncio.get_running_loop()
         since_s: float | None = None
         is_logged = False

@@ -2,7 +2,8 @@
 
 To add slots, a worker starts a further consumer of the queue, on a channel of its own, whose prefetch is the number of
 these slots; changing an existing consumer's prefetch has no effect (docs/facts.md, section 2). To take slots back, the
-further consumer is cancelled, and its requests run to their end. The lender's own consumer keeps its prefetch.
+further consumer is cancelled, and its requests run to their end. The consumer of a queue that lends slots keeps its
+prefetch, so that this queue can use its slots again at once.
 """
 
 import asyncio
@@ -19,14 +20,17 @@ from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 
 LOOK_EVERY_S = 0.25
-"""The seconds between two decisions about additional slots: few, because lent slots must be back within a second."""
+"""The seconds between two decisions about additional slots. The time is short, because a queue that has lent slots must
+get them back within a second."""
 ASK_EVERY_S = 1.0
 """The seconds between two questions to the broker about how many messages wait in the queues whose slots are all in
 use. A queue can get further slots only after such a question."""
 STEADY_S = 3.0
-"""A queue lends a slot after it was idle for this many seconds; an added slot unused for as long is given up."""
+"""A queue lends a slot only after the slot was idle for this many seconds; likewise, it gives up an added slot that was
+unused for as long."""
 BOTTLENECK_FOR_S = 2.0
-"""A provider's budget is a lane's bottleneck until so many seconds after a request was last seen waiting for it."""
+"""A lane counts as waiting for a provider's budget, so that its queues get no further slots, until this many seconds
+after one of its requests was last seen waiting for budget."""
 LIMIT_LOGGED_EVERY_S = 60.0
 """The shortest time, in seconds, between two log events about a queue that can get no further slots."""
 log = logs.logger()
@@ -34,13 +38,13 @@ log = logs.logger()
 Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
 """A function that asks the broker how many messages wait in each of the given queues."""
 WaitingFor = Callable[[], Mapping[str, str]]
-"""Returns, for each lane whose requests wait for a provider's budget now, the limit for which they wait (such as input
-tokens a minute)."""
+"""A function that returns, for each lane whose requests wait for a provider's budget now, the limit for which they wait
+(such as input tokens a minute)."""
 
 
 class SlotPool(Protocol):
-    """The methods and attributes of a pool (`consumers/pool.py`) that adding slots needs. A pool consumes one queue
-    with a number of slots."""
+    """The methods and attributes of a pool (`consumers/pool.py`) that adding slots needs. A pool consumes one queue,
+    and works on as many of its requests at a time as the pool has slots."""
 
     @property
     def queue(self) -> str: ...
@@ -59,32 +63,37 @@ class SlotPool(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class ScaledQueue:
-    """A queue whose number of slots changes: the pools that consume it, and its load so far."""
+    """A queue whose number of slots (requests that are worked on at a time) changes: the pools that consume the queue,
+    and its load so far."""
 
     lane: str
     pool: SlotPool
-    """The pool that consumes the queue with the queue's own slots."""
+    """The pool that consumes the queue with the slots that the queue has of its own."""
     new_pool: Callable[[int], SlotPool]
-    """Creates a further pool that consumes the same queue, with the given number of slots."""
+    """A function that creates a further pool, which consumes the same queue with the given number of slots."""
     load: QueueLoad
     """The queue's settings, and its load at the latest check."""
     activity: LaneActivity
     side: SlotPool | None = None
-    """The pool that consumes the lane's side queues, whose requests use the same slots; None: there are none."""
+    """The pool that consumes the lane's side queues (for requests over their tenant's share), whose requests use this
+    queue's slots; None: this queue's slots are not used by side queues."""
     resize: Callable[[int], None] = lambda slots: None
-    """Called with the queue's number of slots after each decision."""
+    """A function that is called after each decision with the queue's number of slots, its own and added ones
+    together."""
     added: list[SlotPool] = field(default_factory=list)
-    """Pools with the slots that were added to the queue."""
+    """The pools (further consumers of the queue) that have the slots which were added to the queue."""
     taken_back: list[SlotPool] = field(default_factory=list)
     """Pools whose added slots were taken back, while requests still run on them."""
     used: deque[int] = field(default_factory=lambda: deque(maxlen=round(STEADY_S / LOOK_EVERY_S)))
-    """How many of the queue's requests this worker had, at each check within the last `STEADY_S` seconds."""
+    """How many of the queue's requests this worker had at each check within the last `STEADY_S` seconds."""
     extra_slots: ExtraSlots = field(default_factory=ExtraSlots)
     """How many slots the queue should have in addition to its own, by the latest decision."""
     waiting_since_ms: int | None = None
-    """Since when messages have waited in the queue, as far as this worker has seen; None: no message waits."""
+    """Since when messages have waited in the queue without a break, as far as this worker has seen, in ms since 1970;
+    None: no message waits."""
     limit_logged_s: float | None = None
-    """When a limit that keeps the queue from getting more slots was last logged, by the event loop's clock."""
+    """When it was last logged that a limit keeps the queue from getting more slots, by the event loop's clock; None:
+    never."""
 
     @property
     def added_slots(self) -> int:
@@ -107,8 +116,9 @@ class ScaledQueue:
         return self.in_hand - self.ending >= self.pool.slots + self.added_slots
 
     def wait_s(self, now_ms: int) -> float:
-        """How long requests wait in the queue: the longest wait of those delivered within `STEADY_S`, or the time since
-        the last delivery while messages wait, if that is longer."""
+        """How long requests wait in the queue, in seconds: the longest wait among those delivered within the last
+        `STEADY_S` seconds. While messages wait, it is at least the time since the last delivery, or since messages
+        began to wait if that is later."""
         pools = [self.pool, *self.added, *self.taken_back, *([] if self.side is None else [self.side])]
         jobs = [job for pool in pools for job in pool.jobs]
         waits = [
@@ -124,8 +134,8 @@ class ScaledQueue:
 
 class Scaling:
     """Gives each queue of this worker more or fewer slots (requests that are worked on at a time), by the load of all
-    queues: `lending.decide` says how many, and this starts and stops pools that have them. `queues`: the most urgent
-    first."""
+    queues: `lending.decide` says how many, and this class starts and stops pools (consumers) that have them. `queues`:
+    the most urgent first."""
 
     def __init__(
         self, queues: Sequence[ScaledQueue], *, depths: Depths, now_ms: NowMs, waiting_for: WaitingFor = dict
@@ -155,15 +165,15 @@ class Scaling:
         await self._take_all_back()
 
     def give_back_waiting(self) -> None:
-        """After `stop`: return to the broker the requests on added slots whose call has not begun
+        """After `stop`: return to the broker the requests on added slots for which the call to a provider has not begun
         (`Pool.give_back_waiting`)."""
         for queue in self._queues:
             for pool in queue.taken_back:
                 pool.give_back_waiting()
 
     async def pause(self, reason: str) -> None:
-        """Take back the slots that were added to queues, because the worker pauses all its work. During the pause,
-        slots do not count as idle."""
+        """Take back the slots that were added to queues, because the worker pauses all its work. The load during the
+        pause is not recorded, because slots are idle then for another reason than a lack of requests."""
         self.is_paused = True
         await self._take_all_back()
 
@@ -191,8 +201,8 @@ class Scaling:
         self._publish_figures()
 
     async def _ask(self) -> Mapping[str, int]:
-        """Ask the broker how many messages wait in each queue whose slots are all in use; empty if it does not
-        answer."""
+        """Ask the broker how many messages wait in each queue whose slots are all in use. The result is empty if the
+        broker does not answer, or while work is paused."""
         full = [queue.pool.queue for queue in self._queues if queue.is_full]
         if not full or self.is_paused:
             return {}
@@ -275,7 +285,8 @@ class Scaling:
 
     def _publish_figures(self) -> None:
         """Write how many slots each lane has in addition to its own, and why it gets no more, into its `LaneActivity`,
-        for the `status` command. The two queues of a lane share a `LaneActivity`, so all are reset first."""
+        for the `status` command. The two queues of a lane share a `LaneActivity`, so all values are reset before they
+        are added up."""
         for queue in self._queues:
             queue.activity.extra_slots = 0
             queue.activity.slots_limit = None

@@ -1,13 +1,15 @@
 """Sets requests aside: moves requests that exceed their tenant's share of a lane into a side queue of the lane, where
 they do not delay other tenants.
 
-A request is published to the side queue, and acknowledged after the confirm (`consumers/pool.py`). If the worker dies
-between the two, there are two messages of one request; the claim then lets only one of them run. Setting aside takes no
-claim and counts no attempt.
+The worker publishes such a request to the side queue, and acknowledges its delivery after the broker's confirm
+(`consumers/pool.py`). If the worker dies between confirm and acknowledgement, there are two messages of one request;
+the claim (the store's record that a worker runs the request) then lets only one of them run. Setting a request aside
+takes no claim, and does not count as an attempt.
 
 Each tenant gets a side queue of its own while there are enough of them. A process knows to which tenant a side queue
-belongs if it holds the queue's first message (its head), or has published a message there itself. Two processes that
-begin at the same time may choose different queues for one tenant; the order of its requests is then lost."""
+belongs if it holds the queue's first message (its head), or has just published a message there itself. Two processes
+that begin at the same time to set requests of one tenant aside may choose different queues; the order of the tenant's
+requests is then lost."""
 
 import asyncio
 from hashlib import blake2b
@@ -26,16 +28,18 @@ from topology.broker.heads import Heads
 from topology.lanes import LaneSpec
 
 PLACE_KEPT_S: Final = 1.0
-"""For how many seconds after a tenant's last request was published to a side queue, the queue stays assigned to the
-tenant. By then this process usually holds the queue's first message, which names the tenant."""
+"""For how many seconds after a tenant's last request was published to a side queue (a queue for requests over their
+tenant's share), that queue stays assigned to the tenant. By then this process usually holds the queue's first message,
+which shows to which tenant the queue belongs."""
 FULL_FOR_S: Final = 1.0
 """If a side queue refused a message because it was full, nothing is published to it for this many seconds."""
 LATER_MS: Final = 1000
-"""For how many ms a request is deferred if the side queues are full."""
+"""For how many ms a request is deferred if it must be moved to its tenant's side queue, and that queue is full."""
 
 
 class SideQueues:
-    """Moves requests to the side queues of one lane, and notes which tenant has which of them."""
+    """Moves requests that exceed their tenant's share to the side queues of one lane, and notes which tenant has which
+    side queue."""
 
     def __init__(self, lane: LaneSpec, heads: Heads, *, publisher: Publisher, names: Names, now_ms: NowMs) -> None:
         self._lane = lane
@@ -44,21 +48,25 @@ class SideQueues:
         self._names = names
         self._now_ms = now_ms
         self._numbers = {names.side(lane.name, number): number for number in range(lane.side_queues)}
-        """For each side queue, by its name: its number."""
+        """The number of each side queue, by the queue's name."""
         self._tenants: dict[int, str] = {}
-        """For each side queue whose head waits in this process for a slot, by its number: the tenant of the head."""
+        """The tenant of each side queue whose first message (its head) waits in this process for a slot, by the queue's
+        number."""
         self._places: dict[str, tuple[int, float]] = {}
-        """For each tenant: the number of the side queue that is assigned to it, and since when."""
+        """For each tenant: the number of the side queue that is assigned to it, and when it was last assigned, by the
+        event loop's clock."""
         self._full_until_s: dict[int, float] = {}
-        """For each side queue that was full, by its number: until when nothing is published there."""
+        """For each side queue that refused a message because it was full, by the queue's number: until when nothing is
+        published to it, by the event loop's clock."""
 
     def has(self, tenant: str) -> bool:
-        """Whether a side queue has requests of the tenant, as far as this process knows."""
+        """Whether requests of the tenant are in a side queue (they were moved there because they exceeded the tenant's
+        share), as far as this process knows."""
         return self._number_of(tenant) is not None
 
     def may_take(self, job: Job) -> bool:
-        """Whether a request may be moved to a side queue. One whose headers will be refused may not, because its copy
-        there does not have these headers."""
+        """Whether a request may be moved to a side queue. A request that will be refused because of its headers may not
+        be moved, because its copy in the side queue would not have these headers, and so would not be refused."""
         message = job.message
         if job.trusted:
             return not job.hop.reply_try  # if only the reply is left to send, the request needs no slot for long
@@ -71,25 +79,26 @@ class SideQueues:
         )
 
     def head_arrived(self, job: Job) -> None:
-        """Note that the head of a side queue was delivered to this process."""
+        """Note that the first message (the head) of a side queue was delivered to this process."""
         number = self._numbers[job.delivery.queue]
         self._tenants[number] = job.identity.tenant
 
     def head_left(self, job: Job) -> None:
-        """Note that the head of a side queue got a slot, was moved, or is lost: the queue's next message may be
-        fetched."""
+        """Note that the first message (the head) of a side queue got a slot, will be moved, or is lost, so that the
+        queue's next message may be fetched."""
         number = self._numbers[job.delivery.queue]
         if self._tenants.pop(number, None) is not None:
             self._keep(job.identity.tenant, number)
         self._heads.pass_on(job.delivery.queue)
 
     def head_unread(self, queue: str) -> None:
-        """Note that the head of a side queue could not be read: the queue's next message may be fetched."""
+        """Note that the first message (the head) of a side queue could not be read, so that the queue's next message
+        may be fetched."""
         self._heads.pass_on(queue)
 
     async def put(self, job: Job) -> Outcome | None:
-        """Publish a request to a side queue, and wait for the confirm. Return None, or the request's outcome if the
-        queue is full. Raises BrokerError."""
+        """Publish a request to a side queue, and wait for the confirm. Return None if the broker has taken it; if the
+        queue is full, the outcome with which the request is settled instead. Raises BrokerError."""
         number = self._place(job.identity.tenant)
         if asyncio.get_running_loop().time() < self._full_until_s.get(number, 0):
             return self._full(job)
@@ -106,8 +115,8 @@ class SideQueues:
         return None
 
     def _full(self, job: Job) -> Outcome:
-        """The outcome of a request whose side queue is full: it is refused if it comes directly from its publisher, and
-        deferred if it comes from a delay or a side queue."""
+        """The outcome of a request that cannot be set aside because its tenant's side queue is full: it is refused if
+        it comes directly from its publisher, and deferred if it comes from a delay or a side queue."""
         if job.hop.is_fresh and not job.trusted:
             return ended(
                 "too_many_waiting",
@@ -118,7 +127,8 @@ class SideQueues:
 
     def _place(self, tenant: str) -> int:
         """The number of the side queue for a tenant's requests: the queue that has some of them already; else the first
-        queue that is free (no requests, no tenant), in an order that depends on the tenant; else the shortest queue."""
+        free queue (it has no requests and is assigned to no tenant), in an order that is computed from the tenant's
+        name; else the shortest queue."""
         if (known := self._number_of(tenant)) is not None:
             return known
         now_s = asyncio.get_running_loop().time()
@@ -132,8 +142,8 @@ class SideQueues:
         return min(preferred, key=lambda number: (is_used(number), waiting[number]))
 
     def _number_of(self, tenant: str) -> int | None:
-        """The number of the side queue whose first message is of the tenant, or that was assigned to it at most
-        `PLACE_KEPT_S` ago; None if there is none."""
+        """The number of the side queue whose first message, held by this process, is a request of the tenant, or that
+        was assigned to the tenant at most `PLACE_KEPT_S` ago; None if there is no such queue."""
         for number, owner in self._tenants.items():
             if owner == tenant:
                 return number

@@ -1,4 +1,5 @@
-"""How a delivered request gets a slot: it waits for one, or is set aside (moved to a side queue)."""
+"""Lets each delivered request wait for a slot (the right to be worked on), or sets it aside (moves it to a side
+queue)."""
 
 from typing import Protocol
 
@@ -15,23 +16,23 @@ class Entrance(Protocol):
 
     async def enter(self, job: Job) -> Admission:
         """Wait until the request holds a slot (the result is BEGIN), or must be set aside, that is, moved to a side
-        queue (ASIDE)."""
+        queue, because its tenant exceeds its share or the wait takes too long (ASIDE)."""
 
     def leave(self, job: Job) -> None:
         """Give back the slot that a request got by `enter`."""
 
     def unread(self, queue: str) -> None:
-        """Note that the last delivery of this queue could not be read, so that `enter` is not called for it."""
+        """Note that the last delivery of this queue could not be read, so that `enter` will not be called for that
+        delivery."""
 
     async def set_aside(self, job: Job) -> Outcome | None:
-        """Move the request to a side queue. Return None if it was moved; otherwise the request's outcome. Raises
-        BrokerError."""
+        """Move the request to a side queue of its lane. Return None if it was moved; if the side queue is full, the
+        outcome with which the request is settled instead. Raises BrokerError."""
 
 
 class QueueEntrance:
     """Lets deliveries of a lane's intake or due queue wait for a slot. (The due queue has the requests that come back
-    from a delay.) `side_queues`: where requests are moved that are more than their tenant's share; None: none is
-    moved."""
+    from a delay.) `side_queues`: moves requests that exceed their tenant's share; None: no request is moved."""
 
     def __init__(self, slots: QueueSlots, side_queues: SideQueues | None = None) -> None:
         self._slots = slots
@@ -59,8 +60,8 @@ class QueueEntrance:
 
 
 class SideQueueEntrance:
-    """Lets the first message (the head) of each side queue of a lane wait for a slot: side queues use the slots of the
-    lane's intake queue."""
+    """Lets the first message (the head) of each side queue of a lane wait for a slot of the lane's intake queue,
+    because side queues have no slots of their own."""
 
     def __init__(self, slots: QueueSlots, side_queues: SideQueues) -> None:
         self._slots = slots
@@ -89,5 +90,5 @@ class SideQueueEntrance:
 
 
 def _rank(job: Job) -> int:
-    """The priority of a request among the waiting requests of its tenant: the highest goes first."""
+    """The rank of a request among the waiting requests of its tenant: the request with the highest rank goes first."""
     return rank(job.message.priority, is_fresh=job.hop.is_fresh) or 0

@@ -7,9 +7,10 @@ slot is the right to work on one request at a time.
         …                                   the request holds a slot
         intake.end(tenant)
 
-A free slot goes to the tenant that holds the fewest slots, divided by its weight; equal tenants take turns, in
-proportion to their weights, however many requests each has. If a tenant's requests in this process exceed its share of
-the slots, further ones are set aside (`aside.py`), so that the broker delivers the requests behind them.
+Of the tenants whose requests wait, the one that holds the fewest slots in proportion to its weight gets the next free
+slot. Tenants that are equal in this take turns, in proportion to their weights, however many requests each has. If a
+tenant's requests in this process exceed its share of the slots, further ones are set aside (`aside.py`), so that the
+broker delivers the requests of other tenants behind them.
 """
 
 import asyncio
@@ -23,18 +24,19 @@ from typing import Final
 from consumers.spending import EVERY_TENANT
 
 HELD_S: Final = 60.0
-"""A request that has waited in this process for a slot for this many seconds is set aside (moved to a side queue): a
-delivery may not be held without end (`consumers/job.py`), and another process may have a slot for it."""
+"""A request that has waited in this process for a slot for this many seconds is set aside (moved to a side queue),
+because a delivery may not be held without end (`consumers/job.py`), and another process may have a free slot for the
+request."""
 LATELY_S: Final = 600.0
-"""A lane counts as shared if two tenants had requests within this many seconds."""
+"""A lane counts as shared if at least two tenants had requests in it within this many seconds."""
 TENANTS_COUNTED: Final = 256
 """Counts of requests are kept for this many tenants of each lane: those that were active last."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantShare:
-    """The settings for one tenant: its weight when a lane's slots are shared among tenants, and its limit of
-    requests."""
+    """The settings for one tenant: its weight when a lane's slots are shared among tenants, and its limit of requests
+    that run at the same time."""
 
     weight: float = 1.0
     in_flight: int | None = None
@@ -45,8 +47,8 @@ DEFAULT_SHARE: Final = TenantShare()
 
 
 class Admission(Enum):
-    """The result of waiting for a slot: the request holds one and may begin (BEGIN), or must be moved to a side queue
-    (ASIDE)."""
+    """The result of waiting for a slot: the request holds a slot and may begin (BEGIN), or it must be moved to a side
+    queue (ASIDE)."""
 
     BEGIN = auto()
     ASIDE = auto()
@@ -58,9 +60,9 @@ class _Waiting:
 
     tenant: str
     rank: int
-    """Of one tenant's waiting requests, the one with the highest rank goes first."""
+    """The request's priority among the waiting requests of its tenant: the request with the highest rank goes first."""
     movable: bool
-    """Whether it may be set aside."""
+    """Whether the request may be set aside, that is, moved to a side queue."""
     admission: "asyncio.Future[Admission]"
 
 
@@ -77,18 +79,19 @@ class Figures:
 
 @dataclass(slots=True)
 class LaneSlots:
-    """The slots of one lane in this process. Each queue of the lane has its own (`QueueSlots`)."""
+    """The slots (rights to work on one request at a time) of one lane in this process. Each queue of the lane has slots
+    of its own (`QueueSlots`)."""
 
     shares: Mapping[str, TenantShare] = field(default_factory=dict)
-    """The settings of each tenant by name. The entry `*` applies to every tenant that has none."""
+    """The settings of the tenants, by tenant. Those under the key `*` apply to every tenant that is not listed."""
     has_aside: Callable[[str], bool] | None = None
-    """Whether a tenant has requests in the side queues of the lane (`SideQueues.has`); None: the lane has no side
-    queues, so that no request can be moved there."""
+    """A function that says whether a tenant has requests in the lane's side queues (`SideQueues.has`); None: the lane
+    has no side queues, so that no request can be set aside."""
     queues: list["QueueSlots"] = field(default_factory=list)
     _figures: "OrderedDict[str, Figures]" = field(default_factory=OrderedDict)
 
     def queue(self, size: int) -> "QueueSlots":
-        """Add a queue of the lane that has `size` slots."""
+        """Add a queue to the lane, with `size` slots, and return these slots."""
         queue = QueueSlots(self, size)
         self.queues.append(queue)
         return queue
@@ -144,16 +147,18 @@ class QueueSlots:
         self.size = size
         self._running: dict[str, int] = {}
         self._passes: dict[str, float] = {}
-        """For each tenant with running or waiting requests, its pass: how many slots it was granted so far, divided by
-        its weight. Of tenants that hold equally many slots, the one with the lowest pass goes first."""
+        """The pass (a term of stride scheduling) of each tenant that has running or waiting requests: each slot that
+        the tenant is granted adds 1, divided by the tenant's weight. Of tenants that hold equally many slots in
+        proportion to their weights, the one with the lowest pass gets the next slot."""
         self._floor = 0.0
-        """The pass with which a new tenant starts."""
+        """The pass (see `_passes`) with which a new tenant starts: that of the tenant that was granted the latest slot,
+        before this grant."""
         self._waiting: list[_Waiting] = []
         self.running = 0
         self.begun = 0
         self.sets_surplus_aside = False
-        """Whether requests over their tenant's share are set aside, even if the tenant has none in a side queue yet
-        (`consumers/fairness/scouting.py`)."""
+        """Whether requests that exceed their tenant's share are set aside (moved to a side queue) even if no request of
+        the tenant is in a side queue yet. `consumers/fairness/scouting.py` switches it on and off."""
 
     @property
     def is_full(self) -> bool:
@@ -175,8 +180,8 @@ class QueueSlots:
         self.serve()
 
     def set_surplus_aside(self, is_on: bool) -> None:
-        """Switch on or off that requests over their tenant's share of the slots are set aside. When it is switched on,
-        those that wait here are set aside at once."""
+        """Switch on or off that requests which exceed their tenant's share of the slots are set aside (moved to a side
+        queue). When it is switched on, such requests that wait here are set aside at once."""
         self.sets_surplus_aside = is_on
         if is_on:
             for waiting in self._waiting[:]:
@@ -184,18 +189,18 @@ class QueueSlots:
                     self._admit(waiting, Admission.ASIDE)
 
     def begin(self, tenant: str) -> bool:
-        """Take a free slot for a request of the tenant. False if there is none, or the tenant is at its in-flight
-        limit. It overtakes no waiting request: if requests wait while a slot is free, their tenants are at their
-        limits."""
+        """Take a free slot (the right to be worked on) for a request of the tenant. Return False if no slot is free, or
+        the tenant is at its in-flight limit. The request overtakes no other, because requests wait while a slot is free
+        only if their tenants are at their in-flight limits."""
         if self.running >= self.size or self.lane.is_at_its_cap(tenant):
             return False
         self._grant(tenant)
         return True
 
     async def wait(self, tenant: str, *, rank: int = 0, movable: bool = False, is_head: bool = False) -> Admission:
-        """After `begin` returned False: wait for a slot. `rank`: the priority among the requests of its tenant.
-        `movable`: the request may be moved to a side queue instead. `is_head`: it comes from a side queue, and is moved
-        back there only if it waits here for `HELD_S`."""
+        """Wait for a slot, after `begin` returned False. `rank`: the priority of the request among the requests of its
+        tenant. `movable`: the request may be moved to a side queue instead. `is_head`: the request comes from a side
+        queue, and is moved back there only if it waits here for `HELD_S` seconds."""
         movable = movable and self.lane.has_aside is not None
         if movable and not is_head and self._belongs_aside(tenant):
             return Admission.ASIDE
@@ -228,7 +233,8 @@ class QueueSlots:
             queue.serve()
 
     def serve(self) -> None:
-        """Give the queue's free slots to waiting requests, in the order that `QueueSlots` decides."""
+        """Give the queue's free slots to waiting requests. Each slot goes to the tenant that is first by `_standing`,
+        and to the request of this tenant that has the highest rank."""
         while self._waiting and self.running < self.size:
             eligible = [waiting for waiting in self._waiting if not self.lane.is_at_its_cap(waiting.tenant)]
             if not eligible:
@@ -239,8 +245,8 @@ class QueueSlots:
             self._admit(chosen, Admission.BEGIN)
 
     def _standing(self, tenant: str) -> tuple[float, float]:
-        """The sort key of a tenant: its running requests in proportion to its weight, then how many slots it was
-        granted so far. The tenant with the lowest standing gets the next slot."""
+        """The sort key of a tenant whose requests wait for a slot: its running requests divided by its weight, then its
+        pass (see `_passes`). The tenant with the lowest key gets the next slot."""
         return self.running_of(tenant) / self.lane.share_of(tenant).weight, self._passes.get(tenant, self._floor)
 
     def _grant(self, tenant: str) -> None:

@@ -2,13 +2,13 @@
 other tenants behind them.
 
 A queue delivers in order of priority and age, whatever the tenant. If all slots of a queue were in use for a second, a
-scout consumes the queue in addition. A scout is a pool without slots of its own. A request that it takes gets the next
-free slot of the queue if its tenant is next, waits in the worker while it is within its tenant's share, and is set
-aside otherwise (`consumers/fairness/lane_slots.py`).
+scout is started, that is, a further consumer of the queue, without slots of its own. A request that the scout takes is
+set aside (moved to a side queue) if its tenant has used up its share of the queue's slots; otherwise it waits in the
+worker until its tenant gets the next free slot (`consumers/fairness/lane_slots.py`).
 
-Setting a request aside costs half as much as a whole request, so a scout is sent only where it helps: if several
-tenants had requests lately, as soon as requests wait longer than a second; otherwise, only if a request holds its slot
-for longer than a quarter of a second on average.
+Setting a request aside takes half as much CPU as a whole request, so a scout is started only where it helps. If several
+tenants had requests in the lane lately, it is started as soon as requests wait longer than a second; otherwise, only if
+requests hold their slots for longer than a quarter of a second on average.
 """
 
 import asyncio
@@ -29,35 +29,37 @@ the slots are all in use for a shorter time, requests are delivered in the queue
 CALLED_BACK_AFTER_LOOKS: Final = 8
 """After this many checks in a row that found free slots, the queue's scout (its further consumer) is stopped."""
 SCOUT_PREFETCH: Final = 32
-"""The prefetch of a scout (a further consumer of a queue): it moves this many requests to side queues at a time, on a
-busy machine 390 a second. With a prefetch of 64, a chat in another lane of the same process waited twice as long while
-requests were moved."""
+"""The prefetch of a scout (a further consumer of a queue): it takes this many requests at a time and moves them to side
+queues, on a busy machine 390 requests a second. With a prefetch of 64, a chat in another lane of the same process
+waited twice as long while requests were moved."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Scouted:
-    """A queue that may get a scout, and the results of the regular checks of its slots."""
+    """A queue that may get a scout (a further consumer, whose surplus requests are moved to side queues), and the
+    results of the regular checks whether the queue's slots are all in use."""
 
     queue: str
     slots: QueueSlots
     scout: Callable[[], SlotPool]
-    """Creates a scout for the queue: a pool without slots of its own, whose requests use the queue's slots."""
+    """A function that creates a scout for the queue: a pool (consumer) without slots of its own, whose requests use the
+    queue's slots."""
     begun: int = 0
-    """How many requests of the queue had got a slot until the last check."""
+    """How many requests of the queue had been given a slot by the time of the last check, since the process started."""
     full_looks: int = 0
     """How many checks in a row found all slots of the queue in use."""
     slow_looks: int = 0
-    """How many checks in a row found all slots in use, and fewer newly started requests than slots since the check
-    before."""
+    """How many checks in a row found all slots in use, and found that fewer requests than slots had begun since the
+    check before, which means that requests hold their slots for long."""
     idle_looks: int = 0
     """How many checks in a row found free slots."""
     active: SlotPool | None = None
-    """The running scout of the queue; None: it has none."""
+    """The scout (further consumer) that runs for the queue; None: the queue has no scout."""
 
 
 class Scouting:
-    """Starts a scout for each queue whose slots are all in use for long, and stops it when slots are free. It is paused
-    and stopped like a pool."""
+    """Starts a scout (a further consumer) for each queue whose slots are all in use for long, and stops the scout when
+    slots are free. Like a pool, a `Scouting` can be paused and stopped."""
 
     def __init__(self, queues: Sequence[Scouted], *, depths: Depths) -> None:
         self._queues = queues
@@ -66,34 +68,34 @@ class Scouting:
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._ending: set[SlotPool] = set()
-        """Scouts that were stopped and whose requests have not all ended."""
+        """Scouts (further consumers) that were stopped, but whose requests have not all ended."""
 
     async def run(self) -> None:
-        """Start and stop scouts, until `stop` is called and the requests of all scouts have ended. Cancel it to end at
-        once."""
+        """Start and stop scouts (further consumers), until `stop` is called and the requests of all scouts have ended.
+        Cancel it to end at once."""
         async with self._group:
             async for _ in every(LOOK_EVERY_S, until=self._stopping):
                 for scouted in self._queues:
                     await self._look(scouted)
 
     async def stop(self) -> None:
-        """Stop all scouts, and start no more."""
+        """Stop all scouts (further consumers), and start no more."""
         self._stopping.set()
         await self._call_all_back()
 
     def give_back_waiting(self) -> None:
-        """After `stop`: return to the broker the requests of scouts whose call has not begun
-        (`Pool.give_back_waiting`)."""
+        """After `stop`: return to the broker the requests that scouts have taken and for which the call to a provider
+        has not begun (`Pool.give_back_waiting`)."""
         for scout in self._ending:
             scout.give_back_waiting()
 
     async def pause(self, reason: str) -> None:
-        """Stop all scouts, and start none until `resume`."""
+        """Stop all scouts (further consumers), and start none until `resume` is called."""
         self.is_paused = True
         await self._call_all_back()
 
     async def resume(self) -> None:
-        """After `pause`: start scouts again when they are needed."""
+        """After `pause`: start scouts (further consumers) again when they are needed."""
         self.is_paused = False
 
     async def _look(self, scouted: Scouted) -> None:
@@ -115,7 +117,7 @@ class Scouting:
             waiting = (await self._depths([scouted.queue]))[scouted.queue]
         except BrokerError:  # the pools report it
             return
-        # at the rate since the last look, the waiting requests need longer than a quarter second, or than a second
+        # whether the waiting requests, at the rate since the last look, need more than 0.25 s (if slow) or a second
         is_long = waiting > (begun if is_slow else SENT_AFTER_LOOKS * begun)
         if is_long and not self.is_paused and not self._stopping.is_set():
             scouted.active = scouted.scout()

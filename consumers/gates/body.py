@@ -1,5 +1,5 @@
-"""The body gate: fetches a request's body if it is not in the message. It comes after the claim gate, so that no body
-is fetched for a request that has ended or that another worker runs."""
+"""The body gate: fetches a request's body if it is not in the message. It comes after the claim gate (which lets only
+one delivery of a request pass), so that no body is fetched for a request that has ended or that another worker runs."""
 
 from consumers.bodies.fetching import Fetching
 from consumers.decoding import Decoding
@@ -13,8 +13,8 @@ from lanekeeper.telemetry import logs, signals
 FETCH_WITHIN_S = 60.0
 """The time limit, in seconds, for fetching the large body of a request."""
 AGAIN_MS = 2000
-"""If the store that has a request's body is unavailable, the request is deferred by this many ms; then the body is
-fetched again, and so on until the request's deadline."""
+"""If the store that has a request's body is unavailable, the request is deferred by this many ms; then the worker tries
+again to fetch the body, and so on until the request's deadline."""
 log = logs.logger()
 
 

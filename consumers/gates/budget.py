@@ -1,5 +1,5 @@
-"""The budget gate: a request waits until it is first in the line for a provider's account and the account has enough
-budget for it.
+"""The budget gate: a request waits until it is the first of those that wait for an account (a provider with a class of
+models), and the account has enough budget for it.
 
 A waiting request keeps its slot (the right to be worked on) if the requests behind it would wait too (`waiting_room.py`
 decides that). A request that cannot be answered before its deadline is refused at once, with the expected times.
@@ -29,23 +29,24 @@ seconds."""
 LATER_MS = 1000
 """The shortest time, in ms, for which a request that waits for budget is deferred."""
 BACK_WITHIN_MS = 15_000
-"""A request is deferred, so that others can pass it, for at most this many ms. There is a limit because its predicted
-wait may be too long."""
+"""A request is deferred, so that others can pass it, for at most this many ms. There is a limit because the delay is
+the request's predicted wait, and the prediction may be too long."""
 AT_ONCE_S = 0.25
 """A call that could begin within this many seconds is always tried, even if it may not end before the request's
 deadline."""
 SPREAD_S = 60.0
 """The deferred requests of an account that is paused (its spend limit was reached) come back spread over this many
-seconds. The first call shows whether the account works again. Each refused call ends its request, so the others should
-not come at the same time."""
+seconds. They do not all come back at once, because each refused call ends its request: the first call shows whether the
+account works again."""
 OnWait = Callable[[Job, Wait], None]
 
 
 @dataclass(slots=True, eq=False)
 class BudgetGate:
-    """Reserves a provider's budget (requests and tokens per minute) for the call of a job: of the first provider in its
-    chain that has enough soon, else of the one with the shortest wait. `on_wait` is called when a wait begins that is
-    predicted to last at least `REPORTED_FROM_S`."""
+    """Reserves a provider's budget (requests and tokens per minute) for the call of a job: of the first provider in the
+    job's chain (the providers that may be called for it, in order) that will have enough soon; else of the provider
+    with the shortest predicted wait. `on_wait` is called when a wait begins that is predicted to last at least
+    `REPORTED_FROM_S`."""
 
     budgets: Budgets
     breakers: Breakers
@@ -75,15 +76,15 @@ class BudgetGate:
         return await self._interrupted(job, decoded.request, route, asyncio.get_running_loop().time() - began_s)
 
     def _start_by(self, job: Job, request: Request, route: Route) -> float:
-        """The latest time at which the call may begin, by the event loop's clock: its usual run time before the
-        deadline, but not before `AT_ONCE_S` from now, if the deadline allows that."""
+        """The latest time at which the call may begin, by the event loop's clock: the request's deadline minus the
+        usual run time of such a call, but at least `AT_ONCE_S` from now, unless the deadline itself is earlier."""
         left_s = (request.deadline_ms - self.now_ms()) / 1000
         spare_s = max(left_s - self.estimates.run_s(self._usage_class(job, route)), min(left_s, AT_ONCE_S))
         return asyncio.get_running_loop().time() + spare_s
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Settle the reservation with the amounts that the call used; if they are unknown, with all that was reserved.
-        Without a call, return the whole reservation."""
+        """Settle the job's reservation of budget with the amounts that the call used; if they are unknown, with all
+        that was reserved. If no call was made, return the whole reservation."""
         reserved, job.reserved = job.reserved, None
         if reserved is None:
             return
@@ -127,8 +128,9 @@ class BudgetGate:
     async def _overflowing(
         self, job: Job, decoded: Decoded, routes: Sequence[Route], limit: Interruptible
     ) -> Reserved | None:
-        """Reserve budget on the first route whose predicted wait is at most `overflow_s` (a setting; by default the
-        lane's target wait). None if there is no such route."""
+        """Reserve budget on the first route (a provider and model) whose predicted wait is at most the setting
+        `overflow_s` (by default the lane's target wait), and short enough for the deadline. Return None if there is no
+        such route."""
         patience_s = decoded.lane.target_wait_s if self.spec.overflow_s is None else self.spec.overflow_s
         for route in routes:
             until = self._start_by(job, decoded.request, route)
@@ -149,8 +151,8 @@ class BudgetGate:
         return routes[min(range(len(routes)), key=lambda index: waits[index].seconds)]
 
     async def _reserve(self, job: Job, decoded: Decoded, route: Route, until: float, limit: Interruptible) -> Reserved:
-        """Wait for budget on a route, and reserve it. Raises WaitTooLong if the call could not begin by `until`, by the
-        event loop's clock."""
+        """Wait for budget on a route (a provider and model), and reserve it. Raises WaitTooLong if the call could not
+        begin by `until`, by the event loop's clock."""
         has_to_wait = False
 
         def on_wait(wait: Wait) -> None:
@@ -175,8 +177,8 @@ class BudgetGate:
         return Reserved(route, reservation)
 
     def _wait_begins(self, job: Job, lane: LaneSpec, route: Route, wait: Wait, limit: Interruptible) -> None:
-        """When a wait for budget begins: shorten it if the request must let others of its lane pass, and report it if
-        it will be long. `wait`: the forecast."""
+        """When a wait for budget begins: shorten the wait if the request must let others of its lane pass, and report
+        the wait if it will be long. `wait`: the forecast of its length."""
         patience_s = self._waiting_room.enter(lane.name, route.account, slots=lane.slots)
         if patience_s is not None:
             limit.reschedule(asyncio.get_running_loop().time() + min(patience_s, self.spec.hold_s))
@@ -184,9 +186,9 @@ class BudgetGate:
             self.on_wait(job, wait)
 
     def _arrived(self, job: Job, request: Request) -> float | None:
-        """The time by which a request gets its place in the line, by the event loop's clock. A request that was
-        deferred or redelivered keeps its place. None for a new request: it goes to the end of the line, whatever time
-        its headers give."""
+        """The time that decides a request's place among those that wait for an account, by the event loop's clock. A
+        request that comes back after a deferral or redelivery keeps its place, so it gets the time at which its wait
+        began. None for a new request: it goes to the end, whatever time its headers give."""
         if not job.came_before:
             return None
         return asyncio.get_running_loop().time() - max(0, self.now_ms() - request.start_ms) / 1000
@@ -196,8 +198,8 @@ class BudgetGate:
         return await self.budgets.predicted_wait(route.account, lane=job.lane_name, amounts=amounts)
 
     def _too_long(self, job: Job, request: Request, route: Route, wait: Wait) -> Outcome:
-        """The outcome of a job whose call could not begin in time for its deadline: the request is refused; or
-        deferred, if the account is paused and works again before the deadline."""
+        """The outcome of a job whose call could not begin in time for its deadline: the request is refused, unless the
+        account is paused and works again before the deadline; then the request is deferred."""
         left_s = (request.deadline_ms - self.now_ms()) / 1000
         run_s = self.estimates.run_s(self._usage_class(job, route))
         if wait.reason == PAUSED and wait.seconds < left_s:
@@ -212,8 +214,9 @@ class BudgetGate:
         )
 
     async def _interrupted(self, job: Job, request: Request, route: Route, waited_s: float) -> Outcome:
-        """The outcome if the wait was ended: because the job was stopped, after `hold_s` (the longest time that a
-        delivery may wait here), or earlier, to let other requests of the lane pass."""
+        """The outcome of a job whose wait for budget was ended early: because the job was stopped; because it had
+        waited for `hold_s` (the longest time that a delivery may wait here); or to let other requests of the lane pass.
+        """
         if job.stopped is not None:
             return stopped_by(job.stopped, doing="waited for the budget")
         wait = await self._wait(job, request, route)

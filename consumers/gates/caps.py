@@ -1,5 +1,5 @@
-"""The caps gate: counts what a request is expected to use against the daily caps before its call, and corrects that
-after it (`consumers/spending.py`)."""
+"""The caps gate: before the call of a request, it counts the request's estimated use against the daily caps; after the
+call, it replaces the estimate by the real use (`consumers/spending.py`)."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from consumers.state.base import StoreUnavailable
 from topology.codec.request import Request
 
 SPREAD_MS = 60_000
-"""If a daily cap is used up, the requests that wait for the next day come back spread over this many ms."""
+"""If a daily cap is used up, requests are deferred to the next day, and come back then at times that are spread over
+this many ms."""
 STORE_AWAY_MS = 1000
 """For how many ms a request is deferred if the store that counts the caps is unavailable."""
 Estimate = Callable[[Job, Request, Route], Amounts]
@@ -26,8 +27,9 @@ Estimate = Callable[[Job, Request, Route], Amounts]
 @dataclass(slots=True, eq=False)
 class CapsGate:
     """Lets a request pass if its lane and its tenant have enough left of their daily caps (limits of requests, tokens
-    and dollars, set by the operator). `estimate`: the amounts that a request is expected to use on a route
-    (`BudgetGate.amounts`). `publish`: `Lifecycle.publish`."""
+    and dollars, set by the operator). `estimate`: a function that returns the amounts which a request is expected to
+    use on a route, that is, at a provider with a model (`BudgetGate.amounts`). `publish`: publishes a life-cycle event
+    of a request (`Lifecycle.publish`)."""
 
     spending: Spending
     breakers: Breakers
@@ -63,9 +65,9 @@ class CapsGate:
         return None
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Correct what `enter` counted against the caps: to the used amounts after an answer; after a failure to
-        nothing, or to the estimate if the failed call may have to be paid. Add earlier failed calls that may have to be
-        paid."""
+        """Correct what `enter` counted against the caps. After an answer, the amounts that the call used are counted.
+        After a failure nothing is counted, but the estimate stays counted if the failed call may have to be paid. In
+        each case, earlier calls of the same attempt that failed and may have to be paid are counted too."""
         hold, attempted = self._held.pop(job, None), job.attempted
         used = Spent()
         if isinstance(outcome, Answered):
@@ -93,7 +95,8 @@ class CapsGate:
 
 
 def _may_be_paid(attempted: Attempted) -> bool:
-    """Whether a call that gave no answer may have to be paid: it is unknown what it used, or it used output tokens."""
+    """Whether a call that gave no answer may have to be paid: it may, if it is unknown what the call used, or if it
+    used output tokens."""
     return attempted.usage is None or attempted.usage.output_tokens > 0
 
 

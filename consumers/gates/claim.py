@@ -9,24 +9,25 @@ from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Ref
 from consumers.state.base import Conflict, Ended, Granted, Running
 
 DEATHS_AT_MOST = 4
-"""After this many workers have died while they worked on a request (held its claim), the request goes to `lane.dead`:
-at its fifth delivery. The broker's delivery count is not used, because it also counts lost connections, after which the
-worker still lives and releases the claim."""
+"""After this many workers have died while they worked on a request (had its claim in the store), the request goes to
+the queue `lane.dead` at its next delivery. The broker's delivery count is not used, because it also counts deliveries
+that ended with a lost connection, although the worker still lives and releases the claim then."""
 SUSPECT_FROM = 2
 """A request during which this many workers have died is a suspect, and a worker runs only one suspect at a time. So the
-request that kills workers is identified, and a request that only ran at the same time is answered."""
+request that kills workers is identified, and a request that only ran at the same time as that one is answered."""
 SUSPECT_WAIT_MS = 1000
-"""For how many ms a suspect is deferred while the worker runs another suspect."""
+"""For how many ms a suspect (a request during which several workers have died) is deferred while the worker runs
+another suspect."""
 LEAST_WAIT_MS = 200
-"""The shortest time, in ms, for which a request is deferred that another worker is working on."""
+"""If another worker is working on a request, a further delivery of the request is deferred by at least this many ms."""
 LONGEST_WAIT_MS = 5_000
-"""The longest time, in ms, for which a request is deferred that another worker is working on."""
+"""If another worker is working on a request, a further delivery of the request is deferred by at most this many ms."""
 
 
 class ClaimGate:
-    """Takes the claim of a request (identified by tenant and message id) from the store, so that no other delivery of
-    it runs at the same time. When the request has ended, `settle.py` completes the claim; otherwise this gate releases
-    it."""
+    """Takes the claim of a request, that is, records in the store that this worker runs it, so that no other delivery
+    of the same request (identified by tenant and message id) runs at the same time. When the request has ended,
+    `settle.py` completes the claim; otherwise this gate releases it."""
 
     def __init__(self, claiming: Claiming, *, now_ms: NowMs) -> None:
         self._claiming = claiming
@@ -34,8 +35,8 @@ class ClaimGate:
         self._suspect: Job | None = None
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
-        """Take the claim, or return the outcome of the delivery if it is not granted. Raises StoreUnavailable if the
-        store does not answer: no provider is called without a claim."""
+        """Take the claim of the request. Return None if the store grants it, otherwise the outcome of the delivery.
+        Raises StoreUnavailable if the store does not answer: no provider is called without a claim."""
         match await self._claiming.claim(job):
             case Granted(deaths=deaths) if deaths >= DEATHS_AT_MOST:
                 return ended(

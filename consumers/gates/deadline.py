@@ -21,7 +21,7 @@ class DeadlineGate:
 
 
 def exceeded(job: Job, decoded: Decoded) -> RequestProblem:
-    """The problem of a request past its deadline. Its detail says how long the request waited and ran."""
+    """The error for a request past its deadline. Its text says how long the request waited and ran."""
     bound_ms = decoded.request.deadline_ms - decoded.request.start_ms
     spent = f"{job.wait_ms} ms waiting"
     if job.attempts:

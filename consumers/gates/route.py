@@ -1,7 +1,7 @@
 """The route gate: lets a request pass if its lane and tenant may use its model, and a provider may be called for it.
 
 While the circuit breakers of all its providers are open, a request waits at this gate for at most `HOLD_S` seconds.
-After that it is deferred, so that others can pass it.
+After that the request is deferred, so that requests for other providers can pass it.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ STAGGER_S = 0.2
 """Each request that waits for a provider to recover waits up to this many seconds longer, at random. So one of them
 makes the probe (the first call after an outage), and the others come after its result."""
 SHARE_OF_OUTAGE = 0.25
-"""A deferred request is delayed by this part of the time that the provider has been down: in a long outage it does not
-come back every few seconds, and after an outage of a minute it is back soon."""
+"""A request that waits for a provider to recover is deferred by this share of the time for which the provider has been
+down. So it does not come back every few seconds in a long outage, but comes back soon after an outage of a minute."""
 MOST_TARGETS = 5
-"""A request that waits for a provider to recover is delayed by at most this many times its lane's target wait, which
-makes five seconds in `critical`."""
+"""A request that waits for a provider to recover is deferred by at most this many times its lane's target wait: in the
+lane `critical`, whose target is a second, by at most five seconds."""
 SPREAD = 0.5
-"""The delay of a request that waits for a provider to recover is lengthened at random by up to this part of it, so that
-one request makes the first call before the others come back."""
+"""The delay of a request that waits for a provider to recover is lengthened at random by up to this share of the delay,
+so that one request makes the first call before the others come back."""
 
 
 class RouteGate:
@@ -57,8 +57,8 @@ class RouteGate:
         """Does nothing, because `enter` takes nothing that must be given back."""
 
     def later(self, job: Job, decoded: Decoded, wait_s: float) -> Outcome:
-        """The outcome of a job for which no provider may be called for `wait_s`: it is deferred, or refused if its
-        deadline is before that."""
+        """The outcome of a job for which no provider may be called in the next `wait_s` seconds: it is deferred, or
+        refused if its deadline is before the end of that time."""
         left_ms = decoded.request.deadline_ms - self._now_ms()
         wait_ms = max(LEAST_WAIT_MS, round(1000 * wait_s))
         if wait_ms >= left_ms:

@@ -7,8 +7,8 @@ from consumers.outcomes import Deferred, Outcome, ended
 from consumers.state.base import WaitingLimit
 
 UNCOUNTED_MS = 60_000
-"""A wait of at most this many ms is not counted against the limits of waiting requests: no tenant can publish very many
-requests in that time."""
+"""A wait of at most this many ms is not counted against the limits of waiting requests, because no tenant can publish
+very many requests in that time."""
 UNIT_BYTES = 16 * 1024
 """Against the limits of waiting requests, a request counts as one, and as one more for each full 16 KiB of its body."""
 WHICH_LIMIT = {
@@ -20,9 +20,10 @@ WHICH_LIMIT = {
 class ScheduleGate:
     """Defers a request until its due time (`x-lane-delay-ms`, `x-lane-at`).
 
-    The wait is stored before the request enters the cascade, because after that another worker may claim the request at
-    any time. Long waits take space on the broker's disks, so they are counted, and refused above a limit. A request
-    that has ended already, or was cancelled before it arrived, does not wait: the claim gate answers it.
+    The wait is noted in the store before the request is published to the broker's delay queues, because from then on
+    another worker may take the request at any time. Requests that wait for long take space on the broker's disks, so
+    they are counted, and refused above a limit. A request that has ended already, or was cancelled before it arrived,
+    does not wait: the claim gate answers it.
     """
 
     def __init__(self, claiming: Claiming, *, now_ms: NowMs) -> None:

@@ -1,5 +1,5 @@
-"""Reads answers that came with HTTP 200. An answer must be a whole Message with a `stop_reason`; all else is a
-failure."""
+"""Reads the provider's answers that came with HTTP 200. An answer must be a whole Message with a `stop_reason`;
+anything else is a failed call."""
 
 from collections.abc import AsyncIterable
 from typing import Any, Final
@@ -13,23 +13,24 @@ from consumers.prices import Usage
 from consumers.providers.base import Answer
 
 MOST_TOKENS: Final = 10_000_000
-"""A provider's token count above this is ignored as impossible: charging it would block the budget for ever."""
+"""A provider's token count above this is ignored as impossible, because charging it would use up the budget for
+ever."""
 _NAME_CHARACTERS: Final = 256
-"""The most characters of a name in a provider's answer, such as the model's, that are taken over into headers and
-spans."""
+"""A name in a provider's answer, such as the model's, is copied into headers and spans only if it has at most this many
+characters."""
 
 
 def pieces(response: httpx2.Response) -> AsyncIterable[bytes]:
-    """Yield the body of a provider's HTTP answer in pieces, decompressed. A body that is not compressed is read from
-    the stream itself: this takes 40 % of the CPU time of httpx2's own method."""
+    """Yield the body of a provider's HTTP answer in pieces, decompressed. A body that is not compressed is read
+    directly from the transport's stream, which takes 40 % of the CPU time of httpx2's own method."""
     if "content-encoding" not in response.headers and isinstance(response.stream, httpx2.AsyncByteStream):
         return response.stream
     return response.aiter_bytes()
 
 
 def parse_message(body: bytes, content_type: str) -> dict[str, Any]:
-    """The JSON object of an answer that was not streamed; empty if the JSON is no object. Raises `TransientError` if
-    the body is not JSON."""
+    """The JSON object of an answer that was not streamed, as a dict; an empty dict if the JSON is no object. Raises
+    `TransientError` if the body is not JSON."""
     try:
         message = jiter.from_json(body, allow_inf_nan=False, cache_mode="keys")
     except ValueError as error:
@@ -62,7 +63,7 @@ def read_answer(
 
 
 def _name(value: object) -> str:
-    """The value, if it is a short text that headers and spans can hold; otherwise empty."""
+    """The value, if it is a string that is short enough for headers and spans; otherwise an empty string."""
     return value if isinstance(value, str) and len(value) <= _NAME_CHARACTERS else ""
 
 

@@ -1,8 +1,10 @@
-"""Calls Anthropic's Messages API through the vendor's own clients. Requests and answers are bytes.
+"""Calls Anthropic's Messages API through the clients of Anthropic's own SDK. The bodies of requests and answers are
+passed on as bytes.
 
-The vendor's client makes the HTTP call (authentication, version, pool, TLS) and chooses the exception class. Lanekeeper
-does not use its retries (`consumers/retry.py` decides), its spans (`lanekeeper/telemetry/tracing.py` makes them), and
-its models of requests and answers, which take several times as much CPU as the call.
+The SDK's client makes the HTTP call (authentication, API version, connection pool, TLS) and chooses the class of the
+exception after a failure. Lanekeeper does not use the SDK's retries (`consumers/retry.py` decides on them), nor its
+trace spans (`lanekeeper/telemetry/tracing.py` makes them), nor its Pydantic models of requests and answers, because
+these take several times as much CPU as the call.
 """
 
 import asyncio
@@ -34,18 +36,18 @@ from topology.codec.request import Request
 from topology.lanes import urgency
 
 MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
-"""A request with more `max_tokens` than this is always streamed: the vendor's client assumes a rate at which its answer
-could take longer than ten minutes."""
+"""A request with more `max_tokens` than this is always streamed, because Anthropic's client assumes a rate of output at
+which the answer could take longer than ten minutes."""
 _LEAST_EVENTS: Final = 4
-"""The largest accepted event of a stream is the largest accepted answer, in bytes, divided by this number."""
+"""The largest accepted event of a stream has as many bytes as the largest accepted answer, divided by this number."""
 _OVERHEAD: Final = 4
-"""A stream may have this many times the bytes of the largest accepted answer, because each token is an event of some
-130 bytes."""
+"""A stream may have this many times the bytes of the largest accepted answer, because each token may come in an event
+of its own, of some 130 bytes."""
 _SLICE_BYTES: Final = 16 * 1024
-"""How many bytes of a stream are parsed before other tasks get the event loop: up to two thousand of the smallest
-events, which takes 10 ms."""
+"""How many bytes of a stream are parsed before other tasks get the event loop. Parsing so many takes up to 10 ms, if
+they are two thousand of the smallest events."""
 DRAIN_S: Final = 0.1
-"""For how many seconds at most to wait for the end of a streamed HTTP body after its last event."""
+"""After the last event of a stream, the end of the HTTP body is awaited for at most this many seconds."""
 
 
 class Client(Protocol):
@@ -59,14 +61,15 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How a cloud's API for Claude differs from Anthropic's own. URL and signature are not part of it: Anthropic's
-    client for that cloud makes them (`cloud.py`)."""
+    """How a cloud's API for Claude differs from Anthropic's own. URL and signature are not described here, because
+    Anthropic's client for that cloud makes them (`cloud.py`)."""
 
     needs_dict: bool = False
-    """True if the vendor's client for this cloud changes fields of the body, so that it needs a dict instead of
-    bytes."""
+    """True if Anthropic's client for this cloud changes fields of the body, so that the client needs the body as a dict
+    instead of bytes."""
     splitter: Callable[[int], EventSplitter | FrameSplitter] = EventSplitter
-    """Creates the splitter of a stream. Its argument is the largest size of one event, in bytes."""
+    """A function that creates an object which splits the bytes of a stream into events. Its argument is the largest
+    accepted size of one event, in bytes."""
     signing_errors: tuple[type[Exception], ...] = ()
     """The exceptions that the cloud's client raises if it finds no credentials."""
 
@@ -78,7 +81,8 @@ class AnthropicProvider:
     """Calls Claude at Anthropic, and at every cloud for which Anthropic's SDK has a client.
 
     `secret`: the API key, which is removed from error texts. `traceparent`: a function that returns the value of the
-    HTTP header `traceparent` for the current span. `max_values`: the most JSON keys and values of an answer.
+    HTTP header `traceparent` for the current span. `max_values`: how many JSON keys and values an answer may have at
+    most.
     """
 
     def __init__(
@@ -94,8 +98,8 @@ class AnthropicProvider:
         parsing: Parsing | None = None,
         http: httpx2.AsyncClient | None = None,
     ) -> None:
-        """`http`: the HTTP client that `client` uses. It is given only if the API key does not change: later calls then
-        repeat the headers of the first one (`repeating.py`)."""
+        """`http`: the HTTP client that `client` uses. It is given only if the API key does not change, because later
+        calls then repeat the headers of the first call (`repeating.py`)."""
         self.name = name
         self._client = client
         self._repeating = None if http is None else Repeating(client.post, http)
@@ -154,8 +158,8 @@ class AnthropicProvider:
         await self._client.close()
 
     async def _send(self, body: bytes, *, beta: str | None) -> httpx2.Response:
-        """Send a request, and return the response with its body unread. `stream=True` means only that we read the body
-        ourselves; it does not ask the provider for a stream."""
+        """Send a request, and return the response with its body unread. The argument `stream=True` of Anthropic's
+        client means only that we read the body ourselves; it does not ask the provider for a streamed answer."""
         headers: dict[str, str] = {}
         if (traceparent := self._traceparent()) is not None:
             headers["traceparent"] = traceparent
@@ -198,8 +202,9 @@ class AnthropicProvider:
     async def _read_stream(
         self, response: httpx2.Response, *, urgent: int, limit: asyncio.Timeout, pause_s: float, parts: OnEvent | None
     ) -> StreamedMessage:
-        """Forward the events of a stream, and put them together to a Message. The time of `parts` and of our own
-        parsing does not count towards `limit`. `pause_s`: the time limit for the next event."""
+        """Pass each event of a stream on to `parts`, and put a Message together from all events. The time that `parts`
+        and our own parsing take does not count towards `limit`, the call's time limit. `pause_s`: the time limit for
+        the next event."""
         splitter = self._dialect.splitter(self._max_answer_bytes // _LEAST_EVENTS)
         collected = StreamedMessage(max_bytes=self._max_answer_bytes, max_values=self._max_values)
         clock = asyncio.get_running_loop().time
@@ -253,8 +258,8 @@ def _too_large(most: int) -> AnswerTooLargeError:
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:
-    """Read the rest of a streamed answer's body, so that the connection can be reused. It should end right after
-    `message_stop`."""
+    """Read the rest of a streamed answer's body, so that the connection can be reused. The body should end right after
+    the event `message_stop`."""
     with suppress(ProviderError, *NETWORK_ERRORS):
         async with asyncio.timeout(DRAIN_S):
             async for _ in chunks:
@@ -263,8 +268,8 @@ async def _drain(chunks: AsyncIterator[bytes]) -> None:
 
 def set_stream(body: bytes, streamed: bool, *, is_stated: bool = True) -> bytes:
     """The request's body with the field `stream` set to `streamed`, because the worker decides whether the answer is
-    streamed; the same bytes if it has that value already. `is_stated`: False if the body certainly does not have the
-    field."""
+    streamed; the same bytes if the field has that value already. `is_stated`: False if the body certainly does not have
+    the field."""
     if is_stated and (b'"stream"' in body or b"\\u" in body):  # a key may be written with \u escapes
         found = jiter.from_json(body, cache_mode="none")  # for large bodies four times as fast as json
         if "stream" in found:

@@ -22,14 +22,15 @@ class Answer:
     request_id: str | None = None
     stop_reason: str | None = None
     rate: RateHeaders | None = None
-    """What the response's headers say about the account's rate limits."""
+    """What the response's headers say about the rate limits of the account at the provider; None if they say
+    nothing."""
     cost_usd: float | None = None
     """The cost of the call in US dollars, by the table of prices; None if the model has no price."""
 
     @property
     def counted(self) -> Amounts:
-        """What the call has used of its account's limits: one request, and its tokens. Tokens read from the cache count
-        against no limit (docs/facts.md, section 10)."""
+        """What the provider counts for the call against the account's rate limits: one request, and its tokens, except
+        those read from the prompt cache, which count against no limit (docs/facts.md, section 10)."""
         return Amounts(1, self.usage.input_tokens + self.usage.cache_creation_input_tokens, self.usage.output_tokens)
 
 
@@ -39,15 +40,16 @@ returned."""
 
 
 class Provider(Protocol):
-    """The adapter that calls one provider. It does not retry: `consumers/retry.py` decides that."""
+    """The adapter that calls one provider. It does not retry failed calls, because `consumers/retry.py` decides on
+    retries."""
 
     name: str
 
     async def stream(self, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
         """Make one call. It is streamed if `parts` is given, or if the answer may take longer than ten minutes.
 
-        `timeout_s` bounds the whole call; if streamed, the time to the first event and every pause after it.
-        Raises `ProviderError`; cancelling it closes the provider's socket.
+        `timeout_s` is the time limit of the whole call; if the call is streamed, it limits instead the time until the
+        first event, and each pause between events. Raises `ProviderError`; cancelling the call closes its socket.
         """
 
     async def aclose(self) -> None: ...

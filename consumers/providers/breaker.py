@@ -1,13 +1,13 @@
 """A circuit breaker: if the calls of a provider fail, it is not called for a while, and then tried with one call (the
-probe). Without I/O.
+probe). This file has no I/O.
 
     closed ──failures in a row──> open ──its time is over──> probing ──answered──> closed
                                    ^                            │
                                    └───────── failed: twice as long
 
-Only failures in a row count, not the share of calls that fail. If calls fail by chance (30 % with a 529, for example),
-most retries succeed, and an open breaker would only make requests wait. Three failures to connect in a row are enough,
-because no request can cause them.
+Only failures in a row count, not the share of calls that fail. If calls fail by chance (for example 30 % of them with
+HTTP 529), most retries succeed, so an open breaker would only make requests wait. Three failures to connect in a row
+are enough to open the breaker, because no request can cause them by what it contains.
 """
 
 import random
@@ -17,29 +17,30 @@ from math import inf
 from typing import NamedTuple
 
 FAILURES = 10
-"""The number of failures in a row that opens a breaker. If 30 % of all calls fail by chance, that happens once in
-240,000 calls."""
+"""The number of failures in a row that opens a circuit breaker. If 30 % of all calls fail by chance, so many failures
+in a row happen once in 240,000 calls."""
 REQUESTS = 3
-"""The failures in a row that open a breaker must come from at least this many requests: otherwise one request that the
-provider cannot handle would block all others."""
+"""The failures in a row that open a circuit breaker must come from at least this many requests; otherwise one request
+that the provider cannot handle, with its retries, would block all others."""
 UNREACHED = 3
-"""A breaker opens after this many failures to connect in a row, even if they all come from one request."""
+"""A circuit breaker opens after this many failures to connect in a row, even if they all come from one request."""
 DOUBTED_FROM = 3
-"""From this many failures in a row on, the process checks at each failure whether another process has opened its
-breaker for the same provider and model."""
+"""From this many failures in a row on, the process checks in the store at each failure whether another process has
+opened its circuit breaker for the same provider and model."""
 WINDOW_S = 120.0
-"""The circuit breaker does not count failures that are more seconds ago than this. The time is not shorter than a call
-may take (60 s in the lane critical, 120 s in normal)."""
+"""A failure that is longer ago than this many seconds is not counted by the circuit breaker. The time must not be
+shorter than the time that a call may take (60 s in the lane critical, 120 s in normal)."""
 OPEN_S = 1.0
-"""How many seconds a breaker stays open at first; the time doubles each time that the probe (the trial call) fails."""
+"""The longest time, in seconds, that a circuit breaker stays open when it opens first; it doubles each time that the
+probe (the trial call) fails."""
 OPEN_MOST_S = 5.0
 """The longest time, in seconds, that a circuit breaker stays open before a probe (a trial call)."""
 PROBE_WITHIN_S = 30.0
 """After this many seconds another call may be the probe (the trial call after an outage), even if the first probe has
 not ended."""
 LOOK_S = 1.0
-"""While a probe (the trial call after an outage) runs: the seconds after which a waiting request asks again whether it
-may call."""
+"""While a probe (the trial call after an outage) runs, a waiting request asks again after this many seconds whether its
+call may be made."""
 
 
 class State(StrEnum):
@@ -60,7 +61,7 @@ class Failure(NamedTuple):
 
 class Breaker:
     """The circuit breaker of one provider and model: after failures in a row no call is made for a while. It is created
-    at the first failure, and removed at the next answer. Times are the event loop's."""
+    at the first failure, and removed at the next answer. Times are in seconds, by the event loop's clock."""
 
     def __init__(self, rng: random.Random) -> None:
         self.state = State.CLOSED
@@ -68,11 +69,12 @@ class Breaker:
         self._openings = 0
         self._until_s = -inf
         self.down_since_s = inf
-        """When the breaker was opened first; it has not been closed since."""
+        """When the circuit breaker was opened; openings after failed probes do not change this time. Infinite until it
+        is opened."""
         self._rng = rng
 
     def wait_s(self, now_s: float) -> float:
-        """Seconds until a call may be made, as far as the circuit breaker knows; 0: now."""
+        """The seconds until a call may be made, as far as the circuit breaker knows; 0 if it may be made now."""
         if self.state is State.CLOSED:
             return 0.0
         if self.state is State.PROBING and now_s < self._until_s:
@@ -86,15 +88,15 @@ class Breaker:
         return self.state is State.CLOSED and len(self._failed) >= DOUBTED_FROM
 
     def probe(self, now_s: float) -> float:
-        """Let the next call be the probe, which finds out whether the provider works again. Returns its time limit in
-        seconds."""
+        """Let the next call be the probe, which finds out whether the provider works again. Returns the number of
+        seconds after which another call may be the probe."""
         self.state = State.PROBING
         self._until_s = now_s + PROBE_WITHIN_S
         return PROBE_WITHIN_S
 
     def failed(self, failure: Failure, *, probe: bool) -> None:
         """Count a failed call. Open the circuit breaker, so that no more calls are made, if there were too many
-        failures, or if the call was the probe."""
+        failures, or if the failed call was the probe (`probe`)."""
         if self.state is State.CLOSED:
             while self._failed and failure.at_s - self._failed[0].at_s > WINDOW_S:
                 self._failed.popleft()
@@ -112,7 +114,8 @@ class Breaker:
             self._until_s = now_s
 
     def open(self, now_s: float) -> None:
-        """Open the circuit breaker: no call is made for a while, which is longer each time."""
+        """Open the circuit breaker, so that no call is made for a while. This time is partly random; its upper limit
+        doubles with each further opening, up to `OPEN_MOST_S`."""
         step_s = min(OPEN_MOST_S, OPEN_S * 2**self._openings)
         self._openings = min(self._openings + 1, 16)
         self._failed.clear()

@@ -1,11 +1,13 @@
 """The circuit breakers of a process, one for each provider and model that has failed (`breaker.py`).
 
-A refused request (a 4xx, a 429) is no failure, because the provider works. A timeout counts only if the call had enough
-time, so that requesters with short deadlines do not block a provider for others.
+A response that refuses the request (most of those with HTTP 4xx, such as 429) does not count as a failure, because the
+provider works. A timeout counts only if the call had enough time, so that requesters with short deadlines do not block
+a provider for others.
 
 A process holds a lease in the store while its breaker is open. Another process that counts a few failures sees the
-lease, and opens its own breaker early. Only the owner of the lease makes the trial call (the probe). While the store is
-unavailable, the breakers of the processes are independent.
+lease, and opens its own breaker too, although it has counted fewer failures than its breaker needs by itself. Only the
+owner of the lease makes the trial call (the probe). While the store is unavailable, the breakers of the processes are
+independent.
 """
 
 import asyncio
@@ -24,18 +26,19 @@ from consumers.state.base import Leases, StoreUnavailable
 from lanekeeper.telemetry import logs, signals
 
 FAIR_S = 5.0
-"""A timeout does not count as a failure of the provider if the call had fewer seconds than this."""
+"""A call that timed out counts as a failure of the provider only if its timeout was not shorter than this many
+seconds."""
 STORE_WITHIN_S = 1.0
-"""How many seconds a call waits for the store at most; after that the store counts as unavailable."""
+"""How many seconds at most a circuit breaker waits for the store; after that it treats the store as unavailable."""
 REMEMBERED = 1000
-"""The most circuit breakers that a process keeps; there is a limit, because requesters can name any number of
-models."""
+"""The most circuit breakers that a process keeps; there is a limit, because requests can name any number of models."""
 log = logs.logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change of a circuit breaker's state. It is published as the event `breaker` of the request that caused it."""
+    """A change of a circuit breaker's state. It is published as the life-cycle event `breaker` of the request that
+    caused it."""
 
     provider: str
     model: str
@@ -71,16 +74,17 @@ class Breakers:
         self._all: dict[tuple[str, str], Breaker] = {}
         """The breakers of those providers and models that have not answered since their last failure."""
         self._closed = Breaker(self._rng)
-        """The breaker of all others. It has counted no failure, and never changes."""
+        """The circuit breaker of all other providers and models: it is closed, has counted no failure, and never
+        changes."""
 
     def wait_s(self, route: Route, now_s: float) -> float:
-        """Seconds until a call of this route (a provider and model) may be made, as far as its circuit breaker knows;
-        0: now."""
+        """The seconds until a call of this route (a provider and model) may be made, as far as its circuit breaker
+        knows; 0 if it may be made now."""
         return self._known(route).wait_s(now_s)
 
     def least_wait_s(self, routes: Iterable[Route]) -> float:
-        """Seconds until a call of one of these routes (providers and models) may be made, as far as their circuit
-        breakers know; 0: now."""
+        """The seconds until a call of the first usable of these routes (providers and models) may be made, as far as
+        their circuit breakers know; 0 if one may be made now."""
         now_s = asyncio.get_running_loop().time()
         return min(self.wait_s(route, now_s) for route in routes)
 
@@ -91,8 +95,8 @@ class Breakers:
         return [route for route in routes if self.wait_s(route, now_s) <= 0] or routes
 
     def down_s(self, route: Route, now_s: float) -> float:
-        """For how many seconds the provider of the route has been down: since its circuit breaker was first opened. 0:
-        it is not down."""
+        """For how many seconds the provider of the route has been down, that is, how long ago its circuit breaker was
+        opened without being closed since; 0 if it is not down."""
         return max(0.0, now_s - self._known(route).down_since_s)
 
     async def enter(self, route: Route, now_s: float, *, request: str) -> Permit | None:
@@ -115,8 +119,8 @@ class Breakers:
         return Permit(route, request, is_probe=True, change=_changed(route, breaker, now_s))
 
     async def answered(self, permit: Permit, now_s: float) -> Change | None:
-        """Report to the circuit breaker that the provider answered, or refused the request. Returns the change of the
-        breaker, if there is one."""
+        """Report to the circuit breaker that the provider answered, or refused the request: both show that the provider
+        works. Returns the change of the breaker, if there is one."""
         breaker = self._all.pop(_key(permit.route), self._closed)
         change = None
         if was_open := breaker.state is not State.CLOSED:
@@ -156,7 +160,8 @@ class Breakers:
         return None
 
     async def unknown(self, permit: Permit, now_s: float) -> None:
-        """Report a call that has not shown whether the provider works: it was cancelled, or had too little time."""
+        """Report a call that has not shown whether the provider works: the call was cancelled, or its timeout was too
+        short."""
         self._known(permit.route).unknown(now_s, probe=permit.is_probe)
         if permit.is_probe:
             await self._let_go(permit.route)

@@ -38,7 +38,8 @@ def client_options(base_url: str) -> dict[str, Any]:
 
 @cache
 def _certificates(*, trust_env: bool) -> SSLContext:
-    """The trusted TLS certificates, which take 25 ms to read. All clients share them."""
+    """An SSL context with the trusted TLS certificates. All clients share it, because reading the certificates takes 25
+    ms."""
     return httpx2.create_ssl_context(trust_env=trust_env)
 
 
@@ -51,8 +52,8 @@ def _is_here(url: str) -> bool:
 
 
 async def bound_error_body(response: httpx2.Response) -> None:
-    """Cut the body of an error response after 64 KiB; the client would read and decompress all of it. A body that was
-    cut is not valid JSON, so the error is then classified by its status."""
+    """Cut the body of an error response after 64 KiB, because the client would read and decompress all of it. A body
+    that was cut is not valid JSON, so the error is then classified by its status."""
     if response.status_code >= 300 and isinstance(response.stream, httpx2.AsyncByteStream):
         is_compressed = response.headers.pop("content-encoding", "identity") in ("gzip", "deflate")
         response.stream = _FirstBytes(response.stream, is_compressed=is_compressed)

@@ -1,5 +1,5 @@
-"""Creates adapters for Claude in other clouds (Amazon Bedrock, Google Vertex AI, Microsoft Foundry), with the vendor's
-own clients.
+"""Creates adapters for Claude in other clouds (Amazon Bedrock, Google Vertex AI, Microsoft Foundry), with the clients
+that Anthropic's SDK has for them.
 
 These clients change the request (see anthropic 2.12, `lib/{bedrock,vertex,foundry}`):
 
@@ -10,7 +10,8 @@ These clients change the request (see anthropic 2.12, `lib/{bedrock,vertex,found
               `anthropic_version`; a Google access token as bearer
     Foundry   Anthropic's own API at the resource's URL; the key as `x-api-key` and `api-key`
 
-Credentials of Amazon and Google are read by their own libraries: from the environment, files, or the machine's role.
+Credentials for Amazon and Google are read by these vendors' own libraries: from the environment, files, or the
+machine's role.
 """
 
 from collections.abc import Callable

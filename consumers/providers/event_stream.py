@@ -1,9 +1,10 @@
 """Reads Amazon's event stream (`application/vnd.amazon.eventstream`), in which Bedrock sends the events of a Message.
 
-A frame has: its length, the length of its headers, the CRC of these eight bytes; the headers; the payload; the CRC of
-all before it. Numbers are big-endian. The payload of an event is `{"bytes": "<base64 of Anthropic's event>"}`; an error
-is a frame with other headers. (See Amazon Transcribe's documentation, "Event stream encoding". The vendor's client
-reads frames with botocore, which we need only to sign requests.)
+A frame consists of its length, the length of its headers, and the CRC of these eight bytes; then the headers; then the
+payload; then the CRC of all bytes before. Numbers are big-endian. The payload of an event is `{"bytes": "<base64 of
+Anthropic's event>"}`; an error is a frame with other headers. (See Amazon Transcribe's documentation, "Event stream
+encoding". Anthropic's client reads frames with botocore, which Lanekeeper needs only to sign requests, so it is not
+always installed.)
 """
 
 import base64
@@ -19,10 +20,10 @@ from topology.codec import bounds
 _PRELUDE: Final = struct.Struct(">III")
 _CRC: Final = struct.Struct(">I")
 _SIZES: Final = {0: 0, 1: 0, 2: 1, 3: 2, 4: 4, 5: 8, 8: 8, 9: 16}
-"""For a frame header's value: its length in bytes, by the value's type. Values of the types 6 (bytes) and 7 (text)
-begin with their length."""
+"""The length in bytes of the value of a frame's header, by the number of the value's type. Values of the types 6
+(bytes) and 7 (text), which are not listed, begin with their length."""
 _FIELDS: Final = 100
-"""The most keys and values that the payload of a frame may have. A valid payload has two or three."""
+"""How many JSON keys and values the payload of a frame may have at most. A valid payload has two or three."""
 _TYPES: Final[Mapping[str, str]] = {
     "throttlingException": "rate_limit_error",
     "validationException": "invalid_request_error",
@@ -42,8 +43,9 @@ class FrameSplitter:
         self._rest = bytearray()
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of the events that end in this piece. Raises `TransientError` if the stream is damaged or of another
-        format, and `AnswerTooLargeError` if an event is too large."""
+        """Take the next bytes of the stream, and return the data of the events that are complete now. Raises
+        `TransientError` if the stream is damaged or of another format, and `AnswerTooLargeError` if an event is too
+        large."""
         self._rest += chunk
         found = []
         while len(self._rest) >= _PRELUDE.size:

@@ -1,19 +1,21 @@
 """Splits a stream of bytes into Server-Sent Events, by those rules of the HTML standard that JSON events need.
 
-The vendor's own decoder takes several times as much CPU as a raw call. This one splits at blank lines, and returns the
-data of each event unchanged, so that it can be forwarded without being encoded again.
+The decoder of Anthropic's SDK takes several times as much CPU as the HTTP call itself. The code here splits the stream
+at blank lines, and returns the data of each event unchanged, so that the data can be forwarded without being encoded
+again.
 """
 
 from consumers.failures import AnswerTooLargeError
 
 _BOM = b"\xef\xbb\xbf"
 _LINES = 1000
-"""The most lines that one Server-Sent Event may have. Usually it has one or two; it has more if its JSON is
+"""How many lines one Server-Sent Event may have at most. Usually an event has one or two; it has more if its JSON is
 indented."""
 
 
 class EventSplitter:
-    """Takes the bytes of a stream in any pieces, and returns the data of each event when its blank line has come.
+    """Takes the bytes of a stream in any pieces, and returns the data of each event as soon as the blank line that ends
+    the event has come.
 
     Lines end in LF, CRLF or CR. The `data` lines of an event are joined by LF. Comments and other fields are ignored,
     because the type of an event is in its JSON. An event without a blank line at the end of the stream is dropped.
@@ -29,7 +31,7 @@ class EventSplitter:
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """Take the next bytes of the stream, and return the data of the events that are complete now. Raises
-        `AnswerTooLargeError` for one that is too large."""
+        `AnswerTooLargeError` if an event is too large."""
         if not chunk:
             return []
         if self._after_cr and chunk[:1] == b"\n":

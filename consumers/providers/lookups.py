@@ -17,8 +17,8 @@ from consumers.providers.translation import border, plain
 WITHIN_S: Final = 30.0
 """The time limit, in seconds, for a call such as counting tokens or listing the models."""
 ANSWER_BYTES: Final = 4 * 1024 * 1024
-"""The largest answer, in bytes, that is read from a call such as listing the models. A page has at most a thousand
-models, which take less."""
+"""The largest answer, in bytes, that is read from a call such as listing the models. A page of the list has at most a
+thousand models, which take less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Lookups:
     async def call(
         self, path: str, *, body: bytes | None = None, query: Mapping[str, str], beta: str | None = None
     ) -> Found:
-        """Call a path of the API: POST with `body`, or GET if that is None. Raises ProviderError if the response is
+        """Call a path of the API: POST with `body`, or GET if `body` is None. Raises ProviderError if the response is
         neither an answer nor an error in Anthropic's format."""
         options: dict[str, Any] = {"params": dict(query)}
         if beta is not None:
@@ -72,8 +72,8 @@ class Lookups:
                 await response.aclose()
 
     def _refusal(self, error: anthropic.APIStatusError) -> Found:
-        """The response to pass on, if it is an error in Anthropic's format. Raises `error` again otherwise, and if the
-        API key is in the body."""
+        """Return an error response, to be passed on unchanged, if it is in Anthropic's format. Otherwise, and if the
+        API key is in its body, raise `error` again."""
         body = error.response.content
         if error.status_code < 400 or not _is_anthropic_error(body) or self._key.encode() in body:
             raise error

@@ -1,5 +1,5 @@
-"""Calls the providers that this process knows. Each call gets an OpenTelemetry span and a price, and the budget learns
-the account's limits from the response."""
+"""Makes the calls to this process's providers. Each call gets an OpenTelemetry span and a price, and the budget learns
+from the response which limits the account has."""
 
 import asyncio
 import json
@@ -16,8 +16,8 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.request import Request
 
 SPEND_REFUSALS = 10
-"""After this many refusals in a row because of its spend limit, an account is not called for a while: only a person can
-raise that limit."""
+"""If an account has refused this many calls in a row because of its spend limit, it is not called for a while, because
+only a person can raise that limit."""
 log = logs.logger()
 
 

@@ -1,9 +1,9 @@
-"""Sends calls with the URL and the headers that the vendor's client has made for the first call.
+"""Sends calls with the URL and the headers that Anthropic's client has made for the first call.
 
-The vendor's client builds URL, headers and a model of the options for each call, which takes 40 % of the CPU of a call.
-If the API key does not change, only the body and the headers for trace and beta differ between calls. So the vendor's
-client makes the first call. Later calls repeat its URL and other headers, over the same HTTP client, and raise the same
-exceptions.
+Anthropic's client builds the URL, the headers and a Pydantic model of the options for each call, which takes 40 % of
+the CPU of a call. If the API key does not change, calls differ only in their body and in the headers `traceparent` and
+`anthropic-beta`. So Anthropic's client makes only the first call. Later calls repeat the URL and the other headers of
+the first, use the same HTTP client, and raise the same exceptions as Anthropic's client.
 """
 
 import json
@@ -19,7 +19,7 @@ _LENGTH: Final = "Content-Length"
 
 class Repeating:
     """Makes calls that differ only in their body and a few headers, faster than Anthropic's SDK. `post`: the method of
-    the SDK's client; `http`: the HTTP client that it uses."""
+    the SDK's client that makes the first call; `http`: the HTTP client that the SDK's client uses."""
 
     def __init__(self, post: Callable[..., Any], http: httpx2.AsyncClient) -> None:
         self._post = post
@@ -29,7 +29,7 @@ class Repeating:
         self._extensions: dict[str, Any] = {}
 
     async def send(self, body: bytes, headers: Mapping[str, str]) -> httpx2.Response:
-        """Send one call, and return the response with its body unread. Raises the same exceptions as the vendor's
+        """Send one call, and return the response with its body unread. Raises the same exceptions as Anthropic's
         client."""
         if self._url is None:
             response: httpx2.Response = await self._post(
@@ -57,8 +57,8 @@ class Repeating:
         return response
 
     def _keep(self, sent: httpx2.Request, *, except_for: set[str]) -> None:
-        """Keep the URL and the headers of the first call for the later ones, except the named headers (in lower
-        case)."""
+        """Keep the URL and the headers of the first call for the later calls, except the headers named in `except_for`
+        (in lower case)."""
         self._url, self._extensions = sent.url, dict(sent.extensions)
         self._headers = httpx2.Headers(
             [(name, value) for name, value in sent.headers.raw if name.decode().lower() not in except_for]
@@ -66,7 +66,7 @@ class Repeating:
 
 
 async def _failure(response: httpx2.Response) -> anthropic.APIStatusError:
-    """The exception that Anthropic's SDK would raise for this error response. Its body need not be JSON."""
+    """The exception that Anthropic's SDK would raise for this error response. The response's body need not be JSON."""
     text = (await response.aread()).decode(errors="replace").strip()
     try:
         body = json.loads(text)

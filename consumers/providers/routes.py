@@ -1,8 +1,8 @@
-"""Makes the chain of a request: the providers and models that may be called for it, in order. Without I/O.
+"""Makes the chain of a request: the providers and models that may be called for it, in order. This file has no I/O.
 
-The chain has first the providers of the lane that have the requested model; then those that have the model's fallback;
-then those that have the fallback of that fallback, and so on. Models that the lane or the tenant may not use are left
-out.
+The chain has first the providers of the lane that have the requested model; then those that have the model's fallback
+(the model that the settings name in its place); then those that have the fallback of that fallback, and so on. Models
+that the lane or the tenant may not use are left out.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -14,13 +14,14 @@ from typing import NamedTuple
 from consumers.chain import Chain, Route
 
 MODEL_CLASSES = ("fable", "mythos", "opus", "sonnet", "haiku")
-"""The classes of Anthropic's models. Limits are for a class: all Sonnet models share one limit (docs/facts.md, section
-10)."""
+"""The classes of Anthropic's models. A provider's rate limits apply to a whole class: all Sonnet models share one limit
+(docs/facts.md, section 10)."""
 CACHED = 10_000
-"""The most combinations of lane, tenant and model for which the computed chain of providers is kept in memory."""
+"""For how many combinations of lane, tenant and model the computed chain (the providers and models to call, in order)
+is kept in memory."""
 UNCONFIGURED = 256
-"""For how many models that no setting names a provider has a budget of their own. All further models share one budget
-of the provider, so that requests with invented model names do not fill the memory."""
+"""Of the models that no setting names, this many have a budget of their own at a provider. All further models share one
+budget of the provider, so that requests with invented model names do not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +30,8 @@ class ProviderModels:
 
     name: str
     models: Mapping[str, str] | None = None
-    """The provider's own name for each of its models, by Anthropic's name. None: it has all models, under Anthropic's
-    names."""
+    """The provider's own name for each of its models, by Anthropic's name for the model. None: the provider offers all
+    models, under Anthropic's names."""
 
 
 class Problem(NamedTuple):
@@ -50,16 +51,16 @@ class RoutesSpec:
     """For lanes that do not use all providers in the usual order: the names of the lane's providers, in the order in
     which they are called."""
     lane_models: Mapping[str, Collection[str] | None] = field(default_factory=dict)
-    """The allowed models of a lane, for lanes that may use only some. Here they limit fallback models; the model that a
-    request names is checked earlier, by the codec."""
+    """The allowed models of a lane, for lanes that may use only some. `Routes` applies them to fallback models only,
+    because the model that a request names is checked earlier, when the request is decoded."""
     fallbacks: Mapping[str, str] = field(default_factory=dict)
-    """For a model: the model to call if no provider can answer with the first one."""
+    """For each model that has a fallback: the model that is called instead if no provider can answer with it."""
     tenants: Mapping[str, Collection[str]] = field(default_factory=dict)
     """The allowed models of a tenant, for tenants that may use only some."""
 
     def problems(self, *, known: Collection[str]) -> list[Problem]:
-        """The errors in these settings, except those of `circles`. `known`: models that a lane uses or that have a
-        price."""
+        """The errors in these settings, except circles of fallback models, which `circles` finds. `known`: models that
+        a lane uses or that have a price."""
         return [*self._of_lanes(), *self._of_models(known), *self._of_lane_models()]
 
     def _of_lanes(self) -> Iterator[Problem]:
@@ -128,7 +129,8 @@ class Routes:
         )
         self._unconfigured: set[str] = set()
         self.of = lru_cache(maxsize=CACHED)(self._of)
-        """Returns the chain for a lane, a tenant and a model; it keeps the chains that it has computed."""
+        """A function that returns the chain for a lane, a tenant and a model. It caches the chains that it has
+        computed."""
 
     def _of(self, lane: str, tenant: str, model: str) -> Chain:
         spec = self._spec
@@ -159,8 +161,8 @@ class Routes:
                 yield Route(provider=name, model=model, name=called, account=f"{name}/{self._class(model)}")
 
     def _class(self, model: str) -> str:
-        """The part of the name of a route's budget account that follows the provider's name: the model's class, or the
-        model, or `other`."""
+        """The part of the name of a route's budget account that follows the provider's name: the model's class; or the
+        model, if it belongs to no class; or `other`, if too many such models have an account already."""
         found = model_class(model)
         if found != model or model in self._configured or model in self._unconfigured:
             return found

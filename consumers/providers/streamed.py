@@ -1,4 +1,4 @@
-"""Puts a Message together from the events of its stream. Unknown fields are kept."""
+"""Puts a Message together from the events of its stream. Fields that Lanekeeper does not know are kept."""
 
 import json
 from typing import Any
@@ -13,14 +13,15 @@ _JSON_DELTA = "input_json_delta"
 _JSON = "partial_json"
 _WITH_CONTENT = frozenset({"content_block_delta", "content_block_start", "message_start", "message_delta"})
 _REPLACED = frozenset({"signature"})
-"""The string fields whose value is replaced by a delta's; to all other string fields a delta's text is appended."""
+"""The string fields of a content block that a delta replaces; to all other string fields the delta's text is
+appended."""
 _MALFORMED = (KeyError, TypeError, AttributeError, ValueError)
 """The exceptions that may be raised when a malformed event is read."""
 
 
 class StreamedMessage:
-    """Puts a provider's Message together from the events of its stream, which it takes in order. What it keeps is
-    limited: to `max_bytes` bytes, and to `max_values` keys and values."""
+    """Puts a provider's Message together from the events of its stream, which it takes in order. What it keeps in
+    memory is limited to `max_bytes` bytes, and to `max_values` JSON keys and values."""
 
     def __init__(self, *, max_bytes: int = bounds.ANSWER_BYTES, max_values: int = bounds.VALUES) -> None:
         self._message: dict[str, Any] | None = None
@@ -44,16 +45,16 @@ class StreamedMessage:
             raise _broken(f"at an event {str(event.get('type'))[:50]!r}", error) from error
 
     def message(self) -> dict[str, Any]:
-        """The Message that was put together from the events, as a JSON object; its content blocks in the order of their
-        index. Raises `TransientError` if the events are malformed."""
+        """The Message that was put together from the events, as a JSON object; its content blocks are in the order of
+        their index. Raises `TransientError` if the events are malformed."""
         try:
             return self._finished()
         except _MALFORMED as error:
             raise _broken("in its content", error) from error
 
     def _count(self, event: dict[str, Any], data: bytes) -> None:
-        """Count the bytes, keys and values that the event adds to what is kept. If the event only appends to strings,
-        only the bytes of the appended text count."""
+        """Count the bytes, keys and values that the event adds to those kept in memory; raise `AnswerTooLargeError` if
+        they are too many. If the event only appends to strings, only the bytes of the appended text count."""
         kind = event["type"]
         if kind not in _WITH_CONTENT:
             return
@@ -110,8 +111,8 @@ def _broken(where: str, error: Exception) -> TransientError:
 
 
 class _Block:
-    """One content block of a streamed Message. The pieces of its strings are joined at the end, because each appending
-    would copy the whole string."""
+    """One content block of a streamed Message. The pieces of its strings are joined at the end, because appending each
+    piece to the string would copy the whole string each time."""
 
     __slots__ = ("_fields", "_json", "_lists", "_strings", "measure")
 

@@ -1,8 +1,9 @@
-"""Translates the provider's error responses, and the exceptions of its client, into those of `consumers/failures.py`.
+"""Translates the provider's error responses, and the exceptions of Anthropic's SDK, into the exceptions of
+`consumers/failures.py`.
 
 An error is classified by its code, then by its type, then by the HTTP status. The status alone is not enough: after
-HTTP 200 a stream can contain any error, and a 429 can mean a rate limit, which soon ends, or a spend limit, which does
-not.
+HTTP 200 a stream can contain any error, and an HTTP 429 can mean a rate limit, which soon ends, or a spend limit, which
+does not.
 """
 
 import math
@@ -47,18 +48,18 @@ _TEMPORARY: Final = frozenset({408, 409, 424, 425})
 """Statuses below 500 after which another try may succeed: 408 (timeout), 409 (conflict with a call that still runs),
 424 (a fault of the model, Bedrock), 425 (too early in the handshake)."""
 _SPEND_LIMIT_TEXTS: Final = ("You have reached your specified API usage limits", "Your credit balance is too low")
-"""Texts by which an error is recognised as a spend limit, if it comes as a 400 without an error code."""
+"""Texts by which an error is recognised as a spend limit, if it comes with HTTP 400 and without an error code."""
 _LONGEST_WAIT_S: Final = 86_400.0
-"""A `retry-after` of more seconds than this is ignored."""
+"""If the header `retry-after` asks for a wait of more seconds than this, the header is ignored."""
 _MESSAGE_CHARACTERS: Final = 300
-"""The most characters of the message in a provider's error that our own error quotes."""
+"""Our own error quotes at most this many characters of the message in a provider's error."""
 _TYPE_CHARACTERS: Final = 60
-"""The most characters of the type in a provider's error that our own error quotes."""
+"""Our own error quotes at most this many characters of the type in a provider's error."""
 _READ_CHARACTERS: Final = 10_000
-"""The most characters that are read of the message in a provider's error, which may have millions."""
+"""At most this many characters are read of the message in a provider's error, because the message may have millions."""
 NETWORK_ERRORS: Final = (httpx2.RequestError, aiohttp.ClientError, OSError)
-"""The exceptions of the HTTP client's transport if the network fails. The client raises them as they are, or its own
-exception with one of them as the cause."""
+"""The exceptions of the HTTP client's transport if the network fails. Anthropic's client lets them pass as they are, or
+raises its own exception with one of them as the cause."""
 
 
 @contextmanager
@@ -113,7 +114,7 @@ def classify(
     *, status: int, type: str, code: str, message: str, retry_after_s: float | None, request_id: str | None = None
 ) -> ProviderError:
     """The exception of `consumers/failures.py` for an error response of the provider. `type`, `code`: the values in
-    Anthropic's error, or empty."""
+    Anthropic's error; empty if the response has none."""
     detail = f"{status} {type}: {message}" if type else f"{status}: {message}"
     fields: dict[str, Any] = {"status": status, "type": type or f"http_{status}", "request_id": request_id}
     is_spent = any(text in message for text in _SPEND_LIMIT_TEXTS)
@@ -131,7 +132,8 @@ def classify(
 
 
 def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | None:
-    """Seconds to wait from `retry-after-ms` or `retry-after` (seconds or a date); None if there is no sensible one.
+    """The seconds to wait, by the header `retry-after-ms` or `retry-after` (seconds or a date); None if neither has a
+    sensible value.
 
     A value that is negative, not finite or longer than a day is ignored.
     """
@@ -151,14 +153,14 @@ def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | N
 
 
 def plain(headers: httpx2.Headers) -> dict[str, str]:
-    """The headers of a response as a dict, by names in lower case: its look-ups are faster than those of
+    """The headers of a response as a dict, by names in lower case: look-ups in a dict are faster than those in
     `httpx2.Headers`."""
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers.raw}
 
 
 def _redirected(response: httpx2.Response) -> RejectedError:
-    """The exception for a provider's redirect, which is not followed. It names only the host of the target, because the
-    rest of the address may contain a secret."""
+    """The exception for a provider's redirect, which is not followed. The exception names only the host of the
+    redirect's target, because the rest of the address may contain a secret."""
     try:
         host = urlsplit(response.headers.get("location", "")).hostname or "another path of it"
     except ValueError:
@@ -193,7 +195,8 @@ def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderErr
 
 
 def one_line(error: BaseException) -> str:
-    """The class and the text of an exception, on one line. Not for exceptions whose text may contain an API key."""
+    """The class and the text of an exception, on one line. It does not remove API keys, so it is not for exceptions
+    whose text may contain one."""
     return _line(_text_of(error), "")
 
 

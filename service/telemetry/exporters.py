@@ -1,6 +1,7 @@
 """Sends the spans of a process by OTLP over HTTP.
 
-The SDK itself reads all other `OTEL_*` variables (sampler, headers, limits, resource attributes, OTEL_SDK_DISABLED).
+Lanekeeper's settings give only the endpoint; OpenTelemetry's SDK itself reads all other `OTEL_*` variables (sampler,
+headers, limits, resource attributes, OTEL_SDK_DISABLED).
 """
 
 import os
@@ -19,17 +20,18 @@ from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
 
 FLUSH_S: Final = 2.5
-"""When the process ends, sending the last spans may take this many seconds."""
+"""When the process ends, sending the last trace spans may take this many seconds."""
 log = logger()
 
 
 @contextmanager
 def exporting(url: str | None, *, service_name: str) -> Iterator[TracerProvider | None]:
-    """Send spans over OTLP to `url` inside the block. Yields the provider for `Tracing`; None if `url` is None.
+    """Send trace spans over OTLP to `url` inside the block. Yields OpenTelemetry's `TracerProvider`, which `Tracing`
+    needs; None if `url` is None.
 
-    The provider is not made OpenTelemetry's global one, so that two of them in one process (in tests, or beside an
-    application's own) do not affect each other. Leaving the block takes about `FLUSH_S` at most, even if the endpoint
-    does not answer.
+    It is not set as OpenTelemetry's global `TracerProvider`, so that two of them in one process (in tests, or beside an
+    application's own) do not affect each other. Leaving the block takes about `FLUSH_S` seconds at most, even if the
+    endpoint does not answer.
     """
     if url is None:
         yield None

@@ -1,7 +1,8 @@
-"""Logs: events with fields on standard error, as JSON lines, or as columns on a terminal.
+"""Writes logs: events with fields, on standard error, as JSON lines or, on a terminal, as columns.
 
-Standard output is only for the output of commands. Messages that libraries write with `logging` become events of one
-name. Only messages from WARNING up are logged, because below that level some libraries log whole requests.
+Standard output is only for the output of commands. Messages that libraries write with Python's `logging` become events
+that all have the name `library.warned`, except those of the span exporter. Only messages of libraries from the level
+WARNING up are logged, because below that level some libraries log whole requests.
 """
 
 import logging
@@ -24,7 +25,7 @@ Format = Literal["auto", "json", "console"]
 _FRAMES: Final = 12
 """How many stack frames of each exception are logged."""
 _SELDOM_S: Final = 60.0
-"""The shortest time, in seconds, between two log events about spans that could not be sent."""
+"""The shortest time, in seconds, between two log events about trace spans that could not be sent."""
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def configured(
 ) -> Iterator[None]:
     """Write logs to `stream` (None: standard error) inside the block; then restore the previous configuration.
 
-    `level` is one of logging's names. It applies to Lanekeeper's events, not to messages of libraries.
+    `level`: the name of a level of Python's `logging`. It applies to Lanekeeper's events, not to messages of libraries.
     """
     out = sys.stderr if stream is None else stream
     console = format == "console" or (format == "auto" and out.isatty())
@@ -97,8 +98,8 @@ def _processors(service: str, *, console: bool, colours: bool, with_content: boo
 
 
 def explained(error: BaseException, *, with_content: bool = False) -> list[str]:
-    """Describe an exception and its causes in lines for a log event: types, and calls (the innermost last), without
-    source lines or local variables. After 48 lines no further cause is added.
+    """Describe an exception and its causes in lines for a log event: the type of each, and its stack frames (the
+    innermost last), without source lines or local variables. After 48 lines no further cause is added.
 
     Only the texts of LanekeeperErrors and OSErrors are included, because the text of others (a KeyError, a validator's
     error) may quote content.
@@ -114,8 +115,8 @@ def explained(error: BaseException, *, with_content: bool = False) -> list[str]:
 
 
 def _text_of(error: BaseException, *, with_content: bool) -> str:
-    """The error's text after `: `, for a log line; empty if the text may quote a prompt or an answer, and
-    `with_content` is false."""
+    """The error's text with `: ` before it, for a log line; an empty string if the text may quote a prompt or an
+    answer, and `with_content` is false."""
     if with_content:
         return f": {error}"
     if (brief := getattr(error, "brief", None)) is not None:
@@ -132,8 +133,8 @@ def _error_of(exc_info: Any) -> BaseException | None:
 
 
 class _Libraries(logging.Handler):
-    """Turns each log message of a library into an event. Messages of the span exporter become at most one event a
-    minute."""
+    """Turns each log message of a library into a log event of ours. Messages of OpenTelemetry's span exporter become at
+    most one event a minute."""
 
     def __init__(self) -> None:
         super().__init__(level=logging.WARNING)

@@ -23,14 +23,14 @@ _SECRET_NAME: Final = re.compile(r"api[-_]?key|authorization|passw|secret|(^|[-_
 _CONTENT_NAMES: Final = frozenset({"answer", "body", "content", "messages", "prompt"})
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _LONGEST: Final = 2000
-"""The most characters of one value in a log event."""
+"""A value in a log event is cut after this many characters."""
 _DEEPEST: Final = 6
-"""How deep the values of a log event may be nested."""
+"""How many levels deep the values of a log event may be nested; what is nested deeper is removed."""
 
 
 def text(value: str) -> str:
-    """A text made safe for logs: secrets (keys, passwords in URLs) are removed, and control and direction characters
-    are escaped, so that the text cannot forge a log line."""
+    """A text made safe for logs: secrets (keys, passwords in URLs) are removed, and control characters, and those that
+    change the direction of text, are escaped, so that the text cannot forge a log line."""
     shown = value if len(value) <= _LONGEST else value[:_LONGEST] + GONE
     if _HINT.search(shown):
         shown = _SECRETS.sub(_gone, shown)
@@ -38,8 +38,8 @@ def text(value: str) -> str:
 
 
 def fields(event: Mapping[str, Any], *, with_content: bool) -> dict[str, Any]:
-    """The fields of a log event, made safe to write: plain values, no secrets, and prompts or answers only if
-    `with_content`."""
+    """The fields of a log event, made safe to write: they have plain values (as in JSON) and no secrets, and prompts or
+    answers only if `with_content` is true."""
     return {text(str(name)): _field(str(name), value, with_content, _DEEPEST) for name, value in event.items()}
 
 

@@ -50,12 +50,12 @@ from topology.broker.notices import Notices
 from topology.declaration import RECOMMENDED, declare, is_before
 
 CONTROL_PREFETCH = 512
-"""The prefetch of the control queue. The store records all delivered control messages together, with one fsync. Refused
-control messages count against the prefetch too, until the broker has processed their acknowledgements, with an fsync
-for each."""
+"""The prefetch of the control queue. It is high, because the store records all delivered control messages together,
+with one fsync. Refused control messages take up the prefetch too until the broker has processed their acknowledgements,
+for each of which it needs an fsync."""
 FINISH_WITHIN_S = 2.0
-"""When the worker stops: for how many seconds the writes that have begun may go on. The limit is for each kind of
-write: results, daily caps, large bodies."""
+"""When the worker stops, writes to its stores that have begun may go on for this many seconds. Each kind of write
+(results, daily caps, large bodies, large answers) has this time for itself."""
 
 
 @asynccontextmanager
@@ -68,8 +68,9 @@ async def assemble(
     simulated: bool = False,
 ) -> AsyncIterator[Worker]:
     """Connect to the broker and create every part of a worker. `lanes`: the lanes that it consumes; empty: all.
-    `declares`: whether it declares the topology first; if not, the topology must exist. `traces`: receives the spans;
-    None: no spans are written, and the publisher's trace context is passed on unchanged.
+    `declares`: whether the worker first declares the topology (queues, exchanges, bindings); if not, the topology must
+    exist. `traces`: receives the trace spans; None: no spans are written, and the publisher's trace context is passed
+    on unchanged.
 
     Raises BrokerUnreachable, AccessRefused, TopologyMismatch, SettingsError.
     """
@@ -92,7 +93,7 @@ async def assemble(
         rights = await stack.enter_async_context(watched_rights(publishing, names))
         notices = await stack.enter_async_context(Notices(publishing))
         direct_publisher = None
-        # Older brokers close a connection that sends a direct reply to a forged address: use one for these alone.
+        # Older brokers close a connection that sends a direct reply to a forged address: such replies get their own.
         if is_before(publishing.version, RECOMMENDED):
             direct_publisher = Publisher(
                 await stack.enter_async_context(connection_for("direct replies", settings)), tracing=tracing

@@ -22,7 +22,7 @@ def connection_for(purpose: str, settings: Settings) -> Connection:
 
 
 async def management_of(settings: Settings, connection: Connection) -> Management | None:
-    """Find the management API of the broker to which `connection` is open; None if there is none."""
+    """Find the management API of the broker to which `connection` is open; None if none is found."""
     return await discover(
         settings.broker_url,
         settings.management,
@@ -36,8 +36,8 @@ async def watched_rights(connection: Connection, names: Names) -> AsyncIterator[
     """Check that the worker's AMQP user may publish replies and events. If the broker cannot answer now, the check is
     repeated in the background while the block runs.
 
-    Without this permission a worker would take requests, fail to reply and return them, until they are dead-lettered
-    as poison. Raises AccessRefused."""
+    Without this permission a worker would take requests, fail to publish their replies, and return the requests to
+    their queues, until they are dead-lettered because they were delivered too often. Raises AccessRefused."""
     rights = WritingRights(connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")))
     try:
         await rights.check()
@@ -53,7 +53,8 @@ async def watched_rights(connection: Connection, names: Names) -> AsyncIterator[
 
 
 async def apply_or_check(topology: Topology, connection: Connection, *, declares: bool) -> None:
-    """Declare the topology if `declares`, else check that the broker has it. Raises TopologyMismatch."""
+    """Declare the topology (queues, exchanges, bindings) if `declares` is true; otherwise check that the broker has it.
+    Raises TopologyMismatch."""
     if declares:
         await apply(topology, await connection.underlying())
         return

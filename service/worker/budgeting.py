@@ -25,7 +25,8 @@ from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import Settings
 
 HELD_FROM_S = 0.5
-"""A lane counts as waiting for a provider's budget once its oldest request has waited for it for this many seconds."""
+"""A lane counts as waiting for a provider's budget once one of its requests has waited for that budget for this many
+seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class Budgeting:
     budget_gate: BudgetGate
 
     def waiting_for(self) -> Mapping[str, str]:
-        """The lanes whose requests wait for a provider's budget, each with the limit that they wait for, such as `rpm`.
-        Requests that have waited less than `HELD_FROM_S` are not counted."""
+        """The lanes whose requests wait for a provider's budget, each with the limit that they wait for, such as `rpm`
+        (requests per minute). Lanes whose requests have all waited for less than `HELD_FROM_S` are left out."""
         return {
             lane: waiting.reason
             for lanes in self.budgets.waiting().values()
@@ -105,8 +106,8 @@ def open_budgeting(
 
 
 def _budgets(settings: Settings, spec: BudgetSpec, stack: AsyncExitStack) -> Budgets:
-    """The providers' budgets. If the store is in Redis, all processes that use it share them; else they belong to this
-    process alone."""
+    """The providers' budgets. If the store is in Redis, all processes that use this store share the budgets; otherwise
+    the budgets belong to this process alone."""
     if not settings.store.startswith(("redis://", "rediss://")):
         return own_accounts(spec)
 

@@ -1,7 +1,8 @@
 """Tunes a worker's garbage collector: it ignores objects that live until the process ends, and scans others less often.
 
-By default Python scans all objects whenever enough new ones exist. Imports and settings create 210,000, and scanning
-these blocks the process for 0.1 s. A request leaves little for the collector: reference counts free its objects.
+By default Python's collector scans all objects whenever enough new ones exist. Imports and settings create 210,000
+objects, and scanning them blocks the process for 0.1 s. A request leaves little to collect, because most of its objects
+are freed by reference counting.
 """
 
 import gc
@@ -9,7 +10,7 @@ from typing import Final
 
 THRESHOLD: Final = 10_000
 """After how many new objects Python's garbage collector runs. Python's default is 700, and a few requests create as
-many."""
+many objects, so the collector would run very often."""
 
 
 def tune() -> None:

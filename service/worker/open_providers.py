@@ -1,4 +1,4 @@
-"""Creates the providers from the settings, but only those that requests can be routed to."""
+"""Creates the clients of the configured providers, but only of those to which requests can be routed."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,5 @@
-"""Creates a worker's pools, each of which consumes a queue: several for each lane, and one for `lane.fallen`."""
+"""Creates a worker's pools, each of which consumes a queue: several for each lane, and one for `lane.fallen` (messages
+that the broker dead-lettered or could not route)."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,10 +29,11 @@ from topology.broker.heads import Heads
 from topology.lanes import LaneSpec
 
 FALLEN_SLOTS = 8
-"""The number of slots for messages in `lane.fallen`."""
+"""How many messages of `lane.fallen` (those that the broker dead-lettered or could not route) are worked on at a
+time."""
 SIDE_PREFETCH = 10_000
-"""The prefetch of the pool that consumes a lane's side queues. It equals the largest number of slots: the pool takes
-the first messages of several side queues, and works on them with the slots of the lane's intake queue."""
+"""The prefetch of the pool that consumes a lane's side queues. It equals the largest number of slots that a lane can
+have, because the pool works on the messages of its side queues with the slots of the lane's intake queue."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +54,8 @@ class PoolFactory:
     shares: Mapping[str, TenantShare]
     made: list[Pool] = field(default_factory=list)
     scouted: list[Scouted] = field(default_factory=list)
-    """The queues that may get a scout: a further consumer, which brings no slots (`consumers/fairness/scouting.py`)."""
+    """The queues that may get a scout, that is, a further consumer without slots of its own
+    (`consumers/fairness/scouting.py`)."""
     lane_slots: dict[str, LaneSlots] = field(default_factory=dict)
     """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
     heads: dict[str, Heads] = field(default_factory=dict)
@@ -120,8 +123,8 @@ class PoolFactory:
             )
 
     def add_fallen(self, lanes: Sequence[LaneSpec]) -> None:
-        """Create the pool of `lane.fallen`: messages that the broker itself removed from a queue. `lanes`: all lanes,
-        including those that this worker does not consume."""
+        """Create the pool that consumes `lane.fallen`, the queue of messages that the broker dead-lettered or could not
+        route. `lanes`: all lanes, including those that this worker does not consume."""
         fallen = Fallen(lanes, names=self.names, now_ms=now_ms, speakers=self.speakers)
         self.made.append(
             self._pool(
@@ -134,8 +137,8 @@ class PoolFactory:
         )
 
     async def ready_with_sides(self, connection: Connection, queues: list[str]) -> Mapping[str, int]:
-        """Ask the broker how many messages wait in each queue. The messages in a lane's side queues count for its
-        intake. Raises BrokerError."""
+        """Ask the broker how many messages wait in each queue. To a lane's intake queue, the messages in the lane's
+        side queues are added, as many as this process knows of. Raises BrokerError."""
         ready = await ready_in(connection, queues)
         return {
             queue: count + (self.heads[queue].ready if queue in self.heads else 0) for queue, count in ready.items()

@@ -1,5 +1,5 @@
-"""Runs a worker: consumes its lanes, answers `lanekeeper status`, logs one line a minute for each lane, and stops in
-order."""
+"""Runs a worker: consumes its lanes, answers the command `lanekeeper status`, logs one line a minute for each lane, and
+at the end stops the worker's parts in the right order."""
 
 import asyncio
 import os
@@ -24,20 +24,20 @@ from topology.broker.inbox import Inbox
 from topology.lanes import LaneSpec
 
 SUMMARY_EVERY_S = 60
-"""The seconds between two log events with the figures of a worker."""
+"""The seconds between two log events that sum up the state of a lane (its depth, waits and throughput)."""
 READY_CHECK_EVERY_S = 0.02
 """The seconds between two checks, at the start, whether a worker is ready."""
 BIND_EVERY_S = 30
-"""The seconds between two renewals of the binding of a worker's queue for status questions."""
+"""The seconds between two renewals of the binding of the queue in which a worker receives status questions."""
 log = logs.logger()
 
 
 async def run(
     worker: Worker, *, stop: asyncio.Event, grace_s: float, on_ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Run a worker until `stop` is set. Then stop consuming, return to the broker the requests whose call has not
-    begun, let running calls finish within `grace_s`, and return the rest. `on_ready` is called once, when every queue
-    is consumed."""
+    """Run a worker until `stop` is set. Then stop consuming, return to the broker the requests for which no call to a
+    provider has begun, let running calls finish within `grace_s` seconds, and return the requests whose calls have not
+    finished by then. `on_ready` is called once, when every queue is consumed."""
     async with asyncio.TaskGroup() as group:
         consuming = {
             **{f"pool {pool.queue}": pool.run() for pool in worker.pools},
@@ -76,8 +76,8 @@ async def run(
 
 
 async def _stop(worker: Worker) -> None:
-    """Stop all consumers first, and then return the requests that wait for a slot: otherwise the broker would deliver
-    the returned requests to this worker again."""
+    """First stop all consumers, and only then return to the broker the requests for which no call has begun; in another
+    order, the broker would deliver the returned requests to this worker again."""
     await asyncio.gather(*(pool.stop() for pool in worker.pools), worker.scaling.stop(), worker.scouting.stop())
     for pool in worker.pools:
         pool.give_back_waiting()
@@ -96,7 +96,7 @@ async def _announce(worker: Worker, on_ready: Callable[[], None]) -> None:
 
 
 async def _answer_status(worker: Worker) -> None:
-    """Answer the status questions that arrive in this worker's own queue. If the queue is lost, declare another."""
+    """Answer the status questions that arrive in this worker's own queue. If that queue is lost, declare a new one."""
     worker_name = f"{platform.node()}:{os.getpid()}"
     while True:
         with suppress(BrokerError):
@@ -111,8 +111,8 @@ async def _answer_status(worker: Worker) -> None:
 
 
 async def _bind_again(inbox: Inbox) -> None:
-    """Repeat the binding of the worker's own queue for status questions: it is lost if somebody deletes the exchange
-    and declares it again."""
+    """Renew the binding of the worker's own queue for status questions from time to time, because the binding is lost
+    if somebody deletes the exchange and declares it again."""
     while True:
         await asyncio.sleep(BIND_EVERY_S)
         with suppress(BrokerError):  # if the channel is lost, the loop that reads the inbox ends as well
@@ -120,7 +120,8 @@ async def _bind_again(inbox: Inbox) -> None:
 
 
 async def _send_status(worker: Worker, question: Message, worker_name: str) -> None:
-    """Answer a status question with the figures of this worker."""
+    """Answer a status question with the counts and states of this worker's lanes, budgets, circuit breakers and
+    tenants."""
     budgeting = worker.budgeting
     figures = {
         "worker": worker_name,
@@ -163,8 +164,8 @@ async def _summarise(worker: Worker) -> None:
 
 
 async def summarise_once(worker: Worker) -> None:
-    """Log one line for each lane with the figures of `lanekeeper status`: depth, consumers, running, waits,
-    throughput."""
+    """Log one line for each lane, with values that `lanekeeper status` shows too: depth, consumers, running requests,
+    waits, throughput."""
     queues = {lane.name: _queues(worker.names, lane) for lane in worker.lanes}
     try:
         depth_of = await depths(worker.consuming, [queue for names in queues.values() for queue in names])

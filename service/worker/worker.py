@@ -51,7 +51,7 @@ class Worker:
     """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
     budgeting: Budgeting
     simulated: bool
-    """Whether a simulated provider answers the requests, so that calls cost nothing."""
+    """Whether a simulated provider answers the requests, so that their calls cost nothing."""
     activities: tuple[LaneActivity, ...]
 
     @property
