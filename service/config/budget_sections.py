@@ -15,7 +15,8 @@ from service.config.value_types import HttpUrl, Key, Number, PlaceName
 from topology.lanes import BATCH, CRITICAL, NORMAL
 
 LEAST_TOKENS_PER_MIN = LEAST[1]
-"""The lowest limit of tokens a minute that an operator may set: a single request could need more than a lower one."""
+"""The lowest limit of tokens a minute that an operator may set, because a single request could need more tokens than a
+lower limit allows."""
 FIRST = "anthropic"
 """The name of the provider that ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL configure."""
 _NEEDS = {
@@ -28,16 +29,21 @@ _NEEDS = {
 
 
 class LimitsSettings(Section):
-    """Limits on the use of each of a provider's accounts. They hold even where the provider allows more."""
+    """Limits on the use of each of a provider's accounts. An account is a provider together with a class of models
+    (such as Claude Haiku) that share the provider's limits. The limits set here hold even if the provider allows
+    more."""
 
     requests_per_min: Number[float] | None = Field(default=None, ge=1)
-    """The most requests a minute with one account. None: only the provider's own limit applies. Example: 300"""
+    """How many requests a minute are sent with one account at most. None: only the provider's own limit applies.
+    Example: 300"""
     input_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
-    """The most input tokens a minute with one account. None: only the provider's own limit applies. Example: 200000"""
+    """How many input tokens a minute are sent with one account at most. None: only the provider's own limit applies.
+    Example: 200000"""
     output_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
-    """The most output tokens a minute with one account. None: only the provider's own limit applies. Example: 40000"""
+    """How many output tokens a minute are used with one account at most. None: only the provider's own limit applies.
+    Example: 40000"""
     concurrency: Number[int] | None = Field(default=None, ge=1)
-    """The most calls at the same time with one account. None: no limit. Example: 50"""
+    """How many calls run at the same time with one account at most. None: no limit. Example: 50"""
 
     def limits(self) -> AccountCaps:
         return AccountCaps(
@@ -49,8 +55,8 @@ class LimitsSettings(Section):
 
 
 class ProviderSettings(LimitsSettings):
-    """A further provider; the user chooses its name. Amazon's and Google's own libraries find credentials that are not
-    given here."""
+    """A provider in addition to the first one; the user chooses its name. For Bedrock and Vertex, credentials that are
+    not given here are found by Amazon's and Google's own libraries."""
 
     kind: Literal["anthropic", "bedrock", "vertex", "foundry"] = "anthropic"
     """The kind of API. `anthropic`: any server at `base_url` that behaves like Anthropic's API. Example: bedrock"""
@@ -79,8 +85,8 @@ class ProviderSettings(LimitsSettings):
             yield Disagreement("names no model; where it has all of them, leave it out", at=(("models",),))
 
     def missing_for_calls(self) -> Iterator[Disagreement]:
-        """Missing settings that only a process which calls providers needs: an application may use the same file
-        without the key."""
+        """Find missing settings that only a process which calls providers needs. They are not errors in general,
+        because an application may use the same settings file without the provider's key."""
         if "api_key" in _NEEDS[self.kind] and self.api_key is None:
             yield Disagreement(f"not set; a provider of kind {self.kind} needs it", at=(("api_key",),), by=(("kind",),))
 
@@ -97,7 +103,8 @@ class ModelsSettings(Section):
 
 
 class PricesSettings(Section):
-    """What tokens cost, as of a day. `models` adds to the table of `consumers/prices.py`, or changes it."""
+    """The prices of tokens, and the day on which they were valid. `models` adds prices to the table in
+    `consumers/prices.py`, or replaces them."""
 
     as_of: Day = AS_OF
     """The day on which these prices were valid; shown beside amounts in dollars. Example: 2026-11-01"""
@@ -121,15 +128,16 @@ class CapSettings(Section):
 
 
 class LaneBudgetSettings(Section):
-    """One lane's part of the providers' budgets; `consumers/limits/spec.py` gives the reasons."""
+    """One lane's share of the providers' budgets, that is, of what the providers' limits allow in a minute."""
 
     share: Number[float] = Field(gt=0, le=1)
-    """The part of each budget that only this lane may use. The part of a budget that belongs to no lane goes to the
-    most urgent request."""
+    """The share of each provider's budget (what its limits allow in a minute) that is reserved for this lane. What is
+    reserved for no lane goes to the most urgent request that waits."""
 
 
 class LaneBudgetsSettings(Section):
-    """For each lane, the part of the providers' budgets that only this lane may use."""
+    """For each lane, the share of the providers' budgets (what their limits allow in a minute) that is reserved for
+    it."""
 
     critical: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[CRITICAL.name])
     normal: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[NORMAL.name])
@@ -150,18 +158,19 @@ class LaneBudgetsSettings(Section):
 
 
 class BudgetSettings(LimitsSettings):
-    """How the providers' budgets are shared. The four limits apply to the first provider's accounts; other providers
-    have their own settings. Limits that a provider sends in its headers always hold as well."""
+    """How the lanes share the providers' budgets, that is, the requests and tokens that the limits allow in a minute.
+    The four limits here apply to the first provider's accounts; other providers have their own settings. Limits that a
+    provider sends in its headers always hold as well."""
 
     lanes: LaneBudgetsSettings = LaneBudgetsSettings()
     burst_s: Number[float] = Field(default=BudgetSpec().burst_s, gt=0, le=60)
     """Unused budget accumulates for at most this many seconds, and can then be spent at once."""
     overflow_s: Number[float] | None = Field(default=None, gt=0, le=3600)
-    """A request that would wait longer than this for a provider goes to the next provider, if the wait there is
-    shorter. None: the lane's `target_wait_s`. Example: 5"""
+    """A request that would wait longer than this until a provider's limits allow its call goes to the next provider, if
+    the wait there is shorter. None: the lane's `target_wait_s`. Example: 5"""
 
     def spec(self, others: Mapping[str, ProviderSettings]) -> BudgetSpec:
-        """The settings of the budget as the value that workers use: the lanes' shares, and the limits of all providers'
+        """Convert these settings to the value that workers use: the lanes' shares, and the limits of all providers'
         accounts."""
         return BudgetSpec(
             shares=self.lanes.shares(),
@@ -183,9 +192,9 @@ class FairSettings(Section):
     """How tenants share the slots of a lane (docs/fairness.md)."""
 
     tenants: ShareTable = Field(default_factory=dict)
-    """`weight`: a tenant's share relative to the others, 1 by default. `in_flight`: how many of its requests a process
-    works on at a time in one lane; its further requests wait. `*`: each tenant that is not listed. Example: {"*":
-    {"in_flight": 8}, "crm": {"weight": 2}}"""
+    """`weight`: a tenant's share relative to the others, 1 by default. `in_flight`: how many of the tenant's requests a
+    process works on at a time in one lane; further requests of the tenant wait. `*`: each tenant that is not listed.
+    Example: {"*": {"in_flight": 8}, "crm": {"weight": 2}}"""
 
 
 class CapsSettings(Section):

@@ -46,8 +46,8 @@ def _finite(value: N) -> N:
 
 
 def _namespace(value: str) -> str:
-    # Headers exchanges ignore headers that begin with `x-`, and the delays' headers begin with the namespace. Names
-    # that begin with `amq` are the broker's.
+    # Not `x-`: the headers by which delayed messages are routed begin with the namespace, and headers exchanges ignore
+    # headers that begin with `x-`. Not `amq`: the broker reserves names that begin with it.
     if _NAMESPACE.fullmatch(value) is None or value.startswith(("x-", "amq")) or value == "x":
         raise wrong("a to z, 0 to 9, _ and -, up to 40, a letter first, not beginning with amq or x-")
     return value
@@ -90,8 +90,8 @@ def words(value: Any) -> Any:
 
 
 def _user(value: str) -> str:
-    """Check the name of a broker's user. Brackets and quotes are refused, because they come from JSON that is not a
-    list."""
+    """Check the name of a broker's user. Brackets and quotes are refused, because they show that the setting is written
+    as JSON, but not as a list."""
     if _USER.fullmatch(value) is None or value != value.strip():
         raise wrong("users of the broker, separated by commas, or a JSON array of them; none with { } [ ] or quotes")
     return value
@@ -116,7 +116,8 @@ def listed(names: Sequence[Any]) -> str:
 
 
 def _secret(check: Callable[[str], str]) -> AfterValidator:
-    """The validator of a secret text. `check` returns the text as it is used, or raises a validation error."""
+    """The validator of a setting whose text is secret. `check` returns the text in the form in which it is used, or
+    raises a validation error."""
     return AfterValidator(lambda value: SecretStr(check(value.get_secret_value().strip())))
 
 
