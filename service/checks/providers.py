@@ -1,7 +1,7 @@
 """Checks each provider for `lanekeeper check`: its key, whether it is reachable, and the models that lanes call.
 
-Each check makes the same call as a worker, for one token, because its result shows whether key, address and model are
-right, and every kind of provider supports it."""
+Each check makes a call for one token, in the same way as a worker. The result of such a call shows whether key, address
+and model are right, and every kind of provider supports it."""
 
 import asyncio
 from dataclasses import dataclass

@@ -44,8 +44,9 @@ def check(
 
 
 def _all_that_is_wrong(config: Path | None, sets: list[str] | None) -> str:
-    """The error message that names all wrong settings, including missing keys of providers; empty if none is wrong. If
-    only keys are missing, this is not called: each provider's check reports its own key."""
+    """The error message that names all wrong settings, including missing keys of providers; empty if none is wrong. It
+    is called only if a setting other than a key is wrong; if only keys are missing, each provider's check reports its
+    own."""
     try:
         options.settings_of(config, sets, for_calls=True)
     except SettingsError as error:

@@ -178,8 +178,8 @@ def _with_advice(refused: AccessRefused, key: str, settings: "Settings") -> Acce
 
 def _longest_wait_s(settings: "Settings", lane: str, publish_options: "Options") -> float:
     """How long the command waits for the answer: the request's delay and then its deadline, by default that of the
-    lane. If no worker runs, nothing else ends the wait. If the routing key names no lane, the longest deadline is used;
-    such a request is refused at once."""
+    lane. If no worker runs, nothing else ends the wait. If the routing key names no lane, the longest deadline of all
+    lanes is used; this has no effect, because such a request is refused at once."""
     from lanekeeper.options import ANSWER_LATE_S
 
     deadlines_s = {spec.name: spec.deadline_s for spec in settings.lane_specs()}

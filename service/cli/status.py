@@ -21,8 +21,8 @@ CONTROL = {
     "unanswered": "control messages that nobody was told of",
     "displaced": "cancellations of unseen ids forgotten",
 }
-"""For each count of control messages: the words that `lanekeeper status` prints with it. A count of 0 is not
-printed."""
+"""For each of a worker's counts of control messages: the words that `lanekeeper status` prints after the count. A count
+of 0 is not printed."""
 
 
 def status(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:

@@ -39,7 +39,8 @@ class Unbroken:
     replayed: int
     """How many of the `TWICE` requests that were sent again got the same answer from the store."""
     calls_again: int
-    """How many calls the provider got for the requests that were sent again: 0 if all were answered from the store."""
+    """How many calls the provider got for the requests that were sent again. It is 0 if all were answered from the
+    store."""
     cancelled: str
     """The outcome of cancelling a delayed request, and how the request ended: "recorded, cancelled"."""
 

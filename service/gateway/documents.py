@@ -51,7 +51,8 @@ class LargeStatus(NamedTuple):
 
 
 class End(NamedTuple):
-    """The last entry of a request. Its content is the request's status."""
+    """The last entry of a followed request: the one that says that the request has ended. Its `body` is the request's
+    status."""
 
     number: int
     kind: str

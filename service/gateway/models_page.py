@@ -9,7 +9,7 @@ from typing import Any, Final
 from service.gateway.problems import ApiError
 
 PAGE: Final = 20
-"""How many models a page of `GET /v1/models` has if the call does not say it."""
+"""How many models a page of `GET /v1/models` has if the call has no parameter `limit`."""
 PAGE_AT_MOST: Final = 1000
 """The most models of one page of `GET /v1/models`."""
 EVERY: Final = {"limit": str(PAGE_AT_MOST)}

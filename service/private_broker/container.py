@@ -1,4 +1,4 @@
-"""A broker in its own Docker container, on loopback ports.
+"""Runs a private broker in a Docker container of its own, on loopback ports.
 
 This file uses Docker's command, not its API, so that no library has to be installed. The command also handles contexts
 and rootless engines.
@@ -44,8 +44,8 @@ def engine_answers(steps: Steps) -> bool:
 
 
 def find_image(steps: Steps, *, official: str = OFFICIAL, local: str = LOCAL) -> str | None:
-    """The name of a RabbitMQ image that this machine has, else of the official one, which is pulled first. None if
-    neither is available.
+    """The name of a RabbitMQ image that this machine has; if it has none, that of the official image, which is then
+    pulled. None if the official image cannot be pulled either.
 
     The manifest is requested before the image, so that a registry that does not answer is noticed within seconds.
     """

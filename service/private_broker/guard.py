@@ -25,12 +25,14 @@ from service.private_broker.descendants import adopt_orphans, kill_all
 from service.private_broker.source import Leaving, Steps, TooSlow, Unavailable
 
 SOURCES = ("docker", "installed", "install")
-"""All sources of brokers, in the order in which they are tried."""
+"""All sources of a private broker, in the order in which they are tried: Docker, an installed RabbitMQ, and one that is
+installed for this purpose."""
 Server = container.Container | node.Node
 
 
 def report(**fields: object) -> None:
-    """Send a JSON object with these fields to the process that started the guard. Raises Leaving if that has ended."""
+    """Send a JSON object with these fields to the process that started the guard. Raises Leaving if that process has
+    ended."""
     try:
         os.write(1, (json.dumps(fields) + "\n").encode())
     except BrokenPipeError:

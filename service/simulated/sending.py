@@ -1,4 +1,4 @@
-"""Sends an answer: whole, slowly, or with one of the faults in `faults.BROKEN`."""
+"""Sends an answer of the simulated API: whole, slowly, or with one of the faults in `faults.BROKEN`."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
-"""The WebSocket in AsyncAPI. The schemas of a client's messages are made from the bounds and tables of
-`socket_messages.py`, which reads these messages."""
+"""Describes the gateway's WebSocket for its AsyncAPI document. The schemas of a client's messages are made from the
+bounds and tables of `socket_messages.py`, which reads these messages."""
 
 from collections.abc import Mapping
 from typing import Any, Final, get_args
