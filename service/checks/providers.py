@@ -68,7 +68,7 @@ async def _provider(settings: Settings, name: str, models: list[str]) -> Finding
 
 
 async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) -> str | None:
-    """Call a provider's model with an answer of one token. Returns why the call failed; None if it worked, or if the
+    """Call a provider's model for an answer of one token. Returns why the call failed; None if it worked, or if the
     error is temporary."""
     name = provider.name
     try:

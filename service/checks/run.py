@@ -77,9 +77,9 @@ async def _risks(settings: Settings, connection: Connection | None) -> AsyncIter
 
 
 async def _publisher(settings: Settings, connection: Connection) -> Finding | None:
-    """If the AMQP user may only publish, as an application does: the result that names the routing keys that it may
-    use. Returns None for a worker's user, which is recognised by its right to write to reply queues, and for a user
-    that may not publish to any lane."""
+    """For an AMQP user that may only publish, as an application's user: the result of the check, which names the
+    routing keys that this user may use. Returns None for a worker's user, which is recognised by its right to write to
+    reply queues, and for a user that may not publish to any lane."""
     user, _ = settings.credentials
     names = settings.names()
     if await _may_write(connection, "", names.reply_prefix + "check"):

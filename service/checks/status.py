@@ -91,8 +91,8 @@ class Status:
     """One line of text for each account (a provider with a class of models) that is not called until a given time,
     because its spend limit is reached."""
     breakers: tuple[str, ...] = ()
-    """One line of text for each provider that is not called normally at present, because its circuit breaker is not
-    closed."""
+    """One line of text for each provider that is not called at present, or only to try it, because its circuit breaker
+    is not closed."""
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """What was used since the workers started. The keys are "lane" or "tenant", then the name of a lane or tenant, then
     `requests`, `tokens` or `usd` (dollars)."""
@@ -122,7 +122,8 @@ class Status:
 
 async def look(connection: Connection, *, lanes: Sequence[LaneSpec], names: Names) -> Status:
     """Ask all workers for their status, read the queues' lengths from the broker, and combine both. Raises
-    BrokerUnreachable, AccessRefused (the user may not ask workers), TopologyMismatch (nothing is declared)."""
+    BrokerUnreachable; AccessRefused if the user may not ask workers; TopologyMismatch if the queues are not
+    declared."""
     answers = await gather(connection, names=names)
     queues = [
         queue for lane in lanes for queue in (names.intake(lane.name), names.due(lane.name), *_sides(lane, names))

@@ -28,8 +28,9 @@ def check(
 ) -> None:
     """Check settings, broker, topology, permissions, providers and stores; exit code 1 if anything is wrong.
 
-    Each provider is called for one token of each model that the lanes use there; not if all running workers have a
-    simulated provider. For a user that may only publish, only that right is checked.
+    Each provider is called once for each model that the lanes use there, for an answer of one token. If all running
+    workers have a simulated provider, no provider is called. For a user that may only publish, only that right is
+    checked.
 
     Example:  lanekeeper check --set namespace=staging
     """

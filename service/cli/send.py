@@ -60,7 +60,8 @@ def send(
     config: options.Config = None,
     sets: options.Set = None,
 ) -> None:
-    """Publish a request and print the answer; its id comes first, on standard error. Ctrl-C cancels it, and says so.
+    """Publish a request and print the answer. The request's id is printed first, on standard error. Ctrl-C cancels the
+    request, and says so.
 
     Examples:
 

@@ -56,8 +56,8 @@ def consume(
 ) -> None:
     """Work lanes whose topology is declared already (`lanekeeper topology apply`).
 
-    If several run on one machine, the first one uses the default port for /healthz, and the others have none unless a
-    port is given.
+    If several workers run on one machine, the first one uses the default port for /healthz, and the others have no
+    /healthz unless a port is given.
 
     Example:  lanekeeper consume --lane critical --lane normal --port 8081
     """

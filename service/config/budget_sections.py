@@ -1,4 +1,4 @@
-"""Settings of providers, their budgets, models, prices and caps."""
+"""Settings of providers: their limits (budgets) and how the lanes share them, models, prices, and daily caps on use."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -29,21 +29,21 @@ _NEEDS = {
 
 
 class LimitsSettings(Section):
-    """Limits on the use of each of a provider's accounts. An account is a provider together with a class of models
-    (such as Claude Haiku) that share the provider's limits. The limits set here hold even if the provider allows
-    more."""
+    """Limits on the use of a provider, for each class of models (such as Claude Haiku) by itself, because a provider's
+    own limits apply to each class by itself too. The limits set here hold even if the provider allows more."""
 
     requests_per_min: Number[float] | None = Field(default=None, ge=1)
-    """How many requests a minute are sent with one account at most. None: only the provider's own limit applies.
-    Example: 300"""
+    """The maximum number of requests a minute to the provider, for each class of models (such as Haiku) by itself.
+    None: only the provider's own limit applies. Example: 300"""
     input_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
-    """How many input tokens a minute are sent with one account at most. None: only the provider's own limit applies.
-    Example: 200000"""
+    """The maximum number of input tokens a minute to the provider, for each class of models (such as Haiku) by itself.
+    None: only the provider's own limit applies. Example: 200000"""
     output_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
-    """How many output tokens a minute are used with one account at most. None: only the provider's own limit applies.
-    Example: 40000"""
+    """The maximum number of output tokens a minute from the provider, for each class of models (such as Haiku) by
+    itself. None: only the provider's own limit applies. Example: 40000"""
     concurrency: Number[int] | None = Field(default=None, ge=1)
-    """How many calls run at the same time with one account at most. None: no limit. Example: 50"""
+    """The maximum number of calls to the provider at the same time, for each class of models (such as Haiku) by itself.
+    None: no limit. Example: 50"""
 
     def limits(self) -> AccountCaps:
         return AccountCaps(
@@ -61,9 +61,10 @@ class ProviderSettings(LimitsSettings):
     kind: Literal["anthropic", "bedrock", "vertex", "foundry"] = "anthropic"
     """The kind of API. `anthropic`: any server at `base_url` that behaves like Anthropic's API. Example: bedrock"""
     api_key: Key | None = None
-    """The provider's key. Amazon and Google need none: their own libraries find the credentials. Example: sk-secret"""
+    """The provider's key. The kinds `bedrock` and `vertex` need none, because Amazon's and Google's own libraries find
+    the credentials. Example: sk-secret"""
     base_url: HttpUrl | None = None
-    """The provider's address; for the kinds `anthropic` and `foundry`. Example: https://other.example.com/v1"""
+    """The URL of the provider's API, for the kinds `anthropic` and `foundry`. Example: https://other.example.com/v1"""
     region: PlaceName | None = None
     """The cloud region, for the kinds `bedrock` and `vertex`. Example: eu-central-1"""
     project: PlaceName | None = None
@@ -85,8 +86,8 @@ class ProviderSettings(LimitsSettings):
             yield Disagreement("names no model; where it has all of them, leave it out", at=(("models",),))
 
     def missing_for_calls(self) -> Iterator[Disagreement]:
-        """Find missing settings that only a process which calls providers needs. They are not errors in general,
-        because an application may use the same settings file without the provider's key."""
+        """Find missing settings that only a process which calls providers needs. In other processes they may be
+        missing, because an application may use the same settings file without the provider's key."""
         if "api_key" in _NEEDS[self.kind] and self.api_key is None:
             yield Disagreement(f"not set; a provider of kind {self.kind} needs it", at=(("api_key",),), by=(("kind",),))
 
@@ -107,7 +108,7 @@ class PricesSettings(Section):
     `consumers/prices.py`, or replaces them."""
 
     as_of: Day = AS_OF
-    """The day on which these prices were valid; shown beside amounts in dollars. Example: 2026-11-01"""
+    """The day on which the prices were valid. It is shown beside amounts in dollars. Example: 2026-11-01"""
     models: PriceTable = Field(default_factory=dict)
     """Prices in US dollars per million tokens. They are added to the built-in table; a model that is in both gets this
     price. Example: {"my-model": {"input": 1, "output": 5}}"""
@@ -120,11 +121,11 @@ class CapSettings(Section):
     """Limits for what a lane may use in one day (UTC)."""
 
     requests: Number[float] | None = Field(default=None, gt=0)
-    """The most requests in a day (UTC) for this lane. Example: 10000"""
+    """The maximum number of requests of this lane in a day (UTC). Example: 10000"""
     tokens: Number[float] | None = Field(default=None, gt=0)
-    """The most input and output tokens together in a day (UTC) for this lane. Example: 5000000"""
+    """The maximum number of input and output tokens together that this lane may use in a day (UTC). Example: 5000000"""
     usd: Number[float] | None = Field(default=None, gt=0)
-    """The most US dollars in a day (UTC) for this lane. Example: 25"""
+    """The most US dollars that this lane may spend in a day (UTC). Example: 25"""
 
 
 class LaneBudgetSettings(Section):
@@ -159,12 +160,13 @@ class LaneBudgetsSettings(Section):
 
 class BudgetSettings(LimitsSettings):
     """How the lanes share the providers' budgets, that is, the requests and tokens that the limits allow in a minute.
-    The four limits here apply to the first provider's accounts; other providers have their own settings. Limits that a
-    provider sends in its headers always hold as well."""
+    The four limits here apply to the first provider; other providers have their own settings. Limits that a provider
+    sends in its headers always hold as well."""
 
     lanes: LaneBudgetsSettings = LaneBudgetsSettings()
     burst_s: Number[float] = Field(default=BudgetSpec().burst_s, gt=0, le=60)
-    """Unused budget accumulates for at most this many seconds, and can then be spent at once."""
+    """Requests and tokens that a provider's limits allow, but that are not used, accumulate for at most this many
+    seconds, and can then be used at once."""
     overflow_s: Number[float] | None = Field(default=None, gt=0, le=3600)
     """A request that would wait longer than this until a provider's limits allow its call goes to the next provider, if
     the wait there is shorter. None: the lane's `target_wait_s`. Example: 5"""

@@ -16,8 +16,8 @@ from lanekeeper.amqp.driver.urls import urls_of
 from service.config.masking import mask
 
 ALLOWED = "allowed"
-"""The pydantic error type of our own validation errors. Their context contains a text that says which values are
-allowed."""
+"""The pydantic error type of Lanekeeper's own validation errors. Their context contains a text that says which values
+are allowed."""
 _NAMESPACE = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _PROVIDER = re.compile(r"[a-z][a-z0-9_-]{0,39}")
@@ -184,7 +184,8 @@ def _store_url(text: str) -> str:
 
 
 def _chances(value: Any) -> Any:
-    """Read a probability for each failpoint, from a table or from text such as `after_store:0.2,before_claim:1`."""
+    """Read the probability of each failpoint (a place at which the process kills itself, for tests), from a table or
+    from text such as `after_store:0.2,before_claim:1`."""
     if isinstance(value, str):
         pairs = (pair.partition(":") for pair in value.split(",") if pair.strip())
         value = {name.strip(): chance.strip() or "1" for name, _, chance in pairs}

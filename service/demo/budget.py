@@ -60,7 +60,7 @@ USED_LEAST = 0.85
 """The demo's budget act succeeds only if at least this share of the provider's limit is used."""
 Asking = Callable[[str, str], Awaitable[object]]
 """A function that sends a request with the given lane and prompt. It returns when the request is answered, and raises
-if it is given up."""
+an exception if the request is given up."""
 
 
 @dataclass(slots=True)
@@ -94,8 +94,8 @@ class Spending:
 
 
 async def run(settings: Settings) -> tuple[Spending, Spending]:
-    """Run the same load at the same time through Lanekeeper, and without a budget gate. Returns the two results in this
-    order."""
+    """Run the same load at the same time through Lanekeeper, and without its budget gate (the check that lets a call
+    start only if the provider's limits allow it). Returns the two results in this order."""
     async with AsyncExitStack() as stack:
         gated, ungated = [await stack.enter_async_context(SimulatedAPI(ACCOUNT)) for _ in range(2)]
         settings = with_provider(settings, gated.base_url, key="simulated")
@@ -165,8 +165,8 @@ async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
 
 
 def _counts(api: SimulatedAPI) -> Counter[str]:
-    """Counts of the simulated provider: its calls by outcome, `calls` that have ended, and what was used of its limits:
-    `requests`, `input_tokens`, `output_tokens`."""
+    """What the simulated provider has counted: its calls by outcome; under `calls`, those that have ended; and what was
+    used of its limits, under `requests`, `input_tokens` and `output_tokens`."""
     stats = api.stats()
     return Counter(
         stats["outcomes"],

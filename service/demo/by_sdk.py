@@ -21,7 +21,7 @@ from topology.lanes import BATCH, CRITICAL
 JOBS = 120
 """The number of batch jobs, which are published before the SDK's first call."""
 CALLS = 10
-"""How many streamed calls the SDK makes in each of the two lanes."""
+"""How many streamed calls the SDK makes in each of the lanes critical and batch."""
 CALL_EVERY_S = 0.05
 PROMPT = "call {number} of the SDK, and some words to stream"
 

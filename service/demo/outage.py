@@ -23,9 +23,9 @@ DOWN = SimulatedOptions(faults={"unavailable": 1.0})
 EVERY_S = 0.025
 """The seconds between two requests of the demo's outage act."""
 UP_S = 0.5
-"""How many seconds the first provider works before it fails."""
+"""How many seconds the first of the demo's two providers works before it fails."""
 DOWN_S = 2.0
-"""For how many seconds the first provider fails."""
+"""For how many seconds the first of the demo's two providers fails."""
 UP_AGAIN_CALLS = 20
 """The demo's outage act ends when the first provider, after it works again, has answered this many requests."""
 UP_AGAIN_WITHIN_S = 10.0

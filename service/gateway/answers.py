@@ -68,7 +68,7 @@ class Answers:
 
     @asynccontextmanager
     async def converted(self, kept: BodyAddress, make: Callable[[bytes], Iterable[bytes]]) -> AsyncIterator[Answer]:
-        """Yield the stored answer after `make`, which is called in a thread, has converted it: in a temporary file,
+        """Convert the stored answer with `make`, which is called in a thread, and yield the result in a temporary file,
         which exists inside this block only."""
         async with self._filed() as file:
             async with self.in_memory(kept) as body:

@@ -106,7 +106,7 @@ class Gateway:
         }
 
     def reasons(self) -> Mapping[str, str | None]:
-        """The parts that must work before the gateway accepts calls, each with its problem or None."""
+        """The parts that must work before the gateway accepts calls, each with its problem; None if the part works."""
         return {"gateway connection": self._client.trouble, "gateway": "it stops" if self._limit.is_closed else None}
 
     @property

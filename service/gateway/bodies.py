@@ -96,8 +96,8 @@ class Bodies:
 
     @asynccontextmanager
     async def _arriving(self, within_s: float) -> AsyncIterator[None]:
-        """Raise ApiError if the body that the block reads takes longer than `within_s`, is too large, or cannot be
-        decompressed."""
+        """A context manager for a block that reads a body. It raises ApiError if this takes longer than `within_s`, or
+        if the body is too large or cannot be decompressed."""
         try:
             async with asyncio.timeout(within_s):
                 yield

@@ -39,8 +39,8 @@ class SameStore:
         self._asked_at_s = -ASK_EVERY_S
 
     def ask_soon(self, caller: GatewayKey) -> None:
-        """Start a check in the background, with this caller's identity, unless one was started within the last
-        minute."""
+        """Start a check in the background, with a test request of this caller's tenant, unless a check was started
+        within the last minute."""
         now_s = asyncio.get_running_loop().time()
         if now_s - self._asked_at_s >= ASK_EVERY_S:
             self._asked_at_s = now_s

@@ -38,7 +38,8 @@ NEEDED: Final[Mapping[str, str]] = {"submit": "body", "subscribe": "id", "unsubs
 
 
 class InvalidMessage(Exception):
-    """A client's WebSocket message is invalid; the connection is closed with this close code and reason."""
+    """Raised if a client's WebSocket message is invalid: the connection is then closed with the close code `code`, and
+    with `reason`."""
 
     def __init__(self, code: int, reason: str) -> None:
         self.code = code
@@ -53,7 +54,7 @@ class ClientMessage:
     type: Literal["submit", "subscribe", "unsubscribe", "cancel"]
     ref: str | None = None
     id: str | None = None
-    """The request's id. None, only possible for `submit`: the gateway creates one."""
+    """The request's id. None, which is possible only for `submit`: the gateway creates an id."""
     after: int = 0
     subscribe: bool = True
     """For `submit`: whether the connection follows the request."""

@@ -10,7 +10,8 @@ with the numbers and kinds that `GET /v1/requests/{id}/events` sends too:
     {"type": "entry", "id": "…", "number": 3, "kind": "event", "data": {…}}
     {"type": "problem", "id": "…", "problem": {…}, "ref": "…"}
 
-When a connection ends, nothing is cancelled: its requests go on, and can be followed on another connection.
+When a connection ends, nothing is cancelled: the requests that it submitted go on, and can be followed on another
+connection.
 """
 
 import asyncio
@@ -59,7 +60,7 @@ class Sockets:
     ping_every_s: float
 
     async def get(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        """Serve one WebSocket connection until it ends. Raises ApiError if it cannot begin."""
+        """Serve one WebSocket connection until it ends. Raises ApiError if the connection is not accepted."""
         ws = BoundedSocket(request, heartbeat_s=self.ping_every_s, message_bytes=MESSAGE_BYTES)
         if not ws.can_prepare(request).ok:
             raise ApiError(426, "this path is a WebSocket's", headers={"upgrade": "websocket"})
@@ -75,8 +76,8 @@ class Sockets:
 
 
 class _Socket:
-    """One WebSocket connection: carries out the client's messages, and sends the entries (stored events) of the
-    requests that it follows."""
+    """One WebSocket connection: carries out the client's messages, and sends the entries (stored steps and events) of
+    the requests that it follows."""
 
     def __init__(self, ws: BoundedSocket, caller: GatewayKey, of: Sockets) -> None:
         self._ws = ws

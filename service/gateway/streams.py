@@ -60,8 +60,8 @@ class Forwarding:
         return self._release()
 
     def end(self) -> bytes | None:
-        """Returns the bytes that end the stream; or None if no parts came, or if some were lost before the client got
-        any: the caller then writes the whole stream from the final reply (`events_of`). Raises ApiError if parts were
+        """Return the bytes that end the stream. If no parts came, or some were lost before the client got any, return
+        None: the caller then writes the whole stream from the final reply (`events_of`). Raises ApiError if parts were
         lost later."""
         if self._stop is not None and not self._has_gap:
             return self._stop
@@ -91,7 +91,7 @@ def type_of(event: bytes) -> str:
 
 
 def error_event(error: ApiError, request_id: str) -> bytes:
-    """The Server-Sent Event `error`, with which a stream ends that cannot continue."""
+    """The Server-Sent Event `error`, which ends a stream that cannot continue."""
     return b"event: error\ndata: %b\n\n" % error.body(request_id)
 
 

@@ -49,7 +49,7 @@ class Drain:
 
 class Writing:
     """Writes an HTTP response in pieces. The status 200 is sent only with the first bytes, so that an error that occurs
-    before can still be answered with another status."""
+    earlier can still be answered with another status."""
 
     def __init__(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         self._request = request

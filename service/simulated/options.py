@@ -32,8 +32,8 @@ class SimulatedOptions:
     """Random faults: the name of each fault, with parameters as in a prompt's marker (`faults.py`), and the share of
     calls that it hits, 0 to 1."""
     seed: int = 0
-    """Seed of the random faults: the same calls in the same order get the same faults."""
+    """The seed of the random faults. With the same seed, the same calls in the same order get the same faults."""
     keep_calls: int = 2_000
     """How many of the latest calls `SimulatedAPI.calls` keeps."""
     max_body_bytes: int = 32 * 1024 * 1024
-    """Bodies of more bytes than this are answered with 413, as Anthropic does."""
+    """The maximum size of a call's body in bytes. A call with a larger body is answered with 413, as Anthropic does."""

@@ -39,7 +39,8 @@ DATA: Final[Mapping[str, Schema]] = {
     "failed": _END,
     "cancelled": _END,
 }
-"""The schema of the field `data` of a followed request's entry, by the entry's kind."""
+"""The entries of a followed request are its steps (such as `started`) and the events of its answer. For each kind of
+entry: the schema of its field `data`."""
 
 
 def channel() -> dict[str, Any]:
