@@ -91,8 +91,8 @@ class Status:
     """One line of text for each account (a provider with a class of models) that is not called until a given time,
     because its spend limit is reached."""
     breakers: tuple[str, ...] = ()
-    """One line of text for each provider that is not called at present, or only to try it, because its circuit breaker
-    is not closed."""
+    """One line of text for each provider and model that is not called at present, or only by a trial call, because its
+    circuit breaker is not closed."""
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """What was used since the workers started. The keys are "lane" or "tenant", then the name of a lane or tenant, then
     `requests`, `tokens` or `usd` (dollars)."""

@@ -191,7 +191,7 @@ class LaneCapsSettings(Section):
 
 
 class FairSettings(Section):
-    """How tenants share the slots of a lane (docs/fairness.md)."""
+    """How tenants share the slots of a lane, each of which works on one request at a time (docs/fairness.md)."""
 
     tenants: ShareTable = Field(default_factory=dict)
     """`weight`: a tenant's share relative to the others, 1 by default. `in_flight`: how many of the tenant's requests a

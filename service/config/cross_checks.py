@@ -36,7 +36,7 @@ def missing_for_calls(settings: Settings) -> Iterator[Disagreement]:
 
 
 def _sections(node: BaseModel, place: Place = ()) -> Iterator[tuple[Place, Section]]:
-    """All sections (groups) of the settings, each with its place, such as ("lanes", "batch")."""
+    """All sections (groups) of the settings, each with its path, such as ("lanes", "batch")."""
     if isinstance(node, Section):
         yield place, node
     for name, value in node:

@@ -54,8 +54,8 @@ def of_disagreements(
 
 
 def _overlap(one: Place, other: Place) -> bool:
-    """Whether two places of settings are the same, or one lies inside the other: ("lanes", "batch") contains ("lanes",
-    "batch", "slots")."""
+    """Whether two paths of settings or groups of settings are the same, or one group contains the other path: ("lanes",
+    "batch") contains ("lanes", "batch", "slots")."""
     return all(ANY in (x, y) or x == y for x, y in zip(one, other, strict=False))
 
 

@@ -66,7 +66,8 @@ class LaneSettings(Section):
     slots added because its requests wait too long. None: eight times the default of `slots`; if `slots` is set, the
     same number. Example: 64"""
     target_wait_s: Number[float] = Field(gt=0, le=YEAR_S)
-    """If requests wait longer than this for a slot, the lane gets more slots."""
+    """If requests wait longer than this until one of the lane's slots is free (a slot works on one request at a time),
+    the lane gets more slots."""
     call_timeout_s: Number[float] = Field(gt=0, le=ATTEMPT_WITHIN_S)
     """The time limit of one attempt. For a streamed answer it limits the wait for the first token, and every pause
     after it."""
@@ -76,7 +77,7 @@ class LaneSettings(Section):
     max_attempts: Number[int] = Field(ge=1, le=100)
     """How often one request may be tried, including the first attempt."""
     model: ModelName
-    """The model for requests that name none. It must have a price or be listed in a provider's table."""
+    """The model for requests that name none. It must have a price, or be listed in a provider's table of models."""
     max_tokens: Number[int] = Field(ge=1, le=1_000_000)
     """The value of `max_tokens`, the maximum length of the answer, for requests that do not set it."""
     models: ModelWords | None = None
@@ -208,8 +209,8 @@ class ControlSettings(Section):
     use a tenth of a core. Dropping a message costs 0.1 ms."""
     unseen_per_tenant: Number[int] = Field(default=StoreSpec().unseen_per_tenant, ge=1, le=10_000_000)
     """How many cancellations of one tenant are kept for ids that no worker has seen yet. When there are more, the
-    oldest is deleted. The default takes 8 MB of the store and equals the number of requests that the intake of
-    `critical` holds."""
+    oldest is deleted. The default takes 8 MB of the store and equals the number of requests that the intake (the queue
+    of new requests) of `critical` holds."""
 
 
 class WaitingSettings(Section):

@@ -36,7 +36,7 @@ def paging_of(query: Mapping[str, str]) -> Paging:
 
 def page_of(body: bytes, allowed: Collection[str], paging: Paging) -> bytes:
     """The JSON of one page of the list of models. `body`: the provider's whole list, of which only models in `allowed`
-    are shown. Raises ApiError if it cannot be read."""
+    are shown. Raises ApiError if the provider's list cannot be read."""
     models = [model for model in _models(body) if model["id"] in allowed]
     ids = [model["id"] for model in models]
     start = ids.index(paging.after) + 1 if paging.after in ids else 0

@@ -41,7 +41,8 @@ class Positions:
         self._paces: dict[str, tuple[float, float]] = {}
 
     async def of(self, lane: str) -> Place | None:
-        """The estimated place of a request that waits in the lane; None: unknown."""
+        """The estimated position of a request that waits in the lane, and when it may start; None if this is
+        unknown."""
         now_s = asyncio.get_running_loop().time()
         at_s, place = self._places.get(lane, (-AGE_S, None))
         if now_s - at_s >= AGE_S:
