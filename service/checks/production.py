@@ -3,8 +3,8 @@
     await refuse(settings)                       raises SettingsError that names all risks
     async for risk in risks(settings, connection): …
 
-docs/production.md describes every risk. Without the profile, `check` reports them as warnings, and unencrypted
-connections are also logged at start."""
+docs/production.md describes every risk. Without the profile `production`, `lanekeeper check` reports the risks as
+warnings, and a starting process logs unencrypted connections."""
 
 import stat
 from collections.abc import AsyncIterator, Iterator
@@ -34,7 +34,7 @@ answers)."""
 
 @dataclass(frozen=True, slots=True)
 class Risk:
-    """One reason why these settings, or the broker, are not safe in production: a row of docs/production.md."""
+    """One reason why the settings or the broker are not safe in production. docs/production.md has a row for each."""
 
     what: str
     text: str
@@ -61,8 +61,8 @@ def warn_of_plain_text(settings: Settings) -> None:
 
 
 async def risks(settings: Settings, broker: Connection | None) -> AsyncIterator[Risk]:
-    """Find all risks in production: in the settings, the store and the broker. `broker`: a connection to it; None: it
-    is not reachable, which another check reports."""
+    """Find all risks in production: in the settings, the store and the broker. `broker`: a connection to the broker.
+    None: the broker is not reachable, which another check reports."""
     for risk in (*of_transport(settings), *of_settings(settings), *of_file(settings)):
         yield risk
     if broker is not None:

@@ -1,7 +1,7 @@
 """Checks each provider for `lanekeeper check`: its key, whether it is reachable, and the models that lanes call.
 
-Each check makes the same call as a worker, for one token, because its result shows whether key, address and model are
-right, and every kind of provider supports it."""
+Each check makes a call for one token, in the same way as a worker. The result of such a call shows whether key, address
+and model are right, and every kind of provider supports it."""
 
 import asyncio
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ async def _provider(settings: Settings, name: str, models: list[str]) -> Finding
 
 
 async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) -> str | None:
-    """Call a provider's model with an answer of one token. Returns why the call failed; None if it worked, or if the
+    """Call a provider's model for an answer of one token. Returns why the call failed; None if it worked, or if the
     error is temporary."""
     name = provider.name
     try:

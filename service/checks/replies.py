@@ -1,5 +1,5 @@
-"""Checks that this user may send replies, and whether the broker adds a timestamp to messages (RabbitMQ 3.12 or later
-does so if configured)."""
+"""Checks that the AMQP user may send replies, and whether the broker adds a timestamp to messages (RabbitMQ 3.12 or
+later does so if it is configured to)."""
 
 import asyncio
 import uuid
@@ -15,7 +15,7 @@ from topology.broker.inbox import Inbox
 from topology.declaration import is_before
 
 WITHIN_S = 5.0
-"""How many seconds `lanekeeper check` waits for a reply to a queue of its own."""
+"""How many seconds `lanekeeper check` waits for the reply that it sends to its own queue as a test."""
 SINCE = (3, 12)
 SETTING = "message_interceptors.incoming.set_header_timestamp.overwrite = false"
 WITHOUT = f"the wait and the deadline of a request without {SENT_MS} count from its first delivery"
@@ -23,7 +23,7 @@ WITHOUT = f"the wait and the deadline of a request without {SENT_MS} count from 
 
 async def replies(connection: Connection) -> list[Finding]:
     """Check that replies can be sent and received: publish a message through the default exchange to a new queue, and
-    receive it. Returns the results for permissions and for the broker's clock."""
+    receive it. Returns the results of two checks: of the user's permissions, and of the broker's timestamps."""
     try:
         async with Inbox(connection) as inbox:
             message = Message(body=b"{}", message_id=uuid.uuid4().hex, persistent=False)

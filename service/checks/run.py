@@ -19,9 +19,11 @@ from topology.broker.admin.verify import verify
 from topology.declaration import Broker, declare
 
 SHOWN = 5
-"""How many missing or different objects on the broker `lanekeeper check` names."""
+"""How many queues, exchanges and bindings that are missing or different on the broker `lanekeeper check` names at
+most."""
 NOTE = 300
-"""The most characters of a note in the output of `lanekeeper check`."""
+"""The maximum length, in characters, of the note in which `lanekeeper check` says what it could not compare on the
+broker."""
 
 
 async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[Finding]:
@@ -75,8 +77,9 @@ async def _risks(settings: Settings, connection: Connection | None) -> AsyncIter
 
 
 async def _publisher(settings: Settings, connection: Connection) -> Finding | None:
-    """If the AMQP user may only publish, as an application does: the result that names the routing keys that it may
-    use. None for a worker's user, which is recognised by its right to write to reply queues."""
+    """For an AMQP user that may only publish, as an application's user: the result of the check, which names the
+    routing keys that this user may use. Returns None for a worker's user, which is recognised by its right to write to
+    reply queues, and for a user that may not publish to any lane."""
     user, _ = settings.credentials
     names = settings.names()
     if await _may_write(connection, "", names.reply_prefix + "check"):

@@ -1,8 +1,8 @@
-"""Collects the status of the lanes: asks all workers, reads the queues' lengths, and combines the figures.
+"""Collects the status of the lanes: asks all workers, reads the queues' lengths from the broker, and combines both.
 
 Only workers know which requests run and how long these waited; only the broker knows how many requests wait. So a
-question is published to the control exchange, every worker answers from memory, and the broker reports the queues'
-lengths.
+status question is published to the control exchange, which every worker answers with numbers that it has in memory, and
+the broker is asked for the queues' lengths.
 """
 
 import asyncio
@@ -33,41 +33,43 @@ ADDED = (
     "running", "due_slots", "extra_slots", "waits_since_delivery", "answered", "failed", "retried",
     "throughput_per_min",
 )  # fmt: skip
-"""The figures of a lane (by name) that are added up over all workers."""
+"""The names of the numbers that each worker reports for a lane, and that are added up over all workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneStatus:
-    """The figures that `lanekeeper status` shows for one lane, added up over all workers. Those that come from workers
-    are None if no worker answered."""
+    """What `lanekeeper status` shows for one lane, over all workers together. The values that workers report are None
+    if no worker answered."""
 
     lane: str
     depth: int | None
-    """How many messages wait in the lane's queues (the intake with new requests, the due queue with retried and delayed
-    ones, the side queues), and how many a worker has received but has no slot for. None if the user may not read the
-    queues' lengths."""
+    """How many requests of the lane wait: in its queues (the intake with new requests, the due queue with retried and
+    delayed ones, the side queues), and in workers that have received them but have no free slot for them. None if the
+    user may not read the queues' lengths."""
     consumers: int | None
-    """Consumers of the intake as the broker counts them, including those that workers add to a slow queue (scouts,
-    docs/fairness.md). None if the user may not read the queues' lengths."""
+    """How many consumers the lane's intake queue has, as the broker counts them. This includes scouts, the further
+    consumers that workers add if requests wait for a slot (docs/fairness.md). None if the user may not read the queues'
+    lengths."""
     workers: int
     """How many worker processes consume the lane and have answered."""
     running: int | None
     slots: int | None
-    """The slots of the lane's intake queue (new requests) over all workers, including those lent by other lanes and
-    added ones."""
+    """How many requests of the lane's intake queue (new requests) all workers together can work on at the same time.
+    This includes slots that other lanes have lent, and slots that were added because requests waited too long."""
     due_slots: int | None
-    """The slots of the lane's due queue (retried and delayed requests) over all workers; `slots` does not include
-    them."""
+    """How many requests of the lane's due queue (retried and delayed requests) all workers together can work on at the
+    same time. `slots` does not include these."""
     extra_slots: int | None
     """How many of the lane's `slots` are lent by other lanes or were added because its requests waited too long."""
     slots_limit: str | None
-    """Why the lane gets no more slots although its requests wait too long: rpm, itpm, otpm, … for a limit of the
-    provider, or slots_max. None if that is not the case."""
+    """The limit because of which the lane gets no more slots although its requests wait too long: `slots_max`, or a
+    limit of the provider (rpm, itpm, otpm, …: requests, input tokens, output tokens a minute). None: its requests do
+    not wait too long, or it may get more slots."""
     wait_p50_ms: int | None
     wait_p95_ms: int | None
     waits_since_delivery: int | None
-    """How many of the latest requests did not say when they were published, so that their wait counts from their first
-    delivery."""
+    """How many of the latest requests did not say when they were published, so that their waits were measured from
+    their first delivery."""
     answered: int | None
     failed: int | None
     retried: int | None
@@ -78,31 +80,39 @@ class LaneStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What `lanekeeper status` shows: the figures of all lanes, and of the workers that answered."""
+    """What `lanekeeper status` shows about all lanes, and about the workers that answered."""
 
     lanes: tuple[LaneStatus, ...]
     workers: tuple[str, ...]
     waiting: tuple[str, ...] = ()
-    """Requests that wait for a provider's budget: one entry for each lane, reason and account."""
+    """How many requests wait until a provider's limits allow their calls: one line of text for each combination of
+    lane, limit and account (a provider with a class of models)."""
     paused: tuple[str, ...] = ()
-    """The accounts that are not called until a given time, because their spend limit is reached."""
+    """One line of text for each account (a provider with a class of models) that is not called until a given time,
+    because its spend limit is reached."""
     breakers: tuple[str, ...] = ()
-    """The providers whose circuit breaker is open, so that they are not called at present."""
+    """One line of text for each provider and model that is not called at present, or only by a trial call, because its
+    circuit breaker is not closed."""
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
-    """Requests, tokens and dollars used since the workers began: by "lane" and "tenant", then by name."""
+    """What was used since the workers started. The keys are "lane" or "tenant", then the name of a lane or tenant, then
+    `requests`, `tokens` or `usd` (dollars)."""
     tenants: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
-    """For each lane and each of its latest tenants: the requests that are `running`; `in_hand`: received by a worker
-    and waiting for a slot; and since the workers began: `begun`, and `set_aside`: moved to a side queue."""
+    """For each lane and each of its latest tenants, the number of requests that are `running`, and of those that are
+    `in_hand`: a worker has received them, and they wait for a slot. Counted since the workers started: requests that
+    were `begun`, and those that were `set_aside`: moved to a side queue, so that other tenants do not wait behind
+    them."""
     prices_as_of: str | None = None
     undelivered: int = 0
-    """Replies since the workers began that were given up because their queue was full for a minute. The results can
-    still be fetched by the requests' ids."""
+    """How many replies, since the workers started, were given up because their queue was full for a minute. The results
+    can still be fetched by the requests' ids."""
     dead_letters: Mapping[str, int] = field(default_factory=dict)
-    """Since the workers began: `exported` and `dropped`: dead letters that were removed because there were too many;
-    `unparked`: invalid messages that were answered, but not kept as dead letters."""
+    """Counts since the workers started. `exported` and `dropped`: dead letters that exceeded a limit and were removed,
+    with or without writing them to a file. `unparked`: invalid messages that were answered, but not kept as dead
+    letters."""
     control: Mapping[str, int] = field(default_factory=dict)
-    """Since the workers began: control messages that were `refused`; `unanswered`: those that could not be answered;
-    `displaced`: cancellations of unseen ids that were deleted in favour of newer ones."""
+    """Counts since the workers started. `refused`: control messages that were refused. `unanswered`: control messages
+    that could not be answered. `displaced`: cancellations of ids that no worker had seen, which were deleted in favour
+    of newer ones."""
     simulated: tuple[str, ...] = ()
     """The workers whose provider is simulated, so that calls cost nothing."""
 
@@ -111,8 +121,9 @@ class Status:
 
 
 async def look(connection: Connection, *, lanes: Sequence[LaneSpec], names: Names) -> Status:
-    """Ask all workers for their figures, read the queues' lengths from the broker, and combine both. Raises
-    BrokerUnreachable, AccessRefused (the user may not ask workers), TopologyMismatch (nothing is declared)."""
+    """Ask all workers for their status, read the queues' lengths from the broker, and combine both. Raises
+    BrokerUnreachable; AccessRefused if the user may not ask workers; TopologyMismatch if the queues are not
+    declared."""
     answers = await gather(connection, names=names)
     queues = [
         queue for lane in lanes for queue in (names.intake(lane.name), names.due(lane.name), *_sides(lane, names))
@@ -195,7 +206,8 @@ def merge(
 
 
 def _sums(answers: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
-    """Add up the figures named `what` in all workers' answers. Nested figures are added level by level."""
+    """Add up the numbers named `what` in all workers' answers. If they are in nested tables, those with the same path
+    are added up."""
     total: dict[str, Any] = {}
     for answer in answers:
         _add(total, answer.get(what, {}))

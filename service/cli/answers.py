@@ -1,4 +1,4 @@
-"""Prints an answer, or the problem with which a request ended."""
+"""Prints the answer to a request, or the error with which it ended."""
 
 import json as json_text
 import sys

@@ -1,5 +1,5 @@
-"""Users for `lanekeeper topology export` and `apply`. Passwords come from a file; `export` creates missing ones, and
-shows them once."""
+"""Reads the broker's users that `lanekeeper topology export` and `apply` are to create. Their passwords come from a
+file; `export` creates missing passwords, and shows them once."""
 
 import secrets
 import sys
@@ -12,8 +12,8 @@ from topology.export import SALT_BYTES, Role, User, hash_password
 from topology.lanes import DEFAULT_LANES
 
 DEFAULT = ("worker:worker", "operator:operator", "deployer:deployer")
-"""The users that `topology export` creates if none are named. None of them is an application's: such a user's name must
-be chosen, because it is the second word of the application's routing keys."""
+"""The users that `topology export` creates if none are named. None of them is for an application, because the name of
+an application's user must be chosen: it is the second word of the application's routing keys."""
 ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 
 

@@ -28,8 +28,9 @@ def check(
 ) -> None:
     """Check settings, broker, topology, permissions, providers and stores; exit code 1 if anything is wrong.
 
-    Each provider is called for one token of each model that the lanes use there; not if all running workers have a
-    simulated provider. For a user that may only publish, only that right is checked.
+    Each provider is called once for each model that the lanes use there, for an answer of one token. If all running
+    workers have a simulated provider, no provider is called. For a user that may only publish, only that right is
+    checked.
 
     Example:  lanekeeper check --set namespace=staging
     """
@@ -44,8 +45,9 @@ def check(
 
 
 def _all_that_is_wrong(config: Path | None, sets: list[str] | None) -> str:
-    """The error message that names all wrong settings, including missing keys of providers; empty if none is wrong. If
-    only keys are missing, this is not called: each provider's check reports its own key."""
+    """The error message that names all wrong settings, including missing keys of providers; empty if none is wrong. It
+    is called only if a setting other than a key is wrong; if only keys are missing, each provider's check reports its
+    own."""
     try:
         options.settings_of(config, sets, for_calls=True)
     except SettingsError as error:

@@ -1,5 +1,5 @@
-"""All commands, each in a separate file. A command imports what it needs only when it runs, so that others start
-fast."""
+"""Registers all commands, each of which has a separate file. A command imports what it needs only when it runs, so that
+the other commands start fast."""
 
 import sys
 from functools import cache

@@ -1,4 +1,4 @@
-"""Options that several commands have: settings, durations, times, lanes."""
+"""Declares options that several commands have, and reads their values: settings, durations, times, lanes."""
 
 import re
 from collections.abc import Mapping
@@ -103,7 +103,7 @@ def moment(text: str) -> datetime:
 
 
 def version() -> str:
-    """The version of the installed distribution; unknown in a checkout that is not installed."""
+    """The version of the installed package `lanekeeper`; `0+checkout` in a checkout that is not installed."""
     try:
         return metadata.version("lanekeeper")
     except metadata.PackageNotFoundError:

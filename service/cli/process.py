@@ -1,4 +1,5 @@
-"""Runs a command until somebody stops it, such as a worker: its logs and traces, SIGINT and SIGTERM."""
+"""Runs a command that goes on until somebody stops it, such as a worker: sets up its logs and traces, and handles
+SIGINT and SIGTERM."""
 
 import asyncio
 import os
@@ -22,8 +23,8 @@ AT_ONCE_S = 5.0
 def run_with_telemetry(
     settings: "Settings", main: "Callable[[TracerProvider | None], Coroutine[None, None, None]]"
 ) -> None:
-    """Run `main` with logs and traces as configured in the settings. `main` gets the provider for `Tracing`, or None if
-    no spans are sent."""
+    """Run `main` with logs and traces as configured in the settings. `main` is called with OpenTelemetry's tracer
+    provider, or None if no spans are sent."""
     from service.telemetry import exporters, logs
 
     with (
@@ -47,7 +48,7 @@ class Stop:
         self.event = asyncio.Event()
         """Set when the orderly stop begins."""
         self.armed = False
-        """The process sets it to True when it begins its work."""
+        """Whether the process has begun its work; the process sets this to True."""
 
     def __call__(self) -> None:
         if self.armed and not self.event.is_set():

@@ -60,7 +60,8 @@ def send(
     config: options.Config = None,
     sets: options.Set = None,
 ) -> None:
-    """Publish a request and print the answer; its id comes first, on standard error. Ctrl-C cancels it, and says so.
+    """Publish a request and print the answer. The request's id is printed first, on standard error. Ctrl-C cancels the
+    request, and says so.
 
     Examples:
 
@@ -178,8 +179,8 @@ def _with_advice(refused: AccessRefused, key: str, settings: "Settings") -> Acce
 
 def _longest_wait_s(settings: "Settings", lane: str, publish_options: "Options") -> float:
     """How long the command waits for the answer: the request's delay and then its deadline, by default that of the
-    lane. If no worker runs, nothing else ends the wait. If the routing key names no lane, the longest deadline is used;
-    such a request is refused at once."""
+    lane. If no worker runs, nothing else ends the wait. If the routing key names no lane, the longest deadline of all
+    lanes is used; this has no effect, because such a request is refused at once."""
     from lanekeeper.options import ANSWER_LATE_S
 
     deadlines_s = {spec.name: spec.deadline_s for spec in settings.lane_specs()}

@@ -56,8 +56,8 @@ def consume(
 ) -> None:
     """Work lanes whose topology is declared already (`lanekeeper topology apply`).
 
-    If several run on one machine, the first one uses the default port for /healthz, and the others have none unless a
-    port is given.
+    If several workers run on one machine, the first one uses the default port for /healthz, and the others have no
+    /healthz unless a port is given.
 
     Example:  lanekeeper consume --lane critical --lane normal --port 8081
     """
@@ -148,7 +148,7 @@ async def _listen(server: "Server", stack: AsyncExitStack, *, is_needed: bool) -
 
 
 async def _drain(server: "Server", stop: asyncio.Event, grace_s: float) -> None:
-    """Wait until `stop` is set; then refuse new HTTP calls, and wait for up to `grace_s` until those in progress have
-    been answered."""
+    """Wait until `stop` is set. Then refuse new HTTP calls, and wait for up to `grace_s` until the calls in progress
+    have been answered."""
     await stop.wait()
     await server.drained(within_s=grace_s)

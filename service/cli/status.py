@@ -1,4 +1,4 @@
-"""`lanekeeper status`: show the lanes once, with the figures of all workers."""
+"""`lanekeeper status`: show the state of the lanes once, as all workers and the broker report it."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,16 +21,16 @@ CONTROL = {
     "unanswered": "control messages that nobody was told of",
     "displaced": "cancellations of unseen ids forgotten",
 }
-"""For each count of control messages: the words that `lanekeeper status` prints with it. A count of 0 is not
-printed."""
+"""For each of a worker's counts of control messages: the words that `lanekeeper status` prints after the count. A count
+of 0 is not printed."""
 
 
 def status(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
     """Show depth, consumers, running, waits and throughput of each lane.
 
-    `running`: running requests and slots of the intake, and beside them those of the due queue (retried and delayed
-    requests). Waits are those of the latest requests, up to 256 for each worker; `per min` and the columns after it
-    count final outcomes.
+    `running`: the number of running requests, then how many can run at the same time: requests of the intake (new
+    requests), and in addition those of the due queue (retried and delayed requests). Waits are those of the latest
+    requests, up to 256 for each worker; `per min` and the columns after it count final outcomes.
 
     Example:  lanekeeper status --json
     """

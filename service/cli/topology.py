@@ -1,4 +1,5 @@
-"""`lanekeeper topology …`: show the declaration, compare it with the broker, and apply it."""
+"""`lanekeeper topology …`: show which queues, exchanges and bindings Lanekeeper declares, compare them with those on
+the broker, and declare them."""
 
 import sys
 from dataclasses import asdict
@@ -36,7 +37,8 @@ Users = Annotated[
 def show(
     version: For = None, json: options.Json = False, config: options.Config = None, sets: options.Set = None
 ) -> None:
-    """List the declared topology: exchanges, queues, bindings, and what depends on the broker's version.
+    """List the topology that Lanekeeper declares: exchanges, queues, bindings, and what depends on the broker's
+    version.
 
     Example:  lanekeeper topology show --for 3.10
     """
@@ -56,7 +58,7 @@ def plan(
     config: options.Config = None,
     sets: options.Set = None,
 ) -> None:
-    """Compare the broker with the declared topology; exit code 1 if they differ.
+    """Compare the broker with the topology that Lanekeeper declares; exit code 1 if they differ.
 
     `apply` declares what is missing. It never changes or deletes anything that exists.
     """
@@ -86,10 +88,10 @@ def apply(
     config: options.Config = None,
     sets: options.Set = None,
 ) -> None:
-    """Declare what is missing. Nothing is changed or deleted, and it can be repeated.
+    """Declare what is missing on the broker. Nothing is changed or deleted, and the command can be repeated.
 
     With --user it also creates users with their rights, their reply queues and the policies, as `export --user` does.
-    They are set through the management API, which requires a user with the tag `administrator`.
+    All of these are created through the management API, which requires a user with the tag `administrator`.
 
     Examples:
 

@@ -47,8 +47,8 @@ def traced(settings: "Settings") -> Iterator["Tracing"]:
 
 
 def tell_trace_of(answer: "Final") -> None:
-    """Print the id of the trace in a reply's headers, unless the command has started that trace and printed its id
-    before."""
+    """Print the id of the trace that a reply's headers name, unless the command itself has started a trace, and so has
+    already printed its id."""
     from opentelemetry import trace
 
     from lanekeeper.telemetry import propagation

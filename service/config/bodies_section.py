@@ -1,4 +1,4 @@
-"""Settings of the store for bodies that are too large for a message."""
+"""Settings of the store for the bodies of requests and answers that are too large for an AMQP message."""
 
 import re
 from typing import Annotated
@@ -32,34 +32,37 @@ BodyStoreUrl = Annotated[str, AfterValidator(_store)]
 
 
 class BodiesSettings(Section):
-    """Bodies that are too large for a message are kept in a store, and the message has only their address."""
+    """Bodies of requests and answers that are too large for an AMQP message are kept in a store, and the message
+    contains only their address."""
 
     url: BodyStoreUrl | None = None
     """The store in which the gateway keeps large bodies, until workers have processed them, and in which workers keep
-    large answers: a folder (`file:///…`), or another URL of fsspec (`s3://…`, with its driver installed). None: a
-    folder beside the SQLite store; with Redis none, and large bodies are refused. Example: s3://lanekeeper/bodies"""
+    large answers: a folder (`file:///…`), or any other URL that the Python library fsspec supports (`s3://…`, if its
+    driver is installed). None: a folder beside the file of the SQLite store; if results are stored in Redis, there is
+    no store for bodies, and large bodies are refused. Example: s3://lanekeeper/bodies"""
     over_bytes: Number[int] = Field(default=OVER_BYTES, ge=4096, le=MIB)
-    """A body larger than this is kept in the store, and the message has only its address."""
+    """A request's body larger than this is kept in the store, and the message contains only its address."""
     answers_over_bytes: Number[int] = Field(default=OVER_BYTES, ge=4096, le=512 * MIB)
-    """An answer larger than this is kept in the store, and the reply has only its address. Raise this setting if
+    """An answer larger than this is kept in the store, and the reply contains only its address. Raise this setting if
     requesters over AMQP cannot reach the store: smaller answers are sent in the reply itself, up to the broker's limit
     for a message (16 MiB on RabbitMQ 4)."""
     most_bytes: Number[int] = Field(default=MOST_BYTES, ge=MIB, le=512 * MIB)
-    """The most bytes that a request's body may have. Anthropic accepts 32 MiB."""
+    """The maximum size of a request's body. Anthropic accepts 32 MiB."""
     in_all_bytes: Number[int] = Field(default=IN_ALL_BYTES, ge=MIB, le=1024 * GIB)
-    """The most bytes that all bodies in the store may have together. While the store is full, large bodies are
-    refused."""
+    """The maximum size of all bodies in the store together. While the store is full, large bodies are refused."""
     keep_s: Number[float] = Field(default=KEEP_S, ge=60, le=10 * YEAR_S)
-    """The longest time that a request's body stays in the store. It is removed as soon as its request has ended, unless
-    the request became a dead letter, which can be replayed. An answer stays as long as its result
-    (LANEKEEPER_RESULTS__KEEP_S)."""
+    """The longest time that a request's body stays in the store. The body is removed earlier, as soon as its request
+    has ended, unless the request became a dead letter: this can be published again, and then needs its body. An answer
+    stays in the store as long as the request's result is kept (LANEKEEPER_RESULTS__KEEP_S)."""
     allow: Annotated[tuple[FolderUrl, ...], BeforeValidator(words)] = ()
-    """Further places from which bodies named in `x-lane-body` may be fetched: everything below these URLs (https, or
-    any that fsspec reads). Gateways also fetch stored answers from those that fsspec reads: if you change
-    LANEKEEPER_BODIES__URL, list the old one here. Example: s3://crm-bodies/lane,https://files.example.com/prompts"""
+    """Further places from which workers may fetch a request's body, if the request gives the body's URL in its header
+    `x-lane-body`: everything below these URLs (https, or any URL that the Python library fsspec reads). Gateways also
+    fetch stored answers from these places, except over https. So if you change LANEKEEPER_BODIES__URL, list the old URL
+    here. Example: s3://crm-bodies/lane,https://files.example.com/prompts"""
     allow_private: bool = False
     """Whether the hosts in `allow` may have private, loopback or link-local addresses. Example: true"""
 
     def allowed_stores(self) -> list[BodyStore]:
-        """The stores of `allow`, which make and open nothing before they are used."""
+        """A `BodyStore` for each URL in `allow` that is not an http(s) URL. It creates and opens nothing before it is
+        used."""
         return [BodyStore(url) for url in self.allow if not url.startswith(WEB)]

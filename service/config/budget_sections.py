@@ -1,4 +1,4 @@
-"""Settings of providers, their budgets, models, prices and caps."""
+"""Settings of providers: their limits (budgets) and how the lanes share them, models, prices, and daily caps on use."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -15,7 +15,8 @@ from service.config.value_types import HttpUrl, Key, Number, PlaceName
 from topology.lanes import BATCH, CRITICAL, NORMAL
 
 LEAST_TOKENS_PER_MIN = LEAST[1]
-"""The lowest limit of tokens a minute that an operator may set: a single request could need more than a lower one."""
+"""The lowest limit of tokens a minute that an operator may set, because a single request could need more tokens than a
+lower limit allows."""
 FIRST = "anthropic"
 """The name of the provider that ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL configure."""
 _NEEDS = {
@@ -28,16 +29,21 @@ _NEEDS = {
 
 
 class LimitsSettings(Section):
-    """Limits on the use of each of a provider's accounts. They hold even where the provider allows more."""
+    """Limits on the use of a provider, for each class of models (such as Claude Haiku) by itself, because a provider's
+    own limits apply to each class by itself too. The limits set here hold even if the provider allows more."""
 
     requests_per_min: Number[float] | None = Field(default=None, ge=1)
-    """The most requests a minute with one account. None: only the provider's own limit applies. Example: 300"""
+    """The maximum number of requests a minute to the provider, for each class of models (such as Haiku) by itself.
+    None: only the provider's own limit applies. Example: 300"""
     input_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
-    """The most input tokens a minute with one account. None: only the provider's own limit applies. Example: 200000"""
+    """The maximum number of input tokens a minute to the provider, for each class of models (such as Haiku) by itself.
+    None: only the provider's own limit applies. Example: 200000"""
     output_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
-    """The most output tokens a minute with one account. None: only the provider's own limit applies. Example: 40000"""
+    """The maximum number of output tokens a minute from the provider, for each class of models (such as Haiku) by
+    itself. None: only the provider's own limit applies. Example: 40000"""
     concurrency: Number[int] | None = Field(default=None, ge=1)
-    """The most calls at the same time with one account. None: no limit. Example: 50"""
+    """The maximum number of calls to the provider at the same time, for each class of models (such as Haiku) by itself.
+    None: no limit. Example: 50"""
 
     def limits(self) -> AccountCaps:
         return AccountCaps(
@@ -49,15 +55,16 @@ class LimitsSettings(Section):
 
 
 class ProviderSettings(LimitsSettings):
-    """A further provider; the user chooses its name. Amazon's and Google's own libraries find credentials that are not
-    given here."""
+    """A provider in addition to the first one; the user chooses its name. For Bedrock and Vertex, credentials that are
+    not given here are found by Amazon's and Google's own libraries."""
 
     kind: Literal["anthropic", "bedrock", "vertex", "foundry"] = "anthropic"
     """The kind of API. `anthropic`: any server at `base_url` that behaves like Anthropic's API. Example: bedrock"""
     api_key: Key | None = None
-    """The provider's key. Amazon and Google need none: their own libraries find the credentials. Example: sk-secret"""
+    """The provider's key. The kinds `bedrock` and `vertex` need none, because Amazon's and Google's own libraries find
+    the credentials. Example: sk-secret"""
     base_url: HttpUrl | None = None
-    """The provider's address; for the kinds `anthropic` and `foundry`. Example: https://other.example.com/v1"""
+    """The URL of the provider's API, for the kinds `anthropic` and `foundry`. Example: https://other.example.com/v1"""
     region: PlaceName | None = None
     """The cloud region, for the kinds `bedrock` and `vertex`. Example: eu-central-1"""
     project: PlaceName | None = None
@@ -79,8 +86,8 @@ class ProviderSettings(LimitsSettings):
             yield Disagreement("names no model; where it has all of them, leave it out", at=(("models",),))
 
     def missing_for_calls(self) -> Iterator[Disagreement]:
-        """Missing settings that only a process which calls providers needs: an application may use the same file
-        without the key."""
+        """Find missing settings that only a process which calls providers needs. In other processes they may be
+        missing, because an application may use the same settings file without the provider's key."""
         if "api_key" in _NEEDS[self.kind] and self.api_key is None:
             yield Disagreement(f"not set; a provider of kind {self.kind} needs it", at=(("api_key",),), by=(("kind",),))
 
@@ -97,10 +104,11 @@ class ModelsSettings(Section):
 
 
 class PricesSettings(Section):
-    """What tokens cost, as of a day. `models` adds to the table of `consumers/prices.py`, or changes it."""
+    """The prices of tokens, and the day on which they were valid. `models` adds prices to the table in
+    `consumers/prices.py`, or replaces them."""
 
     as_of: Day = AS_OF
-    """The day on which these prices were valid; shown beside amounts in dollars. Example: 2026-11-01"""
+    """The day on which the prices were valid. It is shown beside amounts in dollars. Example: 2026-11-01"""
     models: PriceTable = Field(default_factory=dict)
     """Prices in US dollars per million tokens. They are added to the built-in table; a model that is in both gets this
     price. Example: {"my-model": {"input": 1, "output": 5}}"""
@@ -113,23 +121,24 @@ class CapSettings(Section):
     """Limits for what a lane may use in one day (UTC)."""
 
     requests: Number[float] | None = Field(default=None, gt=0)
-    """The most requests in a day (UTC) for this lane. Example: 10000"""
+    """The maximum number of requests of this lane in a day (UTC). Example: 10000"""
     tokens: Number[float] | None = Field(default=None, gt=0)
-    """The most input and output tokens together in a day (UTC) for this lane. Example: 5000000"""
+    """The maximum number of input and output tokens together that this lane may use in a day (UTC). Example: 5000000"""
     usd: Number[float] | None = Field(default=None, gt=0)
-    """The most US dollars in a day (UTC) for this lane. Example: 25"""
+    """The most US dollars that this lane may spend in a day (UTC). Example: 25"""
 
 
 class LaneBudgetSettings(Section):
-    """One lane's part of the providers' budgets; `consumers/limits/spec.py` gives the reasons."""
+    """One lane's share of the providers' budgets, that is, of what the providers' limits allow in a minute."""
 
     share: Number[float] = Field(gt=0, le=1)
-    """The part of each budget that only this lane may use. The part of a budget that belongs to no lane goes to the
-    most urgent request."""
+    """The share of each provider's budget (what its limits allow in a minute) that is reserved for this lane. What is
+    reserved for no lane goes to the most urgent request that waits."""
 
 
 class LaneBudgetsSettings(Section):
-    """For each lane, the part of the providers' budgets that only this lane may use."""
+    """For each lane, the share of the providers' budgets (what their limits allow in a minute) that is reserved for
+    it."""
 
     critical: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[CRITICAL.name])
     normal: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[NORMAL.name])
@@ -150,18 +159,20 @@ class LaneBudgetsSettings(Section):
 
 
 class BudgetSettings(LimitsSettings):
-    """How the providers' budgets are shared. The four limits apply to the first provider's accounts; other providers
-    have their own settings. Limits that a provider sends in its headers always hold as well."""
+    """How the lanes share the providers' budgets, that is, the requests and tokens that the limits allow in a minute.
+    The four limits here apply to the first provider; other providers have their own settings. Limits that a provider
+    sends in its headers always hold as well."""
 
     lanes: LaneBudgetsSettings = LaneBudgetsSettings()
     burst_s: Number[float] = Field(default=BudgetSpec().burst_s, gt=0, le=60)
-    """Unused budget accumulates for at most this many seconds, and can then be spent at once."""
+    """Requests and tokens that a provider's limits allow, but that are not used, accumulate for at most this many
+    seconds, and can then be used at once."""
     overflow_s: Number[float] | None = Field(default=None, gt=0, le=3600)
-    """A request that would wait longer than this for a provider goes to the next provider, if the wait there is
-    shorter. None: the lane's `target_wait_s`. Example: 5"""
+    """A request that would wait longer than this until a provider's limits allow its call goes to the next provider, if
+    the wait there is shorter. None: the lane's `target_wait_s`. Example: 5"""
 
     def spec(self, others: Mapping[str, ProviderSettings]) -> BudgetSpec:
-        """The settings of the budget as the value that workers use: the lanes' shares, and the limits of all providers'
+        """Convert these settings to the value that workers use: the lanes' shares, and the limits of all providers'
         accounts."""
         return BudgetSpec(
             shares=self.lanes.shares(),
@@ -180,12 +191,12 @@ class LaneCapsSettings(Section):
 
 
 class FairSettings(Section):
-    """How tenants share the slots of a lane (docs/fairness.md)."""
+    """How tenants share the slots of a lane, each of which works on one request at a time (docs/fairness.md)."""
 
     tenants: ShareTable = Field(default_factory=dict)
-    """`weight`: a tenant's share relative to the others, 1 by default. `in_flight`: how many of its requests a process
-    works on at a time in one lane; its further requests wait. `*`: each tenant that is not listed. Example: {"*":
-    {"in_flight": 8}, "crm": {"weight": 2}}"""
+    """`weight`: a tenant's share relative to the others, 1 by default. `in_flight`: how many of the tenant's requests a
+    process works on at a time in one lane; further requests of the tenant wait. `*`: each tenant that is not listed.
+    Example: {"*": {"in_flight": 8}, "crm": {"weight": 2}}"""
 
 
 class CapsSettings(Section):

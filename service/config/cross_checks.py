@@ -1,4 +1,4 @@
-"""Checks of several settings together: each is valid by itself, but they may contradict each other. Without I/O."""
+"""Finds settings that are each valid by themselves, but contradict each other. The checks do no I/O."""
 
 from collections.abc import Collection, Iterator
 
@@ -36,7 +36,7 @@ def missing_for_calls(settings: Settings) -> Iterator[Disagreement]:
 
 
 def _sections(node: BaseModel, place: Place = ()) -> Iterator[tuple[Place, Section]]:
-    """All sections (groups) of the settings, each with its place, such as ("lanes", "batch")."""
+    """All sections (groups) of the settings, each with its path, such as ("lanes", "batch")."""
     if isinstance(node, Section):
         yield place, node
     for name, value in node:
@@ -74,8 +74,8 @@ def _names(providers: Collection[str]) -> Iterator[Disagreement]:
 
 
 def _models(settings: Settings) -> Iterator[Disagreement]:
-    """Find models in the settings that are unknown, or lack a price although a cap is in dollars. A model is known if
-    it has a price, or if both a lane and a provider's table name it."""
+    """Find models in the settings that are unknown, or that have no price although a daily cap is in dollars. A model
+    is known if it has a price, or if both a lane and a provider's table name it."""
     lanes, routes, prices = settings.lane_specs(), settings.routes_spec(), settings.prices.table()
     in_lanes = {model for lane in lanes for model in (lane.model, *(lane.models or ()))}
     in_tables = {model for provider in routes.providers for model in provider.models or ()}
@@ -96,7 +96,8 @@ def _models(settings: Settings) -> Iterator[Disagreement]:
 
 
 def _limits(settings: Settings) -> Iterator[Disagreement]:
-    """Find limits for output tokens a minute that are too low for one answer of the lane with the longest answers."""
+    """Find limits on output tokens a minute that are too low for one answer of the lane with the highest
+    `max_tokens`."""
     longest = max(settings.lane_specs(), key=lambda lane: lane.max_tokens)
     for provider, cap in settings.budget_spec().accounts.items():
         if cap.output_tokens is not None and cap.output_tokens < longest.max_tokens:

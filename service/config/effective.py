@@ -31,7 +31,7 @@ class Effective:
 
 def effective(settings: Settings, found: Mapping[Place, str]) -> Iterator[Effective]:
     """All settings with the values in effect, in the order of their declaration. `found`: the source of each setting
-    that is not a default."""
+    that a source has set; the others have their defaults."""
     for pattern in SETTINGS:
         for place in _places(settings, pattern):
             value = settings.shown_store if place == ("store_url",) else plain(_value(settings, place))

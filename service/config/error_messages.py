@@ -19,7 +19,8 @@ from service.telemetry import redaction
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A value that a source gave, with the name that the user wrote, such as "LANEKEEPER_NAMESPACE in .env"."""
+    """The value of a setting, as a source (a file, the environment or an option) gave it, with the name as the user
+    wrote it, such as "LANEKEEPER_NAMESPACE in .env"."""
 
     value: Any
     name: str
@@ -53,14 +54,15 @@ def of_disagreements(
 
 
 def _overlap(one: Place, other: Place) -> bool:
-    """Whether two places of settings are the same, or one lies inside the other: ("lanes", "batch") contains ("lanes",
-    "batch", "slots")."""
+    """Whether two paths of settings or groups of settings are the same, or one group contains the other path: ("lanes",
+    "batch") contains ("lanes", "batch", "slots")."""
     return all(ANY in (x, y) or x == y for x, y in zip(one, other, strict=False))
 
 
 def _names(places: tuple[Place, ...], found: Mapping[Place, Found]) -> str:
     """The names of the settings at `places`, for an error message: as the user wrote them. If the user set none of
-    them, the name of the first, in the style (TOML or environment) in which the user wrote a setting beside it."""
+    them, the name of the first one is returned: in the notation of TOML if the user wrote another setting of the same
+    group in this notation, else as an environment variable."""
     given = [value.name for at in places for place, value in found.items() if place[: len(at)] == at]
     if given:
         return ", ".join(dict.fromkeys(given))

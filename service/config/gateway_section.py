@@ -14,7 +14,7 @@ from topology.lanes import DEFAULT_LANES
 
 LANES = tuple(lane.name for lane in DEFAULT_LANES)
 KEYS_AT_MOST = 1000
-"""The most keys that the gateway's settings may have."""
+"""How many API keys the gateway's settings may have at most."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -23,7 +23,8 @@ class GatewayKey:
     """What a caller with one of the gateway's API keys may do: for which tenant, in which lanes, with which models."""
 
     tenant: str | None
-    """The tenant to which the caller's requests belong. None, only possible if no keys are set: they have no tenant."""
+    """The tenant to which the caller's requests belong. None: they belong to no tenant, which is only possible if no
+    keys are set."""
     lanes: tuple[str, ...] = LANES
     """The lanes that calls may name. The first one is used for calls that name none."""
     models: tuple[str, ...] | None = None
@@ -77,15 +78,15 @@ class GatewaySettings(Section):
     """How many HTTP calls are answered at the same time. Further calls get the status 529, after which SDKs try
     again."""
     followers: Number[int] = Field(default=1000, ge=1, le=100_000)
-    """How many calls follow requests at the same time (`?wait=`, events, WebSockets). Further calls that would follow a
-    request get the status 529."""
+    """How many HTTP calls may follow requests at the same time: wait for a request's end (`?wait=`), or receive what
+    happens to it (event streams, WebSockets). Further calls that would follow a request get the status 529."""
     ping_every_s: Number[float] = Field(default=10, ge=0.05, le=600)
     """While a streamed call waits for its answer, it gets a `ping` event whenever nothing was sent to it for this many
     seconds."""
     lookups_per_min: Number[float] = Field(default=2000, ge=1, le=1_000_000)
-    """How many calls of `count_tokens` and `models` the gateway passes on to the provider in a minute. If several
-    tenants call, each may use at most half of them. The provider has a separate limit for such calls, from 100 a minute
-    for a new account to 8000."""
+    """How many calls of `count_tokens` and `models` the gateway passes on to the provider in a minute. If there are
+    keys of several tenants, each tenant may use at most half of this number. The provider has a separate limit for such
+    calls, from 100 a minute for a new account to 8000."""
     cancel_abandoned: bool = True
     """Whether a request is cancelled when the client that waits for it disconnects. A request with an `Idempotency-Key`
     is never cancelled, because its client may ask again. Example: false"""

@@ -2,9 +2,10 @@
 
     load_settings()            options > environment > .env > TOML > defaults
 
-All sources are read into one table: the value of each setting, and the name that the user wrote. So names that
-pydantic-settings would ignore are noticed, and all errors are reported at once, under the names that the user wrote.
-pydantic-settings merges the table with the defaults, so that one field of a lane can be set alone, and validates it."""
+All sources are read into one table, which contains the value of each setting, and its name as the user wrote it. So
+names that pydantic-settings would ignore are noticed, and all errors are reported at once, under the names that the
+user wrote. pydantic-settings merges the table with the defaults, so that one field of a lane can be set alone, and
+validates it."""
 
 import os
 import tomllib
@@ -36,9 +37,9 @@ def load_settings(
 ) -> Settings:
     """Read all sources and validate them together.
 
-    `config`: a TOML file that must exist; None: `lanekeeper.toml`, if there. `options`: nested as `Settings` is
-    (`lanes={"batch": {"slots": 12}}`), with None for options that were not given. `for_calls`: whether the process will
-    call providers, so that their keys must be set. Raises SettingsError, which names everything that is wrong.
+    `config`: a TOML file that must exist; None: `lanekeeper.toml` is read if it exists. `options`: nested as `Settings`
+    is (`lanes={"batch": {"slots": 12}}`), with None for options that were not given. `for_calls`: whether the process
+    will call providers, so that their keys must be set. Raises SettingsError, which names everything that is wrong.
     """
     return _read(config, os.environ if environ is None else environ, dotenv, options).settings(for_calls=for_calls)
 
@@ -63,7 +64,8 @@ def _read(config: Path | None, environ: Mapping[str, str], dotenv: Path, options
 
 
 def _toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file. pydantic-settings is not used, because it ignores a missing file, and a pipe."""
+    """Read a TOML file. pydantic-settings' own reader is not used, because it silently ignores a path that does not
+    exist or is a pipe."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -89,7 +91,7 @@ class _Given:
 
     def add(self, values: Mapping[str, Any], *, source: str, where: str, group: Place = ()) -> None:
         """Add the values of a file or of options. `where`: appended to names in error messages, such as " in .env".
-        `group`: the place of `values`."""
+        `group`: the path, in the nested settings, of the group to which `values` belong."""
         for key, value in values.items():
             place = (*group, key)
             name = ".".join(place) + where
@@ -103,7 +105,8 @@ class _Given:
                 self.problems.append(f"{name}: {names.unknown_key(place, value)}")
 
     def add_variables(self, variables: Mapping[str, str], *, source: str, where: str = "") -> None:
-        """Add environment variables. An empty variable counts as not set: Compose passes one for `${NAME:-}`."""
+        """Add environment variables. An empty variable counts as not set, because Docker Compose passes an empty one
+        for `${NAME:-}` if NAME is not set."""
         for name, value in variables.items():
             if (place := names.place_of(name)) is None:
                 if name.upper().startswith(PREFIX):
@@ -142,7 +145,8 @@ class _Given:
                 wrong |= lines
 
     def _nested(self, *, omitted: Collection[Place]) -> dict[str, Any]:
-        """The values nested as `Settings` is, without those of the settings in `omitted`."""
+        """The values from all sources as nested dictionaries with the structure of `Settings`, without those of the
+        settings in `omitted`."""
         nested: dict[str, Any] = {}
         for place, found in self.found.items():
             group = nested

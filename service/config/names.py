@@ -14,7 +14,8 @@ from service.config.settings import PREFIX, Settings
 Place = tuple[str, ...]
 """The path of a setting in the nested settings, such as ("lanes", "critical", "slots")."""
 ANY: Final = "*"
-"""Stands, in a setting's path, for a name that the user chooses: ("providers", "*", "kind")."""
+"""In a setting's path, this stands for a name that the user chooses, such as that of a provider: ("providers", "*",
+"kind")."""
 _LATER: Final[Mapping[Place, str]] = {("webhooks",): "the sending of webhooks"}
 """Names of settings that are reserved for later versions, and what they will configure. Using one is an error."""
 
@@ -49,8 +50,8 @@ def field_name(name: str) -> str:
 
 
 def pattern(place: Place) -> Place:
-    """A setting's path with `*` for a name that the user chooses, as in the keys of `SETTINGS`: ("providers", "*",
-    "kind") for ("providers", "eu", "kind")."""
+    """A setting's path with `*` in place of a name that the user chooses, as in the keys of `SETTINGS`: ("providers",
+    "*", "kind") for ("providers", "eu", "kind")."""
     return (place[0], ANY, *place[2:]) if len(place) > 1 and (place[0], ANY) in _GROUPS else place
 
 
@@ -120,6 +121,6 @@ def _no_setting(name: str, known: Mapping[str, str]) -> str:
 
 
 def _inside(place: Place) -> list[str]:
-    """The names of the settings and groups in the group of settings at a place."""
+    """The names of the settings and groups that the group of settings with the path `place` directly contains."""
     at = pattern(place)
     return list(dict.fromkeys(setting[len(at)] for setting in SETTINGS if setting[: len(at)] == at))

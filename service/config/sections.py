@@ -17,7 +17,7 @@ from service.config.value_types import ModelName, ModelWords, Number, Patterns, 
 from topology.lanes import BATCH, CRITICAL, GIB, MIB, NORMAL, LaneSpec
 
 YEAR_S = 365 * 86_400
-"""The highest value, in seconds, of most settings that are a time: a year."""
+"""The highest value, in seconds, that most settings of a duration may have: a year."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,42 +56,45 @@ class LaneSettings(Section):
     """The settings of one lane. The defaults are in `topology/lanes.py`."""
 
     slots: Number[int] = Field(ge=1, le=10_000)
-    """How many requests of the intake one process works on at the same time. If set, the lane gets no additional slots,
-    unless `slots_max` is set as well."""
+    """How many requests of the lane's intake (the queue of new requests) one process works on at the same time: each
+    takes one slot. If this is set, the lane gets no additional slots, unless `slots_max` is set as well."""
     slots_min: Number[int] | None = Field(default=None, ge=0, le=10_000)
-    """How many idle slots the lane keeps for itself and never lends to other lanes. None: one eighth of `slots`, at
-    least one; for `critical` two. Example: 4"""
+    """How many idle slots (each for one request) the lane keeps for itself and never lends to other lanes. None: one
+    eighth of `slots`, at least one; for `critical` two. Example: 4"""
     slots_max: Number[int] | None = Field(default=None, ge=1, le=10_000)
-    """The most slots that the lane may have, including slots lent by other lanes and slots added because its requests
-    wait too long. None: eight times the default of `slots`; if `slots` is set, the same number. Example: 64"""
+    """The most slots (each for one request at a time) that the lane may have, including slots lent by other lanes and
+    slots added because its requests wait too long. None: eight times the default of `slots`; if `slots` is set, the
+    same number. Example: 64"""
     target_wait_s: Number[float] = Field(gt=0, le=YEAR_S)
-    """If requests wait longer than this for a slot, the lane gets more slots."""
+    """If requests wait longer than this until one of the lane's slots is free (a slot works on one request at a time),
+    the lane gets more slots."""
     call_timeout_s: Number[float] = Field(gt=0, le=ATTEMPT_WITHIN_S)
     """The time limit of one attempt. For a streamed answer it limits the wait for the first token, and every pause
     after it."""
     deadline_s: Number[float] = Field(gt=0, le=YEAR_S)
-    """Default and maximum of the time from publishing (or the due time) to the final answer."""
+    """The default and the maximum of a request's deadline: the time from its publishing (or from its due time, if it
+    was delayed) to its final answer."""
     max_attempts: Number[int] = Field(ge=1, le=100)
     """How often one request may be tried, including the first attempt."""
     model: ModelName
-    """The model for requests that name none. It must have a price or be listed in a provider's table."""
+    """The model for requests that name none. It must have a price, or be listed in a provider's table of models."""
     max_tokens: Number[int] = Field(ge=1, le=1_000_000)
-    """The most tokens of the answer to a request that does not set `max_tokens`."""
+    """The value of `max_tokens`, the maximum length of the answer, for requests that do not set it."""
     models: ModelWords | None = None
     """The models that requests of the lane may name. None: every model. Example: claude-sonnet-5-5,claude-haiku-5-5"""
     providers: ProviderNames | None = None
     """The providers that the lane calls, in this order. None: all, the first provider first, then the others by name.
     Example: anthropic"""
     max_length: Number[int] = Field(ge=1, le=1_000_000_000)
-    """The most messages that the lane's intake (the queue of new requests) holds. When it is full, the broker rejects
-    further messages: their publishers get a nack in place of a confirm."""
+    """How many messages the lane's intake (the queue of new requests) holds at most. When it is full, the broker
+    rejects further messages: their publishers get a nack in place of a confirm."""
     max_length_bytes: Number[int] = Field(ge=MIB, le=1024 * GIB)  # at least the largest request
-    """The most bytes that the lane's intake (the queue of new requests) holds. When it is full, the broker rejects
-    further messages."""
+    """The maximum size of all message bodies in the lane's intake (the queue of new requests) together. When it is
+    full, the broker rejects further messages."""
     side_queues: Number[int] = Field(ge=0, le=32)
-    """The number of side queues. A tenant's backlog is moved there, so that other tenants do not wait behind it. If
-    more tenants than this have a backlog, some share a queue. 0: nothing is moved. After a change run `lanekeeper
-    topology apply`."""
+    """The number of the lane's side queues, to which the backlog of a tenant is moved, so that other tenants do not
+    wait behind it. If more tenants than this have a backlog, some share a side queue. 0: nothing is moved. After a
+    change of this number run `lanekeeper topology apply`."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.models is not None and self.model not in self.models:
@@ -166,7 +169,7 @@ class TlsSettings(Section):
 
 
 class ReplySettings(Section):
-    """To which queues workers may send replies, and how many replies may wait because their queue is full."""
+    """Says to which queues workers may send replies, and how many replies may wait because their queue is full."""
 
     allow: Patterns | None = None
     """The queues to which replies may go, as shell patterns. None: all queues that the contract allows. Example:
@@ -176,9 +179,9 @@ class ReplySettings(Section):
     Other queues are then refused, even those named by the broker, because their owner is unknown. None: true with the
     profile `production`, else false. Example: true"""
     waiting: Number[int] = Field(default=MAX_WAITING, ge=1, le=100_000)
-    """How many replies of one process may wait in the broker to be sent again because their queue was full. One tenant
-    (without `user_id`: one queue) may have a tenth of them. Further replies are not sent again; the results can still
-    be fetched by their ids."""
+    """How many replies of one process may wait in the broker to be sent again because their queue was full. A tenth of
+    them may belong to one tenant; for requests without `user_id`, to one reply queue. Further replies are not sent
+    again; the results can still be fetched by the requests' ids."""
 
 
 class ResultSettings(Section):
@@ -188,38 +191,38 @@ class ResultSettings(Section):
     keep_s: Number[float] = Field(default=StoreSpec().keep_s, ge=1, le=YEAR_S)
     """How long the result of a request is kept. For the same time a repeated request with its id is recognised."""
     max_bytes: Number[int] = Field(default=StoreSpec().max_bytes, ge=MIB, le=1024 * GIB)
-    """The largest size of the SQLite file. When the file is larger, the oldest results are deleted. With a store in
+    """The maximum size of the SQLite file. When the file is larger, the oldest results are deleted. With a store in
     Redis, set `maxmemory` in Redis itself."""
     answer_bytes: Number[int] | None = Field(default=None, ge=64 * 1024, le=512 * MIB)
-    """The largest answer that is sent and kept. A larger one ends as `answer_too_large`. None: 32 MiB where large
-    answers have a store (LANEKEEPER_BODIES__URL). Without one 16 MiB, which RabbitMQ 4 accepts as one message; if the
-    broker's limit is lower, that limit applies. Example: 33554432"""
+    """The maximum size of an answer. If an answer is larger, its request ends with the error `answer_too_large`. None:
+    32 MiB if there is a store for large answers (LANEKEEPER_BODIES__URL), else 16 MiB, which RabbitMQ 4 accepts as one
+    message; if the broker's limit is lower, that limit applies. Example: 33554432"""
 
 
 class ControlSettings(Section):
     """Limits for a tenant's control messages (cancel, result, status), so that no tenant delays those of another."""
 
     per_tenant_s: Number[float] = Field(default=100, ge=1, le=100_000)
-    """How many control messages of one tenant a process carries out in a second; in a burst, five times as many. The
-    same number beyond this limit is answered `too_many_control_messages`; all others are dropped without an answer.
-    Carrying one out costs up to 1 ms of CPU, so by default one tenant can use a tenth of a core. Dropping one costs 0.1
-    ms."""
+    """How many control messages of one tenant a process carries out in a second; in a burst, five times as many. Of the
+    messages beyond this limit, the same number in a second is answered with the error `too_many_control_messages`; all
+    others are dropped without an answer. Carrying out a message costs up to 1 ms of CPU, so by default one tenant can
+    use a tenth of a core. Dropping a message costs 0.1 ms."""
     unseen_per_tenant: Number[int] = Field(default=StoreSpec().unseen_per_tenant, ge=1, le=10_000_000)
     """How many cancellations of one tenant are kept for ids that no worker has seen yet. When there are more, the
-    oldest is deleted. The default takes 8 MB of the store and equals the number of requests that the intake of
-    `critical` holds."""
+    oldest is deleted. The default takes 8 MB of the store and equals the number of requests that the intake (the queue
+    of new requests) of `critical` holds."""
 
 
 class WaitingSettings(Section):
     """Limits for requests whose publisher asked for a delay of more than a minute."""
 
     per_tenant: Number[int] = Field(default=StoreSpec().waiting_per_tenant, ge=1, le=100_000_000)
-    """How many requests of one tenant may wait for a delay of more than a minute. Each begun 16 KiB of a body counts as
-    one request, so the default is at most 160 MiB on the broker's disks. Further requests are answered
-    `too_many_waiting`."""
+    """How many requests of one tenant may wait for a delay of more than a minute. A request with a body of more than 16
+    KiB counts as several: one for each 16 KiB or part of that. So the default is at most 160 MiB on the broker's disks.
+    Further requests are answered `too_many_waiting`."""
     in_all: Number[int] = Field(default=StoreSpec().waiting_in_all, ge=1, le=1_000_000_000)
-    """How many requests of all tenants together may wait for a delay of more than a minute. The default is enough for
-    ten tenants at their limit: 1.6 GiB."""
+    """How many requests of all tenants together may wait for a delay of more than a minute. The default is ten times
+    the default for one tenant, and so at most 1.6 GiB on the broker's disks."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.per_tenant > self.in_all:
@@ -233,20 +236,22 @@ class DeadSettings(Section):
     """How many dead letters are kept, and for how long."""
 
     max_count: Number[int] = Field(default=DeadSpec().max_count, ge=1, le=1_000_000_000)
-    """The most dead letters that the broker keeps. Once a minute the oldest beyond this number are written to `folder`,
-    or dropped if `folder` is not set. A warning, the event `removed` and a count in `status` report the removal."""
+    """How many dead letters the broker keeps at most. Once a minute the oldest beyond this number are written to
+    `folder`, or dropped if `folder` is not set. A warning, the event `removed` and a count in `status` report the
+    removal."""
     max_bytes: Number[int] = Field(default=DeadSpec().max_bytes, ge=MIB, le=1024 * GIB)
-    """The most bytes of dead letters' bodies. The size is estimated from the oldest dead letters, because AMQP does not
-    report it."""
+    """The maximum size of the bodies of all dead letters together. Their size is estimated from that of the oldest dead
+    letters, because AMQP does not report it."""
     keep_s: Number[float] = Field(default=DeadSpec().keep_s, ge=1, le=10 * YEAR_S)
     """How long a dead letter is kept. The default is 30 days, so that nothing is lost during an operator's holidays."""
     folder: Path | None = None
-    """The folder to which removed dead letters are written: one file of JSON lines a day, readable only by this user.
-    None: they are dropped. Example: /var/lib/lanekeeper/dead"""
+    """The folder to which dead letters are written when they are removed from the broker: one file of JSON lines a day,
+    which only the worker's operating system user can read. None: they are dropped. Example: /var/lib/lanekeeper/dead"""
     invalid_per_hour: Number[float] = Field(default=INVALID_PER_HOUR, ge=1, le=1_000_000_000)
-    """How many invalid messages of one tenant a process keeps as dead letters in an hour. Each begun 64 KiB counts as
-    one, so the default is at most 64 MiB. Further invalid messages are answered, but neither kept as dead letters nor
-    stored under their ids. Valid requests that failed are always kept."""
+    """How many invalid messages of one tenant a process keeps as dead letters in an hour. A message of more than 64 KiB
+    counts as several: one for each 64 KiB or part of that. So the default is at most 64 MiB. Further invalid messages
+    are answered, but neither kept as dead letters nor stored under their ids. Valid requests that failed are always
+    kept."""
 
     def spec(self) -> DeadSpec:
         return DeadSpec(max_count=self.max_count, max_bytes=self.max_bytes, keep_s=self.keep_s, folder=self.folder)
@@ -256,11 +261,11 @@ class RetrySettings(Section):
     """The pauses between attempts. `consumers/retry.py` gives the reasons for the defaults."""
 
     base_s: Number[float] = Field(default=RetryPolicy().base_s, gt=0, le=3600)
-    """The first pause after an overload. A quarter of it is the shortest pause of all, and the first pause after any
-    other failure."""
+    """The first pause of a request if its attempt failed because the provider was overloaded or refused it by a rate
+    limit. After any other failure the first pause is a quarter of this, which is also the shortest pause of all."""
     span_s: Number[float] = Field(default=RetryPolicy().span_s, gt=0, le=86_400)
-    """All pauses of a request together last at least this long, if its deadline allows that: an outage of this length
-    is then over before the last attempt."""
+    """All pauses of a request together last at least this long, if its deadline allows that, so that an outage of this
+    length is over before the last attempt."""
     cap_s: Number[float] = Field(default=RetryPolicy().cap_s, gt=0, le=86_400)
     """The longest pause between two attempts. A random part of up to half of it is added."""
 

@@ -1,4 +1,5 @@
-"""All settings, validated. `service/config/loading.py` reads them; lower packages receive them as frozen specs."""
+"""Declares all settings. `service/config/loading.py` reads their values. The packages `lanekeeper`, `consumers` and
+`topology` do not see `Settings`, but get the parts that they need as frozen dataclasses, such as `RetryPolicy`."""
 
 import fnmatch
 import re
@@ -51,7 +52,7 @@ ANTHROPIC_URL: Final = "https://api.anthropic.com"
 
 
 class Settings(BaseSettings):
-    """All settings, validated. Its `repr` holds no secret."""
+    """All settings, validated. Its `repr` contains no secret."""
 
     model_config = SettingsConfigDict(
         extra="forbid",
@@ -67,9 +68,9 @@ class Settings(BaseSettings):
     characters in user, password and virtual host as %XX. Example:
     amqps://lanekeeper:secret@rabbit.example.com:5671/prod"""
     management_url: HttpUrl | None = None
-    """RabbitMQ's management API. `topology plan` and `check` read arguments and bindings from it. None: port 15672 of
-    the AMQP host is tried. A URL without user and password uses those of the AMQP URL. Example:
-    https://rabbit.example.com:15671"""
+    """The URL of RabbitMQ's management API, from which `lanekeeper topology plan` and `lanekeeper check` read the
+    arguments of queues and the bindings. None: port 15672 of the AMQP host is tried. A URL without user and password
+    uses those of the AMQP URL. Example: https://rabbit.example.com:15671"""
     namespace: Namespace = "lane"
     """The prefix of every name on the broker. Installations with different prefixes can share a virtual host. Example:
     staging"""
@@ -89,8 +90,9 @@ class Settings(BaseSettings):
     reply_to: ReplySettings = ReplySettings()
     retry: RetrySettings = RetrySettings()
     store_url: StoreUrl | None = None
-    """The store of results, claims and counters: `sqlite:////file` for one machine, `redis://` for several. None: a
-    SQLite file in the user's state folder. Example: redis://:secret@redis.example.com:6379/0"""
+    """The URL of the store of results, claims (which worker works on which request) and counters: `sqlite:////file` for
+    one machine, `redis://` for several. None: a SQLite file in the user's state folder. Example:
+    redis://:secret@redis.example.com:6379/0"""
     results: ResultSettings = ResultSettings()
     bodies: BodiesSettings = BodiesSettings()
     control: ControlSettings = ControlSettings()
@@ -103,21 +105,23 @@ class Settings(BaseSettings):
     """`production`: a worker does not start if `lanekeeper check` finds anything on the list in docs/production.md.
     None: `check` only warns, and unencrypted connections are logged. Example: production"""
     require_user_id: bool | None = None
-    """Whether requests without `user_id` are refused. If not, all of them belong to one common tenant. None: true with
-    the profile `production`, else false. Example: true"""
+    """Whether requests without the AMQP property `user_id` are refused. If not, all of them belong to one common
+    tenant. None: true with the profile `production`, else false. Example: true"""
     failpoints: Chances = {}
     """For tests: the places at which the process kills itself, each with a probability (`consumers/failpoints.py` lists
     the places). Example: after_store:0.2"""
     json_values: Number[int] = Field(default=VALUES, ge=1000, le=10_000_000)
-    """The most keys and values together that the JSON of a request or an answer may have. Parsing 100,000 of them
-    blocks the process for 50 ms. With more, a request ends as `too_large`, an answer as `answer_too_large`."""
+    """How many keys and values together the JSON of a request or an answer may have. Parsing 100,000 of them blocks the
+    process for 50 ms. If the JSON of a request has more, the request ends with the error `too_large`; if that of its
+    answer has more, with `answer_too_large`."""
     grace_s: Number[float] = Field(default=25, ge=0, le=3600)
     """How long running requests may take to finish when the process is stopped. The default is shorter than the 30 s
     after which Kubernetes kills a process."""
     log_format: Literal["auto", "json", "console"] = "auto"
     """`auto`: console on a terminal, else JSON. Example: json"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The lowest level of our events that is logged. Events of libraries: from `warning` on. Example: debug"""
+    """The lowest level of Lanekeeper's own events that is logged. Messages of libraries are logged from `warning` on.
+    Example: debug"""
     log_content: bool = False
     """Whether prompts and answers may appear in the log. They never appear in spans or metrics. Example: true"""
     otel_endpoint: HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -135,7 +139,7 @@ class Settings(BaseSettings):
         *_: Any,
         **__: Any,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """`Settings()` has the default values, whatever is in the environment: only `load_settings` reads sources."""
+        """Make `Settings()` have the default values, whatever is in the environment: only `load_settings` reads it."""
         return (init_settings,)
 
     def budget_spec(self) -> BudgetSpec:
@@ -253,7 +257,8 @@ class Settings(BaseSettings):
 
     @property
     def bodies_url(self) -> str | None:
-        """The URL of the store for large bodies: as set, or a folder beside a SQLite store. None: there is none."""
+        """The URL of the store for large bodies: the one in the settings, or else a folder beside the SQLite store's
+        file. None: there is no store for large bodies."""
         if self.bodies.url is not None or not self.store.startswith("sqlite:"):
             return self.bodies.url
         folder = Path(unquote(self.store.removeprefix("sqlite:///"))).absolute().parent / f"{self.namespace}-bodies"
@@ -283,7 +288,7 @@ class Settings(BaseSettings):
 
     @property
     def traces_url(self) -> str | None:
-        """The complete URL to which spans are sent; None: none are sent."""
+        """The complete URL to which spans are sent; None: no spans are sent."""
         base = _unmasked(self.otel_endpoint)
         return _unmasked(self.otel_traces_endpoint) or (base and f"{base}/v1/traces")
 

@@ -1,4 +1,5 @@
-"""The default folder of the store of claims and results."""
+"""Finds the default folder for the SQLite store, in which workers keep results and which worker works on which
+request."""
 
 import os
 from pathlib import Path

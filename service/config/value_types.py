@@ -16,8 +16,8 @@ from lanekeeper.amqp.driver.urls import urls_of
 from service.config.masking import mask
 
 ALLOWED = "allowed"
-"""The pydantic error type of our own validation errors. Their context contains a text that says which values are
-allowed."""
+"""The pydantic error type of Lanekeeper's own validation errors. Their context contains a text that says which values
+are allowed."""
 _NAMESPACE = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _PROVIDER = re.compile(r"[a-z][a-z0-9_-]{0,39}")
@@ -46,8 +46,8 @@ def _finite(value: N) -> N:
 
 
 def _namespace(value: str) -> str:
-    # Headers exchanges ignore headers that begin with `x-`, and the delays' headers begin with the namespace. Names
-    # that begin with `amq` are the broker's.
+    # Not `x-`: the headers by which delayed messages are routed begin with the namespace, and headers exchanges ignore
+    # headers that begin with `x-`. Not `amq`: the broker reserves names that begin with it.
     if _NAMESPACE.fullmatch(value) is None or value.startswith(("x-", "amq")) or value == "x":
         raise wrong("a to z, 0 to 9, _ and -, up to 40, a letter first, not beginning with amq or x-")
     return value
@@ -90,8 +90,8 @@ def words(value: Any) -> Any:
 
 
 def _user(value: str) -> str:
-    """Check the name of a broker's user. Brackets and quotes are refused, because they come from JSON that is not a
-    list."""
+    """Check the name of a broker's user. Brackets and quotes are refused, because they show that the setting is written
+    as JSON, but not as a list."""
     if _USER.fullmatch(value) is None or value != value.strip():
         raise wrong("users of the broker, separated by commas, or a JSON array of them; none with { } [ ] or quotes")
     return value
@@ -116,7 +116,8 @@ def listed(names: Sequence[Any]) -> str:
 
 
 def _secret(check: Callable[[str], str]) -> AfterValidator:
-    """The validator of a secret text. `check` returns the text as it is used, or raises a validation error."""
+    """The validator of a setting whose text is secret. `check` returns the text in the form in which it is used, or
+    raises a validation error."""
     return AfterValidator(lambda value: SecretStr(check(value.get_secret_value().strip())))
 
 
@@ -183,7 +184,8 @@ def _store_url(text: str) -> str:
 
 
 def _chances(value: Any) -> Any:
-    """Read a probability for each failpoint, from a table or from text such as `after_store:0.2,before_claim:1`."""
+    """Read the probability of each failpoint (a place at which the process kills itself, for tests), from a table or
+    from text such as `after_store:0.2,before_claim:1`."""
     if isinstance(value, str):
         pairs = (pair.partition(":") for pair in value.split(",") if pair.strip())
         value = {name.strip(): chance.strip() or "1" for name, _, chance in pairs}

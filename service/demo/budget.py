@@ -1,9 +1,10 @@
 """The demo's third act: a small budget, batch jobs that could use all of it, and recorded chats.
 
-The same load runs at the same time on two accounts of simulated providers, which enforce their limits and count their
-429s: once through Lanekeeper, and once with the same number of workers for each lane but without a budget gate. Without
-the gate, the first caller gets the budget, and a call that is refused with 429 is repeated after its `retry-after`, as
-the vendor's client does.
+The same load runs at the same time on two simulated providers, which enforce their limits and count their 429s. One
+gets the load through Lanekeeper; the other gets it from the same number of workers for each lane, but without a budget
+gate, that is, without the check that lets a call start only if the provider's limits allow it. Without the gate, the
+provider's limits serve the first caller first, and a call that is refused with 429 is repeated after its `retry-after`,
+as the vendor's client does.
 """
 
 import asyncio
@@ -33,8 +34,9 @@ CHATS = (
     (0.7, 38), (1.8, 10), (2.9, 10), (3.6, 10), (4.2, 10), (4.5, 34), (5.0, 102), (5.7, 27), (6.1, 81), (6.4, 102),
     (6.5, 10), (6.9, 4), (7.3, 28), (8.1, 11), (9.0, 10), (10.1, 25), (10.7, 10),
 )  # fmt: skip
-"""Eleven seconds of a recorded chat service: when each request came, and its input tokens, divided by forty because the
-account is small. It is a part of the recordings that `benchmarks/traces` describes (Azure LLM inference trace 2023)."""
+"""Eleven seconds of a recorded chat service. For each request: when it came, in seconds, and the number of its input
+tokens, divided by forty because the simulated provider's limits are low. It is a part of the recordings that
+`benchmarks/traces` describes (Azure LLM inference trace 2023)."""
 CHARACTERS_PER_TOKEN = 4
 """How many characters the simulated API counts as one token."""
 LATENCY_MS = (200, 600)
@@ -55,10 +57,10 @@ seconds."""
 PAUSE_S = 0.5
 """The pause, in seconds, after an answer 429 without the header `retry-after`."""
 USED_LEAST = 0.85
-"""The demo's budget act succeeds only if at least this part of the limit is used."""
+"""The demo's budget act succeeds only if at least this share of the provider's limit is used."""
 Asking = Callable[[str, str], Awaitable[object]]
 """A function that sends a request with the given lane and prompt. It returns when the request is answered, and raises
-if it is given up."""
+an exception if the request is given up."""
 
 
 @dataclass(slots=True)
@@ -67,14 +69,15 @@ class Spending:
     simulated provider measured it."""
 
     waits_ms: list[int] = field(default_factory=list)
-    """For each critical request, how long it waited, without the provider's own time; for a request without an answer,
-    how long it has waited so far."""
+    """For each critical request, how long it waited, without the time that the provider took to answer; for a request
+    that was not answered, how long it waited until the run ended."""
     answered: int = 0
     refused: int = 0
     """How many calls the simulated provider refused with 429."""
     calls: int = 0
     used: float = 0.0
-    """Of the limit that was used most: the part of it that was used, 0 to 1."""
+    """The highest used share (0 to 1) among the provider's limits of requests, input tokens and output tokens a
+    minute."""
     wrong: list[str] = field(default_factory=list)
 
     @property
@@ -91,7 +94,8 @@ class Spending:
 
 
 async def run(settings: Settings) -> tuple[Spending, Spending]:
-    """Run the same load at the same time through Lanekeeper, and without a budget gate. Returns both results."""
+    """Run the same load at the same time through Lanekeeper, and without its budget gate (the check that lets a call
+    start only if the provider's limits allow it). Returns the two results in this order."""
     async with AsyncExitStack() as stack:
         gated, ungated = [await stack.enter_async_context(SimulatedAPI(ACCOUNT)) for _ in range(2)]
         settings = with_provider(settings, gated.base_url, key="simulated")
@@ -121,8 +125,8 @@ async def run(settings: Settings) -> tuple[Spending, Spending]:
 
 
 async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
-    """Send the act's load (batch jobs and chats) with `asking` for `WINDOW_S`, and return the result. Requests without
-    an answer by then are abandoned."""
+    """Send the act's load (batch jobs and chats) with `asking` for `WINDOW_S` seconds, and return the result. Requests
+    that have no answer by then are abandoned."""
     found, clock, rng = Spending(), asyncio.get_running_loop().time, random.Random(1)
     waits_ms: dict[str, list[int]] = {CRITICAL.name: found.waits_ms, BATCH.name: []}
 
@@ -161,8 +165,8 @@ async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
 
 
 def _counts(api: SimulatedAPI) -> Counter[str]:
-    """Counts of the simulated provider: its calls by outcome, `calls` that have ended, and what was used of its limits:
-    `requests`, `input_tokens`, `output_tokens`."""
+    """What the simulated provider has counted: its calls by outcome; under `calls`, those that have ended; and what was
+    used of its limits, under `requests`, `input_tokens` and `output_tokens`."""
     stats = api.stats()
     return Counter(
         stats["outcomes"],

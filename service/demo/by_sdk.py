@@ -21,19 +21,19 @@ from topology.lanes import BATCH, CRITICAL
 JOBS = 120
 """The number of batch jobs, which are published before the SDK's first call."""
 CALLS = 10
-"""How many streamed calls the SDK makes in each of the two lanes."""
+"""How many streamed calls the SDK makes in each of the lanes critical and batch."""
 CALL_EVERY_S = 0.05
 PROMPT = "call {number} of the SDK, and some words to stream"
 
 
 @dataclass(frozen=True, slots=True)
 class BySdk:
-    """The results of the demo's act with Anthropic's SDK: it calls the gateway while batch jobs wait."""
+    """The results of the demo's act in which Anthropic's SDK calls the gateway while batch jobs wait."""
 
     jobs: int
     """How many batch jobs were answered."""
     first_ms: dict[str, Sequence[int]]
-    """By lane: how long each call waited for the first piece of its answer."""
+    """For each lane: how many ms each call that was answered right waited for the first piece of its answer."""
 
     @property
     def is_well(self) -> bool:

@@ -1,5 +1,5 @@
-"""The demo's load: the requests, when they are sent, and their results. The lanes and the single queue get the same
-load."""
+"""The demo's load: the requests, when they are sent, and their results. The same load is sent twice: to the three
+lanes, and then, for comparison, to a single queue."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -23,8 +23,8 @@ FAULT_EVERY = 25
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request of the demo's load. Its answer is right if it contains `mark`: the simulated provider echoes the
-    prompt."""
+    """One request of the demo's load. Its answer is right if it contains `mark`, because the simulated provider echoes
+    the prompt."""
 
     lane: str
     number: int
@@ -41,7 +41,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Score:
-    """What has become of the demo's requests in one lane so far."""
+    """The results so far of the demo's requests in one lane."""
 
     expected: int
     asked: int = 0

@@ -23,15 +23,15 @@ DOWN = SimulatedOptions(faults={"unavailable": 1.0})
 EVERY_S = 0.025
 """The seconds between two requests of the demo's outage act."""
 UP_S = 0.5
-"""How many seconds the first provider works before it fails."""
+"""How many seconds the first of the demo's two providers works before it fails."""
 DOWN_S = 2.0
-"""For how many seconds the first provider fails."""
+"""For how many seconds the first of the demo's two providers fails."""
 UP_AGAIN_CALLS = 20
-"""The demo's outage act ends when the first provider, after its failure, has answered this many requests."""
+"""The demo's outage act ends when the first provider, after it works again, has answered this many requests."""
 UP_AGAIN_WITHIN_S = 10.0
 CALLS_MOST = 1.5
-"""The demo's outage act succeeds only if the providers were called at most this often for each answer, on average:
-repeated calls are the cost of an outage."""
+"""The demo's outage act succeeds only if the providers were called at most this often for each answer, on average.
+Calls beyond one for each answer are repetitions, which are the cost of an outage."""
 
 
 @dataclass(frozen=True, slots=True)

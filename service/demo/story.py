@@ -1,6 +1,6 @@
 """The acts of the demo on one machine: a flood of batch jobs that chats overtake, compared with a single queue; a
-worker that is killed; Anthropic's SDK through the gateway; a small budget, compared with workers without a budget gate;
-a provider that goes down.
+worker that is killed; Anthropic's SDK through the gateway; a small budget, compared with workers that do not check a
+provider's limits before they call it; a provider that goes down.
 """
 
 import asyncio
@@ -94,8 +94,8 @@ async def _tell(settings: Settings) -> bool:
 
 
 def _end_on_signals() -> None:
-    """Make SIGTERM, and SIGHUP (a terminal that closes), end the demo as Ctrl-C does: the declared topology is
-    removed."""
+    """Make SIGTERM, and SIGHUP (a terminal that closes), end the demo as Ctrl-C does: by a cancellation, so that the
+    demo removes its queues and exchanges."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -113,8 +113,8 @@ async def _remove_topology_at_end(stack: AsyncExitStack, settings: Settings) -> 
 
 
 def _for_demo(settings: Settings) -> Settings:
-    """The user's settings, changed for the demo: no limits of the real account, short retry pauses, and twelve slots
-    for the batch lane, unless the user has set them."""
+    """The user's settings, changed for the demo: no limits or caps of a real provider, short pauses before retries, and
+    twelve slots for the batch lane, unless the user has set its slots."""
     lanes = settings.lanes if settings.lanes.batch.slots_max else _with_batch_slots(settings, BATCH_SLOTS)
     return settings.model_copy(
         update={

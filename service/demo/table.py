@@ -22,7 +22,8 @@ LINE_EVERY_S = 2.0
 
 @asynccontextmanager
 async def watching(console: Console, scores: Board, activities: Mapping[str, LaneActivity]) -> AsyncIterator[None]:
-    """While the block runs, show the lanes' figures: a table that is redrawn on a terminal, else new lines."""
+    """While the block runs, show what happens in the lanes: on a terminal in a table that is redrawn, else in new
+    lines."""
     show = _redraw if console.is_terminal else _lines
     async with beside(show(console, scores, activities), name="demo table"):
         yield
@@ -64,7 +65,7 @@ def _live_table(scores: Board, activities: Mapping[str, LaneActivity]) -> Table:
 
 
 def show_verdict(console: Console, lanes: Board, first_come: Board) -> None:
-    """Print the figures of the lanes and of the single queue in one table, and whether all answers were right."""
+    """Print the results of the lanes and of the single queue in one table, and whether all answers were right."""
     table = Table(
         "",
         "lane",
@@ -135,7 +136,8 @@ def show_by_sdk(console: Console, act: by_sdk.BySdk) -> None:
 
 
 def show_budget(console: Console, gated: Spending, ungated: Spending) -> None:
-    """Print the results of the demo's budget act: how the small budget was used with the budget gate, and without."""
+    """Print the results of the demo's budget act: how a provider's low limits were used with Lanekeeper's budget gate,
+    and without it."""
     table = Table(
         "",
         *_right("critical p50", "p95", "answered", "429s", "calls per answer", "budget used"),

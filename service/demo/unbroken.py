@@ -20,7 +20,7 @@ from topology.lanes import BATCH
 JOBS = 60
 """The number of requests that are published in the demo's act in which a worker is killed."""
 TWICE = 20
-"""How many of the published requests are published a second time."""
+"""How many of the requests of the demo's act in which a worker is killed are published a second time."""
 READY_WITHIN_S = 30.0
 WORKS_FIRST_S = 0.45
 """How many seconds the second worker works before it is killed: by then it has answered some requests and is working on
@@ -35,11 +35,12 @@ class Unbroken:
     cut: int
     """How many calls ended without an answer, because the worker that made them was killed."""
     calls: int
-    """How many calls the provider got for the `JOBS` requests."""
+    """How many calls the provider got for the `JOBS` requests when they were published for the first time."""
     replayed: int
     """How many of the `TWICE` requests that were sent again got the same answer from the store."""
     calls_again: int
-    """How many calls the provider got for the requests that were sent again: 0 if all were answered from the store."""
+    """How many calls the provider got for the requests that were sent again. It is 0 if all were answered from the
+    store."""
     cancelled: str
     """The outcome of cancelling a delayed request, and how the request ended: "recorded, cancelled"."""
 

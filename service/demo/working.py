@@ -1,4 +1,4 @@
-"""A worker in the demo's own process, a client that sends requests to it, and the answer to one request."""
+"""Runs a worker in the demo's own process, with a client that sends requests to it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,8 +20,8 @@ ANSWER_WITHIN_S = 90.0
 
 @asynccontextmanager
 async def working(settings: Settings, *, lanes: tuple[str, ...] = ()) -> AsyncIterator[tuple[Worker, Client]]:
-    """Run a worker for the given lanes inside the block; none given: for all lanes. The block begins when every queue
-    is consumed."""
+    """Run a worker for the given lanes (all, if none are given) inside the block. The block begins when the worker
+    consumes all queues of these lanes."""
     stop, ready = asyncio.Event(), asyncio.Event()
     async with (
         assemble(settings, lanes=lanes, declares=True) as parts,
@@ -37,7 +37,7 @@ async def working(settings: Settings, *, lanes: tuple[str, ...] = ()) -> AsyncIt
 
 
 async def answer_of(client: Client, prompt: str, *, key: str, **options: Unpack[Options]) -> Final | None:
-    """Send a request, and return its answer; None if there is none."""
+    """Send a request, and return its answer; None if the request fails, or no answer comes in time."""
     with suppress(LanekeeperError):
         return await client.request({"prompt": prompt}, key=key, timeout_s=ANSWER_WITHIN_S, **options)
     return None

@@ -19,7 +19,7 @@ from service.gateway.problems import ApiError, api_error_of
 
 PREFIX = "lane-"
 _LONGEST = 256
-"""The most characters of a key that are compared with the keys in the settings."""
+"""How many characters of a caller's key are hashed at most, to be compared with the hashes in the settings."""
 
 
 def new_key() -> str:
@@ -101,7 +101,7 @@ def _host_of(url: str) -> str:
 
 def only_value(headers: MultiMapping[str], name: str) -> str | None:
     """The value of a header that may have only one; None if it is absent. Raises RequestProblem if the header occurs
-    with different values, because a proxy could have read another of them than the gateway."""
+    with different values, because a proxy in front of the gateway could have read another value than the gateway."""
     values = set(headers.getall(name, ()))
     if len(values) > 1:
         raise invalid_request(f"header {name}: there are {len(values)} different values; send one")
@@ -123,7 +123,7 @@ def lane_of(caller: GatewayKey, named: str | None) -> str:
 
 
 def require_allowed_model(models: Collection[str] | None, model: str) -> None:
-    """Raise RequestProblem if a caller that may use only these models (None: all) may not use this one."""
+    """Raise RequestProblem if `model` is not among the `models` that a caller may use (None: it may use all)."""
     if models is not None and model not in models:
         allowed = ", ".join(models)
         raise RequestProblem(

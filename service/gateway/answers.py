@@ -15,10 +15,10 @@ from service.gateway.problems import ApiError, refused
 AT_ONCE: Final = 64
 """How many large answers may be in temporary files at the same time: together 2 GiB, if each has 32 MiB."""
 IN_MEMORY_AT_ONCE: Final = 2
-"""The most large answers that are in memory as a whole at the same time."""
+"""How many large answers may be in memory as a whole at the same time."""
 WITHIN_S: Final = 60.0
-"""For how many seconds a call may wait for room among the temporary files, and for how many seconds its answer may then
-be fetched."""
+"""For how many seconds a call may wait until fewer than `AT_ONCE` answers are in temporary files, and for how many
+seconds its own answer may then be fetched."""
 PIECE_BYTES: Final = 128 * 1024
 """How many bytes of a large answer are read from its temporary file at a time."""
 T = TypeVar("T")
@@ -53,22 +53,23 @@ class Answers:
 
     @asynccontextmanager
     async def fetched(self, kept: BodyAddress) -> AsyncIterator[Answer]:
-        """The answer in a file, which exists inside this block only. Raises ApiError: 410 if the answer is lost, 503 if
-        it cannot be fetched at present."""
+        """Copy the answer to a temporary file, and yield it. The file exists inside this block only. Raises ApiError:
+        410 if the answer is lost, 503 if it cannot be fetched at present."""
         async with self._filed() as file:
             size = await self._read(kept, lambda store: store.fetch_into(file, kept, most_bytes=self._most_bytes))
             yield Answer(file, size)
 
     @asynccontextmanager
     async def in_memory(self, kept: BodyAddress) -> AsyncIterator[bytes]:
-        """The whole answer in memory, for callers that need it in one piece. Leave the block within a bounded time,
-        because only `IN_MEMORY_AT_ONCE` calls can be inside. Raises the errors of `fetched`."""
+        """Yield the whole answer in memory, for callers that need it in one piece. Leave the block within a bounded
+        time, because only `IN_MEMORY_AT_ONCE` calls can be inside. Raises the errors of `fetched`."""
         async with _place(self._in_memory):
             yield await self._read(kept, lambda store: store.fetch(kept, most_bytes=self._most_bytes))
 
     @asynccontextmanager
     async def converted(self, kept: BodyAddress, make: Callable[[bytes], Iterable[bytes]]) -> AsyncIterator[Answer]:
-        """The file of an answer that `make` (called in a thread) has converted from the stored answer."""
+        """Convert the stored answer with `make`, which is called in a thread, and yield the result in a temporary file,
+        which exists inside this block only."""
         async with self._filed() as file:
             async with self.in_memory(kept) as body:
                 await asyncio.to_thread(lambda: file.writelines(make(body)))

@@ -1,4 +1,4 @@
-"""The gateway: its paths, who may call them, and how it stops."""
+"""Assembles the gateway: its HTTP paths, the check of who may call them, and how it stops."""
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -33,8 +33,8 @@ from topology.codec.decoding import PACKED_BYTES
 
 _ROUTING_KEY_WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ABSENT_WITHIN_S = 5.0
-"""For how many seconds an HTTP call waits for a connection to the broker. A connection that was lost is usually open
-again within this time."""
+"""For how many seconds an HTTP call waits until the gateway's connection to the broker is open. A connection that was
+lost is usually open again within this time."""
 _CallHandler = Callable[[web.Request, GatewayKey], Awaitable[web.StreamResponse]]
 ANYBODY = "gateway"
 """The second word (the application) of the routing keys of a gateway's requests, if the name of the gateway's AMQP user
@@ -106,7 +106,7 @@ class Gateway:
         }
 
     def reasons(self) -> Mapping[str, str | None]:
-        """The parts that must work before the gateway accepts calls, each with its problem or None."""
+        """The parts that must work before the gateway accepts calls, each with its problem; None if the part works."""
         return {"gateway connection": self._client.trouble, "gateway": "it stops" if self._limit.is_closed else None}
 
     @property

@@ -20,15 +20,16 @@ from service.gateway.problems import ApiError, refused
 from topology.codec.decoding import UNPACKED_TIMES
 
 BODY_WITHIN_S: Final = 30.0
-"""How many seconds the body of an HTTP call may take to arrive; a large body has longer."""
+"""How many seconds the body of an HTTP call may take to arrive; a large body may take longer."""
 HELD_BYTES: Final = 128 * 1024
-"""How many bytes of a large body are in memory while the body arrives."""
+"""How many bytes of a large body are collected in memory, while it arrives, before they are written to its temporary
+file."""
 FILED_BYTES: Final = 2 * 1024 * 1024 * 1024
-"""The most bytes that all temporary files with arriving bodies may have together."""
+"""The maximum size, in bytes, of all temporary files with the bodies of HTTP calls together."""
 ENCODINGS: Final = ("identity", "gzip", "deflate")
 LEAST_BYTES_PER_S: Final = 256 * 1024
-"""The slowest accepted rate, in bytes a second, of the part of a body above `over_bytes`, after the first
-`BODY_WITHIN_S` seconds."""
+"""The lowest accepted rate, in bytes a second, at which a large body arrives: the time that its part above `over_bytes`
+takes at this rate is added to `BODY_WITHIN_S`."""
 
 
 class Bodies:
@@ -74,8 +75,8 @@ class Bodies:
 
     @asynccontextmanager
     async def in_memory(self, request: web.Request) -> AsyncIterator[bytes]:
-        """Receive the body of an HTTP call that the provider answers, and yield it. The call is counted until the end
-        of the block. Raises ApiError."""
+        """Receive the body of an HTTP call that is passed on to the provider (a token count), and yield it. The call
+        counts as in progress until the end of the block. Raises ApiError."""
         with self._limit.counted(self._size_of(request)):
             async with self._arriving(BODY_WITHIN_S):
                 body = await request.read()
@@ -95,8 +96,8 @@ class Bodies:
 
     @asynccontextmanager
     async def _arriving(self, within_s: float) -> AsyncIterator[None]:
-        """Raise ApiError if the body that the block reads takes longer than `within_s`, is too large, or cannot be
-        decompressed."""
+        """A context manager for a block that reads a body. It raises ApiError if this takes longer than `within_s`, or
+        if the body is too large or cannot be decompressed."""
         try:
             async with asyncio.timeout(within_s):
                 yield

@@ -14,8 +14,8 @@ from aiohttp.abc import AbstractStreamWriter
 from service.gateway.writing import Drain
 
 LEAST_BYTES_PER_S: Final = 256 * 1024
-"""The slowest accepted rate, in bytes a second, at which a client reads a large text, after the first `WRITE_WITHIN_S`
-seconds."""
+"""The lowest accepted rate, in bytes a second, at which a client reads a large text: the time that the text takes at
+this rate is added to `WRITE_WITHIN_S`."""
 CLOSE_WITHIN_S: Final = 5.0
 """The last messages must be sent, and the WebSocket closed, within this many seconds."""
 

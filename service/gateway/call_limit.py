@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from service.gateway.problems import refused, stopping
 
 BODIES_BYTES = 256 * 1024 * 1024
-"""The most bytes that the bodies of all HTTP calls may take in memory together."""
+"""The maximum size, in bytes, of the bodies of all HTTP calls in memory together."""
 
 
 class CallLimit:

@@ -77,8 +77,8 @@ def request_id_of(headers: MultiMapping[str]) -> tuple[str, bool]:
 
 
 def submitted_id_of(headers: MultiMapping[str]) -> tuple[str, bool]:
-    """Like `request_id_of`, for a request that gets a URL path with its id. The ids `.` and `..` are refused, because
-    HTTP clients change a path that ends in them. Raises RequestProblem."""
+    """Like `request_id_of`, for a request whose status gets a URL path that ends in its id. The ids `.` and `..` are
+    refused, because HTTP clients change a path that ends in them. Raises RequestProblem."""
     id, chose_id = request_id_of(headers)
     if id in (".", ".."):
         raise invalid_request(f"header {IDEMPOTENCY_KEY}: dots alone are no path: {REQUEST_ID}")

@@ -19,7 +19,8 @@ from service.gateway.problems import ApiError, api_error_of
 JSON = "application/json"
 PROBLEM = "application/problem+json"
 _HEADER_FIELDS = {n.MODEL: "model", n.PROVIDER: "provider", n.WAIT_MS: "wait_ms", n.RUN_MS: "run_ms"}
-"""Headers of the final reply, each with its field in the status of a request that has ended."""
+"""Headers of the final reply, each with the name of the field that has its value in the status of a request that has
+ended."""
 
 
 def path_of(id: str) -> str:
@@ -51,7 +52,8 @@ class LargeStatus(NamedTuple):
 
 
 class End(NamedTuple):
-    """The last entry of a request. Its content is the request's status."""
+    """The last entry that clients get when they follow a request: it says that the request has ended. Its `body` is the
+    request's status."""
 
     number: int
     kind: str

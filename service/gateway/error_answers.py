@@ -1,6 +1,7 @@
 """Answers the calls whose handlers raise an error, and calls of unknown paths and methods.
 
-Below `/v1/messages` and `/v1/models` they are errors in Anthropic's format, elsewhere problem documents (RFC 9457).
+Calls of paths below `/v1/messages` and `/v1/models` get errors in Anthropic's format, all others get problem documents
+(RFC 9457).
 """
 
 import uuid
@@ -18,8 +19,8 @@ LATER = ("/v1/", "/metrics")
 """URL paths that begin with one of these are reserved for later versions of Lanekeeper; the gateway answers 404 and
 says so."""
 ABOUT_REQUEST = web.RequestKey("request_id", str)
-"""A handler stores under this key the id of the request that an HTTP call is about, as soon as it knows it. An error
-answer then contains the id."""
+"""The key under which a handler stores the id of the request that an HTTP call is about, as soon as the handler knows
+it. An error answer then contains the id."""
 _ANTHROPICS = ("/v1/messages", "/v1/models")
 _HAS_BEGUN = web.RequestKey("has_begun", bool)
 log = logger()

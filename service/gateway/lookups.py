@@ -1,8 +1,8 @@
 """`POST /v1/messages/count_tokens` and `GET /v1/models`: calls that the gateway passes to the provider without a lane.
 
 They change nothing and cost no tokens, so nothing is lost if a process dies during such a call. The provider limits
-them separately from Messages, and so does the gateway: `lookups_per_min`. If there are several tenants, each may use at
-most half of it.
+them separately from Messages, and so does the gateway, by the setting `lookups_per_min`. If there are keys of several
+tenants, each tenant may use at most half of that limit.
 """
 
 import re
@@ -36,8 +36,8 @@ connections to the provider, which answers each call in less than a second."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _PASSED = frozenset({"content-type", "request-id", "retry-after", "x-should-retry"})
 _ALL = ""
-"""The name under which the calls of all tenants together, and of callers without a tenant, are counted against the rate
-limit."""
+"""The name under which the rate limits count the calls of all tenants together, and the calls of callers that have no
+tenant."""
 
 
 class LookupPaths:
@@ -131,8 +131,8 @@ class LookupPaths:
 
 
 def _provider_of(settings: Settings) -> Lookups | None:
-    """The provider to which token counts and lists of models are passed: the first with a key that has these paths and
-    uses Anthropic's names of models. None: there is none."""
+    """The provider to which token counts and lists of models are passed: the first one that has a key, is of kind
+    `anthropic`, and uses Anthropic's names of models. None: there is no such provider."""
     if settings.api_key is not None:
         return Lookups(settings.provider_url, api_key=settings.api_key)
     for _, provider in sorted(settings.providers.items()):

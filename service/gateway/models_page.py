@@ -9,7 +9,7 @@ from typing import Any, Final
 from service.gateway.problems import ApiError
 
 PAGE: Final = 20
-"""How many models a page of `GET /v1/models` has if the call does not say it."""
+"""How many models a page of `GET /v1/models` has if the call has no parameter `limit`."""
 PAGE_AT_MOST: Final = 1000
 """The most models of one page of `GET /v1/models`."""
 EVERY: Final = {"limit": str(PAGE_AT_MOST)}
@@ -36,7 +36,7 @@ def paging_of(query: Mapping[str, str]) -> Paging:
 
 def page_of(body: bytes, allowed: Collection[str], paging: Paging) -> bytes:
     """The JSON of one page of the list of models. `body`: the provider's whole list, of which only models in `allowed`
-    are shown. Raises ApiError if it cannot be read."""
+    are shown. Raises ApiError if the provider's list cannot be read."""
     models = [model for model in _models(body) if model["id"] in allowed]
     ids = [model["id"] for model in models]
     start = ids.index(paging.after) + 1 if paging.after in ids else 0

@@ -1,8 +1,8 @@
-"""Polls the store for new entries of all requests that this gateway's clients follow: one query for all of them, every
-`EVERY_S`.
+"""Polls the store for new entries (stored steps of a request, and events of its answer) of all requests that this
+gateway's clients follow, with one query for all of them every `EVERY_S` seconds.
 
-A follower (the HTTP call of one client) asks for the entries after a number, and asks again only after it has sent
-them. So for a slow client at most one result is kept in memory.
+A follower (the HTTP call of one client) asks for the entries whose number is above that of the last one it has sent,
+and asks again only after it has sent these. So for a slow client, the entries of only one query are kept in memory.
 """
 
 import asyncio
@@ -17,7 +17,8 @@ from lanekeeper.telemetry.logs import logger
 from service.gateway.problems import ApiError, refused, stopping
 
 LARGEST_NUMBER = 1 << 53
-"""The largest number of an entry that a client may name. No request has so many entries."""
+"""The largest number of an entry (a stored step or event of a request) that a client may name. No request has so many
+entries."""
 EVERY_S = 0.05
 """The seconds between two queries of the store for news of the requests that clients follow."""
 AGAIN_S = 0.5
@@ -29,7 +30,8 @@ log = logger()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiter:
-    """A client's call that waits for the entries of a request after the number `after`; `news` gets them."""
+    """A client's call that waits for the entries of a request whose number is above `after`. They become the result of
+    the future `news`."""
 
     identity: Identity
     after: int
@@ -47,7 +49,8 @@ class Poller:
         self._task: asyncio.Task[None] | None = None
         self.followers = 0
         self.closing = asyncio.Event()
-        """Set when the process stops: all following ends, and clients continue at another gateway."""
+        """Set when the process stops: no request is followed here any longer, and clients continue at another
+        gateway."""
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
@@ -64,8 +67,9 @@ class Poller:
             self.followers -= 1
 
     async def news(self, identity: Identity, after: int) -> Look | None:
-        """Wait for entries after the number `after`, or for the request's end. While the store cannot be reached, it
-        goes on waiting. None: the process stops. Raises ApiError 500 after unexpected errors."""
+        """Wait until the request has entries with a number above `after`, or has ended, and return what the store has.
+        While the store cannot be reached, the wait goes on. Returns None if the process stops. Raises ApiError 500
+        after several unexpected errors in a row."""
         if self.closing.is_set():
             return None
         waiter = _Waiter(identity, after, asyncio.get_running_loop().create_future())

@@ -1,5 +1,5 @@
-"""Estimates a request's position in its lane, and when it may start. For each lane the broker and the store are asked
-at most once a second."""
+"""Estimates a request's position in its lane, and when it may start. The broker and the store are asked at most once a
+second for each lane."""
 
 import asyncio
 from contextlib import suppress
@@ -10,7 +10,7 @@ from consumers.state.base import Allowances, StoreUnavailable
 from lanekeeper import Client
 
 AGE_S = 1.0
-"""For how many seconds an estimate of a request's position is used again."""
+"""For how many seconds an estimate of the position in a lane is used again."""
 WITHIN_S = 0.5
 """The broker and the store must answer within this many seconds; otherwise the position is unknown."""
 PACE_AGE_S = 60.0
@@ -31,8 +31,8 @@ class Place:
 
 
 class Positions:
-    """Estimates the places of waiting requests: for each lane that of the last request in the intake, which is then
-    used for all requests that wait there."""
+    """Estimates the positions of waiting requests. It computes only the position of the last request in a lane's intake
+    (the queue of new requests), and uses it for all requests that wait there."""
 
     def __init__(self, client: Client, store: Allowances) -> None:
         self._client = client
@@ -41,7 +41,8 @@ class Positions:
         self._paces: dict[str, tuple[float, float]] = {}
 
     async def of(self, lane: str) -> Place | None:
-        """The estimated place of a request that waits in the lane; None: unknown."""
+        """The estimated position of a request that waits in the lane, and when it may start; None if this is
+        unknown."""
         now_s = asyncio.get_running_loop().time()
         at_s, place = self._places.get(lane, (-AGE_S, None))
         if now_s - at_s >= AGE_S:

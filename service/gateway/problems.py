@@ -1,7 +1,8 @@
 """The gateway's error answers in Anthropic's format: a status, and `{"type": "error", "error": {…}, "request_id"}`.
 
-Anthropic's SDKs repeat a call after 408, 409, 429 and 5xx. That helps if the request was not accepted. If a worker has
-ended the request with an error, repeating the call brings nothing new, and `x-should-retry: false` tells the SDK so.
+Anthropic's SDKs repeat a call after 408, 409, 429 and 5xx. Repeating it helps if the request was not accepted. If a
+worker has ended the request with an error, repeating the call brings nothing new, and `x-should-retry: false` tells the
+SDK so.
 """
 
 import json
@@ -46,7 +47,7 @@ class ApiError(Exception):
     status: int
     message: str
     type: str = ""
-    """Anthropic's type of error; empty: the one of `TYPES` for the status."""
+    """Anthropic's type of error. Empty: the type that `TYPES` has for the status is used."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self, request_id: str) -> bytes:

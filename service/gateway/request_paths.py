@@ -73,9 +73,9 @@ class RequestPaths:
         return answer({"id": id, "outcome": outcome}, status=200 if outcome == "ended" else 202)
 
     async def events(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        """Answer `GET /v1/requests/{id}/events`: stream the request's entries (its stored steps and events) after the
-        one that the header `Last-Event-ID` names, as Server-Sent Events. Answers 204 if that was the last entry: a
-        browser then does not connect again."""
+        """Answer `GET /v1/requests/{id}/events`: stream the request's entries (its stored steps and events) as
+        Server-Sent Events, beginning after the entry that the header `Last-Event-ID` names. Answers 204 if that entry
+        was the last one, because a browser does not connect again after a 204."""
         request[ABOUT_REQUEST] = id = request.match_info["id"]
         after = _number_of(request.headers.get(LAST_EVENT_ID))
         await self.requests.known(id, caller)
@@ -112,8 +112,8 @@ class RequestPaths:
 
 
 def _no_events_yet(id: str) -> web.Response:
-    """The answer of a process that stops: an event stream without events. When it ends, a browser connects again, and
-    reaches another process; after a 503 its EventSource would never connect again."""
+    """The answer of a process that stops: an event stream without events. When the stream ends, a browser connects
+    again, and reaches another process; after a 503, the browser's EventSource would never connect again."""
     headers = {"content-type": EVENT_STREAM, "cache-control": "no-store", "connection": "close", "request-id": id}
     return web.Response(body=BEGIN, headers=headers)
 

@@ -27,7 +27,7 @@ from service.gateway.positions import Positions
 from service.gateway.problems import ApiError, refused
 
 KEPT_AFTER_MS = 86_400_000
-"""For how many ms after its deadline the gateway still knows a submitted request, if no worker runs."""
+"""For how many ms after its deadline a submitted request stays known to the gateway if no worker has received it."""
 
 
 @dataclass(slots=True)
@@ -43,8 +43,9 @@ class Requests:
     _background: Background = field(default_factory=Background, init=False)
 
     async def submit(self, call: CheckedCall, caller: GatewayKey) -> None:
-        """Publish a request, unless a worker has already seen a request with its id. It is published even if the caller
-        is cancelled, because its HTTP client has disconnected. Raises ApiError, LanekeeperError."""
+        """Publish a request, unless a worker has already seen a request with its id. The request is published even if
+        this coroutine is cancelled meanwhile, as happens when the HTTP client disconnects. Raises ApiError,
+        LanekeeperError."""
         submitting = self._background.begin(self._submit(call, caller), name=f"submit {call.request.id}")
         try:
             await asyncio.shield(submitting)
@@ -79,8 +80,9 @@ class Requests:
         return status_of(known, now_ms=now_ms(), place=place)
 
     async def entries(self, id: str, caller: GatewayKey, *, after: int) -> AsyncGenerator[Entry | End, None]:
-        """The entries with a number above `after`, as workers write them. The last one is made from the result, and its
-        number is one above that of the last stored entry. The iterator ends after it.
+        """Yield the request's entries (steps and events) with a number above `after`, as soon as workers have stored
+        them. The last entry is not stored, but made from the request's result; its number is one above that of the last
+        stored entry. The iterator ends after it.
 
         When the process stops, the iterator ends without the last entry. Raises ApiError if the request is unknown, and
         StoreUnavailable.
@@ -143,8 +145,8 @@ class Requests:
         await self.client.publish(call.body, key=call.key, **call.options)
 
     async def _is_seen(self, identity: Identity) -> bool:
-        """Whether a worker has already received the request, according to the store. If not, the request waits, or a
-        gateway has stored its submission and died before it published it."""
+        """Whether a worker has already received the request, according to the store. If not, the request waits in a
+        queue, or a gateway has stored its submission, and died before it published the request."""
         found = await self.store.find(identity)
         return found is not None and (found.running or found.attempts > 0 or found.completion is not None)
 

@@ -1,7 +1,8 @@
-"""Checks that the workers use the gateway's store. If they use another, submitted requests stay `queued` for ever.
+"""Checks that the workers use the gateway's store. If they use another store, the status of submitted requests stays
+`queued` for ever.
 
 The gateway stores a submission without publishing the request, and asks a worker for the request's result. A worker
-with the same store answers that the request waits; one with another store, that the request is unknown.
+with the same store answers that the request waits; a worker with another store answers that it is unknown.
 """
 
 import asyncio
@@ -23,8 +24,7 @@ from service.gateway.requests import identity_of
 ASK_EVERY_S: Final = 60.0
 """The shortest time, in seconds, between two checks whether the workers use the same store as this gateway."""
 KEPT_MS: Final = 60_000
-"""For how many ms the store keeps the request that the check whether the stores are the same writes, if it is not
-removed."""
+"""For how many ms the store keeps the test request that `SameStore` writes, if `SameStore` does not remove it."""
 log = logger()
 
 
@@ -39,8 +39,8 @@ class SameStore:
         self._asked_at_s = -ASK_EVERY_S
 
     def ask_soon(self, caller: GatewayKey) -> None:
-        """Start a check in the background, with this caller's identity, unless one was started within the last
-        minute."""
+        """Start a check in the background, with a test request of this caller's tenant, unless a check was started
+        within the last minute."""
         now_s = asyncio.get_running_loop().time()
         if now_s - self._asked_at_s >= ASK_EVERY_S:
             self._asked_at_s = now_s

@@ -1,7 +1,7 @@
 """START HERE: the HTTP server of a process. It answers `/healthz`, `/readyz`, and the gateway's paths if the process
 has a gateway.
 
-`/healthz` succeeds whenever the event loop can answer. `/readyz` succeeds if no part of the worker reports a problem.
+`/healthz` succeeds whenever the event loop can answer. `/readyz` succeeds if no part of the process reports a problem.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ class Routes(Protocol):
 
     @property
     def largest_body(self) -> int:
-        """The largest body in bytes. A client that sends `Expect: 100-continue` is refused before it sends a larger
-        one."""
+        """The maximum size of a call's body in bytes. A client that sends `Expect: 100-continue` is refused before it
+        sends a larger body."""
         ...
 
     async def drained(self) -> None:
@@ -60,8 +60,8 @@ class Routes(Protocol):
 
 
 class CannotListen(LanekeeperError):
-    """The HTTP server cannot listen on its address: it is in use, does not belong to this machine, or needs rights that
-    this user does not have."""
+    """The HTTP server cannot listen on its address, because the address is in use, does not belong to this machine, or
+    needs rights that this user does not have."""
 
 
 class Server:

@@ -5,7 +5,7 @@
     {"type": "unsubscribe", "id": "…", "ref": "…"}
     {"type": "cancel", "id": "…", "ref": "…"}
 
-Required are `type`, and `body` for `submit` or `id` for the others. The answer contains the message's `ref`.
+`type` is required in all messages, `body` in `submit`, and `id` in the others. The answer contains the message's `ref`.
 """
 
 import json
@@ -19,11 +19,11 @@ from service.gateway.polling import LARGEST_NUMBER
 from topology.codec import bounds
 
 LONGEST_REF: Final = 128
-"""The most characters of `ref` and of `id` in a client's WebSocket message."""
+"""The maximum length, in characters, of `ref` and of `id` in a client's WebSocket message."""
 HEADERS_AT_MOST: Final = 20
-"""The most headers in a client's WebSocket message."""
+"""How many headers a client's WebSocket message may have at most."""
 LONGEST_HEADER: Final = 1000
-"""The most characters of one header in a client's WebSocket message."""
+"""The maximum length, in characters, of the value of a header in a client's WebSocket message."""
 VALUES_OUTSIDE_BODY: Final = 100
 """How many JSON keys and values a client's WebSocket message may have in addition to those of its request body. Valid
 messages have fewer."""
@@ -38,7 +38,8 @@ NEEDED: Final[Mapping[str, str]] = {"submit": "body", "subscribe": "id", "unsubs
 
 
 class InvalidMessage(Exception):
-    """A client's WebSocket message is invalid; the connection is closed with this close code and reason."""
+    """Raised if a client's WebSocket message is invalid: the connection is then closed with the close code `code`, and
+    with `reason`."""
 
     def __init__(self, code: int, reason: str) -> None:
         self.code = code
@@ -53,7 +54,7 @@ class ClientMessage:
     type: Literal["submit", "subscribe", "unsubscribe", "cancel"]
     ref: str | None = None
     id: str | None = None
-    """The request's id. None, only possible for `submit`: the gateway creates one."""
+    """The request's id. None, which is possible only for `submit`: the gateway creates an id."""
     after: int = 0
     subscribe: bool = True
     """For `submit`: whether the connection follows the request."""
@@ -63,8 +64,8 @@ class ClientMessage:
 
 def read(text: str, *, max_values: int = bounds.VALUES) -> ClientMessage:
     """Parse and check a client's message. `max_values`: the most JSON keys and values that a body may have. Raises
-    InvalidMessage with code 1007 if the text is not a JSON object, 1008 if it is none of these messages, 1009 if it has
-    too many keys and values."""
+    InvalidMessage with the close code 1007 if the text is not a JSON object, 1008 if it is not a valid message, 1009 if
+    it has too many keys and values."""
     if (excess := bounds.excess(text.encode(), max_values=max_values + VALUES_OUTSIDE_BODY)) is not None:
         raise InvalidMessage(WSCloseCode.MESSAGE_TOO_BIG, excess)
     try:

@@ -1,7 +1,8 @@
 """`GET /v1/ws`: submit, follow and cancel many requests on one connection. `socket_messages.py` reads the client's
 messages.
 
-The gateway sends answers to these messages, and entries of followed requests (numbers and kinds as in `/events`):
+The gateway sends answers to the client's messages, and the entries of followed requests: their stored steps and events,
+with the numbers and kinds that `GET /v1/requests/{id}/events` sends too:
 
     {"type": "submitted", "id": "…", "status_url": "…", "events_url": "…", "ref": "…"}
     {"type": "subscribed" | "unsubscribed", "id": "…", "ref": "…"}
@@ -9,7 +10,8 @@ The gateway sends answers to these messages, and entries of followed requests (n
     {"type": "entry", "id": "…", "number": 3, "kind": "event", "data": {…}}
     {"type": "problem", "id": "…", "problem": {…}, "ref": "…"}
 
-When a connection ends, nothing is cancelled: its requests go on, and can be followed on another connection.
+When a connection ends, nothing is cancelled: the requests that it submitted go on, and can be followed on another
+connection.
 """
 
 import asyncio
@@ -37,7 +39,7 @@ from service.side_tasks import beside
 from topology.codec.decoding import PACKED_BYTES
 
 AT_ONCE: Final = 16
-"""The most messages of one WebSocket connection that are processed at the same time. The next message is read when one
+"""The most messages of one WebSocket connection that are processed at the same time. Further messages are read when one
 of them is done."""
 FOLLOWED_AT_MOST: Final = 100
 """The most requests that one WebSocket connection follows at the same time."""
@@ -58,7 +60,7 @@ class Sockets:
     ping_every_s: float
 
     async def get(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        """Serve one WebSocket connection until it ends. Raises ApiError if it cannot begin."""
+        """Serve one WebSocket connection until it ends. Raises ApiError if the connection is not accepted."""
         ws = BoundedSocket(request, heartbeat_s=self.ping_every_s, message_bytes=MESSAGE_BYTES)
         if not ws.can_prepare(request).ok:
             raise ApiError(426, "this path is a WebSocket's", headers={"upgrade": "websocket"})
@@ -74,8 +76,8 @@ class Sockets:
 
 
 class _Socket:
-    """One WebSocket connection: carries out the client's messages, and sends the entries (stored events) of the
-    requests that it follows."""
+    """One WebSocket connection: carries out the client's messages, and sends the entries (stored steps and events) of
+    the requests that it follows."""
 
     def __init__(self, ws: BoundedSocket, caller: GatewayKey, of: Sockets) -> None:
         self._ws = ws
@@ -164,8 +166,9 @@ class _Socket:
             self._follow(id, after=0)
 
     def _follow(self, id: str, *, after: int) -> None:
-        """Start to send the entries of a request, from the one after the number `after`. If this connection follows the
-        request already, it starts again there. Raises ApiError if it follows too many requests."""
+        """Start to send the entries (stored steps and events) of a request whose numbers are above `after`. If this
+        connection follows the request already, it starts again after that number. Raises ApiError if the connection
+        follows too many requests."""
         if (before := self._followed.pop(id, None)) is not None:
             before.cancel()
         if len(self._followed) >= FOLLOWED_AT_MOST:

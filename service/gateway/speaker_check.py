@@ -15,7 +15,7 @@ from service.gateway.problems import ApiError, refused
 
 class SpeakerCheck:
     """Checks that the workers let the gateway send requests of other tenants than its own AMQP user (`user`). It asks a
-    worker at each call until one has accepted that, and then never again."""
+    worker at each call until a worker has answered that this is allowed, and then never again."""
 
     def __init__(self, client: Client, *, user: str) -> None:
         self._client = client

@@ -3,8 +3,8 @@ in their order.
 
 The first events (`message_start`, the start of a block) are held back until the first piece of the answer comes: if an
 attempt fails before that, the client does not notice. After that, a failed attempt ends the stream with an `error`
-event, because events that a client has read cannot be withdrawn. `message_stop` is held back until the outcome is
-stored.
+event, because events that a client has read cannot be withdrawn. `message_stop` is held back until a worker has stored
+the request's outcome.
 """
 
 import json
@@ -60,8 +60,9 @@ class Forwarding:
         return self._release()
 
     def end(self) -> bytes | None:
-        """The bytes that end the stream. None: no parts came, or some were lost before the client got any; the caller
-        then writes the whole stream from the final reply (`events_of`). Raises ApiError if parts were lost later."""
+        """Return the bytes that end the stream. If no parts came, or some were lost before the client got any, return
+        None: the caller then writes the whole stream from the final reply (`events_of`). Raises ApiError if parts were
+        lost later."""
         if self._stop is not None and not self._has_gap:
             return self._stop
         self._start_over("parts of the answer were lost")
@@ -90,7 +91,7 @@ def type_of(event: bytes) -> str:
 
 
 def error_event(error: ApiError, request_id: str) -> bytes:
-    """The Server-Sent Event `error`, with which a stream ends that cannot continue."""
+    """The Server-Sent Event `error`, which ends a stream that cannot continue."""
     return b"event: error\ndata: %b\n\n" % error.body(request_id)
 
 

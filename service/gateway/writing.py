@@ -26,7 +26,7 @@ class Drain:
 
     @asynccontextmanager
     async def limited(self, *, more_s: float = 0.0) -> AsyncIterator[None]:
-        """Abort the connection, and raise ConnectionError, if the block takes longer than `WRITE_WITHIN_S` and
+        """Abort the connection, and raise ConnectionError, if the block takes longer than `WRITE_WITHIN_S` plus
         `more_s`."""
         try:
             async with asyncio.timeout(WRITE_WITHIN_S + more_s):
@@ -48,8 +48,8 @@ class Drain:
 
 
 class Writing:
-    """Writes an HTTP response in pieces. The status 200 is sent with the first bytes, so that an error before these can
-    have another status."""
+    """Writes an HTTP response in pieces. The status 200 is sent only with the first bytes, so that an error that occurs
+    earlier can still be answered with another status."""
 
     def __init__(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         self._request = request
@@ -125,7 +125,8 @@ def event_stream(request: web.BaseRequest, request_id: str) -> Writing:
 async def send_pieces(
     request: web.BaseRequest, pieces: AsyncIterable[bytes], *, size: int, headers: Mapping[str, str]
 ) -> web.StreamResponse:
-    """Send a response of `size` bytes in pieces. Returns when all are sent, or the client has disconnected."""
+    """Send a response of `size` bytes in pieces. Returns when all pieces are sent, or when the client has disconnected
+    or reads nothing."""
     writing = Writing(request, web.StreamResponse(headers={**headers, "content-length": str(size)}))
     with suppress(ConnectionError):
         await writing.write_all(pieces)

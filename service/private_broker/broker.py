@@ -1,13 +1,14 @@
-"""A private broker: started for a block of code, and removed without a trace afterwards.
+"""Provides a private broker: a RabbitMQ that is started for a block of code, and removed without a trace afterwards.
 
     async with private_broker() as broker:
         broker.amqp_url, broker.management_url, broker.version
         await broker.kill()      # SIGKILL, like a power cut
         await broker.start()     # the same data, ports and name
 
-The broker runs in Docker if an engine answers and an image is available; else an installed rabbitmq-server is used;
-else rabbitmq-server is installed (on Debian, as root). It listens only on loopback, on free ports, with a generated
-password. A separate process owns the broker (`guard.py`), so that it is removed even if this process is killed.
+The broker runs in Docker if Docker's engine answers and an image is available. Otherwise an installed rabbitmq-server
+is used; if there is none, rabbitmq-server is installed (possible only on Debian, as root). It listens only on loopback,
+on free ports, with a generated password. A separate process owns the broker (`guard.py`), so that it is removed even if
+this process is killed.
 """
 
 import asyncio
@@ -68,7 +69,7 @@ class PrivateBroker:
         await asyncio.to_thread(self._order, "kill")
 
     async def start(self) -> None:
-        """After `kill`: start it again with the same data, ports and name, and wait until it is ready."""
+        """Start the broker again after `kill`, with the same data, ports and name, and wait until it is ready."""
         await asyncio.to_thread(self._order, "start")
 
     def close(self) -> None:
@@ -103,8 +104,8 @@ async def private_broker(
 ) -> AsyncIterator[PrivateBroker]:
     """Run a broker inside the block. Raises BrokerUnreachable, which says what to install, if no source provides one.
 
-    `sources`: the sources to try, in this order. `image`: the Docker image to use. `say` is called, from another
-    thread, with a text about each step that takes long.
+    `sources`: where to get a broker from (`guard.SOURCES`), in the order in which they are tried. `image`: the Docker
+    image to use. `say` is called, from another thread, with a text about each step that takes long.
     """
     # `close` blocks the event loop, so that no cancellation interrupts it.
     with closing(PrivateBroker(sources, image, say)) as broker:

@@ -1,4 +1,4 @@
-"""A broker in its own Docker container, on loopback ports.
+"""Runs a private broker in a Docker container of its own, on loopback ports.
 
 This file uses Docker's command, not its API, so that no library has to be installed. The command also handles contexts
 and rootless engines.
@@ -27,7 +27,7 @@ LOCAL = "debian-rabbitmq:4.3-management"
 """The name of a Docker image that tests/support/rabbitmq-image builds from Debian's packages, if no registry can be
 reached."""
 LABEL = "org.lanekeeper.broker"
-"""A label of every container that is created here or for the tests. Its value is the container's owner: host name and
+"""A Docker label of every container that this file or a test creates. Its value is the container's owner: host name and
 process id."""
 ANSWER_S = 10
 PULL_S = 300
@@ -44,8 +44,8 @@ def engine_answers(steps: Steps) -> bool:
 
 
 def find_image(steps: Steps, *, official: str = OFFICIAL, local: str = LOCAL) -> str | None:
-    """The name of a RabbitMQ image that this machine has, else of the official one, which is pulled first. None if
-    neither is available.
+    """The name of a RabbitMQ image that this machine has; if it has none, that of the official image, which is then
+    pulled. None if the official image cannot be pulled either.
 
     The manifest is requested before the image, so that a registry that does not answer is noticed within seconds.
     """
@@ -109,11 +109,11 @@ class Container:
         )
 
     def start(self) -> str:
-        """Start the broker, wait until it is ready, and return its version. After `kill` it has the same data, ports
-        and name. Raises Unavailable."""
+        """Start the broker, wait until it is ready, and return its version. After `kill`, the broker starts again with
+        the same data, ports and name. Raises Unavailable."""
         command = ["docker", "start", self._name] if self._created else self._create()
-        # With new Steps, a request to leave does not interrupt this command. Otherwise Docker might create the
-        # container after `remove` was called, and it would stay.
+        # New `Steps`, so that this command is not interrupted when the broker is no longer needed. Otherwise Docker
+        # might create the container after `remove` was called, and the container would stay.
         self._created = True
         code, output = Steps().run(command, within_s=START_S)
         if code:

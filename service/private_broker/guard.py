@@ -1,12 +1,12 @@
-"""The guard: a process that owns the broker, and removes everything when its standard input closes.
+"""The guard: a process that owns a private broker, and removes it when the guard's standard input closes.
 
 Its standard input is a pipe, and only the process that started the guard holds the other end. So the pipe closes
 whenever that process ends, even if it is killed, and the guard then cleans up before it ends itself. It runs in its own
 session, where Ctrl-C does not reach it.
 
-Standard input: lines `kill` and `start`. Standard output: one JSON object a line: {"say": …} for steps that take long,
-{"amqp_url": …, "management_url": …, "version": …} after the start, {"done": …} after a line was carried out,
-{"error": …} as the last line.
+On standard input the guard gets the lines `kill` and `start`. On standard output it writes JSON objects, one a line:
+{"say": …} for steps that take long, {"amqp_url": …, "management_url": …, "version": …} after the start, {"done": …}
+when it has carried out a line, and {"error": …} as the last line if it cannot go on.
 """
 
 import json
@@ -25,12 +25,14 @@ from service.private_broker.descendants import adopt_orphans, kill_all
 from service.private_broker.source import Leaving, Steps, TooSlow, Unavailable
 
 SOURCES = ("docker", "installed", "install")
-"""All sources of brokers, in the order in which they are tried."""
+"""All sources of a private broker, in the order in which they are tried: Docker, an installed RabbitMQ, and one that is
+installed for this purpose."""
 Server = container.Container | node.Node
 
 
 def report(**fields: object) -> None:
-    """Send a JSON object with these fields to the process that started the guard. Raises Leaving if that has ended."""
+    """Send a JSON object with these fields to the process that started the guard. Raises Leaving if that process has
+    ended."""
     try:
         os.write(1, (json.dumps(fields) + "\n").encode())
     except BrokenPipeError:
@@ -111,8 +113,8 @@ def _listen(commands: queue.SimpleQueue[str], leave: Callable[[], None]) -> None
 
 
 def main() -> int:
-    """Guard one broker until standard input ends. The arguments: the sources, separated by commas, and perhaps the
-    Docker image to use. Returns the exit code 0; 1 if no source could provide a broker."""
+    """Guard one broker until standard input ends. The command line's arguments are the sources to try, separated by
+    commas, and perhaps the Docker image to use. Returns the exit code: 0, or 1 if no source could provide a broker."""
     sources, *images = sys.argv[1:]
     steps = Steps(say=lambda text: report(say=text))
     commands: queue.SimpleQueue[str] = queue.SimpleQueue()

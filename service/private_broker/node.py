@@ -63,8 +63,8 @@ class Node:
         self._configure()
 
     def start(self) -> str:
-        """Start the node, wait until it is ready, and return RabbitMQ's version. After `kill` it has the same data,
-        ports and name. Raises Unavailable with the end of the node's log."""
+        """Start the node, wait until it is ready, and return RabbitMQ's version. After `kill`, the node starts again
+        with the same data, ports and name. Raises Unavailable with the end of the node's log."""
         environment = self._environment()
         epmd = [str(self._epmd), "-port", str(self._epmd_port), "-address", LOOPBACK]
         # epmd runs in the foreground as a child of this process. If Erlang started it, it would never end.

@@ -37,7 +37,8 @@ class Unavailable(Exception):
 
 
 class TooSlow(Unavailable):
-    """A step of starting a broker exceeded its time limit; it is not tried again, because that would take as long."""
+    """A step of starting a broker exceeded its time limit. The step is not tried again, because it would take as long
+    again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Steps:
             raise Leaving
 
     def until(self, seconds: float) -> Iterator[None]:
-        """Let a caller poll for up to `seconds`: yield at once, and then every 50 ms."""
+        """Let a caller poll in a `for` loop for up to `seconds`: yield at once, and then every 50 ms."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.check()
@@ -88,8 +89,8 @@ class Steps:
     ) -> tuple[int, str]:
         """Run a command to its end; returns the exit code and all its output. Raises TooSlow after `within_s`.
 
-        When `leaving` is set or time is up, `end_with` is sent to the command's process group, and its end is awaited:
-        SIGINT for a command that must clean up first.
+        When `leaving` is set, or after `within_s`, the signal `end_with` is sent to the command's process group, and
+        this method waits until the command has ended. Choose SIGINT for a command that must clean up first.
         """
         self.check()
         with tempfile.TemporaryFile() as output:

@@ -1,5 +1,5 @@
-"""The simulated Anthropic API: an HTTP server. START HERE: `_messages` and `_answer` contain the steps of a call to
-`POST /v1/messages`: check key, version, request and model; choose a fault; apply the limits; wait; answer.
+"""START HERE: the simulated Anthropic API, an HTTP server. Its methods `_messages` and `_answer` contain the steps of a
+call to `POST /v1/messages`: check key, version, request and model; choose a fault; apply the limits; wait; answer.
 """
 
 import asyncio
@@ -61,7 +61,8 @@ class SimulatedAPI:
         return self._calls.running
 
     def stats(self) -> dict[str, Any]:
-        """Counts of all calls: by outcome and by model, calls running now and at most at the same time, tokens."""
+        """Counts of all calls: by outcome and by model, how many run now, how many ran at the same time at most, and
+        their tokens."""
         return self._calls.stats()
 
     async def until(self, holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
@@ -215,7 +216,7 @@ class SimulatedAPI:
 
 async def _before_answering(request: web.BaseRequest, asked: messages.Asked, fault: Fault) -> None:
     """Carry out a fault that acts before the first byte of the answer: an error answer (raised as `Refusal`), a pause,
-    or a reset. Other faults act later."""
+    or a TCP reset. Other faults take effect later."""
     if (refusal := fault.refusal()) is not None:
         raise refusal
     match fault.name:

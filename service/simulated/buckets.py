@@ -14,7 +14,8 @@ Seconds = Callable[[], float]
 
 class Bucket:
     """A token bucket for one rate limit. It holds up to `capacity` (requests or tokens), and is refilled evenly with
-    `per_minute`. Correcting an estimate may make its level negative."""
+    `per_minute`. Its level may become negative, because what a call has used beyond the estimate is taken when the call
+    ends."""
 
     def __init__(self, per_minute: int, *, burst_s: float, clock: Seconds) -> None:
         self.per_minute = per_minute
@@ -34,8 +35,8 @@ class Bucket:
         self._level = self.level() - amount
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until `amount` is available; 0 if it is available now. For an amount above the capacity: until the
-        bucket is full."""
+        """How many seconds it takes until `amount` is available; 0 if it is available now. For an amount above the
+        capacity: until the bucket is full."""
         missing = min(amount, self.capacity) - self.level()
         return 0.0 if missing <= 0 else missing / self._per_s
 
@@ -46,8 +47,8 @@ class Bucket:
 class Limits:
     """The rate limits of one class of models: three token buckets, for requests, input tokens and output tokens.
 
-    Input tokens are reserved by estimate when a call starts, and corrected when it ends. Output tokens are counted when
-    the call ends, so a call may start while one output token is left.
+    The estimated input tokens of a call are taken when it starts, and corrected to the actual number when it ends.
+    Output tokens are taken when the call ends, so a call may start if only one output token is left.
     """
 
     def __init__(
@@ -83,8 +84,9 @@ class Limits:
         self.output_tokens.take(output_tokens)
 
     def headers(self) -> dict[str, str]:
-        """The response headers `anthropic-ratelimit-*`, as Anthropic sends them: remaining tokens rounded to thousands,
-        `tokens-*` for the emptier of the two token buckets, `reset`: when the bucket will be full."""
+        """The response headers `anthropic-ratelimit-*`, as Anthropic sends them: remaining tokens are rounded to
+        thousands, `tokens-*` describe the emptier of the buckets of input and output tokens, and `*-reset` is the time
+        when a bucket will be full."""
         now_s = time.time()
         tokens = min(self.input_tokens, self.output_tokens, key=lambda bucket: bucket.level() / bucket.capacity)
         found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The simulated API's record of its calls: the latest ones, counts of all, and how many ran at once."""
+"""Records the calls to the simulated API: the latest calls, counts of all calls, and how many ran at the same time."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ class Call:
     started_s: float
     """When the call arrived: the value of `time.monotonic()`."""
     headers: Mapping[str, str]
-    """The HTTP headers of the call. Looking up a name ignores upper and lower case."""
+    """The HTTP headers of the call. Their names are looked up without regard to upper and lower case."""
     body: bytes = b""
     """The body of the call; empty if it was larger than 16 KiB."""
     model: str = ""

@@ -22,7 +22,8 @@ TYPES: Mapping[int, str] = {
 
 @dataclass(slots=True)
 class Refusal(Exception):
-    """The simulated API answers a call with an error. `outcome`: the error's name in the API's statistics."""
+    """Raised when the simulated API answers a call with an error. `outcome`: the error's name in the API's
+    statistics."""
 
     status: int
     message: str

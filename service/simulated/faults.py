@@ -1,5 +1,5 @@
-"""Faults on request: lists them, reads them from prompts and options, and chooses which one hits a call
-(docs/simulated.md).
+"""Lists the faults that the simulated API can produce, reads from prompts and options which ones are wanted, and
+chooses which fault hits a call (docs/simulated.md).
 
 Markers in the last user message:
 
@@ -54,7 +54,8 @@ BROKEN: Final[Mapping[str, str]] = {
     "not_a_message": "200 with JSON that is no Message",
     "unfinished": "a whole Message (or stream) without a stop_reason",
 }
-"""The simulated faults that are no error answers: they spoil the transfer or the answer itself."""
+"""The simulated faults that are no error answers, but spoil the transfer or the answer itself; each with its
+description."""
 
 _RETRY_AFTER: Final[Mapping[str, str]] = {"rate_limited": "1", "acceleration": "1"}
 _DELAYS_S: Final[Mapping[str, float]] = {"slow_first_byte": 10.0, "stall": 3600.0, "drip": 1.0}
@@ -109,7 +110,8 @@ NO_SCRIPT: Final = Script()
 
 class Faults:
     """Decides which fault hits a call to the simulated API: those that markers in its prompt ask for, or random ones
-    with the given `ratios`. It counts the calls of the last 100,000 prompts with markers."""
+    with the given `ratios`. For the last 100,000 prompts with markers it counts the calls, because a marker such as
+    `x2` hits only the first two."""
 
     def __init__(self, ratios: Mapping[str, float], *, seed: int) -> None:
         if not all(0 <= share <= 1 for share in ratios.values()) or sum(ratios.values()) > 1 + 1e-9:

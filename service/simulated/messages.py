@@ -27,7 +27,8 @@ class Asked:
     thinking: bool
     input_tokens: int
     estimated_tokens: int
-    """The tokens reserved from the input limit at the start of the call; higher than the actual count."""
+    """The estimate of the input tokens, which is taken from the rate limit when the call starts. It is higher than the
+    actual number, `input_tokens`."""
     script: Script
 
 
@@ -41,8 +42,8 @@ class Answer:
 
 
 def read(body: bytes, *, counting: bool = False) -> Asked:
-    """Parse and check the JSON body of a Messages request. `counting`: it is one of `count_tokens`, which needs no
-    `max_tokens`. Raises `Refusal` (400)."""
+    """Parse and check the JSON body of a Messages request. `counting`: whether it is a request to count tokens, which
+    needs no `max_tokens`. Raises `Refusal` (400)."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -77,8 +78,8 @@ def read(body: bytes, *, counting: bool = False) -> Asked:
 
 
 def answer(asked: Asked, *, output_tokens: int | None) -> Answer:
-    """Make the simulated model's answer: `echo: ` and the last user text, filled up to `output_tokens` and cut at
-    `max_tokens`; if the request has a tool, a call of that tool."""
+    """Make the simulated model's answer: the text `echo: ` and the last user message, filled up to `output_tokens` and
+    cut at `max_tokens`. If the request has a tool and not yet its result, the answer is a call of that tool."""
     blocks: list[dict[str, Any]] = []
     if asked.thinking:
         blocks.append({"type": "thinking", "thinking": f"They said: {asked.prompt[:200]}", "signature": "c2ltdWxhdGVk"})
@@ -133,7 +134,8 @@ def usage(input_tokens: int, output_tokens: int) -> dict[str, Any]:
 
 
 def tokens_of(characters: int) -> int:
-    """The simulated token count: a token is four characters, and there is at least one."""
+    """The number of tokens that the simulated API counts for so many characters: one for each four, and at least
+    one."""
     return max(1, math.ceil(characters / 4))
 
 

@@ -29,8 +29,8 @@ LIMIT_CLASSES: Final = ("fable", "mythos", "opus", "sonnet", "haiku", _OTHER)
 
 
 def limit_class(model: str) -> str:
-    """The class of models that share one rate limit with this model: `opus`, `sonnet`, … by a word in its name, or
-    `other`."""
+    """The name of the class of models that share one rate limit with this model: `opus`, `sonnet`, … if the model's
+    name contains that word, else `other`."""
     return next((name for name in LIMIT_CLASSES if name in model), _OTHER)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedOptions:
-    """Latency, limits and faults of a simulated API. With the defaults it answers everything at once."""
+    """Latency, limits and faults of a simulated API. With the defaults, it answers every call at once."""
 
     api_key: str | None = None
     """The only key that is accepted; None: any key is accepted, but there must be one."""
@@ -23,16 +23,17 @@ class SimulatedOptions:
     requests_per_minute: int = 1_000_000
     input_tokens_per_minute: int = 1_000_000_000
     output_tokens_per_minute: int = 1_000_000_000
-    """The limits of requests, input tokens and output tokens a minute. Each class of models has its own three
-    (`models.limit_class`)."""
+    """The limits of requests, input tokens and output tokens a minute. Each class of models (`models.limit_class`) has
+    its own three limits."""
     burst_s: float = 60.0
-    """The size of a bucket, as seconds of its limit. With 1, a limit of 60 a minute is enforced as 1 a second, which
-    Anthropic may do as well."""
+    """The size of a limit's token bucket, as the number of seconds in which it is filled. With 1, a limit of 60 a
+    minute is enforced as 1 a second, which Anthropic may do as well."""
     faults: Mapping[str, float] = field(default_factory=dict)
-    """Random faults: each fault, written as in a marker (`faults.py`), and the share of calls that it hits, 0 to 1."""
+    """Random faults: the name of each fault, with parameters as in a prompt's marker (`faults.py`), and the share of
+    calls that it hits, 0 to 1."""
     seed: int = 0
-    """Seed of the random faults: the same calls in the same order get the same faults."""
+    """The seed of the random faults. With the same seed, the same calls in the same order get the same faults."""
     keep_calls: int = 2_000
     """How many of the latest calls `SimulatedAPI.calls` keeps."""
     max_body_bytes: int = 32 * 1024 * 1024
-    """Bodies of more bytes than this are answered with 413, as Anthropic does."""
+    """The maximum size of a call's body in bytes. A call with a larger body is answered with 413, as Anthropic does."""

@@ -1,4 +1,4 @@
-"""Sends an answer: whole, slowly, or with one of the faults in `faults.BROKEN`."""
+"""Sends an answer of the simulated API: whole, slowly, or with one of the faults in `faults.BROKEN`."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ _HTML = b"<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gat
 
 
 def html(headers: Mapping[str, str]) -> web.Response:
-    """The error 502 in HTML that a proxy in front of the API answers if it cannot reach it."""
+    """The error 502 in HTML, as a proxy in front of the API would answer it if it could not reach the API."""
     return web.Response(status=502, body=_HTML, headers={**headers, "content-type": "text/html"})
 
 

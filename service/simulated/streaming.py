@@ -1,4 +1,5 @@
-"""An answer as a stream like Anthropic's: message_start, blocks in pieces, ping, message_delta, message_stop."""
+"""Converts the simulated model's answer to a stream of events like Anthropic's: message_start, content blocks in
+pieces, ping, message_delta, message_stop."""
 
 import json
 from collections.abc import Iterator

@@ -152,7 +152,8 @@ def _messages() -> dict[str, Any]:
 
 
 def _answer_address() -> Schema:
-    """The schema of the reply's body for an answer that is too large for a message: it has the answer's address."""
+    """The schema of a reply's body if the answer is too large for a message: the body then contains the answer's
+    address."""
     described = f"The address of the answer, which is also in the headers {n.BODY} and {n.BODY_SHA256}."
     return {**record({"type": TEXT, "address": TEXT, "sha256": TEXT, "bytes": WHOLE}), "description": described}
 

@@ -76,7 +76,7 @@ def openapi(*, lanes: Collection[str]) -> dict[str, Any]:
 
 
 def _lane_headers(lanes: list[str]) -> list[dict[str, Any]]:
-    """The OpenAPI parameters for the headers of a call that is published to a lane."""
+    """The OpenAPI parameters that describe the headers of a call whose body is published to a lane as a request."""
     asked = {name: schema for name, schema in codec.headers().items() if name not in REFUSED_HEADERS}
     return [
         _header(n.LANE_NAME, {"enum": lanes}),

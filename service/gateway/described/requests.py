@@ -16,8 +16,8 @@ _ACCESS = (401, 403, 500, 503)
 
 
 def paths(*, parameters: list[dict[str, Any]]) -> dict[str, Any]:
-    """The OpenAPI paths below `/v1/requests`. `parameters`: those for the headers of a call that is published to a
-    lane."""
+    """The OpenAPI paths below `/v1/requests`. `parameters`: the OpenAPI parameters for the headers of a call that
+    submits a request."""
     submitted = _answer(
         "The broker has confirmed the request.", record({"id": TEXT, "status_url": TEXT, "events_url": TEXT})
     )

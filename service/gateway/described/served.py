@@ -10,9 +10,9 @@ from aiohttp import web
 
 
 def served(make: Callable[[], Mapping[str, Any]]) -> Callable[[web.Request], Coroutine[Any, Any, web.Response]]:
-    """The HTTP handler for `GET` of the document that `make` returns. It is made at the first GET, because making both
-    documents takes as long as the rest of a gateway's start; and in a thread, so that other calls are answered
-    meanwhile."""
+    """The HTTP handler for `GET` of the document that `make` returns. The document is made at the first GET, not when
+    the gateway starts, because making both documents would double the time of the start. It is made in a thread, so
+    that other calls are answered meanwhile."""
 
     @cache
     def made() -> asyncio.Task[bytes]:

@@ -1,5 +1,5 @@
-"""The WebSocket in AsyncAPI. The schemas of a client's messages are made from the bounds and tables of
-`socket_messages.py`, which reads these messages."""
+"""Describes the gateway's WebSocket for its AsyncAPI document. The schemas of a client's messages are made from the
+bounds and tables of `socket_messages.py`, which reads these messages."""
 
 from collections.abc import Mapping
 from typing import Any, Final, get_args
@@ -39,7 +39,8 @@ DATA: Final[Mapping[str, Schema]] = {
     "failed": _END,
     "cancelled": _END,
 }
-"""The schema of the field `data` of a followed request's entry, by the entry's kind."""
+"""The entries of a followed request are its steps (such as `started`) and the events of its answer. For each kind of
+entry: the schema of its field `data`."""
 
 
 def channel() -> dict[str, Any]:
