@@ -12,8 +12,9 @@ requests hold their slots for longer than a quarter of a second on average.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from consumers.background import every
@@ -24,8 +25,8 @@ from lanekeeper.contract.problems import BrokerError
 LOOK_EVERY_S: Final = 0.25
 """The seconds between two checks whether a queue's slots are all in use."""
 SENT_AFTER_LOOKS: Final = 4
-"""After this many checks in a row that found all slots of a queue in use, a scout (a further consumer) is started. If
-the slots are all in use for a shorter time, requests are delivered in the queue's own order."""
+"""A scout (a further consumer) is started if all slots of a queue were in use at this many checks in a row after a first
+one, so for a second. If the slots are all in use for a shorter time, requests are delivered in the queue's own order."""
 CALLED_BACK_AFTER_LOOKS: Final = 8
 """After this many checks in a row that found free slots, the queue's scout (its further consumer) is stopped."""
 SCOUT_PREFETCH: Final = 32
@@ -44,13 +45,9 @@ class Scouted:
     scout: Callable[[], SlotPool]
     """A function that creates a scout for the queue: a pool (consumer) without slots of its own, whose requests use the
     queue's slots."""
-    begun: int = 0
-    """How many requests of the queue had been given a slot by the time of the last check, since the process started."""
-    full_looks: int = 0
-    """How many checks in a row found all slots of the queue in use."""
-    slow_looks: int = 0
-    """How many checks in a row found all slots in use, and found that fewer requests than slots had begun since the
-    check before, which means that requests hold their slots for long."""
+    begun: deque[int] = field(default_factory=lambda: deque(maxlen=SENT_AFTER_LOOKS + 1))
+    """How many requests of the queue had begun since the process started, at each of the last checks in a row that found
+    all slots in use: the first and the last of them are a second apart."""
     idle_looks: int = 0
     """How many checks in a row found free slots."""
     active: SlotPool | None = None
@@ -99,26 +96,28 @@ class Scouting:
         self.is_paused = False
 
     async def _look(self, scouted: Scouted) -> None:
-        begun, scouted.begun = scouted.slots.begun - scouted.begun, scouted.slots.begun
-        if self.is_paused or not scouted.slots.is_full:
+        slots, begun = scouted.slots, scouted.begun
+        if self.is_paused or not slots.is_full:
             scouted.idle_looks += 1
-            scouted.full_looks = scouted.slow_looks = 0
+            begun.clear()
             if scouted.active is not None and scouted.idle_looks >= CALLED_BACK_AFTER_LOOKS:
                 await self._call_back(scouted)
             return
         scouted.idle_looks = 0
-        scouted.full_looks += 1
-        scouted.slow_looks = scouted.slow_looks + 1 if begun < scouted.slots.size else 0
-        is_slow = scouted.slow_looks >= SENT_AFTER_LOOKS
-        is_full_and_shared = scouted.full_looks >= SENT_AFTER_LOOKS and scouted.slots.lane.is_shared
-        if scouted.active is not None or not (is_slow or is_full_and_shared):
+        begun.append(slots.begun)
+        if scouted.active is not None or len(begun) <= SENT_AFTER_LOOKS:
+            return
+        # Calls that began together end together, so the rate is that of the whole second, not of the last look.
+        in_a_second = begun[-1] - begun[0]
+        is_slow = in_a_second < SENT_AFTER_LOOKS * slots.size
+        if not (is_slow or slots.lane.is_shared):
             return
         try:
             waiting = (await self._depths([scouted.queue]))[scouted.queue]
         except BrokerError:  # the pools report it
             return
-        # whether the waiting requests, at the rate since the last look, need more than 0.25 s (if slow) or a second
-        is_long = waiting > (begun if is_slow else SENT_AFTER_LOOKS * begun)
+        # whether the waiting requests, at this rate, need more than 0.25 s (if slow) or a second
+        is_long = waiting > (in_a_second / SENT_AFTER_LOOKS if is_slow else in_a_second)
         if is_long and not self.is_paused and not self._stopping.is_set():
             scouted.active = scouted.scout()
             scouted.slots.set_surplus_aside(True)

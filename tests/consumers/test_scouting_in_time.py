@@ -55,6 +55,25 @@ def test_a_scout_goes_out_after_a_second_in_which_no_slot_became_free() -> None:
     virtually(story())
 
 
+def test_a_scout_goes_out_for_calls_of_half_a_second_that_all_begin_and_end_together() -> None:
+    """Every second look finds as many new requests as there are slots; over a second, it is half as many as looks."""
+
+    async def story() -> None:
+        lane = Lane(waiting=600)
+        await asyncio.sleep(5.1)
+        full_s = lane.loop.time()
+        for _ in range(6):
+            lane.fill()
+            await asyncio.sleep(0.5)
+            for _ in range(2):
+                lane.slots.end("crm")
+        (scout,) = lane.scouts
+        assert 1.0 <= scout.began_s - full_s <= 1.26
+        await lane.end()
+
+    virtually(story())
+
+
 def test_no_scout_goes_out_in_a_shorter_burst() -> None:
     async def story() -> None:
         lane = Lane(waiting=1)
