@@ -25,8 +25,9 @@ from lanekeeper.contract.problems import BrokerError
 LOOK_EVERY_S: Final = 0.25
 """The seconds between two checks whether a queue's slots are all in use."""
 SENT_AFTER_LOOKS: Final = 4
-"""A scout (a further consumer) is started if all slots of a queue were in use at this many checks in a row after a first
-one, so for a second. If the slots are all in use for a shorter time, requests are delivered in the queue's own order."""
+"""A scout (a further consumer) is started if all slots of a queue were in use at this many checks in a row after the
+first such check, so for a second. If the slots are all in use for a shorter time, requests are delivered in the queue's
+own order."""
 CALLED_BACK_AFTER_LOOKS: Final = 8
 """After this many checks in a row that found free slots, the queue's scout (its further consumer) is stopped."""
 SCOUT_PREFETCH: Final = 32
