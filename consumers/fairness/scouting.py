@@ -47,8 +47,8 @@ class Scouted:
     """A function that creates a scout for the queue: a pool (consumer) without slots of its own, whose requests use the
     queue's slots."""
     begun: deque[int] = field(default_factory=lambda: deque(maxlen=SENT_AFTER_LOOKS + 1))
-    """How many requests of the queue had begun since the process started, at each of the last checks in a row that found
-    all slots in use: the first and the last of them are a second apart."""
+    """How many requests of the queue had begun since the process started, at each of the last checks in a row that
+    found all slots in use. The first and the last of them are a second apart."""
     idle_looks: int = 0
     """How many checks in a row found free slots."""
     active: SlotPool | None = None
