@@ -68,7 +68,8 @@ class ScaledQueue:
 
     lane: str
     pool: SlotPool
-    """The pool that consumes the queue with the slots that the queue has of its own."""
+    """The pool that always consumes the queue, with the number of slots that the settings give to it; `new_pool` makes
+    those that add slots for a while."""
     new_pool: Callable[[int], SlotPool]
     """A function that creates a further pool, which consumes the same queue with the given number of slots."""
     load: QueueLoad

@@ -108,8 +108,8 @@ class Concurrency:
             self.limit = max(1.0, min(self.limit, self.running) / 2)
 
     def answered(self) -> None:
-        """Count an answer. If overloads (529) have lowered the limit of calls, raise it a little: by one call in as
-        many answers as the limit allows calls at a time."""
+        """Count an answer. If overloads (529) have lowered the limit N of calls at a time, raise it by 1/N, so that it
+        grows by one call after about N answers."""
         self._overloads -= self._overloads * SMOOTHING
         if not self.is_set:
             self._allow(1 / self.limit)

@@ -51,7 +51,7 @@ class Heads:
         return self._ready[queue]
 
     def publish_seen(self, queue: str) -> None:
-        """Add one to the length of a queue, because this process has published a message to it."""
+        """Add one to the length that this process remembers for a queue, because it has published a message there."""
         self._ready[queue] += 1
         self.changed.set()
 

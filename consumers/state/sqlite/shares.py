@@ -19,7 +19,8 @@ UNTRIED: Final = "untried"
 """The name of a kind of counted items: results of requests that ended before any attempt was made. They are kept like
 other results until the file is full; then those above a tenant's limit are removed first."""
 WAITING: Final = "waiting"
-"""The name of a kind of counted items: messages that wait in the broker because their publisher asked for a delay."""
+"""The name under which the store counts the messages that wait in the broker because their publishers asked for a
+delay."""
 SCHEMA = """
 CREATE TABLE share (
     kind TEXT NOT NULL,
