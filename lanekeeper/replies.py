@@ -36,8 +36,8 @@ class Part:
     """A part of a streamed answer. It is sent as a reply of its own, before the final reply."""
 
     kind: Literal["event", "restart"]
-    """`restart` tells the requester to discard all earlier events, because an attempt failed or another worker took the
-    request over."""
+    """`event`: the part is one event of Anthropic's stream. `restart`: the requester must discard all earlier events,
+    because an attempt failed or another worker took the request over."""
     seq: int
     """The part's position in the stream, from 0."""
     body: bytes

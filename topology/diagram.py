@@ -49,8 +49,8 @@ def mermaid(topology: Topology) -> str:
 
 
 def _side_queues_of_a_lane(topology: Topology) -> int:
-    """The number of side queues of the lane that has the most of them. It is the number of side exchanges, because
-    there is one for each."""
+    """The number of side queues of the lane that has the most of them. It equals the number of side exchanges: the side
+    queues of all lanes have numbers from 0, and there is one exchange for each number."""
     prefix = Names(topology.namespace).side_prefix
     return sum(exchange.name.startswith(prefix) for exchange in topology.exchanges)
 

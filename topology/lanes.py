@@ -25,7 +25,8 @@ class LaneSpec:
     slots_max: int | None = None
     """The largest number of requests from the lane's intake that one process may work on at the same time, after slots
     were added (`consumers/capacity/lending.py`). Slots for the due queue are added in proportion. None: eight times
-    `slots`. A slot costs little; the provider's budget limits how many are useful."""
+    `slots`. The default is this high because a slot costs little; how many slots are useful depends on the provider's
+    rate limits."""
     target_wait_s: float = 10
     """If requests wait longer than this many seconds for a slot, the lane gets more slots, unless the provider is the
     bottleneck."""

@@ -91,9 +91,9 @@ def compare(declared: Topology, found: Topology) -> list[Difference]:
 
 
 def without_levels(differences: Sequence[Difference], names: Names) -> tuple[Sequence[Difference], int]:
-    """Leave out the missing exchanges, queues and bindings of the delay cascade's levels, so that they can be reported
-    in one line. Returns the other differences, and the number of levels with missing objects. If it is only one level,
-    nothing is left out, and 0 is returned."""
+    """Leave out the missing exchanges, queues and bindings of the delay cascade (the levels of wait queues that hold
+    delayed messages), so that they can be reported in one line. Returns the other differences, and the number of levels
+    with missing objects. If it is only one level, nothing is left out, and 0 is returned."""
     level = re.compile(re.escape(names.delay_prefix) + r"\d+")
     missing = {found[0] for one in differences if one.change == "missing" and (found := level.findall(one.name))}
     if len(missing) < 2:

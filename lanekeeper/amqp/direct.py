@@ -77,8 +77,8 @@ class Arrivals:
 
 
 class DirectReplies:
-    """Passes each reply that arrives to the caller that waits for it, which it finds by the reply's `correlation_id`.
-    When the channel is lost, the publisher opens another, and calls `consume` with it."""
+    """Finds the caller that waits for a reply by the reply's `correlation_id`, and passes the reply to it. When the
+    channel is lost, the publisher opens another, and calls `consume` with it."""
 
     def __init__(self) -> None:
         self._expected: dict[str, Arrivals] = {}

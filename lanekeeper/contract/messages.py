@@ -8,7 +8,8 @@ from lanekeeper.contract.names import BODY, BODY_SHA256
 
 PRIORITY_AT_MOST = 9
 """The highest priority that a request may have. RabbitMQ 4.3 orders quorum queues by priorities up to 31, and has no
-setting for a lower limit. So Lanekeeper itself refuses higher priorities: such a message would overtake all others."""
+setting for a lower limit. So Lanekeeper itself refuses a request with a higher priority, because it would overtake all
+others."""
 UNREADABLE = "\x00unreadable"
 """The key of a header that our AMQP decoder adds to a message if it cannot read some properties. The value names these
 properties and the reasons. A request with this header is refused."""

@@ -54,7 +54,8 @@ class Names:
         return f"{self.namespace}.delay."
 
     def delay_bit(self, level: int) -> str:
-        """Name of the boolean header that says whether a message waits at a level of the delay cascade, or skips it."""
+        """Name of the boolean header that says whether a message waits at one level of the delay cascade (the chain of
+        queues that hold delayed messages), or skips this level."""
         return f"{self.namespace}-d{level:02d}"
 
     @property

@@ -1,9 +1,9 @@
 """Loggers for every module. Log lines that are written while a request is worked on get this request's fields.
 
-In Lanekeeper's own processes, log events go to their log. In an application that uses Lanekeeper's client and has
-configured `structlog`, they go to structlog. Otherwise they go to the standard library's logger `lanekeeper`, which
-writes nothing until the application configures logging: structlog's own default would print them into the application's
-output.
+In Lanekeeper's own processes, log events go to the logger that was set with `use`. In an application that uses
+Lanekeeper's client and has configured `structlog`, they go to structlog. Otherwise they go to the standard library's
+logger `lanekeeper`, which writes nothing until the application configures logging: structlog's own default would print
+them into the application's output.
 """
 
 import logging

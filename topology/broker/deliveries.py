@@ -29,7 +29,8 @@ channel is open or this time is over."""
 BACKOFF_CAP_S = 5.0
 """The longest pause, in seconds, before a lost channel is opened again."""
 SHORT_S = 10
-"""If a channel is lost within fewer seconds than this, the pause before the next one is opened gets longer."""
+"""If a channel is lost within this many seconds after it was opened, the pause before the next channel is opened gets
+longer."""
 log = logs.logger()
 
 

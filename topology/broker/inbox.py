@@ -1,5 +1,5 @@
-"""An exclusive queue. The broker chooses its name, and deletes it when its connection closes. It receives replies, or
-the control messages that go to all workers.
+"""An exclusive queue, which receives replies, or the control messages that go to all workers. The broker chooses the
+queue's name, and deletes the queue when the connection closes.
 
 async with Inbox(connection) as inbox:
     reply_to = inbox.name

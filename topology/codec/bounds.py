@@ -24,7 +24,7 @@ SMALL_BYTES: Final = 32 * 1024
 """A JSON text of at most this many bytes is parsed within 10 ms, whatever it contains, so its values are not
 counted."""
 _PIECE_BYTES: Final = 2 * 1024 * 1024
-"""How many bytes of a JSON text are measured in one step. Between two steps other tasks may run."""
+"""How many bytes of a JSON text are checked in one step. Between two steps other tasks may run."""
 _MARKS: Final = (b",", b":", b"[", b"{")
 _ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
 _STEP: Final = 16

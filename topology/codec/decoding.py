@@ -46,8 +46,8 @@ def decode(
 ) -> Request:
     """Check a message of `lane`, and convert its headers and body to a `Request`.
 
-    `hop`: the headers that an earlier worker wrote when it published the request again; None for a request that no
-    worker has had before. `raw`: the body, if the caller has already fetched or unpacked it, and checked it with
+    `hop`: the headers that an earlier worker wrote when it published the request again; None for a message that no
+    worker has published again. `raw`: the body, if the caller has already fetched or unpacked it, and checked it with
     `bounds`; None: the body is taken from the message. If the message has only the body's address, and `raw` is None,
     the result has no body, but the address in `Request.kept`.
 

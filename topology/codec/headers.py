@@ -24,7 +24,7 @@ UNSUPPORTED = {
 no such header is silently ignored."""
 PREFIX = "x-lane-"
 SENT_AT_MOST_MS = 10**14
-"""The latest time that a header may state, counted from 1970. It is in the year 5138."""
+"""The latest time that a header may state, counted from 1970: a time in the year 5138."""
 BETA_LENGTH = 1024
 """The maximum length, in characters, of the header `anthropic-beta`."""
 BOUNDS_MS = {
@@ -47,7 +47,8 @@ BETA = re.compile(r"[A-Za-z0-9_.,: -]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHeaders:
-    """The headers that the requester set and `decode` uses. Times are in ms; `at_ms` counts from 1970."""
+    """The headers that the requester set and `decode` uses. `deadline_ms` and `delay_ms` are durations in ms; `at_ms`
+    is a time in ms since 1970."""
 
     deadline_ms: int | None
     stream: bool

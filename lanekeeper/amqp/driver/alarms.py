@@ -45,7 +45,8 @@ class UnderlyingConnection(QuietConnection, Underlying):
         reading = Tapped()
         super().__init__(url, context=context, transport_factory=reading)
         self.taps = reading.taps
-        """The `Tap` of each open channel that has one, by the channel's number."""
+        """The `Tap` (the object that reads a channel's frames before aiormq does) of each channel that has one, by the
+        channel's number."""
         self._on_alarm = on_alarm
 
     async def connect(self, *args: Any, **kwargs: Any) -> bool:
@@ -66,8 +67,8 @@ class UnderlyingConnection(QuietConnection, Underlying):
 
 
 def tap_of(channel: UnderlyingChannel) -> Tap:
-    """The `Tap` of a channel. Set its callbacks to receive the channel's deliveries, confirms and returned messages in
-    place of aiormq (`incoming.py`)."""
+    """The `Tap` of a channel: the object that reads the channel's frames before aiormq does. Set its callbacks to
+    receive the channel's deliveries, confirms and returned messages in place of aiormq (`incoming.py`)."""
     assert isinstance(channel.connection, UnderlyingConnection)
     return channel.connection.taps.setdefault(channel.number, Tap())
 

@@ -13,7 +13,7 @@ from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnrea
 from topology.broker.session import CLOSE_TIMEOUT_S
 
 CHECK_EVERY_S = 1.0
-"""The seconds between two checks of the user's permissions while one is missing."""
+"""The seconds between two checks of the user's permissions while a permission is missing."""
 REASON_WITHIN_S = 1.0
 """How many seconds to wait for the broker's reason for closing a channel: aiormq may raise its exception before it has
 received the reason."""

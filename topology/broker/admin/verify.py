@@ -18,8 +18,8 @@ from topology.model import Exchange, Queue, Topology
 from topology.plan import Difference, compare
 
 _SHOWN = 5
-"""The largest number of unchecked objects that the note of a `Verification` names. For a user with few permissions
-about sixty objects cannot be checked."""
+"""The largest number of objects that the note of a `Verification` names as not checked. The note would be long without
+this limit: for a user with few permissions, about sixty objects cannot be checked."""
 NO_NODES = (
     "the nodes of the cluster could not be seen, nor so whether each queue has its replicas; "
     "the management API shows them to a user that has the tag `monitoring`"
