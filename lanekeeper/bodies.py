@@ -89,8 +89,8 @@ class BodyStore:
         self._scanned_s: float | None = None
 
     async def keep(self, pieces: Iterable[bytes]) -> BodyAddress:
-        """Write the body of a request, and return its address. In a local folder the file is synced to disk. `pieces`
-        is read in a thread. Raises BodiesUnavailable."""
+        """Write the body of a request, and return its address. In a local folder the file is synced to disk. `pieces`,
+        the parts of the body, are read in another thread. Raises BodiesUnavailable."""
         return await self._in_thread(lambda: self._keep(pieces, f"{int(time.time())}-{secrets.token_hex(16)}"))
 
     async def keep_answer(self, body: bytes, *, for_s: float) -> BodyAddress:
@@ -226,7 +226,8 @@ class BodyStore:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         # A file system call that hangs occupies its thread even after its caller was cancelled. Further calls wait for
-        # the semaphore, not in the executor's queue: a cancelled call would stay in that queue, with its body.
+        # the semaphore, not in the executor's queue, because a call that is cancelled there would stay in the queue, and
+        # keep its body in memory.
         await self._free_threads.acquire()
         loop = asyncio.get_running_loop()
         future = self._threads.submit(work)

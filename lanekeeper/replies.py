@@ -62,8 +62,8 @@ class Final:
     """The final reply to a request that succeeded: the answer and its metadata."""
 
     body: bytes
-    """The JSON of Anthropic's Message. If the answer is in the store for large bodies and was not fetched, JSON with
-    its address (see `kept`)."""
+    """The JSON of Anthropic's Message. If the answer is in the store for large bodies and was not fetched, this is JSON
+    that contains the answer's address (see `kept`)."""
     request_id: str
     lane: str
     model: str

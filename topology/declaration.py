@@ -2,8 +2,8 @@
 
     declare(lanes, names=Names(), broker_version="4.3.6") -> Topology
 
-    lane.requests (topic) ── <lane>.# ──► lane.<lane>      intake: bounded, by priority
-    lane.side.00 … (topic) ── <lane>.# ──► lane.<lane>.side.00 …    requests that workers set aside, by tenant
+    lane.requests (topic) ── <lane>.# ──► lane.<lane>      intake: limited length, ordered by priority
+    lane.side.00 … (topic) ── <lane>.# ──► lane.<lane>.side.00 …    requests of tenants that have many waiting
     lane.delay.28 … .00   ──► lane.due (topic, internal) ── <lane>.# ──► lane.<lane>.due
     lane.fallen           messages that expired, were delivered too often, or had no lane
     lane.dead, lane.events, lane.control

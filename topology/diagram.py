@@ -95,7 +95,8 @@ def _exchange(exchange: Exchange) -> str:
 
 
 def _format_arguments(arguments: Arguments) -> str:
-    """Format a queue's arguments: its type first, then the others as `name value`, names without their `x-`."""
+    """Format the arguments of a queue or exchange: the queue's type first, then each other argument as its name,
+    without the prefix `x-`, and its value."""
     kind = arguments.get("x-queue-type")
     others = [f"{key.removeprefix('x-')} {value}" for key, value in arguments.items() if key != "x-queue-type"]
     return ", ".join([str(kind), *others] if kind else others)

@@ -60,7 +60,7 @@ REPLIES_MAX_MESSAGES = 10_000
 replies."""
 REPLIES_MAX_BYTES = 256 * MIB
 """How many bytes the messages in a broker user's reply queue may have together; while they have this many, the broker
-refuses further replies. The results of these requests are not lost, because they can be fetched from the store."""
+refuses further replies. A result whose reply is refused is not lost, because it can be fetched from the store."""
 REPLIES_KEPT_MS = 86_400_000
 """For how many milliseconds a reply stays in a reply queue: as long as results are stored by default."""
 _USER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

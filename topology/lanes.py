@@ -17,8 +17,8 @@ class LaneSpec:
 
     name: str
     slots: int
-    """How many requests from the lane's intake (new ones) one process works on at the same time; also the prefetch of
-    its consumer."""
+    """How many requests from the lane's intake (new ones) one process works on at the same time. It is also the
+    prefetch of the process's consumer on this queue."""
     slots_min: int | None = None
     """How many idle slots (a slot serves one request at a time) this lane keeps for itself and never lends to other
     lanes. None: an eighth of `slots`, at least 1."""

@@ -139,7 +139,7 @@ CONTROL = "x-lane-control"
 """The header of answers to control messages: `accepted`, `pending` or `error`. A message never has both this header and
 `x-lane-status` (STATUS)."""
 CODE = "x-lane-code"
-"""The header of a gateway's HTTP error answer whose value is the `code` of the problem document."""
+"""The header of a gateway's HTTP error answers that contains the `code` of the problem document."""
 
 # Headers of dead letters.
 DEAD_CODE = "x-lane-dead-code"
@@ -150,7 +150,7 @@ ERRORS = "x-lane-errors"
 
 # Headers that a worker writes for the next worker when it publishes a request again; `HopHeaders`
 # (topology/codec/headers.py) explains each. These headers, ATTEMPT and ERRORS are read only from messages that come
-# from the delay cascade or a side queue, where only workers can publish.
+# through the wait queues of a delay or through a side queue, where only workers can publish.
 FIRST_SEEN_MS = "x-lane-first-seen-ms"
 DUE_MS = "x-lane-due-ms"
 USER_ID = "x-lane-user-id"
@@ -197,4 +197,4 @@ with this key, so that each gets the message and answers it."""
 CONTROL_BINDING_KEYS = (CANCEL_KEY, RESULT_KEY, "#")
 """Binding keys of the queue `lane.control`. The key `#` alone would do: it matches every key, so that a message with an
 unknown key is answered with an error. The other two keys are kept because earlier versions declared them: on a broker
-that an earlier version set up, their bindings would otherwise be reported as undeclared."""
+that an earlier version set up, the bindings with these two keys would otherwise be reported as undeclared."""

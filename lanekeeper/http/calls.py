@@ -25,8 +25,8 @@ computed from it."""
 SILENT_S = 60.0
 """After how many seconds without any data, not even a comment, a gateway's event stream counts as lost."""
 LARGEST_BYTES = 64 * 1024 * 1024
-"""The largest HTTP answer, in bytes, that a client reads: twice the 32 MiB that a model's answer may have by default at
-most."""
+"""The largest HTTP answer, in bytes, that a client reads: twice the default maximum of a model's answer with a store
+for large bodies (32 MiB)."""
 FIRST_PAUSE_S = 0.2
 """The first pause, in seconds, between two tries of a call to a gateway."""
 PAUSE_CAP_S = 5.0
@@ -198,8 +198,8 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _error_of(method: str, answer: Answer, address: str) -> BrokerError | None:
-    """The error that an answer stands for, if the call may be repeated after it. Returns None if the answer is
-    final."""
+    """The error that an answer means, if the same call may succeed later. Returns None if the answer is final, so that
+    repeating the call would not help."""
     status = answer.status
     if status < 500 and status not in _TEMPORARY:
         return None

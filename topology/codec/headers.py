@@ -155,8 +155,9 @@ def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
     broker or workers set are left out. So are delay bits (the headers that route a message through the wait queues of a
     delay), because the bits of an earlier delay would make the message wait in the wrong queues.
 
-    The headers keep their AMQP types, except the trace context, which is written again each time. `x-death` must not
-    stay: RabbitMQ 3.10 would take the republished message for a routing cycle and drop it (docs/facts.md, section 3).
+    The headers keep their AMQP types, except the trace context, which is written again each time. The broker's header
+    `x-death` must be left out, because with it RabbitMQ 3.10 would take the republished message for a routing cycle and
+    drop it (docs/facts.md, section 3).
     """
     bits = {of.delay_bit(level) for level in range(LEVELS)}
     return {

@@ -12,7 +12,7 @@ Clock: TypeAlias = Literal["broker", "sender", "timestamp", "delivery"]
 
 
 class Published(NamedTuple):
-    """The time at which a request was published, in ms since 1970, and the clock that it comes from."""
+    """The time at which a request was published, in ms since 1970, and the source of this time."""
 
     ms: int
     by: Clock

@@ -6,8 +6,8 @@ import random
 LEAST_S = 0.05
 """The shortest pause, in seconds, before a failed operation is tried again."""
 MAX_DOUBLINGS = 10
-"""How often the upper limit of the pause between two tries doubles at most. Without this maximum, `2 ** failures`
-overflows a float after 1024 failures."""
+"""The largest number of times that the upper limit of the pause between two tries is doubled. Without this maximum,
+`2 ** failures` overflows a float after 1024 failures."""
 
 
 def pause_s(failures: int, *, first_s: float, cap_s: float) -> float:

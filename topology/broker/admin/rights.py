@@ -21,7 +21,8 @@ received the reason."""
 
 class WritingRights:
     """Checks whether the worker's AMQP user may publish to all `routes` (pairs of an exchange and a routing key), and
-    keeps the result. During a memory or disk alarm this cannot be checked, because the broker reads no publishes."""
+    keeps the result in `trouble`. During a memory or disk alarm this cannot be checked, because the broker reads no
+    publishes."""
 
     def __init__(self, connection: Connection, routes: Sequence[tuple[str, str]]) -> None:
         self._connection = connection
