@@ -226,8 +226,8 @@ class BodyStore:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         # A file system call that hangs occupies its thread even after its caller was cancelled. Further calls wait for
-        # the semaphore, not in the executor's queue, because a call that is cancelled there would stay in the queue, and
-        # keep its body in memory.
+        # the semaphore, not in the executor's queue, because a call that is cancelled there would stay in that queue,
+        # and keep its body in memory.
         await self._free_threads.acquire()
         loop = asyncio.get_running_loop()
         future = self._threads.submit(work)
