@@ -93,7 +93,7 @@ class Final:
 
 
 def part_of(message: Message) -> Part:
-    """Convert the AMQP message of a reply before the final one to a `Part`."""
+    """Convert the AMQP message of a reply that was sent before the final reply to a `Part`."""
     kind = message.headers.get(n.PART)
     return Part(
         kind="restart" if kind == "restart" else "event",

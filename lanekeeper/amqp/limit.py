@@ -3,9 +3,9 @@
 The limit is `max_message_size`: 16 MiB on RabbitMQ 4.x and 128 MiB on 3.x, unless the operator set another value.
 RabbitMQ checks the size when the whole message has arrived, and closes the channel if the message is too large. If
 further publishes on that channel are already on their way, RabbitMQ closes the whole connection. The limit is named
-only in the error with which the channel is closed. So Lanekeeper first publishes a test message of the same size, on a
-separate connection, to a queue that does not exist. This needs no permissions, because RabbitMQ checks the size before
-the permissions. For messages of at most 1 MiB, no test message is sent.
+only in the error with which the channel is closed. So Lanekeeper first publishes a test message of at least the same
+size, on a separate connection, to a queue that does not exist. This needs no permissions, because RabbitMQ checks the
+size before the permissions. For messages of at most 1 MiB, no test message is sent.
 """
 
 import asyncio

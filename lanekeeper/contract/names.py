@@ -189,8 +189,8 @@ RESULT_KEY = "result"
 CHANGE_KEY = "change"
 CONTROL_KEYS = (CANCEL_KEY, RESULT_KEY, CHANGE_KEY)
 """The routing keys of the control messages that applications may send; one worker answers each message. A cancellation
-(`cancel`) stays in the queue until a worker has recorded it. A question for a result (`result`) expires. `change` is
-reserved: this version answers it with an error."""
+(`cancel`) stays in the queue until a worker has recorded it. A question for a result (`result`) expires after some
+seconds, when the client no longer waits for the answer. `change` is reserved: this version answers it with an error."""
 STATUS_KEY = "status"
 """The routing key of the control message that asks all workers for their status. Each worker binds a queue of its own
 with this key, so that each gets the message and answers it."""

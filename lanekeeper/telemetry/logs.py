@@ -62,8 +62,8 @@ class _Logger:
     structlog if it is configured, else the standard library's logger."""
 
     service: structlog.stdlib.BoundLogger | None = None
-    """The logger of Lanekeeper's own processes. structlog's `bind` is called once for it, because calling it for each
-    line takes four times as long."""
+    """The logger of Lanekeeper's own processes. structlog's `bind` is called only once for this logger, because logging
+    takes four times as long if `bind` is called for each line."""
 
     def __getattr__(self, name: str) -> Any:
         if self.service is not None:

@@ -94,7 +94,7 @@ class BrokerConnection(aio_pika.Connection):
     def __init__(self, url: URL, *, ssl_context: ssl.SSLContext | None, on_alarm: OnAlarm) -> None:
         super().__init__(url, ssl_context=ssl_context)
         self.underlay = UnderlyingConnection(url, context=ssl_context, on_alarm=on_alarm)
-        """The connection of aiormq on which this one of aio-pika is built."""
+        """aiormq's connection, on which this connection of aio-pika is built."""
 
     async def connect(self, timeout: TimeoutType = None) -> None:
         async with asyncio.timeout(timeout):

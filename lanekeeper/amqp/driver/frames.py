@@ -139,5 +139,6 @@ _KINDS: dict[str, tuple[Callable[[bytes], tuple[int, Any]], Callable[[bytes], in
     "timestamp": (decode.timestamp, lambda data: 8),
     "table": (_read_headers, lambda data: 4 + int(struct.unpack_from(">I", data)[0])),
 }
-"""Two functions for each AMQP type that a property may have. The first reads a property, and returns its number of
-bytes and its value. The second computes the number of bytes of a property that cannot be read."""
+"""Two functions for each AMQP type that a property may have. The first function reads a property, and returns its
+number of bytes and its value. The second function computes the number of bytes of a property that cannot be read, so
+that it can be skipped."""

@@ -74,8 +74,8 @@ async def verify(topology: Topology, management: Management | None, connection: 
 async def _check_existence(
     topology: Topology, connection: AbstractConnection
 ) -> tuple[tuple[Difference, ...], list[str]]:
-    """Check over AMQP whether each exchange and queue exists. Returns the missing ones, and the names of those that
-    could not be checked: from RabbitMQ 4.3 on, the check needs some right to the object."""
+    """Check over AMQP whether each exchange and queue exists. Returns the missing objects, and the names of those that
+    could not be checked, because from RabbitMQ 4.3 on, the user needs some right to an object to check it."""
     missing: list[Difference] = []
     hidden: list[str] = []
     with broker_errors():

@@ -72,7 +72,7 @@ class TopologyWatch:
         self._intakes = intakes | {
             each.label for each in topology.bindings if each.destination_kind == "queue" and each.destination in intakes
         }
-        """The intake queues and their bindings, as `Difference.name` names them."""
+        """The intake queues and their bindings, in the form that `Difference.name` has."""
 
     @property
     def trouble(self) -> str | None:
