@@ -2,7 +2,7 @@
 The body of a request is removed when the request has ended, the body of an answer when the stored result expires.
 
 The store is a folder of any file system that fsspec knows: `file:///var/lib/lanekeeper/bodies`, `s3://bucket/bodies`.
-Each body has a random name that cannot be guessed, so the address is enough to read it.
+Each body has a random name, so that nobody can guess its address.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ MIB: Final = 1024 * 1024
 OVER_BYTES: Final = MIB
 """A body of more bytes than this is not sent in a message but put into the store for large bodies."""
 MOST_BYTES: Final = 32 * MIB
-"""The largest request body, in bytes, that Anthropic's API accepts, and so the largest that the store accepts."""
+"""The largest request body, in bytes, that Anthropic's API accepts, and so the default limit for a body that is read
+from the store."""
 IN_ALL_BYTES: Final = 10 * 1024 * MIB
 """The default limit, in bytes, for all bodies in a store together."""
 KEEP_S: Final = 7 * 86_400.0
@@ -38,7 +39,7 @@ SCAN_EVERY_S: Final = 60.0
 """The shortest time, in seconds, between two scans of the store of bodies, which remove expired bodies and add up the
 sizes of the others."""
 LONGEST_CAUSE: Final = 1000
-"""How many characters of a file system driver's error text are kept for the log."""
+"""The maximum length, in characters, of a file system driver's error text in the log; longer texts are cut."""
 _IN_URL: Final = re.compile(r"(://)[^\s\"'<>]*(@)|(?<=\?)[^\s\"'<>]+")
 """Matches the parts of a URL that may contain secrets: user and password, and the query."""
 _NAMED_SECRET: Final = re.compile(
@@ -88,8 +89,8 @@ class BodyStore:
         self._scanned_s: float | None = None
 
     async def keep(self, pieces: Iterable[bytes]) -> BodyAddress:
-        """Write the body of a request, and return its address. In a local folder the file is synced to disk. `pieces`
-        is read in a thread. Raises BodiesUnavailable."""
+        """Write the body of a request, and return its address. In a local folder the file is synced to disk. `pieces`,
+        the parts of the body, are read in another thread. Raises BodiesUnavailable."""
         return await self._in_thread(lambda: self._keep(pieces, f"{int(time.time())}-{secrets.token_hex(16)}"))
 
     async def keep_answer(self, body: bytes, *, for_s: float) -> BodyAddress:
@@ -225,7 +226,8 @@ class BodyStore:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         # A file system call that hangs occupies its thread even after its caller was cancelled. Further calls wait for
-        # the semaphore, not in the executor's queue: a cancelled call would stay in that queue, with its body.
+        # the semaphore, not in the executor's queue, because a call that is cancelled there would stay in that queue,
+        # and keep its body in memory.
         await self._free_threads.acquire()
         loop = asyncio.get_running_loop()
         future = self._threads.submit(work)

@@ -32,7 +32,7 @@ def cancellation(id: str, *, tenant: str | None, user: str) -> Message:
 
 def question(id: str, *, tenant: str | None, user: str) -> Message:
     """Make the control message that asks for a request's result. `user`: the AMQP user of the connection that publishes
-    it. The broker drops the message after `ANSWERED_WITHIN_S`, because nobody waits for the answer any more."""
+    it. The broker drops the message after `ANSWERED_WITHIN_S`, because by then nobody waits for the answer any more."""
     message = _message(n.RESULT_KEY, id, tenant=tenant, user=user)
     message.persistent = False
     message.expiration = str(round(ANSWERED_WITHIN_S * 1000))

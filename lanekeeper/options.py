@@ -39,11 +39,12 @@ class Options(TypedDict, total=False):
     beta: str
     """The value of the header `anthropic-beta`, which names features of Anthropic's API that are in beta."""
     headers: Mapping[str, Any]
-    """Further AMQP headers, such as `traceparent`; they override the options above."""
+    """Further AMQP headers, such as `traceparent`; they override the headers that other options set."""
     cancel_abandoned: bool
     """If this is false, the request continues even if its caller stops waiting (see `Client`)."""
     full_within_s: float
-    """How long to wait for room in a full lane before PublishRefused is raised; 2 s if left out, 0: no waiting."""
+    """How many seconds to wait for room in a full lane before PublishRefused is raised: 2 if left out, and 0 to raise
+    it at once."""
 
 
 KNOWN = frozenset(Options.__annotations__)

@@ -1,7 +1,8 @@
 """The client's transport over AMQP: one connection, which is opened again when it is lost.
 
 The connection has one channel for requests and their replies, and one for control messages. If the user has no
-permission to send control messages, the broker closes only their channel, so no reply to a request is lost.
+permission to send control messages, the broker closes only the channel for control messages, so no reply to a request
+is lost.
 
 Replies arrive by direct reply-to, so the user needs no right to declare queues.
 """
@@ -38,8 +39,8 @@ from lanekeeper.telemetry.tracing import Tracing
 from lanekeeper.transport import OutgoingRequest, until_ended
 
 WORKERS_COUNTED_AFTER_S = 0.5
-"""If a client has sent a cancellation, and no answer came within this many seconds, it asks the broker whether any
-worker runs."""
+"""If a client has sent a cancellation, and no answer came within this many seconds, the client asks the broker whether
+any worker runs."""
 _START_ONE = "start one with `lanekeeper serve` or `lanekeeper consume`"
 
 

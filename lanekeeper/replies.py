@@ -36,8 +36,8 @@ class Part:
     """A part of a streamed answer. It is sent as a reply of its own, before the final reply."""
 
     kind: Literal["event", "restart"]
-    """`restart` tells the requester to discard all earlier events, because an attempt failed or another worker took the
-    request over."""
+    """`event`: the part is one event of Anthropic's stream. `restart`: the requester must discard all earlier events,
+    because an attempt failed or another worker took the request over."""
     seq: int
     """The part's position in the stream, from 0."""
     body: bytes
@@ -62,8 +62,8 @@ class Final:
     """The final reply to a request that succeeded: the answer and its metadata."""
 
     body: bytes
-    """The JSON of Anthropic's Message. If the answer is in the store for large bodies and was not fetched, JSON with
-    its address (see `kept`)."""
+    """The JSON of Anthropic's Message. If the answer is in the store for large bodies and was not fetched, this is JSON
+    that contains the answer's address (see `kept`)."""
     request_id: str
     lane: str
     model: str
@@ -93,7 +93,7 @@ class Final:
 
 
 def part_of(message: Message) -> Part:
-    """Convert the AMQP message of a reply before the final one to a `Part`."""
+    """Convert the AMQP message of a reply that was sent before the final reply to a `Part`."""
     kind = message.headers.get(n.PART)
     return Part(
         kind="restart" if kind == "restart" else "event",

@@ -58,8 +58,8 @@ class OutgoingRequest:
 class Transport(Protocol):
     """How a `Client` reaches the workers: through the broker (`OverAmqp`) or through a gateway (`OverHttp`).
 
-    The methods return and raise the same as the methods of `Client` with these names. `answer` stands for
-    `Client.request`, `replies` for `Client.stream`; both raise TimeoutError at `outgoing.end`.
+    The methods return and raise the same as the methods of `Client` with these names. `answer` corresponds to
+    `Client.request`, and `replies` to `Client.stream`, but these two raise TimeoutError at `outgoing.end`.
     """
 
     @property

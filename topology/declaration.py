@@ -2,8 +2,8 @@
 
     declare(lanes, names=Names(), broker_version="4.3.6") -> Topology
 
-    lane.requests (topic) ── <lane>.# ──► lane.<lane>      intake: bounded, by priority
-    lane.side.00 … (topic) ── <lane>.# ──► lane.<lane>.side.00 …    requests that workers set aside, by tenant
+    lane.requests (topic) ── <lane>.# ──► lane.<lane>      intake: limited length, ordered by priority
+    lane.side.00 … (topic) ── <lane>.# ──► lane.<lane>.side.00 …    requests of tenants that have many waiting
     lane.delay.28 … .00   ──► lane.due (topic, internal) ── <lane>.# ──► lane.<lane>.due
     lane.fallen           messages that expired, were delivered too often, or had no lane
     lane.dead, lane.events, lane.control
@@ -25,14 +25,15 @@ RECOMMENDED = (4, 3, 5)
 """The oldest RabbitMQ version that Lanekeeper recommends. Earlier versions have security holes; for example, a publish
 to a forged direct reply-to address kills the connection of the publisher."""
 DELIVERY_LIMIT = 20
-"""After this many deliveries the broker moves a message to the queue `lane.fallen`. This limit is for requests that
-kill their worker before it has recorded in the store that it works on them. If workers die after they have made this
-record, the request is ended earlier: at its fifth delivery."""
+"""After this many deliveries of a message, the broker moves it to the queue `lane.fallen`. This limit is for requests
+that kill their worker before it has recorded in the store that it works on them. If workers die after they have made
+this record, the request is ended earlier: at its fifth delivery."""
 LIMITED: Arguments = {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-strategy": "at-least-once"}
 """The queue arguments for a delivery limit. A message that exceeds the limit is dead-lettered to `lane.fallen`; with
 the strategy `at-least-once` it is not lost on the way if the broker fails."""
 CLASSIC_PRIORITIES = 9
-"""The highest priority in the lanes' intake queues if these are classic queues."""
+"""The highest message priority that the lanes' intake queues distinguish (`x-max-priority`), if they are classic
+queues."""
 _VERSION = re.compile(r"\d+\.\d+")
 
 

@@ -19,7 +19,8 @@ from lanekeeper.contract.names import Names
 from topology.model import QUORUM, Arguments, Binding, Exchange, Queue, Topology
 
 LEVELS: Final = 29
-"""The number of wait queues of the delay cascade: enough for a delay of a year."""
+"""The number of wait queues in the delay cascade (the chain of queues that hold delayed messages): enough for a delay
+of a year."""
 UNIT_MS: Final = 100
 """The unit of delays, in ms: each delay is rounded up to a multiple of it."""
 MAX_DELAY_MS: Final = 365 * 24 * 3600 * 1000
@@ -55,8 +56,8 @@ def hop(delay_ms: int, names: Names) -> Hop:
 
 
 def wait_ms(level: int) -> int:
-    """How long a message waits at a level of the delay cascade, in ms: 100 at level 0, and at each higher level twice
-    as long."""
+    """How long a message waits in the wait queue of a level, in ms: 100 at level 0, and at each higher level twice as
+    long as at the level below."""
     return UNIT_MS << level
 
 

@@ -49,8 +49,8 @@ def mermaid(topology: Topology) -> str:
 
 
 def _side_queues_of_a_lane(topology: Topology) -> int:
-    """The number of side queues of the lane that has the most of them. It is the number of side exchanges, because
-    there is one for each."""
+    """The number of side queues of the lane that has the most of them. It equals the number of side exchanges: the side
+    queues of all lanes have numbers from 0, and there is one exchange for each number."""
     prefix = Names(topology.namespace).side_prefix
     return sum(exchange.name.startswith(prefix) for exchange in topology.exchanges)
 
@@ -95,7 +95,8 @@ def _exchange(exchange: Exchange) -> str:
 
 
 def _format_arguments(arguments: Arguments) -> str:
-    """Format a queue's arguments: its type first, then the others as `name value`, names without their `x-`."""
+    """Format the arguments of a queue or exchange: the queue's type first, then each other argument as its name,
+    without the prefix `x-`, and its value."""
     kind = arguments.get("x-queue-type")
     others = [f"{key.removeprefix('x-')} {value}" for key, value in arguments.items() if key != "x-queue-type"]
     return ", ".join([str(kind), *others] if kind else others)

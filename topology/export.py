@@ -48,17 +48,19 @@ SALT_BYTES = 4
 NOT_EXPORTED = ("exclusive", "policy", "members")
 """The fields of `Queue` that definitions do not contain, because they describe a queue that exists on a broker."""
 CONTROL_MAX_MESSAGES = 5_000
-"""How many messages may wait in `lane.control`; then publishes are refused."""
+"""How many messages may wait in the queue `lane.control`; while it holds this many, the broker refuses publishes to
+it."""
 CONTROL_MAX_BYTES = 16 * 1024 * 1024
-"""How many bytes the messages in `lane.control` may have together; then publishes are refused. Because of this limit
-and `CONTROL_MAX_MESSAGES`, a flood of control messages cannot fill the disk while no worker runs, and a worker needs
-only seconds to process all of them. Both limits are set by a policy, because the arguments of an existing queue cannot
-be changed."""
+"""How many bytes the messages in the queue `lane.control` may have together; while they have this many, the broker
+refuses publishes to it. Because of this limit and `CONTROL_MAX_MESSAGES`, a flood of control messages cannot fill the
+disk while no worker runs, and a worker needs only seconds to process all of them. Both limits are set by a policy,
+because the arguments of an existing queue cannot be changed."""
 REPLIES_MAX_MESSAGES = 10_000
-"""How many messages may wait in a broker user's reply queue; then it refuses replies."""
+"""How many messages may wait in a broker user's reply queue; while it holds this many, the broker refuses further
+replies."""
 REPLIES_MAX_BYTES = 256 * MIB
-"""How many bytes the messages in a broker user's reply queue may have together; then it refuses replies. The results of
-the requests are not lost: they can be fetched from the store."""
+"""How many bytes the messages in a broker user's reply queue may have together; while they have this many, the broker
+refuses further replies. A result whose reply is refused is not lost, because it can be fetched from the store."""
 REPLIES_KEPT_MS = 86_400_000
 """For how many milliseconds a reply stays in a reply queue: as long as results are stored by default."""
 _USER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -17,15 +17,16 @@ class LaneSpec:
 
     name: str
     slots: int
-    """How many requests from the lane's intake (new ones) one process works on at the same time; also the prefetch of
-    its consumer."""
+    """How many requests from the lane's intake (new ones) one process works on at the same time. It is also the
+    prefetch of the process's consumer on this queue."""
     slots_min: int | None = None
     """How many idle slots (a slot serves one request at a time) this lane keeps for itself and never lends to other
     lanes. None: an eighth of `slots`, at least 1."""
     slots_max: int | None = None
     """The largest number of requests from the lane's intake that one process may work on at the same time, after slots
     were added (`consumers/capacity/lending.py`). Slots for the due queue are added in proportion. None: eight times
-    `slots`. A slot costs little; the provider's budget limits how many are useful."""
+    `slots`. The default is this high because a slot costs little; how many slots are useful depends on the provider's
+    rate limits."""
     target_wait_s: float = 10
     """If requests wait longer than this many seconds for a slot, the lane gets more slots, unless the provider is the
     bottleneck."""

@@ -19,7 +19,8 @@ wait queues for delays, would be on the node where they are declared."""
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """An exchange, either declared by us or found on a broker. The default values are those of a declared exchange."""
+    """An exchange, either declared by us or found on a broker. The default values are those of most exchanges that we
+    declare."""
 
     name: str
     type: str

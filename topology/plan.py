@@ -20,8 +20,8 @@ Change = Literal["missing", "differs", "extra"]
 What = Literal["exchange", "queue", "binding"]
 
 CONTROL_POLICIES = frozenset({"max-length", "max-length-bytes", "overflow"})
-"""The keys of a policy for `lane.control` that are not compared, provided that the policy lets the full queue refuse
-publishes: the definitions of `topology export` contain such a policy."""
+"""The keys of a policy for `lane.control` that are not compared if the policy makes the full queue refuse publishes,
+because the definitions that `topology export` writes contain such a policy."""
 EFFECTIVE_POLICIES = frozenset(
     {
         "dead-letter-exchange",
@@ -91,9 +91,9 @@ def compare(declared: Topology, found: Topology) -> list[Difference]:
 
 
 def without_levels(differences: Sequence[Difference], names: Names) -> tuple[Sequence[Difference], int]:
-    """Leave out the missing exchanges, queues and bindings of the delay cascade's levels, so that they can be reported
-    in one line. Returns the other differences, and the number of levels with missing objects. If it is only one level,
-    nothing is left out, and 0 is returned."""
+    """Leave out the missing exchanges, queues and bindings of the delay cascade (the levels of wait queues that hold
+    delayed messages), so that they can be reported in one line. Returns the other differences, and the number of levels
+    with missing objects. If it is only one level, nothing is left out, and 0 is returned."""
     level = re.compile(re.escape(names.delay_prefix) + r"\d+")
     missing = {found[0] for one in differences if one.change == "missing" and (found := level.findall(one.name))}
     if len(missing) < 2:
@@ -174,8 +174,8 @@ def _concerns_us(thing: Exchange | Queue | Binding, names: Names) -> bool:
 
 
 def _is_ours(name: str, names: Names) -> bool:
-    """Whether an exchange or queue belongs to our installation, by the first word of its name. Reply queues do not:
-    they belong to the requesters."""
+    """Whether an exchange or queue belongs to our installation, by the first word of its name. Reply queues do not
+    belong to it, but to the requesters."""
     return name.startswith(f"{names.namespace}.") and not name.startswith(names.reply_prefix)
 
 

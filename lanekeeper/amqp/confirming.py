@@ -1,9 +1,10 @@
-"""Publishes on one channel with confirms: each message waits for its own confirm, many at once.
+"""Publishes messages on one channel with publisher confirms. Many messages may wait for their confirms at the same
+time.
 
-The broker numbers the messages of a channel. A confirm is for one number, or for all numbers up to it. If no queue is
-bound for a mandatory message, the broker first returns the message and then confirms it. A returned message does not
-have this number, so it is matched by its `message_id`; therefore a mandatory message is published only when no other
-mandatory message with the same id waits for its confirm.
+The broker numbers the messages of a channel, and a confirm is for one number, or for all numbers up to that one. If no
+queue is bound for a mandatory message, the broker first returns the message and then confirms it. A returned message
+does not contain its number, so it is matched by its `message_id`; therefore a mandatory message is published only when
+no other mandatory message with the same id waits for its confirm.
 """
 
 import asyncio

@@ -26,8 +26,8 @@ from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerErr
 from lanekeeper.telemetry import logs, signals
 
 HEARTBEAT_S = 10
-"""The interval, in seconds, of a connection's heartbeats. A silent broker is noticed after `3 * HEARTBEAT_S + 3`
-seconds (docs/facts.md, section 8)."""
+"""The interval, in seconds, of the heartbeats on a connection to the broker. A silent broker is noticed after
+`3 * HEARTBEAT_S + 3` seconds (docs/facts.md, section 8)."""
 CONNECT_TIMEOUT_S = 10
 """The time limit, in seconds, for opening a connection to the broker if its URL names only one node."""
 NODE_TIMEOUT_S = 4
@@ -36,8 +36,9 @@ limit because a frozen node accepts connections and never answers."""
 CLOSE_TIMEOUT_S = 3
 """The time limit, in seconds, for closing a connection to the broker."""
 BACKOFF_CAP_S = 2.5
-"""The longest pause, in seconds, between two tries to connect. So a worker connects again at the latest about this long
-after the broker has started. With this cap, a hundred workers together try about a hundred times a second."""
+"""The longest pause, in seconds, between two tries to connect to the broker. A worker is therefore connected again at
+most about this long after the broker has started. With this limit, a hundred workers that have lost their connections
+make about a hundred tries a second in total."""
 log = logs.logger()
 
 

@@ -1,6 +1,6 @@
 """How many messages wait in a queue, and how many consumers it has.
 
-A passive queue declaration (AMQP's `queue.declare` with `passive`) returns both numbers exactly and at once
+A passive queue declaration (AMQP's `queue.declare` with `passive`) returns both numbers exactly and without delay
 (docs/facts.md, section 9).
 """
 

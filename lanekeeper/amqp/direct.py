@@ -44,8 +44,8 @@ class Arrivals:
         self._unread_bytes = 0
         self._is_lost = False
         self.is_published = False
-        """Whether the broker has confirmed the message to which these are the replies. If the channel is lost before,
-        no reply is lost, because the message is then published again on another channel."""
+        """Whether the broker has confirmed the message to which these are the replies. If the channel is lost before
+        this confirm, no reply is lost, because the message is then published again on another channel."""
 
     def add(self, reply: Message) -> None:
         """Add a reply. If more than `UNREAD_BYTES` are unread, this and all later replies are dropped, and the reader
@@ -77,8 +77,8 @@ class Arrivals:
 
 
 class DirectReplies:
-    """Passes each reply that arrives to the caller that waits for it, which it finds by the reply's `correlation_id`.
-    When the channel is lost, the publisher opens another, and calls `consume` with it."""
+    """Finds the caller that waits for a reply by the reply's `correlation_id`, and passes the reply to it. When the
+    channel is lost, the publisher opens another, and calls `consume` with it."""
 
     def __init__(self) -> None:
         self._expected: dict[str, Arrivals] = {}
@@ -117,8 +117,8 @@ class DirectReplies:
             del self._expected[message.correlation_id]
 
     def published(self, arrived: Arrivals) -> None:
-        """Note that the broker has confirmed the message: from now on, the loss of the channel means that the reply is
-        lost."""
+        """Record that the broker has confirmed the message: from now on, the loss of the channel means that the reply
+        is lost."""
         arrived.is_published = True
         if self._channel is None or self._channel.is_closed:
             self._on_lost()

@@ -3,9 +3,9 @@
 The limit is `max_message_size`: 16 MiB on RabbitMQ 4.x and 128 MiB on 3.x, unless the operator set another value.
 RabbitMQ checks the size when the whole message has arrived, and closes the channel if the message is too large. If
 further publishes on that channel are already on their way, RabbitMQ closes the whole connection. The limit is named
-only in the error with which the channel is closed. So Lanekeeper first publishes a test message of the same size, on a
-separate connection, to a queue that does not exist. This needs no permissions, because RabbitMQ checks the size first.
-Small messages need no such test.
+only in the error with which the channel is closed. So Lanekeeper first publishes a test message of at least the same
+size, on a separate connection, to a queue that does not exist. This needs no permissions, because RabbitMQ checks the
+size before the permissions. For messages of at most 1 MiB, no test message is sent.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import BrokerUnreachable, MessageTooLarge
 
 SMALL_BYTES = 1024 * 1024
-"""Messages up to this many bytes are published without a check of the broker's limit. A request may always be this
+"""Messages up to this many bytes are published without a check of the broker's size limit. A request may always be this
 large, so a broker for Lanekeeper must accept such messages anyway."""
 PROBE_BYTES = 16 * 1024 * 1024
-"""The smallest size, in bytes, of a test message that finds out the broker's limit. It is the default limit of RabbitMQ
-4, so that one test message is enough in most cases."""
+"""The smallest size, in bytes, of a test message that finds out the broker's size limit for messages. It is the default
+limit of RabbitMQ 4, so that one test message is enough in most cases."""
 PROBE_WITHIN_S = 20.0
 """The time limit, in seconds, for finding out how large a message the broker accepts."""
 NO_QUEUE = "lanekeeper.nobody"

@@ -32,7 +32,7 @@ from lanekeeper.contract.problems import (
 from lanekeeper.telemetry.tracing import Tracing
 
 CONFIRM_TIMEOUT_S = 10.0
-"""The time limit, in seconds, for publishing one message once, until the broker has confirmed it."""
+"""The time limit, in seconds, for one try to publish a message, including the wait for the broker's confirm."""
 CONFIRM_LEAST_S = 1.0
 """The shortest time, in seconds, to wait for a confirm, even if waiting for a connection has used up most of the
 publish's time limit."""
@@ -40,16 +40,17 @@ SURELY_WITHIN_S = 100.0
 """For how many seconds a worker tries to publish a reply: long enough for a restart of the broker. After that, the
 worker returns the request to its queue; when the request is delivered again, its stored result is published."""
 DEFAULT_EXCHANGE = "amq.default"
-"""The name of the default exchange in RabbitMQ's error texts. An error that closes a channel fails all publishes that
-wait on it, and only the exchange in the error's text tells which publish caused the error."""
+"""The name of the default exchange in RabbitMQ's error texts. It is searched for in the text of an error that closed a
+channel: such an error fails all publishes that wait on the channel, and only the exchange in the text tells which of
+them caused it."""
 _LOST = (AMQPError, RuntimeError, OSError)
 """The exceptions that a publish raises if its channel is lost or its time limit is over (TimeoutError is an OSError).
 """
 
 
 class Publisher:
-    """Publishes messages and waits for the broker's confirms. It uses one channel of `connection`, and opens a new
-    channel when that one is lost."""
+    """Publishes messages and waits for the broker's confirms. It uses one channel of `connection`, and opens another
+    when this channel is lost."""
 
     def __init__(
         self,

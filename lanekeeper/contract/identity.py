@@ -1,5 +1,5 @@
-"""Checks the ids of requests (`message_id`), and the names that a provider sends before they are written to logs and
-spans."""
+"""Checks the ids of requests (`message_id`). Also checks words from a provider's answer, such as the model's name,
+before they are written to logs and spans."""
 
 import re
 

@@ -8,7 +8,8 @@ from lanekeeper.contract.names import BODY, BODY_SHA256
 
 PRIORITY_AT_MOST = 9
 """The highest priority that a request may have. RabbitMQ 4.3 orders quorum queues by priorities up to 31, and has no
-setting for a lower limit. So Lanekeeper itself refuses higher priorities: such a message would overtake all others."""
+setting for a lower limit. So Lanekeeper itself refuses a request with a higher priority, because it would overtake all
+others."""
 UNREADABLE = "\x00unreadable"
 """The key of a header that our AMQP decoder adds to a message if it cannot read some properties. The value names these
 properties and the reasons. A request with this header is refused."""
@@ -19,8 +20,8 @@ class Encoded(bytes):
 
 
 class Headers(dict[str, Any]):
-    """The headers of a delivered message. `wire` is the encoded table; `places` has, for each header, the start and the
-    end of its value in `wire`."""
+    """The headers of a delivered message. `wire` has the received bytes, which contain the encoded headers (an AMQP
+    field table); `places` has, for each header, the start and the end of its value in `wire`."""
 
     __slots__ = ("places", "wire")
 
@@ -30,8 +31,8 @@ class Headers(dict[str, Any]):
         self.places: dict[str, tuple[int, int]] = {}
 
     def encoded(self, name: str) -> Any:
-        """The value of a header in the encoding in which it was received. If the header was set in this process, its
-        Python value."""
+        """The value of a header in the encoding in which it was received, or its Python value if the header was set in
+        this process."""
         if (place := self.places.get(name)) is None:
             return self[name]
         return Encoded(self.wire[place[0] : place[1]])
@@ -61,7 +62,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class BodyAddress:
-    """The address of a body that is not in its message but in a store or on a host, and the body's SHA-256 in hex."""
+    """The address of a body that is not in its message but in a store or on a web server, and the body's SHA-256 in
+    hex."""
 
     address: str
     sha256: str

@@ -54,7 +54,8 @@ class Names:
         return f"{self.namespace}.delay."
 
     def delay_bit(self, level: int) -> str:
-        """Name of the boolean header that says whether a message waits at a level of the delay cascade, or skips it."""
+        """Name of the boolean header that says whether a message waits at one level of the delay cascade (the chain of
+        queues that hold delayed messages), or skips this level."""
         return f"{self.namespace}-d{level:02d}"
 
     @property
@@ -138,7 +139,7 @@ CONTROL = "x-lane-control"
 """The header of answers to control messages: `accepted`, `pending` or `error`. A message never has both this header and
 `x-lane-status` (STATUS)."""
 CODE = "x-lane-code"
-"""The header of a gateway's HTTP error answer whose value is the `code` of the problem document."""
+"""The header of a gateway's HTTP error answers that contains the `code` of the problem document."""
 
 # Headers of dead letters.
 DEAD_CODE = "x-lane-dead-code"
@@ -149,7 +150,7 @@ ERRORS = "x-lane-errors"
 
 # Headers that a worker writes for the next worker when it publishes a request again; `HopHeaders`
 # (topology/codec/headers.py) explains each. These headers, ATTEMPT and ERRORS are read only from messages that come
-# from the delay cascade or a side queue, where only workers can publish.
+# through the wait queues of a delay or through a side queue, where only workers can publish.
 FIRST_SEEN_MS = "x-lane-first-seen-ms"
 DUE_MS = "x-lane-due-ms"
 USER_ID = "x-lane-user-id"
@@ -188,12 +189,12 @@ RESULT_KEY = "result"
 CHANGE_KEY = "change"
 CONTROL_KEYS = (CANCEL_KEY, RESULT_KEY, CHANGE_KEY)
 """The routing keys of the control messages that applications may send; one worker answers each message. A cancellation
-(`cancel`) stays in the queue until a worker has recorded it. A question for a result (`result`) expires. `change` is
-reserved: this version answers it with an error."""
+(`cancel`) stays in the queue until a worker has recorded it. A question for a result (`result`) expires after some
+seconds, when the client no longer waits for the answer. `change` is reserved: this version answers it with an error."""
 STATUS_KEY = "status"
 """The routing key of the control message that asks all workers for their status. Each worker binds a queue of its own
 with this key, so that each gets the message and answers it."""
 CONTROL_BINDING_KEYS = (CANCEL_KEY, RESULT_KEY, "#")
 """Binding keys of the queue `lane.control`. The key `#` alone would do: it matches every key, so that a message with an
 unknown key is answered with an error. The other two keys are kept because earlier versions declared them: on a broker
-that an earlier version set up, their bindings would otherwise be reported as undeclared."""
+that an earlier version set up, the bindings with these two keys would otherwise be reported as undeclared."""

@@ -97,7 +97,8 @@ class ProblemType:
     status: int
     title: str
     parked: bool
-    """Whether the request is also put into `lane.dead`, from where it can be corrected or tried again."""
+    """Whether the request also becomes a dead letter: a message in the queue `lane.dead`, from where it can be
+    published again, corrected or unchanged."""
     retryable: bool
     """Whether sending the same request again could help. The new request then needs another id, unless `kept` is
     false."""
@@ -157,9 +158,10 @@ logged; the rest may quote the request's content, so it is not logged."""
 
 
 class RequestProblem(LanekeeperError):
-    """A request's final error. `code` is one of `PROBLEMS`; `detail` says what was wrong and may quote content.
+    """A request's final error. `code` is one of `PROBLEMS`; `detail` says what was wrong, and may quote the request's
+    content.
 
-    `brief` is the detail without content, for logs. By default it is the beginning of `detail`, up to the first
+    `brief` is the detail without such quotes, for logs. By default it is the beginning of `detail`, up to the first
     character in `_QUOTES`.
     """
 
@@ -203,8 +205,8 @@ def invalid_request(detail: str) -> RequestProblem:
 def answer_too_large(size: int, limit: int, *, setting: str = "", is_away: bool = False) -> RequestProblem:
     """Make the error for a provider's answer that is too large to be sent back to the requester.
 
-    `size` and `limit` are in bytes. `setting` is the name of a setting that allows larger answers. `is_away`: the limit
-    is that of a message, because the store for large answers could not be used.
+    `size` and `limit` are in bytes. `setting` is the name of a setting that allows larger answers. `is_away`: whether
+    the limit is that of a message, because the store for large answers could not be used.
     """
     here = " in a message, and the store for larger ones could not be used" if is_away else ""
     more = f", or set {setting} for the workers" if setting else ""

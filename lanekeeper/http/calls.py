@@ -23,13 +23,14 @@ SLOWEST_BYTES_S = 256 * 1024
 """The slowest accepted rate of sending a request body, in bytes a second. The time limit of a call with a large body is
 computed from it."""
 SILENT_S = 60.0
-"""After how many seconds an event stream that sends nothing, not even a comment, counts as lost."""
+"""After how many seconds without any data, not even a comment, a gateway's event stream counts as lost."""
 LARGEST_BYTES = 64 * 1024 * 1024
-"""The largest HTTP answer, in bytes, that a client reads: twice the largest answer of a provider."""
+"""The largest HTTP answer, in bytes, that a client reads: twice the default maximum of a model's answer with a store
+for large bodies (32 MiB)."""
 FIRST_PAUSE_S = 0.2
-"""The first pause, in seconds, between two tries of a call."""
+"""The first pause, in seconds, between two tries of a call to a gateway."""
 PAUSE_CAP_S = 5.0
-"""The longest pause, in seconds, between two tries of a call."""
+"""The longest pause, in seconds, between two tries of a call to a gateway."""
 RETRY_AFTER_CAP_S = 3600.0
 """The longest `retry-after`, in seconds, that a client obeys; a longer one is cut to this."""
 LANE_FULL = 529
@@ -48,7 +49,7 @@ class Answer:
 
     @property
     def document(self) -> Mapping[str, Any]:
-        """The body parsed as a JSON object. If it is something else, an empty object."""
+        """The body parsed as a JSON object; an empty object if the body is something else."""
         return document_of(self.body)
 
 
@@ -134,8 +135,8 @@ class Calls:
 
     @asynccontextmanager
     async def streamed(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Make a GET and yield the response. Inside the `with` block, its body can be read while it arrives. Raises
-        BrokerUnreachable, also if reading the body fails."""
+        """Make a GET request, and yield the response. Inside the `with` block, its body can be read while it arrives.
+        Raises BrokerUnreachable, also if reading the body fails."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=ANSWERED_WITHIN_S, sock_read=SILENT_S)
         async with self._response("GET", path, timeout, headers, None) as response:
             if response.status >= 500:
@@ -197,8 +198,8 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _error_of(method: str, answer: Answer, address: str) -> BrokerError | None:
-    """The error that an answer stands for, if the call may be repeated after it. Returns None if the answer is
-    final."""
+    """The error that an answer means, if the same call may succeed later. Returns None if the answer is final, so that
+    repeating the call would not help."""
     status = answer.status
     if status < 500 and status not in _TEMPORARY:
         return None

@@ -1,9 +1,9 @@
 """Loggers for every module. Log lines that are written while a request is worked on get this request's fields.
 
-In Lanekeeper's own processes, log events go to their log. In an application that uses Lanekeeper's client and has
-configured `structlog`, they go to structlog. Otherwise they go to the standard library's logger `lanekeeper`, which
-writes nothing until the application configures logging: structlog's own default would print them into the application's
-output.
+In Lanekeeper's own processes, log events go to the logger that was set with `use`. In an application that uses
+Lanekeeper's client and has configured `structlog`, they go to structlog. Otherwise they go to the standard library's
+logger `lanekeeper`, which writes nothing until the application configures logging: structlog's own default would print
+them into the application's output.
 """
 
 import logging
@@ -62,8 +62,8 @@ class _Logger:
     structlog if it is configured, else the standard library's logger."""
 
     service: structlog.stdlib.BoundLogger | None = None
-    """The logger of Lanekeeper's own processes. structlog's `bind` is called once for it, because calling it for each
-    line takes four times as long."""
+    """The logger of Lanekeeper's own processes. structlog's `bind` is called only once for this logger, because logging
+    takes four times as long if `bind` is called for each line."""
 
     def __getattr__(self, name: str) -> Any:
         if self.service is not None:

@@ -14,8 +14,8 @@ _ERROR: Final = Status(StatusCode.ERROR)
 
 
 def request(span: Span, *, lane: str, app: str, attempt: int, wait_ms: int, redelivered: bool = False) -> None:
-    """Write a request's lane, application, attempt and wait to its `process` span. It is called as soon as the message
-    has been read. `attempt` counts from 1."""
+    """Write a request's lane, application, attempt and wait to its `process` span. Call it as soon as the message has
+    been read. `attempt` counts from 1."""
     if not span.is_recording():
         return
     attributes: Attributes = {

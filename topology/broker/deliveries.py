@@ -27,9 +27,10 @@ OPEN_TIMEOUT_S = 5
 """The time limit, in seconds, for opening a channel. If `stop` is called meanwhile, it takes effect only when the
 channel is open or this time is over."""
 BACKOFF_CAP_S = 5.0
-"""The longest pause, in seconds, before a lost channel is opened again."""
+"""The longest pause, in seconds, before a new channel is opened in place of a lost one."""
 SHORT_S = 10
-"""If a channel is lost within fewer seconds than this, the pause before the next one is opened gets longer."""
+"""If a channel is lost within this many seconds after it was opened, the pause before the next channel is opened gets
+longer."""
 log = logs.logger()
 
 

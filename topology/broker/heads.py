@@ -24,14 +24,14 @@ from lanekeeper.amqp.driver.incoming import Delivered
 from topology.broker.session import RPC_TIMEOUT_S, ChannelLost, Delivery, Session
 
 READ_LENGTHS_EVERY_S: Final = 1.0
-"""The seconds between two readings of the queues' lengths. Reading one queue's length (a passive declaration) takes 0.1
-ms of CPU."""
+"""The seconds between two readings of the lengths of the queues from which a worker fetches with `basic.get`. Reading
+one queue's length (a passive declaration) takes 0.1 ms of CPU."""
 
 
 class Heads:
     """Decides from which of several queues to fetch the next message. A queue's head is its first message; a process
-    holds a head that it has fetched until `pass_on`, and holds at most one for each queue. A `Heads` outlives a
-    channel: when the channel is lost, the lengths of the queues stay known."""
+    holds a head that it has fetched until `pass_on`, and holds at most one for each queue. When the channel is lost,
+    the same `Heads` is used with the next channel, so the lengths of the queues stay known."""
 
     def __init__(self, queues: Iterable[str]) -> None:
         self._ready = dict.fromkeys(queues, 0)
@@ -44,7 +44,8 @@ class Heads:
 
     @property
     def ready(self) -> int:
-        """How many messages wait in all the queues together, without the heads that a process has fetched."""
+        """How many messages wait in all the queues together, without those that a process has fetched and not settled
+        yet."""
         return sum(self._ready.values())
 
     def ready_in(self, queue: str) -> int:
@@ -56,21 +57,22 @@ class Heads:
         self.changed.set()
 
     def pass_on(self, queue: str) -> None:
-        """Allow the next fetch from a queue. Call it when work on the queue's head has begun, or when the head was
-        acknowledged or returned to the queue."""
+        """Allow the next fetch from a queue. Call it when work on the message that was fetched from the queue has
+        begun, or when this message was acknowledged or returned to the queue."""
         self._held.discard(queue)
         self.changed.set()
 
     def next(self) -> str | None:
-        """The queue from which to fetch next. Only queues count that have messages and whose head this process does not
-        hold; among these, it is the queue whose last fetch is longest ago. Returns None if there is no such queue."""
+        """The queue from which to fetch next. Only queues count that have messages, and from which this process holds
+        no fetched message. Of these, it is the queue whose last fetch is longest ago. Returns None if there is no such
+        queue."""
         for queue, ready in self._ready.items():
             if ready > 0 and queue not in self._held:
                 return queue
         return None
 
     def fetched(self, queue: str, *, left: int) -> None:
-        """Record that the head of a queue was fetched, and that `left` messages remain in the queue."""
+        """Record that the first message of a queue was fetched, and that `left` messages remain in the queue."""
         del self._ready[queue]
         self._ready[queue] = left  # moves the queue to the end of the order
         self._held.add(queue)
@@ -80,8 +82,8 @@ class Heads:
         self._ready[queue] = ready
 
     def lost(self) -> None:
-        """Record that no head is held any more: the channel was lost, so the broker has returned all heads to their
-        queues."""
+        """Record that this process holds no fetched message any more: the channel was lost, so the broker has returned
+        these messages to their queues."""
         self._held.clear()
 
 

@@ -1,5 +1,5 @@
-"""An exclusive queue. The broker chooses its name, and deletes it when its connection closes. It receives replies, or
-the control messages that go to all workers.
+"""An exclusive queue, which receives replies, or the control messages that go to all workers. The broker chooses the
+queue's name, and deletes the queue when the connection closes.
 
 async with Inbox(connection) as inbox:
     reply_to = inbox.name
@@ -48,8 +48,8 @@ class Inbox:
         await self._session.close()
 
     async def bind(self) -> None:
-        """Make the bindings of the queue. Call it again if an exchange was deleted and declared again, because its
-        bindings are lost then. Raises BrokerUnreachable."""
+        """Make the bindings of the queue. Call it again if an exchange was deleted and declared again, because the
+        exchange's bindings are lost then. Raises BrokerUnreachable."""
         with border("cannot bind"):
             for exchange, routing_key in self._bindings:
                 await self._channel.queue_bind(self.name, exchange, routing_key, timeout=RPC_TIMEOUT_S)

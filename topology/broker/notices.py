@@ -20,14 +20,17 @@ from lanekeeper.contract.problems import BrokerBlocked, BrokerError
 from lanekeeper.telemetry import logs, signals
 
 WAITING = 1000
-"""How many messages may wait in this process until they are written to the connection. Further messages are dropped."""
+"""How many messages that are published without confirms may wait in this process until they are written to the
+connection. Further messages are dropped."""
 TOGETHER = 100
 """The largest number of messages that are written to the connection at once."""
 GATHER_S = 0.025
-"""How many seconds the first message waits for others that are written together with it. When this was 5 ms, a worker
-that handled one request after another made one write for each request, and used a tenth more CPU."""
+"""For how many seconds a message that is published without confirms is held back, so that others are written together
+with it. When this time was 5 ms, a worker that handled one request after another made one write for each request, and
+used a tenth more CPU."""
 WRITE_TIMEOUT_S = 5
-"""The time limit, in seconds, for opening the channel, and for writing the waiting messages to it."""
+"""The time limit, in seconds, for opening a channel for messages without confirms, and for writing the waiting messages
+to it."""
 _Notice = tuple[str, str, bytes, bytes]
 """A message that waits to be written: its exchange, routing key, encoded properties, and body."""
 log = logs.logger()

@@ -1,5 +1,5 @@
 """A session is the stream of deliveries of one queue on one channel. A delivery is a message that was delivered and
-must be settled."""
+must be settled (acknowledged, or returned to its queue)."""
 
 import asyncio
 from bisect import bisect_left

@@ -18,8 +18,8 @@ checks it, because pydantic makes an error for each unknown field, which takes t
 
 
 MEDIA_AS_TEXT_BYTES = 6400
-"""When input tokens are estimated from the bytes of a request, an image or document counts as this many bytes of text,
-because an image of any size has at most 1,600 tokens."""
+"""When input tokens are estimated from the bytes of a request, an image or document counts as this many bytes of text:
+four for each of the 1,600 tokens that an image has at most, whatever its size."""
 
 
 def _text_or_blocks(content: Any) -> Any:
@@ -96,8 +96,8 @@ def check(found: object) -> MessagesBody | PromptBody:
 
 def media_bytes(checked: MessagesBody | PromptBody) -> int:
     """How many bytes to subtract from a body's length before its input tokens are estimated from the length. These are
-    the bytes of images and documents in base64. `MEDIA_AS_TEXT_BYTES` of each are not subtracted: they stand for its
-    tokens."""
+    the bytes of images and documents in base64. Of each image or document, `MEDIA_AS_TEXT_BYTES` are not subtracted,
+    because they stand for its tokens."""
     if isinstance(checked, PromptBody):
         return 0
     blocks = [block for turn in checked.messages if isinstance(turn["content"], list) for block in turn["content"]]

@@ -24,14 +24,14 @@ SMALL_BYTES: Final = 32 * 1024
 """A JSON text of at most this many bytes is parsed within 10 ms, whatever it contains, so its values are not
 counted."""
 _PIECE_BYTES: Final = 2 * 1024 * 1024
-"""How many bytes of a JSON text are measured in one step. Between two steps other tasks may run."""
+"""How many bytes of a JSON text are checked in one step. Between two steps other tasks may run."""
 _MARKS: Final = (b",", b":", b"[", b"{")
 _ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
 _STEP: Final = 16
 _RUN: Final = b"0" * (DIGITS // _STEP)
 """The bytes to search for in order to find too long numbers: a run of zeros. Before the search, only every 16th byte of
-the text is kept, and all digits are replaced by zeros. A number with more than `DIGITS` digits then has at least as
-many zeros in a row as this constant."""
+the text is kept, and all digits are replaced by zeros. A number with more than `DIGITS` digits is then a run of at
+least as many zeros as this constant has."""
 
 
 class Measure:
@@ -79,9 +79,9 @@ def excess(raw: bytes, *, max_values: int) -> str | None:
 
 
 def excess_in_steps(raw: bytes, *, max_values: int) -> Iterator[str | None]:
-    """Compute `excess` in steps of at most 20 ms, so that a caller can do other work between them. A step yields None
-    if it has found no exceeded limit. If it has found one, it yields the text that names the limit, and is the last
-    step."""
+    """Check the same as `excess`, in steps of at most 20 ms, so that a caller can do other work between two steps. A
+    step yields None if it has found no exceeded limit. If it has found one, it yields the text that names the limit,
+    and is the last step."""
     if len(raw) <= min(max_values, SMALL_BYTES):
         return
     marks = 0

@@ -22,7 +22,8 @@ from topology.delays import MAX_DELAY_MS
 from topology.lanes import MIB, LaneSpec
 
 PACKED_BYTES = MIB
-"""The largest body, in bytes, that a message may contain, as it was published (perhaps packed with gzip)."""
+"""The maximum length, in bytes, of the body of a message as it was published; a body that is packed with gzip is
+measured before it is unpacked."""
 UNPACKED_BYTES = 8 * MIB
 """The largest body, in bytes, after unpacking (gzip). Unpacking this much takes 20 ms of CPU, whatever the size of the
 packed body."""
@@ -46,8 +47,8 @@ def decode(
 ) -> Request:
     """Check a message of `lane`, and convert its headers and body to a `Request`.
 
-    `hop`: the headers that an earlier worker wrote when it published the request again; None for a request that no
-    worker has had before. `raw`: the body, if the caller has already fetched or unpacked it, and checked it with
+    `hop`: the headers that an earlier worker wrote when it published the request again; None for a message that no
+    worker has published again. `raw`: the body, if the caller has already fetched or unpacked it, and checked it with
     `bounds`; None: the body is taken from the message. If the message has only the body's address, and `raw` is None,
     the result has no body, but the address in `Request.kept`.
 
@@ -142,8 +143,8 @@ def unpacked(message: Message) -> bytes:
 
 
 def weight(message: Message) -> int:
-    """The largest size in bytes that a message's body can have after unpacking (gzip). If the body is not packed, its
-    size."""
+    """The largest size in bytes that a message's body can have after unpacking (gzip), or its actual size if it is not
+    packed."""
     size = len(message.body)
     return min(UNPACKED_BYTES, UNPACKED_TIMES * size) if message.content_encoding else size
 

@@ -24,7 +24,7 @@ UNSUPPORTED = {
 no such header is silently ignored."""
 PREFIX = "x-lane-"
 SENT_AT_MOST_MS = 10**14
-"""The latest time that a header may state, counted from 1970. It is in the year 5138."""
+"""The latest time that a header may state, counted from 1970: a time in the year 5138."""
 BETA_LENGTH = 1024
 """The maximum length, in characters, of the header `anthropic-beta`."""
 BOUNDS_MS = {
@@ -47,7 +47,8 @@ BETA = re.compile(r"[A-Za-z0-9_.,: -]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHeaders:
-    """The headers that the requester set and `decode` uses. Times are in ms; `at_ms` counts from 1970."""
+    """The headers that the requester set and `decode` uses. `deadline_ms` and `delay_ms` are durations in ms; `at_ms`
+    is a time in ms since 1970."""
 
     deadline_ms: int | None
     stream: bool
@@ -154,8 +155,9 @@ def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
     broker or workers set are left out. So are delay bits (the headers that route a message through the wait queues of a
     delay), because the bits of an earlier delay would make the message wait in the wrong queues.
 
-    The headers keep their AMQP types, except the trace context, which is written again each time. `x-death` must not
-    stay: RabbitMQ 3.10 would take the republished message for a routing cycle and drop it (docs/facts.md, section 3).
+    The headers keep their AMQP types, except the trace context, which is written again each time. The broker's header
+    `x-death` must be left out, because with it RabbitMQ 3.10 would take the republished message for a routing cycle and
+    drop it (docs/facts.md, section 3).
     """
     bits = {of.delay_bit(level) for level in range(LEVELS)}
     return {

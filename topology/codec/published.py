@@ -12,15 +12,16 @@ Clock: TypeAlias = Literal["broker", "sender", "timestamp", "delivery"]
 
 
 class Published(NamedTuple):
-    """The time at which a request was published, in ms since 1970, and the clock that it comes from."""
+    """The time at which a request was published, in ms since 1970, and the source of this time."""
 
     ms: int
     by: Clock
 
 
 def published(message: Message, history: HopHeaders, *, now_ms: int) -> Published:
-    """When a message was published, and by which clock: that of the sender or the broker, if the message states a time,
-    else the time of its first delivery to a worker. The result is never later than the first delivery."""
+    """When a message was published, and the source of this time. It is the time that the sender or the broker has
+    written into the message, or if there is none, the time of the first delivery to a worker. The result is never later
+    than the first delivery."""
     seen_ms = history.first_seen_ms or now_ms
     stated = None if DEAD_AT in message.headers else _stated(message)
     # a dead letter that is published again has the timestamps of its first publish, so they are not used

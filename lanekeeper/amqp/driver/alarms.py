@@ -45,7 +45,8 @@ class UnderlyingConnection(QuietConnection, Underlying):
         reading = Tapped()
         super().__init__(url, context=context, transport_factory=reading)
         self.taps = reading.taps
-        """The `Tap` of each open channel that has one, by the channel's number."""
+        """The `Tap` (the object that reads a channel's frames before aiormq does) of each channel that has one, by the
+        channel's number."""
         self._on_alarm = on_alarm
 
     async def connect(self, *args: Any, **kwargs: Any) -> bool:
@@ -66,8 +67,8 @@ class UnderlyingConnection(QuietConnection, Underlying):
 
 
 def tap_of(channel: UnderlyingChannel) -> Tap:
-    """The `Tap` of a channel. Set its callbacks to receive the channel's deliveries, confirms and returned messages in
-    place of aiormq (`incoming.py`)."""
+    """The `Tap` of a channel: the object that reads the channel's frames before aiormq does. Set its callbacks to
+    receive the channel's deliveries, confirms and returned messages in place of aiormq (`incoming.py`)."""
     assert isinstance(channel.connection, UnderlyingConnection)
     return channel.connection.taps.setdefault(channel.number, Tap())
 
@@ -93,7 +94,7 @@ class BrokerConnection(aio_pika.Connection):
     def __init__(self, url: URL, *, ssl_context: ssl.SSLContext | None, on_alarm: OnAlarm) -> None:
         super().__init__(url, ssl_context=ssl_context)
         self.underlay = UnderlyingConnection(url, context=ssl_context, on_alarm=on_alarm)
-        """The connection of aiormq on which this one of aio-pika is built."""
+        """aiormq's connection, on which this connection of aio-pika is built."""
 
     async def connect(self, timeout: TimeoutType = None) -> None:
         async with asyncio.timeout(timeout):

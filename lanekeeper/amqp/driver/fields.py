@@ -33,9 +33,9 @@ _MILLISECONDS_FROM: Final = 2**32
 """The smallest AMQP timestamp that is read as milliseconds. AMQP timestamps are in seconds, but some clients send
 milliseconds; read as seconds, this value would be a time in the year 2106."""
 MAX_VALUES: Final = 4000
-"""The largest number of values in one field table, including the values in nested tables and arrays. Without this
-limit, a table of 64 KiB could have 64,000 values, which take 30 ms to read; many such messages can be delivered at
-once."""
+"""The largest number of values in one AMQP field table (a message's headers), including the values in nested tables and
+arrays. Without this limit, a table of 64 KiB could have 64,000 values. Reading them would block the event loop for 30
+ms, and many such messages can be delivered at once."""
 
 
 class TableTooLarge(ValueError):

@@ -22,9 +22,9 @@ from lanekeeper.amqp.driver import fields
 from lanekeeper.contract.messages import UNREADABLE, Headers, Message
 
 HEADERS_BYTES = 64 * 1024
-"""The largest field table of message headers, in bytes, that is read. When a worker publishes the message again, it
-adds headers, and all properties must fit into one frame of 128 KiB: the broker closes a connection that sends a larger
-frame (501 FRAME_ERROR), which also ends all other publishes on it."""
+"""The largest field table of message headers, in bytes, that is read. The limit leaves room for the headers that a
+worker adds when it publishes the message again: all properties must fit into one frame of 128 KiB, because the broker
+closes a connection that sends a larger frame (501 FRAME_ERROR), which also ends all other publishes on it."""
 NESTED_LEVELS = 16
 """How deep the tables and arrays in a message's headers may be nested."""
 _MORE_FLAGS = 1
@@ -41,8 +41,7 @@ def patch_pamqp() -> None:
 
 
 def message_of(delivered: DeliveredMessage) -> Message:
-    """Convert a message that aiormq has read into our `Message`: one fetched with `basic.get`, or one returned as
-    unroutable."""
+    """Convert a message that aiormq has fetched with `basic.get` into our `Message`."""
     found = delivered.delivery
     return _message(
         delivered.header.properties,
@@ -140,5 +139,6 @@ _KINDS: dict[str, tuple[Callable[[bytes], tuple[int, Any]], Callable[[bytes], in
     "timestamp": (decode.timestamp, lambda data: 8),
     "table": (_read_headers, lambda data: 4 + int(struct.unpack_from(">I", data)[0])),
 }
-"""Two functions for each AMQP type that a property may have. The first reads a property, and returns its number of
-bytes and its value. The second computes the number of bytes of a property that cannot be read."""
+"""Two functions for each AMQP type that a property may have. The first function reads a property, and returns its
+number of bytes and its value. The second function computes the number of bytes of a property that cannot be read, so
+that it can be skipped."""

@@ -102,8 +102,8 @@ def _value(text: str) -> str:
 
 
 def _migrate_queue(name: str, vhost: str) -> str:
-    # Deleting a queue destroys its messages, and quorum queues do not support if-empty: so an operator must check
-    # first.
+    # Deleting a queue destroys its messages. An operator must check first that it is empty, because quorum queues do
+    # not support AMQP's `if-empty`.
     return (
         f"To migrate it: stop what publishes to it, let the workers empty it until `rabbitmqctl -p '{vhost}' "
         f"list_queues name messages` shows 0 for it, then `rabbitmqctl -p '{vhost}' delete_queue '{name}'` "

@@ -133,9 +133,9 @@ async def discover(
     """Find the management API of a broker. If `amqp_url` has the URLs of several nodes, they are tried in order.
 
     `management_url`, if given, is used without a check; credentials in it are used instead of those for AMQP. Otherwise
-    the AMQP host is tried, at port 15672, or at port 15671 over TLS for `amqps`. Returns None if no RabbitMQ answers
-    there, if it refuses the AMQP user, or if it is another broker than that of `connection` (several brokers may run on
-    one machine).
+    the AMQP host is tried, at port 15672, or at port 15671 over TLS for `amqps`. Returns None if no management API
+    answers there, if the API refuses the AMQP user, or if it belongs to another broker than `connection` (several
+    brokers may run on one machine).
     """
     every = [URL(url) for url in urls_of(amqp_url)]
     if management_url is not None:
@@ -172,7 +172,7 @@ async def _at_host(
 
 
 def is_same_broker(cluster_name: str, connection: AbstractConnection) -> bool:
-    """Whether the broker of a connection has this cluster name, which a management API has reported."""
+    """Whether the broker of `connection` has the cluster name that a management API has reported."""
     if connection.transport is None:
         raise BrokerUnreachable("the connection was closed meanwhile")
     properties = connection.transport.connection.server_properties

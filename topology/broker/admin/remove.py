@@ -1,5 +1,5 @@
-"""Removes a topology from a broker, with all its messages. Used for topologies that exist only for a short time, such
-as the demo's."""
+"""Removes a topology from a broker, with all its messages. This is used for topologies that exist only for a short
+time, such as the demo's."""
 
 from contextlib import suppress
 

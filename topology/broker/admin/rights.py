@@ -13,7 +13,7 @@ from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnrea
 from topology.broker.session import CLOSE_TIMEOUT_S
 
 CHECK_EVERY_S = 1.0
-"""The seconds between two checks of the user's permissions while one is missing."""
+"""The seconds between two checks of the user's permissions while a permission is missing."""
 REASON_WITHIN_S = 1.0
 """How many seconds to wait for the broker's reason for closing a channel: aiormq may raise its exception before it has
 received the reason."""
@@ -21,7 +21,8 @@ received the reason."""
 
 class WritingRights:
     """Checks whether the worker's AMQP user may publish to all `routes` (pairs of an exchange and a routing key), and
-    keeps the result. During a memory or disk alarm this cannot be checked, because the broker reads no publishes."""
+    keeps the result in `trouble`. During a memory or disk alarm this cannot be checked, because the broker reads no
+    publishes."""
 
     def __init__(self, connection: Connection, routes: Sequence[tuple[str, str]]) -> None:
         self._connection = connection

@@ -18,8 +18,8 @@ from topology.model import Exchange, Queue, Topology
 from topology.plan import Difference, compare
 
 _SHOWN = 5
-"""The largest number of unchecked objects that the note of a `Verification` names. For a user with few permissions
-about sixty objects cannot be checked."""
+"""The largest number of objects that the note of a `Verification` names as not checked. The note would be long without
+this limit: for a user with few permissions, about sixty objects cannot be checked."""
 NO_NODES = (
     "the nodes of the cluster could not be seen, nor so whether each queue has its replicas; "
     "the management API shows them to a user that has the tag `monitoring`"
@@ -74,8 +74,8 @@ async def verify(topology: Topology, management: Management | None, connection: 
 async def _check_existence(
     topology: Topology, connection: AbstractConnection
 ) -> tuple[tuple[Difference, ...], list[str]]:
-    """Check over AMQP whether each exchange and queue exists. Returns the missing ones, and the names of those that
-    could not be checked: from RabbitMQ 4.3 on, the check needs some right to the object."""
+    """Check over AMQP whether each exchange and queue exists. Returns the missing objects, and the names of those that
+    could not be checked, because from RabbitMQ 4.3 on, the user needs some right to an object to check it."""
     missing: list[Difference] = []
     hidden: list[str] = []
     with broker_errors():

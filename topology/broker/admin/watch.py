@@ -72,7 +72,7 @@ class TopologyWatch:
         self._intakes = intakes | {
             each.label for each in topology.bindings if each.destination_kind == "queue" and each.destination in intakes
         }
-        """The intake queues and their bindings, as `Difference.name` names them."""
+        """The intake queues and their bindings, in the form that `Difference.name` has."""
 
     @property
     def trouble(self) -> str | None:
@@ -145,8 +145,8 @@ class TopologyWatch:
             await self._check_bindings(underlying, opening)
 
     async def _check_bindings(self, underlying: AbstractConnection, opening: int) -> None:
-        """Check the bindings over the management API. If `declares`, and if some are missing or the API does not
-        answer, make all bindings again. Meanwhile the worker continues to take requests."""
+        """Check the bindings over the management API. If `declares` is true, and bindings are missing or the API does
+        not answer, make all bindings again. Meanwhile the worker continues to take requests."""
         missing: tuple[Difference, ...] | None = None
         with suppress(BrokerError, TimeoutError):
             async with asyncio.timeout(MANAGEMENT_WITHIN_S):
