@@ -189,16 +189,16 @@ class Account:
         return stopped or any(new < old for new, old in zip(self._adaptive.per_minute(), before, strict=True))
 
     def is_stale(self, now_s: float) -> bool:
-        """True if a low limit may delay requests although no response has confirmed it for minutes. It should then be
-        discarded."""
+        """True if a low limit may delay requests although no response has confirmed it for minutes, so that it should
+        be discarded."""
         return self._adaptive.is_stale(now_s)
 
     def per_minute(self) -> Amounts:
         return self._adaptive.per_minute()
 
     def reason(self, waiter: Waiter, now_s: float) -> str:
-        """The name of the limit for which the request `waiter` waits, which is the first of its lane's line; `paused`
-        if the account's spend limit is reached."""
+        """The name of the limit for which `waiter`, the first request in its lane's line, waits; `paused` if the
+        account's spend limit is reached."""
         if self.paused_s(now_s) > 0:
             return PAUSED
         if self.stopped_s(now_s) == 0 and self.concurrency.is_full:
@@ -230,8 +230,8 @@ class Account:
         self.waiting_elsewhere = [NOTHING for _ in self.lanes]
 
     def due_for_a_call(self) -> list[bool]:
-        """For each lane: True if it has a waiting request and its share of the calls adds up to a whole call
-        (`concurrency.py`). The requests of such lanes are granted first."""
+        """For each lane: True if it has a waiting request, and its credit (its shares of the calls that began, added
+        up) has reached one call. The requests of such lanes are granted before those of others."""
         return [head is not None and self.concurrency.is_due(lane) for lane, head in enumerate(self.lines.heads)]
 
     def begin(self, waiter: Waiter, *, from_savings: Amounts, now_s: float) -> bool:
@@ -245,8 +245,8 @@ class Account:
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _by_credit(self) -> Sequence[int]:
-        """The lanes in the order in which their requests may be granted: first those whose share of the calls adds up
-        to a whole call (`concurrency.py`), then the others; each group by urgency."""
+        """The lanes in the order in which their requests may be granted: first those whose credit (their shares of the
+        calls that began, added up) has reached one call, then the others; each group by urgency."""
         lanes = range(len(self.lanes))
         if not self.concurrency.is_limited:
             return lanes

@@ -21,7 +21,7 @@ Key = TypeVar("Key")
 
 
 class UsageClass(NamedTuple):
-    """Requests of one lane, task and model, which are likely to use similar numbers of tokens."""
+    """A kind of requests: those of one lane, task and model, which are likely to use similar numbers of tokens."""
 
     lane: str
     task: str

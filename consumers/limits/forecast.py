@@ -17,7 +17,8 @@ from consumers.limits.lines import Waiter
 
 
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
-    """How long a request of this lane would wait for the account's budget, if it joined the end of the line now."""
+    """How long a request of this lane would wait for the account's budget, if it joined the end of its lane's line
+    now."""
     account.refill(now_s)
     ahead = [x + y for x, y in zip(account.lines.sums(lane), account.waiting_elsewhere[lane], strict=True)]
     return _wait(account, lane, amounts, now_s, ahead=ahead, count=account.lines.count(lane))

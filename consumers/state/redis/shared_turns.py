@@ -210,7 +210,8 @@ class SharedTurns:
         self.step()
 
     async def _run_step(self) -> float:
-        """Run the script in Redis once, and carry out its decision. Returns the seconds until the next step."""
+        """Run the script in Redis once, and carry out its decision. Returns the seconds until the script should run
+        again."""
         account, now_s = self.account, self.now_s()
         waiters, max_grants = candidates(account, now_s)
         sent, self._unsent = self._unsent, Changes()
@@ -268,7 +269,7 @@ class SharedTurns:
 
     def _grant(self, waiters: Sequence[Waiter], reply: Mapping[str, Any], redis_s: float) -> float:
         """Give the waiting requests that Redis has granted their reservations, and wake their tasks. Returns the
-        seconds until the next step."""
+        seconds until the script should run again."""
         account = self.account
         for index, *from_savings in reply["granted"]:
             waiter = waiters[index - 1]

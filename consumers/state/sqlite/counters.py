@@ -7,8 +7,8 @@ from consumers.state.sqlite.rows import Times
 from consumers.state.sqlite.sweeping import STEP_ROWS
 
 KEPT_AFTER_MS = 86_400_000
-"""For how many ms after the end of an allowance's period the amount that was used in it is kept, in case the calendar
-time is set back."""
+"""When a period of an allowance has ended, the amount that was used in the period is kept for this many ms more, in
+case the calendar time is set back into the period."""
 
 
 class Counters:

@@ -33,7 +33,8 @@ LEASE_AT_MOST_MS = 3_600_000
 machine was last started, because no lease is so long."""
 ROOM_BYTES = 1024 * 1024
 """If fewer bytes than this are free on the disk, the store counts as full, although `probe` can still write its small
-value. The reason: an answer is larger than that, and the call for it has been paid for before it is stored."""
+value: answers need more space than that value, and the call to the provider is already paid for when its answer is
+stored."""
 WAL_BYTES = 64 * 1024 * 1024
 """The size, in bytes, to which the write-ahead log is cut after a checkpoint."""
 
