@@ -39,7 +39,7 @@ class Accounts(Generic[AnyTurns]):
 
     def turns(self, name: str) -> AnyTurns:
         """The `Turns` object of the account with this name, which holds the account's budget and decides which request
-        gets it next. It is created if the account is new."""
+        gets it next. The object is created if the account is new."""
         if (turns := self._known.get(name)) is None:
             if len(self._known) >= MOST:
                 self._forget_idle()

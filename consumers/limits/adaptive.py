@@ -38,7 +38,8 @@ NEAR_STEP = STEP / 4
 as a part of the full value. It is smaller than `STEP`, because there the provider is likely to refuse calls again."""
 FORGOTTEN_AFTER_S = 180.0
 """A limit that the provider announced and that is below the first guess (`BudgetSpec.start`) is discarded if the
-provider does not announce it again within this many seconds."""
+provider does not announce it again within this many seconds. If refusals (429) have lowered the limits, the reduction
+is discarded when no limit was lowered or raised for this many seconds."""
 NEWS_S = 60.0
 """If a provider announces the same limit again, this is recorded, and sent to other processes, at most once in this
 many seconds."""

@@ -52,8 +52,8 @@ class Bucket:
 
     def resize(self, per_minute: float, size: Size, *, fills: bool) -> None:
         """Change the limit and the size; call `refill` before. If the bucket becomes smaller, the amount that no longer
-        fits is lost. `fills`: if the bucket becomes larger, raise its level by the difference, because it was that
-        large from the beginning, and only our guess of its limit was too low."""
+        fits is lost. `fills`: if the bucket becomes larger, raise its level by the difference, because the provider's
+        bucket was that large from the beginning, and only our guess of the limit was too low."""
         self.per_s = per_minute / 60
         # at least one, because no call could take anything from a smaller bucket
         before, self.burst = self.burst, max(1.0, per_minute * size.burst_s / 60)

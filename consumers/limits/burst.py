@@ -91,8 +91,8 @@ class Bursts:
         received."""
         self._refusals = 0.0
         self.margin = 0.0
-        """By what part the provider's estimate of a request's input tokens exceeds ours (0.2: by a fifth), so that as
-        much more is reserved for each call. It is not sent to other processes."""
+        """By what part the provider's estimate of a request's input tokens is assumed to exceed ours (0.2: by a fifth).
+        For each call, this part more is reserved than we estimate. The value is not sent to other processes."""
 
     def sizes(self, *, guessed: Sequence[bool]) -> tuple[Size, ...]:
         """The sizes of the three buckets. `guessed`: for each limit, True if it was neither announced by the provider

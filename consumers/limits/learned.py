@@ -149,7 +149,7 @@ def _three(values: Any, *, least: float, most: float = MOST) -> tuple[float, ...
 
 
 def _moment(value: Any) -> float:
-    """A time in seconds since 1970; minus infinity if it never happened."""
+    """Check a time in seconds since 1970, and return it; it is minus infinity for an event that has never happened."""
     return _number(value, least=-inf, most=MOST)
 
 

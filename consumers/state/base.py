@@ -40,14 +40,14 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """The properties of one message that the store compares with those of other messages of the same identity."""
+    """The properties of one message that the store compares with those of other messages of the same request."""
 
     body_hash: bytes
     """A hash (16 bytes) of the body as it was published. It is compared because the same id with another body is a
     conflict."""
     mark: bytes
     """A hash (16 bytes) of the properties in which two publishes of the same request differ, such as reply address and
-    send time. By it the store tells a redelivery of a message from another message of the request."""
+    send time. By it the store recognises a message that is redelivered."""
     redelivered: bool
     """True if an earlier delivery of the message was not settled, because its worker died or lost its channel."""
     nonce: bytes = b""
@@ -111,8 +111,8 @@ class Ended:
 
     completion: Completion
     is_same_message: bool
-    """True if this message (by its mark) is the one that ended the request: as it was delivered again, its reply may
-    not have been sent. Also true if the store does not know which message ended the request."""
+    """True if this message (by its mark) is the one that ended the request, and was delivered again, so that its reply
+    may not have been sent. Also true if the store does not know which message ended the request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ requests ended because their deadline had passed, or because their tenant had to
 this number are removed before all others. 10,000 results take 10 MB."""
 EVENTS_PER_REQUEST = 50_000
 """The maximum number of events of the streamed answer that are stored for a request whose progress clients follow
-(`following.py`). The store then refuses further events. When another call to a provider begins for the request, the
-count begins again at 0."""
+(`following.py`). The store refuses further events. When another call to a provider begins for the request, the count
+begins again at 0."""
 EVENT_BYTES_PER_REQUEST = 8 * MIB
 """The maximum size, in bytes, of all events together that are stored for a request whose progress clients follow."""
 

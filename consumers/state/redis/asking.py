@@ -29,9 +29,8 @@ class Changes:
     """For each token bucket: the level to which it was lowered because the provider had less left than was assumed;
     infinite if it was not lowered."""
     feedback: list[Feedback] = field(default_factory=list)
-    """Responses that changed what was learned about the account's limits. If another process has sent Redis what it has
-    learned before this process could, this process replaces what it has learned by that, and then learns from these
-    responses again."""
+    """Responses that changed what was learned about the account's limits. If another process changed the learned limits
+    in Redis first, this process takes those over in place of its own, and then learns from these responses again."""
 
     @property
     def must_be_sent(self) -> bool:
@@ -65,8 +64,8 @@ class Changes:
 
 
 def candidates(account: Account, now_s: float) -> tuple[Sequence[Waiter], int]:
-    """Returns the waiting requests of which the script in Redis may grant some in one run, lane by lane, and by arrival
-    within a lane; and how many of them it may grant at most."""
+    """Returns the waiting requests that the script in Redis may grant in one run (ordered by lane, and by arrival
+    within a lane), and how many of them it may grant at most."""
     calls = account.concurrency
     calls.regain(now_s)
     if account.stopped_s(now_s) > 0 or calls.is_full:

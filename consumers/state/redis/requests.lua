@@ -1,5 +1,5 @@
--- The functions of the Redis store that claim, complete and cancel requests. They decide like the methods of
--- consumers/state/sqlite/requests.py, which are easier to read.
+-- The functions of the Redis store that claim, complete and cancel requests. Each decides like the method of the same
+-- name in consumers/state/sqlite/requests.py, which is easier to read.
 function run.claim(lease_ms, keep_ms, cancelled_ms, hash, mark, redelivered, dead_at, nonce)
   local row, attempts, deaths = read(request), 0, 0
   if row and not row.noted and not runs_again(row, dead_at) then

@@ -89,7 +89,7 @@ MIGRATIONS: dict[int, str] = {
 
 def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection:
     """Open the SQLite file of the store; create it if it is missing. When this returns, the file has the schema of this
-    version, and no lease that was granted before the machine was last started."""
+    version, and all leases in it that are known to be from before the last start of the machine have ended."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(FileExistsError):  # an existing file is not opened: closing it would drop this process's locks on it
         # created here, because SQLite would make it readable by everyone
