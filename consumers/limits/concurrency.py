@@ -2,9 +2,10 @@
 I/O.
 
 At first there is no limit, or only that of the settings. If the provider often answers with 529 (overloaded), the limit
-is set to half the number of calls that run. As in TCP, it then rises by one each time that as many calls as the limit
-were answered. It also rises by one after some time without a 529, because calls can stream for minutes, so that answers
-may be rare. A single 529 does not lower the limit, because it may have nothing to do with this account's calls.
+is set to half the number of calls that run. As in TCP's congestion avoidance, each answer then raises a limit of N
+calls by 1/N, so that it grows by one call after about N answers. The limit also rises by one after some time without a
+529, because calls can stream for minutes, so that answers may be rare. A single 529 does not lower the limit, because
+it may have nothing to do with this account's calls.
 
 While the number of calls is limited, each lane gets its share of them: whenever a call begins, the credit of every lane
 with a waiting request grows by the lane's share, up to one call. A lane with a credit of one call is called "due": its
