@@ -143,7 +143,7 @@ class Account:
 
     def learn(self, feedback: Feedback, now_s: float) -> bool:
         """Learn the account's limits from one response of the provider. Returns True if a limit fell or calls must stop
-        for a while, because earlier forecasts of waits are then too short."""
+        for a while, so that earlier forecasts of waits are too short."""
         self.refill(now_s)
         before = self._adaptive.per_minute()
         has_limits, stopped, missing = False, False, 0.0
@@ -189,16 +189,16 @@ class Account:
         return stopped or any(new < old for new, old in zip(self._adaptive.per_minute(), before, strict=True))
 
     def is_stale(self, now_s: float) -> bool:
-        """True if a low limit may delay requests although no response has confirmed it for minutes. It should then be
-        discarded."""
+        """True if a low limit may delay requests although no response has confirmed it for minutes, so that it should
+        be discarded."""
         return self._adaptive.is_stale(now_s)
 
     def per_minute(self) -> Amounts:
         return self._adaptive.per_minute()
 
     def reason(self, waiter: Waiter, now_s: float) -> str:
-        """The name of the limit for which the request `waiter` waits, which is the first of its lane's line; `paused`
-        if the account's spend limit is reached."""
+        """The name of the limit for which `waiter`, the first request in its lane's line, waits; `paused` if the
+        account's spend limit is reached."""
         if self.paused_s(now_s) > 0:
             return PAUSED
         if self.stopped_s(now_s) == 0 and self.concurrency.is_full:
@@ -225,13 +225,12 @@ class Account:
         self.demand.shift(jump_s)
 
     def forget_elsewhere(self) -> None:
-        """Forget what the requests that wait in other processes need, because the last report of it from Redis is too
-        old."""
+        """Forget what the requests that wait in other processes need, because Redis last reported this too long ago."""
         self.waiting_elsewhere = [NOTHING for _ in self.lanes]
 
     def due_for_a_call(self) -> list[bool]:
-        """For each lane: True if it has a waiting request and its share of the calls adds up to a whole call
-        (`concurrency.py`). The requests of such lanes are granted first."""
+        """For each lane: True if it has a waiting request, and its credit, which grows by the lane's share whenever a
+        call begins, has reached one call. The requests of such lanes are granted before those of others."""
         return [head is not None and self.concurrency.is_due(lane) for lane, head in enumerate(self.lines.heads)]
 
     def begin(self, waiter: Waiter, *, from_savings: Amounts, now_s: float) -> bool:
@@ -245,8 +244,8 @@ class Account:
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _by_credit(self) -> Sequence[int]:
-        """The lanes in the order in which their requests may be granted: first those whose share of the calls adds up
-        to a whole call (`concurrency.py`), then the others; each group by urgency."""
+        """The lanes in the order in which their requests may be granted: first those whose credit, which grows by the
+        lane's share whenever a call begins, has reached one call; then the others. Each group is ordered by urgency."""
         lanes = range(len(self.lanes))
         if not self.concurrency.is_limited:
             return lanes
@@ -281,8 +280,8 @@ class Account:
         self._resize()
 
     def _is_large(self, rate: RateHeaders) -> bool:
-        """True if the size of a call may explain why it was refused: input tokens are left of the limit, but fewer than
-        the largest running call may need."""
+        """True if the size of a call may explain why it was refused: some input tokens are left of the limit, but fewer
+        than the largest running call may need."""
         left = rate.input_tokens.remaining
         return left is not None and not self._bursts.spent(rate)[1] and self._running_calls.needs(left)
 

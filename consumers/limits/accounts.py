@@ -1,8 +1,8 @@
 """Keeps the budgets of all accounts at providers: reserves budget before a call, settles the reservation after the
 call, and learns limits from responses.
 
-Requests wait in the lines of an account (one for each lane) until the account's `Turns` object grants them. Several
-processes may share an account.
+A request waits in one of the account's lines (there is one for each lane) until the account's `Turns` object grants it
+its budget. Several processes may share an account.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from consumers.limits.spec import BudgetSpec
 from consumers.limits.turns import Turns
 
 MOST: Final = 256
-"""When the budgets of this many accounts are kept (an account is a provider with a class of models), those that are not
-in use are removed before a further one is added."""
+"""If a process keeps the budgets of this many accounts (an account is a provider with a class of models), it removes
+those that are not in use before it adds a further one."""
 AnyTurns = TypeVar("AnyTurns", bound=Turns)
 
 
@@ -39,7 +39,7 @@ class Accounts(Generic[AnyTurns]):
 
     def turns(self, name: str) -> AnyTurns:
         """The `Turns` object of the account with this name, which holds the account's budget and decides which request
-        gets it next. It is created if the account is new."""
+        gets it next. The object is created if the account is new."""
         if (turns := self._known.get(name)) is None:
             if len(self._known) >= MOST:
                 self._forget_idle()
@@ -133,8 +133,8 @@ class Accounts(Generic[AnyTurns]):
         return forecast.wait(turns.account, self._ranks[lane], amounts, turns.now_s())
 
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
-        """For each account and lane for whose budget requests wait: how many wait in this process, and for which
-        limit."""
+        """For each account and lane that has waiting requests in this process: how many they are, and for which limit
+        they wait."""
         found: dict[str, dict[str, Waiting]] = {}
         for name, turns in self._known.items():
             account, now_s = turns.account, turns.now_s()

@@ -4,9 +4,9 @@ trial. Without I/O.
 A limit that the provider does not announce begins low, and rises by a step every few seconds while requests wait for it
 and the provider refuses none of them. If a provider's answers have no headers about limits (a self-hosted model behind
 a compatible API, for example), it is assumed to have no limits until it refuses a call, that is, answers 429. A refusal
-that does not say how much of the limits is left halves them. A refusal that says so lowers them only if smaller bursts
-(`burst.py`) did not help, because then somebody else uses the account, or the provider counts differently. Lowered
-limits rise again step by step.
+that does not say how much of the limits is left halves them. A refusal that says how much is left lowers them only if
+smaller token buckets (`burst.py`) did not help, because then somebody else uses the account as well, or the provider
+counts differently. Lowered limits rise again step by step.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ lowered may still be refused."""
 LEAST_FACTOR = 1 / 64
 """Refusals (429) never lower an assumed limit below this part of its full value (its value without refusals)."""
 LESS = 0.8
-"""The factor by which an assumed limit is multiplied if a refusal (429) says that nothing of the limit is left, and
-smaller bursts have not helped."""
+"""The factor by which an assumed limit is multiplied if a refusal (429) says that almost nothing of the limit is left,
+and smaller token buckets have not helped."""
 NEAR = 0.7
 """When a limit that refusals (429) have lowered has risen to this part of its full value (its value without refusals),
 it is raised in smaller steps (`NEAR_STEP`)."""
@@ -38,7 +38,8 @@ NEAR_STEP = STEP / 4
 as a part of the full value. It is smaller than `STEP`, because there the provider is likely to refuse calls again."""
 FORGOTTEN_AFTER_S = 180.0
 """A limit that the provider announced and that is below the first guess (`BudgetSpec.start`) is discarded if the
-provider does not announce it again within this many seconds."""
+provider does not announce it again within this many seconds. If refusals (429) have lowered the limits, the reduction
+is discarded when no limit was lowered or raised for this many seconds."""
 NEWS_S = 60.0
 """If a provider announces the same limit again, this is recorded, and sent to other processes, at most once in this
 many seconds."""
@@ -110,8 +111,8 @@ class Adaptive:
 
     def refused(self, now_s: float, is_spent: Sequence[bool] = NONE_SPENT) -> None:
         """Lower the assumed limits after a refusal (429), unless an earlier refusal has just lowered them. Limits of
-        which nothing is left (`is_spent`) are multiplied by `LESS`; if there are none, all limits are halved. If the
-        account was assumed to have no limits, the first guesses are assumed instead."""
+        which almost nothing is left (`is_spent`) are multiplied by `LESS`; if there is no such limit, all are halved.
+        If the account was assumed to have no limits, the first guesses are assumed instead."""
         known = self.learned._replace(moved_s=now_s)
         if known.is_silent:
             known = known._replace(is_silent=False, halved_s=now_s)

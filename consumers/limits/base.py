@@ -60,7 +60,8 @@ class Wait(NamedTuple):
 
 
 class WaitTooLong(LanekeeperError):
-    """The request would have to wait for a provider's budget until it is too late for its deadline."""
+    """The request cannot get a provider's budget in time for its deadline, or the account is paused because its spend
+    limit is reached."""
 
     def __init__(self, wait: Wait) -> None:
         self.wait = wait

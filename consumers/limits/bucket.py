@@ -52,8 +52,8 @@ class Bucket:
 
     def resize(self, per_minute: float, size: Size, *, fills: bool) -> None:
         """Change the limit and the size; call `refill` before. If the bucket becomes smaller, the amount that no longer
-        fits is lost. `fills`: if the bucket becomes larger, raise its level by the difference, because it was that
-        large from the beginning, and only our guess of its limit was too low."""
+        fits is lost. `fills`: if the bucket becomes larger, raise its level by the difference, because the provider's
+        bucket was that large from the beginning, and only our guess of the limit was too low."""
         self.per_s = per_minute / 60
         # at least one, because no call could take anything from a smaller bucket
         before, self.burst = self.burst, max(1.0, per_minute * size.burst_s / 60)
@@ -75,8 +75,7 @@ class Bucket:
         self.level, self.savings, self._at_s = level, list(savings), now_s
 
     def refill(self, now_s: float) -> None:
-        """Let the bucket refill for the time since the last call of this method: raise its level and the lanes'
-        savings."""
+        """Raise the bucket's level and the lanes' savings by what has flowed in since the last call of this method."""
         passed_s = now_s - self._at_s
         if passed_s <= 0:
             return
@@ -137,7 +136,7 @@ class Bucket:
 
     def lower(self, level: float) -> None:
         """Lower the bucket's level to `level`, the amount that the provider says is left of its limit. If the lanes'
-        savings together exceed that, they are scaled down to it; debts stay."""
+        savings together exceed this amount, they are scaled down to it; debts (negative savings) stay as they are."""
         if level >= self.level:
             return
         self.level = level
@@ -174,8 +173,8 @@ class Bucket:
     def _left_in_s(self, kept: float, below: Sequence[int], *, is_first: bool) -> float:
         """Seconds until a request may take what other lanes leave, that is, until the level covers `kept` (the request,
         and what is kept for more urgent lanes) and the savings that will then be held for the less urgent lanes
-        (`below`). `is_first`: True if the request may also take its amount as soon as the bucket is full (the third
-        case in the module's docstring)."""
+        (`below`). `is_first`: True if the request may also take its amount as soon as the bucket is full, because no
+        lane must go before it (the third case in the module's docstring)."""
         if is_first and self.level >= self.burst:
             return 0.0
         need = kept
@@ -199,8 +198,9 @@ class Bucket:
 
 
 def flows_in_s(missing: float, per_s: float, filling: Sequence[tuple[float, float]]) -> float:
-    """Seconds until the amount `missing` has flowed in. The rate `per_s` rises whenever another lane has saved enough.
-    `filling`: for each of these lanes, after how many seconds the rate rises, and by how much per second."""
+    """Seconds until the amount `missing` has flowed into a bucket for a request. The rate `per_s` at which it flows in
+    rises whenever another lane has saved enough and no longer takes its share. `filling`: for each of these lanes,
+    after how many seconds the rate rises, and by how much per second."""
     passed_s = 0.0
     for in_s, more_per_s in sorted(filling):
         reached = missing - per_s * (in_s - passed_s)

@@ -63,8 +63,8 @@ many average requests need."""
 WEIGHT = 0.1
 """The weight of the latest response in smoothed values, such as the share of responses that are refusals (429)."""
 LOST_PART = 0.05
-"""The value of `Size.lost_part` for a bucket whose size is proven and is below the operator's setting
-(`BudgetSpec.burst_s`)."""
+"""The value of `Size.lost_part` (the part of a full bucket that counts as lost when a call begins) for a bucket whose
+size is proven and is below the operator's setting (`BudgetSpec.burst_s`); for other buckets it is 0."""
 
 
 class Size(NamedTuple):
@@ -74,8 +74,9 @@ class Size(NamedTuple):
     """The bucket's size, in seconds' worth of the limit: 60 means the amount of a minute."""
     lost_part: float
     """The part of a full bucket that counts as lost when a call begins, in addition to what the call takes. Without it,
-    our bucket could be fuller than the provider's: if the provider's bucket is not larger than ours, it is full as
-    well, and begins to refill only when the call arrives, which takes a different time for each call."""
+    our bucket could become fuller than the provider's. If the provider's bucket is not larger than ours, it is full as
+    well, and begins to refill only when the call arrives at the provider, but ours begins when the call begins. The
+    time between these differs from call to call."""
 
 
 class Bursts:
@@ -90,8 +91,8 @@ class Bursts:
         received."""
         self._refusals = 0.0
         self.margin = 0.0
-        """By what part the provider's estimate of a request's input tokens exceeds ours (0.2: by a fifth), so that as
-        much more is reserved for each call. It is not sent to other processes."""
+        """By what part the provider's estimate of a request's input tokens is assumed to exceed ours (0.2: by a fifth).
+        For each call, this part more is reserved than we estimate. The value is not sent to other processes."""
 
     def sizes(self, *, guessed: Sequence[bool]) -> tuple[Size, ...]:
         """The sizes of the three buckets. `guessed`: for each limit, True if it was neither announced by the provider
@@ -130,8 +131,8 @@ class Bursts:
         return self.learned != before
 
     def spent(self, rate: RateHeaders) -> tuple[bool, ...]:
-        """For each of the three buckets: True if so little is left in it that this explains why a call was refused
-        (429)."""
+        """For each of the provider's three buckets: True if so little is left in it that this explains why a call was
+        refused (429)."""
         usual = (0.0, SPENT_REQUESTS * self._usual_input, 0.0)
         return tuple(
             header.remaining is not None
@@ -141,8 +142,9 @@ class Bursts:
 
     def refused(self, is_spent: Sequence[bool], now_s: float) -> bool:
         """After a refusal (429), reduce the sizes of the buckets that are spent, or of all buckets if none is spent. If
-        the bucket of input tokens is among them and is small already, `margin` is raised instead, up to `MARGIN_MOST`.
-        Returns False if many calls are refused although these buckets have their smallest sizes."""
+        the bucket of input tokens is among them and is small already, `margin` (by what part more input tokens are
+        reserved than estimated) is raised instead, up to `MARGIN_MOST`. Returns False if many calls are refused
+        although these buckets have their smallest sizes."""
         self._refusals += WEIGHT * (1 - self._refusals)
         if 0 <= now_s - self.learned.cut_s < PATIENCE_S:
             return True
@@ -166,8 +168,8 @@ class Bursts:
         self.margin = min(MARGIN_MOST, self.margin + MARGIN_STEP)
 
     def answered(self, now_s: float) -> bool:
-        """After an answer: if refusals have reduced sizes, raise these by one step, but only if the last step is at
-        least `RECOVERY_EVERY_S` ago. Returns True if they rose."""
+        """After an answer: if refusals have reduced bucket sizes or raised `margin`, raise the sizes and lower `margin`
+        by one step, but only if the last change is at least `RECOVERY_EVERY_S` ago. Returns True if this was done."""
         self._refusals -= WEIGHT * self._refusals
         known = self.learned
         if 0 <= now_s - known.moved_s < RECOVERY_EVERY_S or (min(known.cut) == 1 and not self.margin):

@@ -2,9 +2,10 @@
 I/O.
 
 At first there is no limit, or only that of the settings. If the provider often answers with 529 (overloaded), the limit
-is set to half the number of calls that run. As in TCP, it then rises by one each time that as many calls as the limit
-were answered. It also rises by one after some time without a 529, because calls can stream for minutes, so that answers
-may be rare. A single 529 does not lower the limit, because it may have nothing to do with this account's calls.
+is set to half the number of calls that run. As in TCP's congestion avoidance, each answer then raises a limit of N
+calls by 1/N, so that it grows by one call after about N answers. The limit also rises by one after some time without a
+529, because calls can stream for minutes, so that answers may be rare. A single 529 does not lower the limit, because
+it may have nothing to do with this account's calls.
 
 While the number of calls is limited, each lane gets its share of them: whenever a call begins, the credit of every lane
 with a waiting request grows by the lane's share, up to one call. A lane with a credit of one call is called "due": its
@@ -21,23 +22,24 @@ PATIENCE_S = 1.0
 """Overloads (529) within this many seconds lower the limit of calls only once, because calls that began earlier report
 the same overload."""
 SMOOTHING = 0.1
-"""The weight of the latest call in the smoothed share of overloads (529)."""
+"""The weight of the latest call in two smoothed values: the share of overloads (529) among the answers, and the
+duration of a call."""
 REGAIN_S = 5.0
 """A limit of calls that overloads (529) have lowered rises by one after this many seconds without a 529. If the
-provider is still overloaded, it refuses only that one additional call. Without this rule, two long streams would block
-all lanes for as long as they run."""
+provider is still overloaded, it refuses only that one additional call. Without this rule, a limit that was lowered to
+one or two calls would stay that low for as long as these calls stream, and all lanes would have to wait."""
 OFTEN = 0.25
 """The limit of calls is lowered if at least this part of the latest responses (a smoothed value) are 529s. The third
 529 in a row reaches it."""
 WHOLE: Final = 1 - 1e-9
-"""If a lane's credit, to which its share is added whenever a call begins, is at least this, the lane is due for a call.
-The value is a little below 1 because of rounding errors."""
+"""A lane is due for a call if its credit is at least this. (While a lane has a waiting request, its credit grows by the
+lane's share of the calls whenever a call begins.) The value is a little below 1 because of rounding errors."""
 
 
 class Concurrency:
-    """How many calls of one account may run at a time, how many run, and which lanes are due for a call, which means
-    that their share of the calls adds up to a whole call. `ceiling`: the limit of the settings; None: no limit.
-    `shares`: each lane's share of the calls."""
+    """How many calls of one account may run at a time, how many run, and which lanes are due for a call. A lane is due
+    if its credit, which grows by the lane's share whenever a call begins, has reached one call. `ceiling`: the limit of
+    the settings; None: no limit. `shares`: each lane's share of the calls."""
 
     def __init__(self, ceiling: int | None, shares: Sequence[float]) -> None:
         self._ceiling: float = inf if ceiling is None else ceiling
@@ -85,13 +87,14 @@ class Concurrency:
                 self._credit[other] = min(1.0, self._credit[other] + self._shares[other])
 
     def is_due(self, lane: int) -> bool:
-        """True if the number of calls is limited, and the lane's share of the calls adds up to a whole call."""
+        """True if the number of calls is limited, and the lane's credit (which grows by the lane's share of the calls
+        whenever a call begins) has reached one call."""
         return self.is_limited and self._credit[lane] >= WHOLE
 
     def calls_before(self, lane: int, count: int) -> int:
-        """The largest number of calls of the account that can begin before the call of a waiting request; it is limited
-        because each lane gets its share of the calls. `count`: how many requests of the same lane wait before this
-        one."""
+        """The largest number of calls of the account that can begin before the call of a waiting request. There is such
+        a number because each lane gets its share of the calls, even if more urgent requests keep arriving. `count`: how
+        many requests of the same lane wait before this one."""
         return ceil((count + 1 - self._credit[lane]) / self._shares[lane]) + 1
 
     def end(self, took_s: float) -> None:

@@ -7,8 +7,8 @@ from math import exp
 from consumers.limits.base import Amounts
 
 WITHIN_S = 60.0
-"""How fast used amounts of a budget are forgotten: after this many seconds an amount has about a third (1/e) of its
-weight."""
+"""The time constant, in seconds, with which used amounts of a budget lose weight: after this time an amount counts only
+about a third (1/e)."""
 
 
 class Demand:

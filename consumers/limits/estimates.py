@@ -1,16 +1,15 @@
 """Estimates what a request will use: input tokens by the size of its body, output tokens by earlier requests of its
 kind (lane, task and model). Without I/O.
 
-The estimated amount is reserved before the call and corrected after it, so estimates must be right on average, not each
-time.
+The estimated amount is reserved before the call and corrected after it, so estimates need to be right only on average.
 """
 
 from collections import OrderedDict
 from typing import NamedTuple, TypeVar
 
 KINDS = 4096
-"""The number of kinds of requests (lane, task and model) for which estimates are kept; the kind that was not used for
-longest is removed first."""
+"""The number of kinds of requests (lane, task and model) for which estimates are kept; the kind for which no call has
+ended for the longest time is removed first."""
 WEIGHT = 0.1
 """The weight of the latest call in the smoothed means from which the tokens and the duration of a call are
 estimated."""
@@ -21,7 +20,7 @@ Key = TypeVar("Key")
 
 
 class UsageClass(NamedTuple):
-    """Requests of one lane, task and model, which are likely to use similar numbers of tokens."""
+    """A kind of requests: those of one lane, task and model, which are likely to use similar numbers of tokens."""
 
     lane: str
     task: str

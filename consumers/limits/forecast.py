@@ -17,7 +17,8 @@ from consumers.limits.lines import Waiter
 
 
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
-    """How long a request of this lane would wait for the account's budget, if it joined the end of the line now."""
+    """How long a request of this lane would wait for the account's budget, if it joined the end of its lane's line
+    now."""
     account.refill(now_s)
     ahead = [x + y for x, y in zip(account.lines.sums(lane), account.waiting_elsewhere[lane], strict=True)]
     return _wait(account, lane, amounts, now_s, ahead=ahead, count=account.lines.count(lane))
@@ -137,8 +138,8 @@ class _Line:
         """The amount that the bucket must contain in addition to what the request needs: the reserves of the more
         urgent lanes, and what is held for the less urgent ones."""
         self._per_s = bucket.per_s
-        """How much of what flows into the bucket per second this lane and the more urgent ones get, while the less
-        urgent lanes spend or save their shares."""
+        """The amount per second that flows into the bucket for this lane and the more urgent ones: the bucket's rate
+        without the shares of those less urgent lanes that have waiting requests or still save."""
         self._filling: list[tuple[float, float]] = []
         """For each less urgent lane that still saves and has no waiting request: the seconds until it has saved all
         that it may, and how much per second it saves."""

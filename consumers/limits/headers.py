@@ -1,7 +1,8 @@
 """Reads the account's limits from a response's headers: `anthropic-ratelimit-{requests,input-tokens,output-tokens}-*`.
 
-For each of the three buckets there are `limit` (per minute), `remaining` (tokens are rounded to thousands) and `reset`
-(RFC 3339: when the bucket will be full); see docs/facts.md, section 10. Impossible values are ignored.
+For each of the three limits there are three headers: `limit` (per minute), `remaining` (rounded to thousands if it
+counts tokens) and `reset` (the time, as in RFC 3339, when all of the limit will be available again); see docs/facts.md,
+section 10. Impossible values are ignored.
 """
 
 import math
@@ -11,7 +12,8 @@ from datetime import datetime
 from typing import NamedTuple
 
 MOST = 1e12
-"""A larger number in a provider's headers about limits is ignored, because no account has such a limit."""
+"""A number in a provider's headers about limits is ignored unless it is below this, because no account has such a
+limit."""
 FARTHEST_RESET_S = 86_400.0
 """All headers about a limit are ignored if the header `reset` names a time that is further away than this, in seconds,
 because a bucket refills within a minute."""

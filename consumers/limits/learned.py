@@ -15,7 +15,8 @@ VERSION: Final = 1
 """The version of the JSON text in which processes exchange learned limits. Increase it when a field is added, is
 removed, or gets another meaning."""
 MOST: Final = 1e12
-"""The largest number that is accepted in the JSON text of learned limits that another process has written."""
+"""The largest number that is accepted when the JSON text of learned limits is read, which another process may have
+written."""
 
 
 class UnreadableError(ValueError):
@@ -148,7 +149,7 @@ def _three(values: Any, *, least: float, most: float = MOST) -> tuple[float, ...
 
 
 def _moment(value: Any) -> float:
-    """A time in seconds since 1970; minus infinity if it never happened."""
+    """Check a time in seconds since 1970, and return it; it is minus infinity for an event that has never happened."""
     return _number(value, least=-inf, most=MOST)
 
 

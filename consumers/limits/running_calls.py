@@ -42,7 +42,7 @@ class RunningCalls:
     def hold(self, missing: float, now_s: float) -> bool:
         """Decide whether the running calls explain a refusal: the provider may count `missing` more input tokens for
         them than were reserved. If so, raise the reservations of these calls by `missing` tokens in total, and return
-        True."""
+        True. Otherwise return False."""
         running = sum(reservation.amounts.input_tokens for reservation in self._calls.values())
         is_same = 0 <= now_s - self._held_s < PATIENCE_S
         if not 0 < missing <= MARGIN_MOST * running or not (is_same or now_s - self._held_s > HELD_EVERY_S):

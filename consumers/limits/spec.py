@@ -51,8 +51,9 @@ class BudgetSpec:
     """How many bytes of a request's body are expected to make one input token, until the first request for its model
     has ended."""
     overflow_s: float | None = None
-    """A request that would wait longer than this goes to the next provider that may serve it, if the wait there is
-    shorter. None: the time that requests of its lane should wait at most (`LaneSpec.target_wait_s`)."""
+    """A request that would wait longer than this many seconds for a provider's budget goes to the next provider that
+    may serve it, if the wait there is shorter. None: the time that requests of its lane should wait at most
+    (`LaneSpec.target_wait_s`)."""
     hold_s: float = 120.0
     """How many seconds a request may wait for budget in a worker. After that it waits in a queue of the broker (it is
     deferred), because the broker takes back a delivery that is not settled for long."""

@@ -1,8 +1,8 @@
-"""The interface of the store, in which workers record facts about requests outside the broker. It is implemented with
-SQLite and with Redis.
+"""The interface of the store, a database beside the broker in which workers keep facts about requests. It is
+implemented with SQLite and with Redis.
 
-The store keeps which worker has claimed a request and how the request ended (at most one completion for each identity),
-how many requests wait in the broker for a delay, how much of an allowance (such as a tenant's dollars) was used in a
+The store keeps which worker has claimed a request and how the request ended (at most one result for each request), how
+many requests wait in the broker for a delay, how much of an allowance (such as a tenant's dollars) was used in a
 period, and leases for jobs that only one process may do at a time.
 
 The store is not the system of record: losing it can cause a repeated call to a provider, but loses no request. Every
@@ -19,8 +19,8 @@ from lanekeeper.contract.problems import LanekeeperError
 
 LEASE_S = 10.0
 """For how many seconds a claim (a worker's right to work on a request) is valid without renewal; this time is its
-lease. Another message of the same request waits until the lease ends. If the message that was granted the claim is
-redelivered, it takes the claim over at once."""
+lease. While the claim is valid, another message of the same request must wait. But if the message for which the claim
+was granted is redelivered, its new worker takes the claim over at once."""
 
 
 class StoreUnavailable(LanekeeperError):
@@ -30,7 +30,7 @@ class StoreUnavailable(LanekeeperError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identifies a request: messages with the same identity are the same request."""
+    """Identifies a request: messages with the same identity belong to the same request."""
 
     tenant: str
     """The request's tenant; empty if it has none."""
@@ -40,14 +40,14 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """The properties of one message that the store compares with those of other messages of the same identity."""
+    """The properties of one message that the store compares with those of other messages of the same request."""
 
     body_hash: bytes
     """A hash (16 bytes) of the body as it was published. It is compared because the same id with another body is a
     conflict."""
     mark: bytes
     """A hash (16 bytes) of the properties in which two publishes of the same request differ, such as reply address and
-    send time."""
+    send time. By it the store recognises a message that is redelivered."""
     redelivered: bool
     """True if an earlier delivery of the message was not settled, because its worker died or lost its channel."""
     nonce: bytes = b""
@@ -111,8 +111,8 @@ class Ended:
 
     completion: Completion
     is_same_message: bool
-    """True if this message (by its mark) is the one that ended the request, so that the reply may not have been sent.
-    Also true if the store has no mark of the message that ended it."""
+    """True if this message (by its mark) is the one that ended the request, and was delivered again, so that its reply
+    may not have been sent. Also true if the store does not know which message ended the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,16 +209,18 @@ class Leases(Protocol):
     """Decide which process does a job that only one may do at a time, for example the removal of expired results."""
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
-        """Take a lease, or renew it if the caller has it. Returns False if another owner has the lease."""
+        """Take a lease for `for_s` seconds, or renew it if `owner` has it already. Returns False if another owner has
+        the lease."""
 
     async def let_go(self, name: str, owner: str) -> None:
         """Release a lease before it ends. Does nothing if another owner holds it."""
 
 
 class Store(Allowances, Leases, Protocol):
-    """The methods of a store for claims and results. It is open from `__aenter__` to `__aexit__`.
+    """The interface of a store for claims and results. A store is open from `__aenter__` to `__aexit__`.
 
-    Entering never raises an error. If the file or the server cannot be used, every later call tries it again.
+    `__aenter__` never raises an error. If the SQLite file or the Redis server cannot be used, every later call tries
+    again to use it.
     """
 
     @property
@@ -231,11 +233,12 @@ class Store(Allowances, Leases, Protocol):
     async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
         """Ask for the claim of a request, before its provider is called.
 
-        Granted: no worker holds the claim, or its lease has expired, or this message is the one for which it is held,
-        redelivered (with the same mark, and the same first byte of the nonce). A dead letter that is published again
-        (`dead_at_ms` is the time of the stored error) is also granted, even with another body. Running: another worker
-        holds the claim. Ended: the request has ended. Conflict: the id was used with another body. What `note` and
-        `defer` have stored has no effect on the result.
+        Returns `Granted` if no worker holds the claim, if its lease has expired, or if it is held for this same message
+        (with the same mark, and the same first byte of the nonce), which was redelivered. A dead letter that is
+        published again (its `dead_at_ms` is the time of the stored error) also gets the claim, even if its body is
+        another one. Returns `Running` if another worker holds the claim, `Ended` if the request has ended, and
+        `Conflict` if the id was used with another body. A request for which only `note` or `defer` has stored something
+        is granted like a new one.
         """
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
@@ -294,9 +297,9 @@ class Store(Allowances, Leases, Protocol):
         self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
     ) -> WaitingLimit:
         """Count a message that waits in the broker until `until_ms`, as `weight` requests, if the limits of waiting
-        requests allow it. It counts until then even if the request ends before, because the broker still holds the
-        message. A message that is redelivered is counted only once; other messages of the same request are counted
-        separately."""
+        requests allow it. It counts until then even if the request ends earlier, because the broker still holds the
+        message. A message that is redelivered is counted only once, but each further message of the same request is
+        counted as well. `weight` is above 1 if the message has a large body."""
 
     async def __aenter__(self) -> Self: ...
 

@@ -8,15 +8,17 @@ from topology.lanes import GIB, MIB
 DAY_S = 86_400
 """The default time, in seconds, for which the store keeps the result of a request: a day."""
 SEEN_LATE_S = 300
-"""For how many seconds longer than the longest deadline the cancellation of a request that no worker has seen is kept,
-because clocks differ, and because a worker may see the request shortly after its deadline."""
+"""If a request is cancelled before any worker has seen it, the cancellation is kept for the time of the longest
+deadline and this many seconds more, because clocks differ, and because a worker may see the request shortly after its
+deadline."""
 UNTRIED_PER_TENANT = 10_000
 """How many results of requests that ended before any attempt are kept for one tenant when the SQLite file is full. Such
 requests ended because their deadline had passed, or because their tenant had too many waiting requests. Results above
 this number are removed before all others. 10,000 results take 10 MB."""
 EVENTS_PER_REQUEST = 50_000
-"""How many events of the streamed answer are stored for a request whose progress clients follow (`following.py`). The
-count begins anew when another call to a provider begins; further events are not stored."""
+"""The maximum number of events of the streamed answer that are stored for a request whose progress clients follow
+(`following.py`). The store refuses further events. When another call to a provider begins for the request, the count
+begins again at 0."""
 EVENT_BYTES_PER_REQUEST = 8 * MIB
 """The maximum size, in bytes, of all events together that are stored for a request whose progress clients follow."""
 

@@ -23,14 +23,14 @@ class Changes:
     """Changes of an account's budget that this process has made since the last run of the script."""
 
     back: list[dict[str, Any]] = field(default_factory=list)
-    """For each call that has ended: the amounts that it gives back, or has used beyond its reservation (see
+    """For each call that has ended: the amounts that it reserved and did not use, or used beyond its reservation (see
     `give_back`)."""
     lower: list[float] = field(default_factory=lambda: [inf, inf, inf])
     """For each token bucket: the level to which it was lowered because the provider had less left than was assumed;
     infinite if it was not lowered."""
     feedback: list[Feedback] = field(default_factory=list)
-    """Responses that changed what was learned about the account's limits. If another process was faster to send what it
-    has learned, this process takes that over, and then learns from these responses again."""
+    """Responses that changed what was learned about the account's limits. If another process changed the learned limits
+    in Redis first, this process takes those over in place of its own, and then learns from these responses again."""
 
     @property
     def must_be_sent(self) -> bool:
@@ -64,8 +64,8 @@ class Changes:
 
 
 def candidates(account: Account, now_s: float) -> tuple[Sequence[Waiter], int]:
-    """The waiting requests that the script in Redis may grant in one run, lane by lane, and by arrival within a lane;
-    and how many of them the script may grant at most."""
+    """Returns the waiting requests that the script in Redis may grant in one run (ordered by lane, and by arrival
+    within a lane), and how many of them it may grant at most."""
     calls = account.concurrency
     calls.regain(now_s)
     if account.stopped_s(now_s) > 0 or calls.is_full:

@@ -23,7 +23,8 @@ local function held(d, l)
   if part <= holds[d][l] or part >= caps[d][l] then return math.max(0, part) end
   return holds[d][l]
 end
--- Seconds until the level covers `kept` and the savings that will then be held for the lanes below.
+-- Seconds until the level of bucket `d` covers `kept` (what a request of lane `l` needs, and what is kept for more
+-- urgent lanes) and the savings that will then be held for the less urgent lanes.
 local function left_in(d, kept, l, is_first)
   if is_first and levels[d] >= burst[d] then return 0 end
   local missing = kept

@@ -88,7 +88,8 @@ local function want()
   end
 end
 
--- Add what has flowed in since the last step, by the limits and the first waiters that were stored then.
+-- Let the buckets refill for the time since the last step, by the limits and the first waiters that the last step
+-- stored.
 size()
 local before = waiting[asked.process]
 for l = 1, lanes do
@@ -107,7 +108,8 @@ for d = 1, 3 do
   end
 end
 
--- Take over what the process has learned, the amounts that it gives back, and the lower levels that it has found.
+-- Take over from the process that runs this step what it has learned, the amounts that it gives back, and the lower
+-- levels that the provider has reported to it.
 local is_news = asked.version ~= account.version
 if asked.changed and not is_news then
   for d = 1, 3 do
@@ -138,7 +140,7 @@ for d = 1, 3 do
   if asked.lower[d] >= 0 then lower(d, asked.lower[d]) end
 end
 
--- Decide whose turn it is.
+-- Decide which waiters get their budget in this step.
 for l = 1, lanes do own[l] = {} end
 for i, waiter in ipairs(asked.waiters) do
   local line = own[waiter.lane]

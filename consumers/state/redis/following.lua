@@ -4,7 +4,7 @@
 -- The submission of a request is the hash `followed`. Its entries (steps and events) are the stream `entries`, with the
 -- ids `0-<number>`.
 
--- `...`: the other fields of the submission and their values.
+-- `...`: the names of the submission's other fields, each followed by its value.
 function run.follow(keep_until, kind, body, hash, ...)
   local row = read(request)
   if row and not row.noted then return other_body(row, hash) and 'conflict' or 'known' end
@@ -30,8 +30,8 @@ function run.submission()
   return redis.call('HMGET', followed, 'hash', 'lane', 'submitted', 'due', 'deadline')
 end
 
--- The further arguments are, for each request: the token of its claim, the number of its new entries, the 10 names and
--- values of its submission's fields, and each entry's kind and body.
+-- After the three arguments, there are for each request: the token of its claim, the number of its new entries, the
+-- names and values of its submission's five fields (10 arguments), and each entry's kind and body.
 function run.append(keep_ms, events_at_most, bytes_at_most)
   local function append(key, followed, entries, at)
     local row = read(key)
@@ -73,7 +73,7 @@ function run.append(keep_ms, events_at_most, bytes_at_most)
   return results
 end
 
--- After the two arguments, for each request: the number of the last entry that was read.
+-- After `most` and `left` there is one more argument for each request: the number of the last entry that was read.
 function run.look(most, left)
   local news = {}
   left = tonumber(left)

@@ -1,6 +1,6 @@
--- What requests.lua and following.lua share: how a request is read and written. A request has three Redis keys: for its
--- claim and result, for its submission, and for its entries. The first is a hash, whose fields are like the columns
--- that sqlite/file.py explains; an empty field means NULL.
+-- The local functions that requests.lua and following.lua share, which read and write a request. A request has three
+-- Redis keys: for its claim and result, for its submission, and for its entries. The key for its claim and result is a
+-- hash, whose fields are like the columns of the table `request` in sqlite/file.py; an empty field means NULL.
 local request, followed, entries = KEYS[1], KEYS[2], KEYS[3]
 local FIELDS = {
   'hash', 'mark', 'token', 'nonce', 'deaths', 'lease', 'claimed', 'attempts', 'noted', 'cancelling', 'due',
@@ -18,7 +18,8 @@ local function read(key)
   return row
 end
 local function next_token(row) return row and row.token + 1 or now end
--- Writes a request as if it were new. Further fields and values replace the empty ones.
+-- Writes a request as if it were new. `...`: the fields with other values than those given here, each followed by its
+-- value.
 local function write_new(row, ...)
   redis.call('HSET', request, 'hash', '', 'mark', '', 'token', next_token(row), 'nonce', '', 'deaths', 0,
     'lease', 0, 'claimed', 0, 'attempts', 0, 'noted', '', 'cancelling', '', 'due', '',

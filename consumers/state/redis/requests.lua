@@ -1,5 +1,5 @@
--- The functions of the Redis store that claim, complete and cancel requests. They decide like the methods of
--- consumers/state/sqlite/requests.py, which are easier to read.
+-- The functions of the Redis store that claim, complete and cancel requests. Each decides like the method of the same
+-- name in consumers/state/sqlite/requests.py, which is easier to read.
 function run.claim(lease_ms, keep_ms, cancelled_ms, hash, mark, redelivered, dead_at, nonce)
   local row, attempts, deaths = read(request), 0, 0
   if row and not row.noted and not runs_again(row, dead_at) then
@@ -24,7 +24,7 @@ function run.claim(lease_ms, keep_ms, cancelled_ms, hash, mark, redelivered, dea
   return {'granted', next_token(row), deaths, row and redis.call('EXISTS', followed) or 0}
 end
 
--- The tokens of the claims follow the two arguments.
+-- After `lease_ms` and `keep_ms`, the arguments are the tokens of the claims.
 function run.renew(lease_ms, keep_ms)
   local stops = {}
   for i, key in ipairs(KEYS) do
@@ -56,7 +56,7 @@ function run.release(keep_ms, cancelled_ms, token, attempts, due)
   end
 end
 
--- `...`, here and below: the fields of the completion and their values.
+-- `...`, here and in the functions below: the names of the completion's fields, each followed by its value.
 function run.complete(keep_ms, token, hash, mark, redelivered, dead_at, nonce, ...)
   local row = read(request)
   token = tonumber(token)

@@ -25,7 +25,7 @@ class Script:
 
 
 def _read(*names: str) -> str:
-    """Returns the text of these files of this folder, one after the other."""
+    """Returns the texts of these files of this folder as one text, in the given order."""
     return "".join(files(__package__).joinpath(name).read_text(encoding="utf-8") for name in names)
 
 

@@ -34,8 +34,8 @@ different versions of the format do not share an account. While both versions ru
 it has the whole budget, until 429s lower the limits of both groups."""
 LOOK_EVERY_S: Final = 0.5
 """The seconds between two runs of the script in Redis while a request of this process waits for budget. By a run this
-process learns what other processes have returned to the budget, and they learn that its request still waits. (Publish
-and subscribe would need another connection, and can lose messages.)"""
+process learns what other processes have returned to the budget, and they learn that its request still waits. (Redis's
+publish/subscribe would need another connection, and can lose messages.)"""
 FORGOTTEN_AFTER_S: Final = 4 * LOOK_EVERY_S
 """If a process has not run the script in Redis for this many seconds, other processes no longer count its waiting
 requests."""
@@ -210,7 +210,8 @@ class SharedTurns:
         self.step()
 
     async def _run_step(self) -> float:
-        """Run the script in Redis once, and carry out its decision. Returns the seconds until the next step."""
+        """Run the script in Redis once, and carry out its decision. Returns the seconds until the script should run
+        again."""
         account, now_s = self.account, self.now_s()
         waiters, max_grants = candidates(account, now_s)
         sent, self._unsent = self._unsent, Changes()
@@ -268,7 +269,7 @@ class SharedTurns:
 
     def _grant(self, waiters: Sequence[Waiter], reply: Mapping[str, Any], redis_s: float) -> float:
         """Give the waiting requests that Redis has granted their reservations, and wake their tasks. Returns the
-        seconds until the next step."""
+        seconds until the script should run again."""
         account = self.account
         for index, *from_savings in reply["granted"]:
             waiter = waiters[index - 1]

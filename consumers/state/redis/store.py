@@ -4,7 +4,8 @@ round trip; `look` takes one for every 200 requests.
 The promises of `Store` hold as long as Redis keeps the writes that it has acknowledged. With `appendonly yes` and
 `appendfsync always` it keeps them through a crash; with `everysec` it may lose the last second. If Redis comes back
 empty, claims and results are lost: a repeated id runs again, but no request is lost. Redis Cluster is not supported,
-because a renewal is one script over the keys of all running requests.
+because one script renews all claims of a process, and the keys of these requests would be on several nodes of a
+cluster.
 """
 
 import json

@@ -7,8 +7,8 @@ from consumers.state.sqlite.rows import Times
 from consumers.state.sqlite.sweeping import STEP_ROWS
 
 KEPT_AFTER_MS = 86_400_000
-"""For how many ms after the end of an allowance's period the amount that was used in it is kept, in case the calendar
-time is set back."""
+"""When a period of an allowance has ended, the amount that was used in the period is kept for this many ms more, in
+case the calendar time is set back into the period."""
 
 
 class Counters:
@@ -44,8 +44,8 @@ class Counters:
         self._execute("UPDATE lease SET lease_ms = 0 WHERE name = ? AND owner = ?", (name, owner))
 
     def sweep(self, at: Times) -> int:
-        """Remove the used amounts of periods that ended long ago (`KEPT_AFTER_MS`), at most `STEP_ROWS`. Returns how
-        many were removed."""
+        """Remove the used amounts of periods that ended more than `KEPT_AFTER_MS` ago, at most `STEP_ROWS` of them.
+        Returns how many were removed."""
         return self._execute(
             "DELETE FROM allowance WHERE (name, period_s, period) IN "
             f"(SELECT name, period_s, period FROM allowance WHERE ends_ms < ? LIMIT {STEP_ROWS})",

@@ -33,7 +33,8 @@ LEASE_AT_MOST_MS = 3_600_000
 machine was last started, because no lease is so long."""
 ROOM_BYTES = 1024 * 1024
 """If fewer bytes than this are free on the disk, the store counts as full, although `probe` can still write its small
-value. The reason: an answer is larger than that, and the call for it has been paid for before it is stored."""
+value: answers need more space than that value, and the call to the provider is already paid for when its answer is
+stored."""
 WAL_BYTES = 64 * 1024 * 1024
 """The size, in bytes, to which the write-ahead log is cut after a checkpoint."""
 
@@ -88,7 +89,7 @@ MIGRATIONS: dict[int, str] = {
 
 def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection:
     """Open the SQLite file of the store; create it if it is missing. When this returns, the file has the schema of this
-    version, and no lease that was granted before the machine was last started."""
+    version, and all leases in it that are known to be from before the last start of the machine have ended."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(FileExistsError):  # an existing file is not opened: closing it would drop this process's locks on it
         # created here, because SQLite would make it readable by everyone

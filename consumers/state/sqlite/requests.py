@@ -250,8 +250,8 @@ class Requests:
         return Granted(token=held.token, deaths=deaths, followed=row is not None and self._is_followed(identity))
 
     def _end_as_cancelled(self, at: Times, identity: Identity, row: Row) -> None:
-        """End a request as cancelled, with the completion in `row`, and keep it as long as a message of it can wait in
-        the broker."""
+        """End a request as cancelled, with the completion in `row`. Its row is kept for as long as a message of the
+        request can wait in the broker."""
         keep_ms = max(row.keep_ms, at.today + self._cancelled_ms)
         self._write(identity, row._replace(lease_ms=0, keep_ms=keep_ms, cancelling=0))
 
@@ -260,8 +260,9 @@ class Requests:
 
 
 def _next_token(at: Times, row: Row | None) -> int:
-    """The fencing token for the next claim of a request. If the request has no row, the token is the time in ms,
-    because that is higher than all tokens of an earlier row, which was removed, or lost with an earlier file."""
+    """The fencing token for the next claim of a request. If the request has no row, the token is the time in ms since
+    1970, because that is higher than all tokens that the request may have had in an earlier row, which was removed or
+    was lost with an earlier file."""
     return at.today if row is None else row.token + 1
 
 

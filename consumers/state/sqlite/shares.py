@@ -1,5 +1,6 @@
-"""Counts, in a SQLite file, how many rows of a limited kind each tenant has. These are rows that a tenant can create
-without paying for a call, so that without limits they would displace the results of other tenants.
+"""Counts, in a SQLite file, how many rows of certain kinds each tenant has, and all tenants together, so that limits
+can be applied. A tenant can create these rows without paying for a call, so without limits they could displace the
+results of other tenants.
 
 The table `share` has a row for each counted item; `share_sum` has the sums, so that no rows need be counted.
 """
@@ -13,11 +14,11 @@ from consumers.state.spec import StoreSpec
 STEP_ROWS = 100
 """The maximum number of rows of the table `share` that one step of sweeping (the removal of expired rows) removes."""
 UNSEEN: Final = "unseen"
-"""The name of a kind of counted items: cancellations of requests that no worker has seen. If a tenant has more of them
-than its limit, its oldest one is removed."""
+"""The name under which the store counts cancellations of requests that no worker has seen. If a tenant has more such
+cancellations than its limit, its oldest one is removed."""
 UNTRIED: Final = "untried"
-"""The name of a kind of counted items: results of requests that ended before any attempt was made. They are kept like
-other results until the file is full; then those above a tenant's limit are removed first."""
+"""The name under which the store counts results of requests that ended before any attempt was made. These results are
+kept like others until the SQLite file is too large; then those above a tenant's limit are removed first."""
 WAITING: Final = "waiting"
 """The name under which the store counts the messages that wait in the broker because their publishers asked for a
 delay."""
@@ -78,15 +79,15 @@ class Shares:
         return len(self._forget(f"until_ms <= ? LIMIT {STEP_ROWS}", today))
 
     def forget_oldest(self, tenant: str) -> tuple[str, int] | None:
-        """Stop counting the tenant's item whose time would end first. Returns the item and that time, or None if the
-        tenant has no items."""
+        """Stop counting the tenant's item whose time (`until_ms`) ends first. Returns the item's name and that time, or
+        None if the tenant has no items."""
         for _, member, until_ms, _ in self._forget("tenant = ? ORDER BY until_ms LIMIT 1", tenant):
             return member, until_ms
         return None
 
     def _forget(self, which: str, value: str | int) -> list[tuple[str, str, int, int]]:
-        """Stop counting the items that the SQL condition `which` selects. Returns their tenants, names, times and
-        weights."""
+        """Stop counting the items that the SQL condition `which` selects. Returns for each item its tenant, name,
+        `until_ms` and weight."""
         found = self._execute(
             "DELETE FROM share WHERE (kind, tenant, member) IN "
             f"(SELECT kind, tenant, member FROM share WHERE kind = ? AND {which}) "

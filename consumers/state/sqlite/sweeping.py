@@ -41,10 +41,11 @@ class Sweeping:
         self._page_bytes = int(connection.execute("PRAGMA page_size").fetchone()[0])
 
     def sweep(self, at: Times) -> int:
-        """Take one step of limited size: remove expired requests. If there are none, and the file is too large, remove
-        the results of untried requests (ended before any attempt) by which a tenant exceeds its limit, or else the
-        oldest results. If nothing was removed, stop counting (in the table `share`) the cancellations and untried
-        results whose time is over. Returns how many rows were removed."""
+        """Take one step of limited size: remove expired requests. If there are none, and the file is too large: if a
+        tenant has more results of untried requests (which ended before any attempt) than its limit, remove those above
+        the limit; otherwise remove the oldest results. If nothing was removed in this step, remove from the table
+        `share`, which counts cancellations and untried results, the items whose time is over. Returns how many rows
+        were removed."""
         removed = self._remove("keep_ms <= ? AND lease_ms <= ?", at.today, at.now, up_to_bytes=STEP_BYTES)
         if not removed and (beyond := self._used_bytes() - self._max_bytes) > 0:
             # results, but no cancellations of requests that no worker has received

@@ -1,9 +1,9 @@
 """Writes many claims, completions or renewals by one statement, without reading the rows first.
 
 This covers the usual case: a claim of a new request, and a completion or a renewal by the holder of the claim.
-Operations that such a statement does not write are done one by one, by `Requests`. Writing them together takes a third
-less work than writing all one by one. The thread also waits less for the interpreter's lock, because sqlite3 releases
-the lock at each step of each statement, and the event loop may take it then.
+Operations that such a statement does not write are done one by one, by `Requests`. Writing many rows by one statement
+takes a third less work than writing them one by one. The thread also waits less for the interpreter's lock, because
+sqlite3 releases the lock at each step of each statement, and the event loop may take it then.
 
 The operations of one transaction may be done in any order, because all of them were requested before the first one was
 answered.
@@ -74,9 +74,9 @@ class Complete(NamedTuple):
 class Together:
     """Writes many claims, completions or renewals with one SQL statement, over one connection to the SQLite file.
 
-    `claim` and `complete` take as many operations as one of `SIZES` (see `parts`), and return their results in order.
-    The result None means that the operation must be done by `Requests`. If one operation raises an error, none is
-    written.
+    The number of operations that `claim` and `complete` take at once must be one of `SIZES` (see `parts`). They return
+    the results in order. The result None means that the operation must be done by `Requests`. If one operation raises
+    an error, none is written.
     """
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec) -> None:
@@ -128,8 +128,8 @@ class Together:
 
 
 def parts(wanted: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Split a sequence into as few parts as possible, each with one of `SIZES` as its length, because an SQL statement
-    is prepared for each of these sizes."""
+    """Split a sequence into as few parts as possible, each with one of `SIZES` as its length, because there are SQL
+    statements for these numbers of rows only."""
     begin = 0
     for size in SIZES:
         while len(wanted) - begin >= size:

@@ -115,8 +115,8 @@ class Writer:
     async def do(
         self, operation: Operation[T], *, batchable: Claim | Complete | None = None, durable: bool = True
     ) -> T:
-        """Run an operation in the writing thread. Returns its result when the operation would survive a power cut.
-        Raises StoreUnavailable.
+        """Run an operation in the writing thread. Returns its result as soon as what it wrote would survive a power
+        cut. Raises StoreUnavailable.
 
         `batchable`: the operation's arguments, if `Together` can write it. `durable`: False if the operation need not
         survive a power cut; its result is then returned as soon as other processes can see what it has written.
