@@ -99,6 +99,6 @@ class LaneActivity:
 
 
 def quantile(ordered: Sequence[int], share: float) -> int | None:
-    """A quantile of values that are in ascending order, by the nearest-rank method: the smallest value that is not
-    exceeded by at least the share `share` (0 to 1) of all values. None if there are no values."""
+    """A quantile of values that are in ascending order, by the nearest-rank method: the smallest value to which at
+    least the share `share` (0 to 1) of all values is less or equal. None if there are no values."""
     return ordered[max(0, math.ceil(len(ordered) * share) - 1)] if ordered else None

@@ -39,13 +39,13 @@ MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
 """A request with more `max_tokens` than this is always streamed, because Anthropic's client assumes a rate of output at
 which the answer could take longer than ten minutes."""
 _LEAST_EVENTS: Final = 4
-"""The largest accepted event of a stream has as many bytes as the largest accepted answer, divided by this number."""
+"""An event of a stream may have as many bytes as the largest accepted answer, divided by this number."""
 _OVERHEAD: Final = 4
 """A stream may have this many times the bytes of the largest accepted answer, because each token may come in an event
 of its own, of some 130 bytes."""
 _SLICE_BYTES: Final = 16 * 1024
-"""How many bytes of a stream are parsed before other tasks get the event loop. Parsing so many takes up to 10 ms, if
-they are two thousand of the smallest events."""
+"""How many bytes of a stream are parsed before other tasks get the event loop. Parsing that many bytes takes up to 10
+ms, which is the case if they hold two thousand events of the smallest size."""
 DRAIN_S: Final = 0.1
 """After the last event of a stream, the end of the HTTP body is awaited for at most this many seconds."""
 

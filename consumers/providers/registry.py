@@ -16,14 +16,15 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.request import Request
 
 SPEND_REFUSALS = 10
-"""If an account has refused this many calls in a row because of its spend limit, it is not called for a while, because
-only a person can raise that limit."""
+"""If a provider has refused this many calls in a row because the account's spend limit is reached, the account is not
+used for a while, because only a person can raise that limit."""
 log = logs.logger()
 
 
 class Registry:
     """Makes calls to the providers of this process, each with a trace span and a price. `learn` is called after each
-    response, with the name of the account and what the response says about its limits."""
+    response, with the name of the account (a provider's limits for a class of models) and what the response says about
+    its limits."""
 
     def __init__(
         self,

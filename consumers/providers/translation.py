@@ -94,7 +94,7 @@ def border(*, secret: str) -> Iterator[None]:
 
 def from_event(event: Mapping[str, Any], *, secret: str) -> ProviderError:
     """The exception for an `error` event that the provider sent in the middle of a stream. `secret`: the API key, which
-    is removed from its text."""
+    is removed from the exception's text."""
     error = event.get("error")
     fields = error if isinstance(error, dict) else {}
     kind = _short(fields.get("type"), secret)
@@ -113,8 +113,8 @@ def from_event(event: Mapping[str, Any], *, secret: str) -> ProviderError:
 def classify(
     *, status: int, type: str, code: str, message: str, retry_after_s: float | None, request_id: str | None = None
 ) -> ProviderError:
-    """The exception of `consumers/failures.py` for an error response of the provider. `type`, `code`: the values in
-    Anthropic's error; empty if the response has none."""
+    """The exception of `consumers/failures.py` for an error response of the provider. `type`, `code`: the error's type
+    and code in Anthropic's format; empty if the response has none."""
     detail = f"{status} {type}: {message}" if type else f"{status}: {message}"
     fields: dict[str, Any] = {"status": status, "type": type or f"http_{status}", "request_id": request_id}
     is_spent = any(text in message for text in _SPEND_LIMIT_TEXTS)

@@ -1,7 +1,7 @@
 """Writes logs: events with fields, on standard error, as JSON lines or, on a terminal, as columns.
 
 Standard output is only for the output of commands. Messages that libraries write with Python's `logging` become events
-that all have the name `library.warned`, except those of the span exporter. Only messages of libraries from the level
+with the name `library.warned` (those of the span exporter: `traces.lost`). Only messages of libraries from the level
 WARNING up are logged, because below that level some libraries log whole requests.
 """
 

@@ -29,8 +29,8 @@ _DEEPEST: Final = 6
 
 
 def text(value: str) -> str:
-    """A text made safe for logs: secrets (keys, passwords in URLs) are removed, and control characters, and those that
-    change the direction of text, are escaped, so that the text cannot forge a log line."""
+    """The text, made safe for logs: secrets (keys, passwords in URLs) are removed. Control characters and characters
+    that change the direction of text are escaped, so that the text cannot forge a log line."""
     shown = value if len(value) <= _LONGEST else value[:_LONGEST] + GONE
     if _HINT.search(shown):
         shown = _SECRETS.sub(_gone, shown)
