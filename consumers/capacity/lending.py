@@ -7,8 +7,8 @@ a quarter more at a time, up to its maximum. A queue whose requests wait for a p
 more slots would only hold more waiting requests.
 
 So that slots do not move back and forth, a slot is lent only after it was idle for some seconds, and an additional slot
-is given up only after it was unused for some seconds (see `QueueLoad.busiest`). A lane that needs its lent slots gets
-them back at once.
+is given up only after it was unused for some seconds (see `QueueLoad.busiest`). A queue that needs the slots which it
+has lent gets them back at once.
 """
 
 from collections.abc import Sequence

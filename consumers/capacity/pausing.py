@@ -41,7 +41,7 @@ class Pausable(Protocol):
 class Pausing:
     """Stops all pools (consumers of queues) of this worker from taking requests while an answer could not be sent, or
     could not be stored, and resumes them afterwards. `conditions`: functions, by name, each of which returns a text
-    that says what is wrong, or None if nothing is."""
+    that says what is wrong, or None if nothing is wrong."""
 
     def __init__(self, conditions: Mapping[str, Condition]) -> None:
         self._conditions = conditions
@@ -53,7 +53,7 @@ class Pausing:
         return {name: why for name, condition in self._conditions.items() if (why := condition()) is not None}
 
     async def opened(self) -> None:
-        """Wait until no condition requires that work pauses. The wait has no time limit of its own."""
+        """Wait until no condition requires a pause. The wait has no time limit of its own."""
         while self.reasons():
             self._open.clear()
             await self._open.wait()

@@ -176,7 +176,7 @@ class Scaling:
 
     async def pause(self, reason: str) -> None:
         """Take back the slots that were added to queues, because the worker pauses all its work. The load during the
-        pause is not recorded, because slots are idle then for another reason than a lack of requests."""
+        pause is not recorded, because slots are then idle because of the pause, not for lack of requests."""
         self.is_paused = True
         await self._take_all_back()
 
@@ -226,7 +226,7 @@ class Scaling:
         reason, until_s = self._bottlenecks.get(queue.lane, ("", 0.0))
         queue.load = replace(
             queue.load,
-            # `ending` may have become less since the last decision, which counts until the next one
+            # `ending` may have fallen since the last decision; the number decided then counts until the next one
             extra=max(queue.added_slots + queue.ending, queue.extra_slots.total),
             grown=queue.extra_slots.grown,
             ending=queue.ending,
@@ -237,7 +237,7 @@ class Scaling:
         )
 
     def _carry_out(self, queue: ScaledQueue, extra_slots: ExtraSlots) -> None:
-        """Stop pools with added slots, or start some, so that the queue has the decided number of slots."""
+        """Stop pools with added slots, or start some, so that the queue has the number of slots that was decided."""
         while (excess := queue.added_slots - extra_slots.total) > 0:
             least = min(queue.added, key=lambda pool: (pool.slots < excess, abs(pool.slots - excess)))
             queue.added.remove(least)
@@ -288,8 +288,8 @@ class Scaling:
 
     def _publish_figures(self) -> None:
         """Write how many slots each lane has in addition to those that its settings give to it, and why it gets no
-        more, into its `LaneActivity`, for the `status` command. The two queues of a lane share a `LaneActivity`, so all
-        values are reset before they are added up."""
+        more, into its `LaneActivity`, for the command `lanekeeper status`. The two queues of a lane share a
+        `LaneActivity`, so all values are reset before they are added up."""
         for queue in self._queues:
             queue.activity.extra_slots = 0
             queue.activity.slots_limit = None

@@ -35,8 +35,8 @@ FULL_FOR_S: Final = 1.0
 """If a side queue (a queue for requests over their tenant's share) refused a message because it was full, nothing is
 published to it for this many seconds."""
 LATER_MS: Final = 1000
-"""For how many ms a request is deferred if it must be moved to a side queue (because it is over its tenant's share),
-and that queue is full."""
+"""For how many ms a request is deferred if it must be moved to a side queue (a queue for requests over their tenant's
+share), and that queue is full."""
 
 
 class SideQueues:

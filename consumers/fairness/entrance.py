@@ -91,6 +91,6 @@ class SideQueueEntrance:
 
 
 def _rank(job: Job) -> int:
-    """The priority of a request among the waiting requests of its tenant: the request with the highest rank goes
+    """The rank of a request, that is, its priority among the waiting requests of its tenant; the highest rank goes
     first."""
     return rank(job.message.priority, is_fresh=job.hop.is_fresh) or 0

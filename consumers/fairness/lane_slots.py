@@ -234,8 +234,8 @@ class QueueSlots:
             queue.serve()
 
     def serve(self) -> None:
-        """Give the queue's free slots to waiting requests. Each slot goes to the tenant that is first by `_standing`,
-        and to the request of this tenant that has the highest rank."""
+        """Give the queue's free slots to waiting requests. Each slot goes to the tenant with the lowest sort key
+        (`_standing`), and there to the request with the highest rank."""
         while self._waiting and self.running < self.size:
             eligible = [waiting for waiting in self._waiting if not self.lane.is_at_its_cap(waiting.tenant)]
             if not eligible:

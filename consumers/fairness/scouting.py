@@ -52,7 +52,7 @@ class Scouted:
     """How many requests of the queue had begun since the process started, at each of the last checks in a row that
     found all slots in use. When the list is full, its first and its last check are a second apart."""
     idle_looks: int = 0
-    """How many checks in a row found free slots."""
+    """How many of the latest checks in a row found free slots."""
     active: SlotPool | None = None
     """The scout (further consumer) that runs for the queue; None: the queue has no scout."""
 
@@ -110,16 +110,16 @@ class Scouting:
         begun.append(slots.begun)
         if scouted.active is not None or len(begun) <= SENT_AFTER_LOOKS:
             return
-        # Calls that began together end together, so the rate is that of the whole second, not of the last look.
+        # Calls that began together end together, so the rate is measured over a second, not since the last check.
         in_a_second = begun[-1] - begun[0]
         is_slow = in_a_second < SENT_AFTER_LOOKS * slots.size
         if not (is_slow or slots.lane.is_shared):
             return
         try:
             waiting = (await self._depths([scouted.queue]))[scouted.queue]
-        except BrokerError:  # the pools report it
+        except BrokerError:  # the pools report the lost connection
             return
-        # whether the waiting requests, at this rate, need more than 0.25 s (if slow) or a second
+        # whether the waiting requests, at this rate, will need more than 0.25 s (if slow) or a second to get slots
         is_long = waiting > (in_a_second / SENT_AFTER_LOOKS if is_slow else in_a_second)
         if is_long and not self.is_paused and not self._stopping.is_set():
             scouted.active = scouted.scout()

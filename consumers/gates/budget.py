@@ -35,9 +35,9 @@ AT_ONCE_S = 0.25
 """A call that could begin within this many seconds is always tried, even if it may not end before the request's
 deadline."""
 SPREAD_S = 60.0
-"""When an account is paused because its spend limit was reached, its requests are deferred, and come back after the
-pause at random times within this many seconds. If all came back at once and the limit still applied, each refused call
-would end its request; so a few calls are made first, and show whether the account works again."""
+"""Requests that are deferred because their account is paused (its spend limit was reached) come back after the pause,
+at random times within this many seconds. If all came back at once and the limit still applied, each refused call would
+end its request. So the calls are spread, and the first ones show whether the account works again."""
 OnWait = Callable[[Job, Wait], None]
 
 

@@ -17,8 +17,8 @@ from consumers.state.base import StoreUnavailable
 from topology.codec.request import Request
 
 SPREAD_MS = 60_000
-"""If a daily cap is used up, requests are deferred to the next day, and come back then at times that are spread over
-this many ms."""
+"""If a daily cap is used up, requests are deferred to the next day (UTC), and come back at random times within this
+many ms after its beginning."""
 STORE_AWAY_MS = 1000
 """For how many ms a request is deferred if the store that counts the caps is unavailable."""
 Estimate = Callable[[Job, Request, Route], Amounts]

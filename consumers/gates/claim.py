@@ -1,5 +1,5 @@
-"""The claim gate: lets only one delivery of a request pass at a time, by a record in the store (the claim). A request
-that has ended is answered from the store."""
+"""The claim gate: lets only one delivery of a request pass at a time. For this it uses a record in the store (the
+claim). A request that has ended is answered from the store."""
 
 from typing import assert_never
 

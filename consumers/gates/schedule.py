@@ -40,7 +40,7 @@ class ScheduleGate:
         left_ms = due_ms - self._now_ms()
         if left_ms <= 0:
             return None
-        # a request that a worker has deferred is counted already, and is not refused
+        # a request that a worker has deferred before was counted then, and is not refused now
         is_counted = job.hop.due_ms is None and left_ms > UNCOUNTED_MS
         defer = self._claiming.defer_for_long if is_counted else self._claiming.defer
         if not await defer(job, due_ms=due_ms, deadline_ms=decoded.request.deadline_ms):

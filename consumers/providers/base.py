@@ -1,4 +1,5 @@
-"""The interface to a model provider. A call returns an `Answer`, or raises an exception of `consumers/failures.py`."""
+"""Defines the interface to a model provider. A call returns an `Answer`, or raises an exception of
+`consumers/failures.py`."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,5 @@
-"""Calls of Anthropic's API other than Messages: count tokens, list models. They cost no tokens and change nothing."""
+"""Makes calls of Anthropic's API other than Messages (count tokens, list models), which cost no tokens and change
+nothing."""
 
 import asyncio
 import json

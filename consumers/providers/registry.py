@@ -86,7 +86,8 @@ class Registry:
 
 
 def asking_for(request: Request, model: str) -> Request:
-    """A copy of the request with the provider's name of the model; the request itself if it has that name already."""
+    """A copy of the request that contains the provider's own name for the model (`model`); the request itself if it
+    contains that name already."""
     if model == request.model:
         return request
     body = json.dumps({**json.loads(request.body), "model": model}).encode()

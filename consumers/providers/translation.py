@@ -56,7 +56,8 @@ _MESSAGE_CHARACTERS: Final = 300
 _TYPE_CHARACTERS: Final = 60
 """Our own error quotes at most this many characters of the type in a provider's error."""
 _READ_CHARACTERS: Final = 10_000
-"""At most this many characters are read of the message in a provider's error, because the message may have millions."""
+"""At most this many characters are read of the message in a provider's error, because the message may have millions of
+characters."""
 NETWORK_ERRORS: Final = (httpx2.RequestError, aiohttp.ClientError, OSError)
 """The exceptions of the HTTP client's transport if the network fails. Anthropic's client lets them pass as they are, or
 raises its own exception with one of them as the cause."""

@@ -14,7 +14,7 @@ GONE: Final = "…"
 _SECRETS: Final = re.compile(
     r"sk-ant-[A-Za-z0-9_\-]+"
     r"|(?P<bearer>\bbearer\s+)[^\s\"',;]+"
-    # Greedy up to the last @: a password may contain one, and an invalid URL in an error may contain anything else.
+    # Greedy up to the last @, because a password may contain @, and an invalid URL in an error any other text.
     r"|(?P<scheme>(?<![a-z0-9+.\-])[a-z][a-z0-9+.\-]*://)[^\s\"'<>]*@",
     re.IGNORECASE,
 )
