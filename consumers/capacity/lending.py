@@ -26,7 +26,8 @@ class QueueLoad:
     worker."""
 
     slots: int
-    """How many slots (each works on one request at a time) the lane's settings give to the queue: its own slots."""
+    """How many slots (each works on one request at a time) the queue has of its own, that is, by the lane's
+    settings."""
     reserved: int
     """How many of its own slots (those that the settings give to it) the queue never lends to other queues, even if
     they are idle."""
