@@ -50,7 +50,7 @@ class Scouted:
     already."""
     begun: deque[int] = field(default_factory=lambda: deque(maxlen=SENT_AFTER_LOOKS + 1))
     """How many requests of the queue had begun since the process started, at each of the last checks in a row that
-    found all slots in use. When the list is full, its first and its last check are a second apart."""
+    found all slots in use. When the list is full, its first and its last number were taken a second apart."""
     idle_looks: int = 0
     """How many of the latest checks in a row found free slots."""
     active: SlotPool | None = None
