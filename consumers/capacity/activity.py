@@ -45,8 +45,8 @@ class LaneActivity:
         """For each of the latest attempts: how long the request had waited and how long the attempt ran, in ms, and
         whether the wait was measured from the first delivery, because the time of publishing is unknown."""
         self._ended_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
-        """Pairs of a second in which requests of the lane ended (by the monotonic clock), and how many of them ended in
-        it."""
+        """For each of the latest seconds in which requests of the lane ended: the second (by the monotonic clock), and
+        how many requests ended in it."""
 
     def record(self, outcome: Outcome, *, wait_ms: int, run_ms: int | None, since_delivery: bool = False) -> None:
         """Count the outcome of a delivery. `run_ms`: how long the attempt ran; None if no provider was called, or if
@@ -99,6 +99,6 @@ class LaneActivity:
 
 
 def quantile(ordered: Sequence[int], share: float) -> int | None:
-    """A quantile of values that are in ascending order, by the nearest-rank method: the smallest value that is not
-    exceeded by at least the share `share` (0 to 1) of all values. None if there are no values."""
+    """A quantile of values that are in ascending order, by the nearest-rank method: the smallest value such that at
+    least the share `share` (0 to 1) of all values are less than or equal to it. None if there are no values."""
     return ordered[max(0, math.ceil(len(ordered) * share) - 1)] if ordered else None

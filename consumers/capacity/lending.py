@@ -1,22 +1,22 @@
-"""Decides how many slots each queue gets in addition to its own, by the load of all queues. A slot works on one request
-at a time. This file has no I/O.
+"""Decides how many slots each queue gets in addition to its own (those that the settings give to it), by the load of
+all queues. A slot works on one request at a time. This file has no I/O.
 
-First, idle slots are lent to queues whose requests wait, the most urgent queue first; each queue reserves some that it
-does not lend. If a queue's requests still wait longer than its lane's target, it grows: it gets further slots, a
-quarter more at a time, up to its maximum. A queue whose requests wait for a provider's budget does not grow, because
+First, idle slots are lent to queues whose requests wait, the most urgent queue first; each queue keeps some idle slots,
+which it does not lend. If a queue's requests still wait longer than its lane's target, it grows: it gets further slots,
+a quarter more at a time, up to its maximum. A queue whose requests wait for a provider's budget does not grow, because
 more slots would only hold more waiting requests.
 
 So that slots do not move back and forth, a slot is lent only after it was idle for some seconds, and an additional slot
-is given up only after it was unused for some seconds (see `QueueLoad.busiest`). A lane that needs its lent slots gets
-them back at once.
+is given up only after it was unused for some seconds (see `QueueLoad.busiest`). A queue that needs the slots which it
+has lent gets them back at once.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 GROWTH = 4
-"""A queue that grows gets further slots in steps: each step adds as many as the queue has (its own, lent and new ones)
-divided by this number, but at least one."""
+"""A queue that grows gets further slots in steps: each step adds the number of slots that the queue has (its own,
+borrowed and new ones), divided by this number, but at least one."""
 AT_MOST = "slots_max"
 
 
@@ -26,16 +26,18 @@ class QueueLoad:
     worker."""
 
     slots: int
-    """How many slots (each works on one request at a time) the queue has of its own, by the settings of its lane."""
+    """How many slots (each works on one request at a time) the queue has of its own, that is, by the lane's
+    settings."""
     reserved: int
-    """How many of its own slots the queue never lends to other queues, even if they are idle."""
+    """How many of its own slots (those that the settings give to it) the queue never lends to other queues, even if
+    they are idle."""
     max_slots: int
-    """How many slots the queue may have at most, its own and additional ones together."""
+    """How many slots the queue may have at most: those that the settings give to it, and additional ones."""
     target_wait_s: float
     """The queue may get further slots if its requests wait longer than this many seconds."""
     extra: int = 0
-    """How many slots the queue has now in addition to its own, including those that were taken back but on which a
-    request still runs (`ending`)."""
+    """How many slots the queue has now in addition to those that the settings give to it, including those that were
+    taken back but on which a request still runs (`ending`)."""
     grown: int = 0
     """How many of the queue's additional slots are new, that is, not lent by another queue."""
     ending: int = 0
@@ -55,12 +57,13 @@ class QueueLoad:
 
 @dataclass(frozen=True, slots=True)
 class ExtraSlots:
-    """The slots that a queue should have in addition to its own. A slot works on one request at a time."""
+    """The slots that a queue should have in addition to those that the settings give to it. A slot works on one request
+    at a time."""
 
     lent: int = 0
     """How many idle slots this queue borrows from other queues."""
     grown: int = 0
-    """How many new slots are created for the queue, beyond those that all queues have of their own."""
+    """How many new slots, which no other queue lends, are created for the queue."""
     limit: str | None = None
     """Why the queue gets no further slots although its requests wait longer than the lane's target: `AT_MOST` (it has
     its maximum), or the value of `QueueLoad.bottleneck`. None: nothing prevents further slots, or the queue needs none.
@@ -72,8 +75,8 @@ class ExtraSlots:
 
 
 def decide(queues: Sequence[QueueLoad]) -> list[ExtraSlots]:
-    """Compute how many slots each queue should have in addition to its own. `queues`: the most urgent first; the result
-    has the same order."""
+    """Compute how many slots each queue should have in addition to those that the settings give to it. `queues`: the
+    most urgent first; the result has the same order."""
     idle = sum(max(0, queue.slots - queue.reserved - queue.busiest) for queue in queues)
     idle -= sum(queue.ending for queue in queues)
     decided = []
@@ -95,10 +98,10 @@ def decide(queues: Sequence[QueueLoad]) -> list[ExtraSlots]:
 
 
 def _wanted(queue: QueueLoad) -> int:
-    """How many additional slots the queue could use, up to its maximum. If messages wait: those that it has, and one
-    more for each waiting message; none is added while the queue's requests wait for a provider's budget, because that
-    would only let more requests wait for it. If no message waits: as many of those that it has as were in use within
-    the last seconds."""
+    """How many additional slots the queue could use, up to its maximum. If messages wait in the queue, it could use the
+    additional slots that it has, and one more for each waiting message; but while its requests wait for a provider's
+    budget none are added, because then only more requests would wait for the budget. If no message waits, it needs only
+    as many of its additional slots as it used within the last seconds."""
     if not queue.waiting:
         wanted = min(queue.extra, max(0, queue.busiest - queue.slots))
     elif queue.bottleneck is None:

@@ -21,8 +21,8 @@ UNLIMITED: Final = 1e15
 
 
 async def noting(store: Allowances, activities: Sequence[LaneActivity]) -> None:
-    """Add the requests that end in this process to the count in the store, until cancelled. What cannot be added
-    because the store is unavailable is added later."""
+    """Add the requests that end in this process to the count in the store, until cancelled. Requests that cannot be
+    added because the store is unavailable are added later."""
     noted = {activity.lane: activity.ended for activity in activities}
     while True:
         await asyncio.sleep(NOTE_EVERY_S)  # one write for many requests, because nothing waits for the count

@@ -5,8 +5,8 @@
     await pausing.run(pools)              pauses the pools while a condition holds, until cancelled
 
 A condition is a function that returns None if nothing is wrong (the condition does not hold), otherwise a text that
-says what is wrong. For the pools (consumers of queues) the conditions are checked regularly; they are checked once more
-before each call to a provider, because something may have failed since the last regular check."""
+says what is wrong. For the pools (consumers of queues) the conditions are checked regularly; before each call to a
+provider the conditions are checked once more, because something may have failed since the last regular check."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +40,8 @@ class Pausable(Protocol):
 
 class Pausing:
     """Stops all pools (consumers of queues) of this worker from taking requests while an answer could not be sent, or
-    could not be stored, and resumes them afterwards. `conditions`: by name, functions that return a text that says what
-    is wrong, or None."""
+    could not be stored, and resumes them afterwards. `conditions`: functions, by name, each of which returns a text
+    that says what is wrong, or None if nothing is wrong."""
 
     def __init__(self, conditions: Mapping[str, Condition]) -> None:
         self._conditions = conditions
@@ -53,7 +53,7 @@ class Pausing:
         return {name: why for name, condition in self._conditions.items() if (why := condition()) is not None}
 
     async def opened(self) -> None:
-        """Wait until nothing is wrong because of which work must pause. The wait has no time limit of its own."""
+        """Wait until no condition requires a pause. The wait has no time limit of its own."""
         while self.reasons():
             self._open.clear()
             await self._open.wait()

@@ -68,8 +68,8 @@ class ScaledQueue:
 
     lane: str
     pool: SlotPool
-    """The pool that always consumes the queue, with the number of slots that the settings give to it; `new_pool` makes
-    those that add slots for a while."""
+    """The pool that always consumes the queue, with the number of slots that the settings give to the queue. The pools
+    that `new_pool` creates add slots for a while."""
     new_pool: Callable[[int], SlotPool]
     """A function that creates a further pool, which consumes the same queue with the given number of slots."""
     load: QueueLoad
@@ -79,8 +79,8 @@ class ScaledQueue:
     """The pool that consumes the lane's side queues (for requests over their tenant's share), whose requests use this
     queue's slots; None: this queue's slots are not used by side queues."""
     resize: Callable[[int], None] = lambda slots: None
-    """A function that is called after each decision with the queue's number of slots, its own and added ones
-    together."""
+    """A function that is called after each decision with the queue's number of slots: those that the settings give to
+    it, and added ones."""
     added: list[SlotPool] = field(default_factory=list)
     """The pools (further consumers of the queue) that have the slots which were added to the queue."""
     taken_back: list[SlotPool] = field(default_factory=list)
@@ -88,7 +88,8 @@ class ScaledQueue:
     used: deque[int] = field(default_factory=lambda: deque(maxlen=round(STEADY_S / LOOK_EVERY_S)))
     """How many of the queue's requests this worker had at each check within the last `STEADY_S` seconds."""
     extra_slots: ExtraSlots = field(default_factory=ExtraSlots)
-    """How many slots the queue should have in addition to its own, by the latest decision."""
+    """How many slots the queue should have in addition to those that the settings give to it, by the latest
+    decision."""
     waiting_since_ms: int | None = None
     """Since when messages have waited in the queue without a break, as far as this worker has seen, in ms since 1970;
     None: no message waits."""
@@ -107,7 +108,8 @@ class ScaledQueue:
 
     @property
     def in_hand(self) -> int:
-        """How many requests of the queue this worker has, on its own slots and on added ones."""
+        """How many requests of the queue this worker has, on the slots that the settings give to the queue and on added
+        ones."""
         aside = 0 if self.side is None else self.side.running
         return self.pool.in_hand + aside + sum(pool.in_hand for pool in self.added) + self.ending
 
@@ -174,7 +176,7 @@ class Scaling:
 
     async def pause(self, reason: str) -> None:
         """Take back the slots that were added to queues, because the worker pauses all its work. The load during the
-        pause is not recorded, because slots are idle then for another reason than a lack of requests."""
+        pause is not recorded, because slots are then idle because of the pause, not for lack of requests."""
         self.is_paused = True
         await self._take_all_back()
 
@@ -214,7 +216,7 @@ class Scaling:
 
     def _note_load(self, queue: ScaledQueue, waiting: int, asked: bool, now_s: float) -> None:
         """Note the queue's current load. `waiting`: how many messages wait in the queue. `asked`: whether the broker
-        was asked for that."""
+        was asked for this number; if not, `waiting` is 0."""
         queue.used.append(queue.in_hand)
         now_ms = self._now_ms()
         if not waiting and asked:
@@ -224,7 +226,7 @@ class Scaling:
         reason, until_s = self._bottlenecks.get(queue.lane, ("", 0.0))
         queue.load = replace(
             queue.load,
-            # `ending` may have become less since the last decision, which counts until the next one
+            # `ending` may have fallen since the last decision; the number decided then counts until the next one
             extra=max(queue.added_slots + queue.ending, queue.extra_slots.total),
             grown=queue.extra_slots.grown,
             ending=queue.ending,
@@ -235,7 +237,7 @@ class Scaling:
         )
 
     def _carry_out(self, queue: ScaledQueue, extra_slots: ExtraSlots) -> None:
-        """Stop pools with added slots, or start some, so that the queue has the decided number of slots."""
+        """Stop pools with added slots, or start some, so that the queue has the number of slots that was decided."""
         while (excess := queue.added_slots - extra_slots.total) > 0:
             least = min(queue.added, key=lambda pool: (pool.slots < excess, abs(pool.slots - excess)))
             queue.added.remove(least)
@@ -285,9 +287,9 @@ class Scaling:
             )
 
     def _publish_figures(self) -> None:
-        """Write how many slots each lane has in addition to its own, and why it gets no more, into its `LaneActivity`,
-        for the `status` command. The two queues of a lane share a `LaneActivity`, so all values are reset before they
-        are added up."""
+        """Write how many slots each lane has in addition to those that its settings give to it, and why it gets no
+        more, into its `LaneActivity`, for the command `lanekeeper status`. The two queues of a lane share a
+        `LaneActivity`, so all values are reset before they are added up."""
         for queue in self._queues:
             queue.activity.extra_slots = 0
             queue.activity.slots_limit = None

@@ -32,9 +32,11 @@ PLACE_KEPT_S: Final = 1.0
 tenant's share), that queue stays assigned to the tenant. By then this process usually holds the queue's first message,
 which shows to which tenant the queue belongs."""
 FULL_FOR_S: Final = 1.0
-"""If a side queue refused a message because it was full, nothing is published to it for this many seconds."""
+"""If a side queue (a queue for requests over their tenant's share) refused a message because it was full, nothing is
+published to it for this many seconds."""
 LATER_MS: Final = 1000
-"""For how many ms a request is deferred if it must be moved to its tenant's side queue, and that queue is full."""
+"""For how many ms a request is deferred if it must be moved to a side queue (a queue for requests over their tenant's
+share), and that queue is full."""
 
 
 class SideQueues:
@@ -84,8 +86,8 @@ class SideQueues:
         self._tenants[number] = job.identity.tenant
 
     def head_left(self, job: Job) -> None:
-        """Note that the first message (the head) of a side queue got a slot, will be moved, or is lost, so that the
-        queue's next message may be fetched."""
+        """Note that the first message (the head) of a side queue no longer waits here, because it got a slot, will be
+        moved, or was lost with its channel. So the queue's next message may be fetched."""
         number = self._numbers[job.delivery.queue]
         if self._tenants.pop(number, None) is not None:
             self._keep(job.identity.tenant, number)
@@ -97,8 +99,8 @@ class SideQueues:
         self._heads.pass_on(queue)
 
     async def put(self, job: Job) -> Outcome | None:
-        """Publish a request to a side queue, and wait for the confirm. Return None if the broker has taken it; if the
-        queue is full, the outcome with which the request is settled instead. Raises BrokerError."""
+        """Publish a request to a side queue, and wait for the confirm. Return None if the broker has confirmed it; if
+        the queue is full, the outcome with which the request is settled instead. Raises BrokerError."""
         number = self._place(job.identity.tenant)
         if asyncio.get_running_loop().time() < self._full_until_s.get(number, 0):
             return self._full(job)
@@ -115,8 +117,8 @@ class SideQueues:
         return None
 
     def _full(self, job: Job) -> Outcome:
-        """The outcome of a request that cannot be set aside because its tenant's side queue is full: it is refused if
-        it comes directly from its publisher, and deferred if it comes from a delay or a side queue."""
+        """The outcome of a request that cannot be moved to its tenant's side queue, because that queue is full: it is
+        refused if it comes directly from its publisher, and deferred if it comes from a delay or a side queue."""
         if job.hop.is_fresh and not job.trusted:
             return ended(
                 "too_many_waiting",

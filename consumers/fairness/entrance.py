@@ -1,5 +1,5 @@
-"""Lets each delivered request wait for a slot (the right to be worked on), or sets it aside (moves it to a side
-queue)."""
+"""Lets each delivered request wait for a slot (the right to be worked on), or sets it aside (moves it to a side queue,
+where requests of tenants that exceed their share wait)."""
 
 from typing import Protocol
 
@@ -11,8 +11,7 @@ from consumers.rank import rank
 
 
 class Entrance(Protocol):
-    """Lets a delivery wait until it may be worked on. A slot is the right to work on one request of a lane at a
-    time."""
+    """Lets a delivery wait until it gets a slot of its lane, that is, the right to be worked on."""
 
     async def enter(self, job: Job) -> Admission:
         """Wait until the request holds a slot (the result is BEGIN), or must be set aside, that is, moved to a side
@@ -26,13 +25,15 @@ class Entrance(Protocol):
         delivery."""
 
     async def set_aside(self, job: Job) -> Outcome | None:
-        """Move the request to a side queue of its lane. Return None if it was moved; if the side queue is full, the
-        outcome with which the request is settled instead. Raises BrokerError."""
+        """Move the request to a side queue of its lane, where requests of tenants that exceed their share wait. Return
+        None if it was moved; if the side queue is full, the outcome with which the request is settled instead. Raises
+        BrokerError."""
 
 
 class QueueEntrance:
     """Lets deliveries of a lane's intake or due queue wait for a slot. (The due queue has the requests that come back
-    from a delay.) `side_queues`: moves requests that exceed their tenant's share; None: no request is moved."""
+    from a delay.) `side_queues`: moves requests that exceed their tenant's share to side queues; None: no request is
+    moved."""
 
     def __init__(self, slots: QueueSlots, side_queues: SideQueues | None = None) -> None:
         self._slots = slots
@@ -61,7 +62,7 @@ class QueueEntrance:
 
 class SideQueueEntrance:
     """Lets the first message (the head) of each side queue of a lane wait for a slot of the lane's intake queue,
-    because side queues have no slots of their own."""
+    because side queues (for requests of tenants that exceed their share) have no slots of their own."""
 
     def __init__(self, slots: QueueSlots, side_queues: SideQueues) -> None:
         self._slots = slots
@@ -90,5 +91,6 @@ class SideQueueEntrance:
 
 
 def _rank(job: Job) -> int:
-    """The rank of a request among the waiting requests of its tenant: the request with the highest rank goes first."""
+    """The rank of a request, that is, its priority among the waiting requests of its tenant; the highest rank goes
+    first."""
     return rank(job.message.priority, is_fresh=job.hop.is_fresh) or 0

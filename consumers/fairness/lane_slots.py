@@ -105,7 +105,8 @@ class LaneSlots:
         return cap is not None and sum(queue.running_of(tenant) for queue in self.queues) >= cap
 
     def figures(self, tenant: str) -> Figures:
-        """The counts of a tenant's requests, which the caller may change. The tenant counts as active now."""
+        """The counts of a tenant's requests, which the caller may change. This call notes that the tenant is active
+        now."""
         if (found := self._figures.get(tenant)) is None:
             if len(self._figures) >= TENANTS_COUNTED:
                 self._figures.popitem(last=False)
@@ -148,11 +149,11 @@ class QueueSlots:
         self._running: dict[str, int] = {}
         self._passes: dict[str, float] = {}
         """The pass (a term of stride scheduling) of each tenant that has running or waiting requests: each slot that
-        the tenant is granted adds 1, divided by the tenant's weight. Of tenants that hold equally many slots in
-        proportion to their weights, the one with the lowest pass gets the next slot."""
+        the tenant is granted adds 1/weight to it. Of tenants that hold equally many slots in proportion to their
+        weights, the one with the lowest pass gets the next slot."""
         self._floor = 0.0
-        """The pass (see `_passes`) with which a new tenant starts: that of the tenant that was granted the latest slot,
-        before this grant."""
+        """The pass (see `_passes`) with which a new tenant starts: the pass that the tenant which got the latest slot
+        had before it got that slot."""
         self._waiting: list[_Waiting] = []
         self.running = 0
         self.begun = 0
@@ -180,8 +181,8 @@ class QueueSlots:
         self.serve()
 
     def set_surplus_aside(self, is_on: bool) -> None:
-        """Switch on or off that requests which exceed their tenant's share of the slots are set aside (moved to a side
-        queue). When it is switched on, such requests that wait here are set aside at once."""
+        """Decide whether requests that exceed their tenant's share of the slots are set aside (moved to a side queue).
+        If `is_on` is true, such requests that wait here already are set aside at once."""
         self.sets_surplus_aside = is_on
         if is_on:
             for waiting in self._waiting[:]:
@@ -233,8 +234,8 @@ class QueueSlots:
             queue.serve()
 
     def serve(self) -> None:
-        """Give the queue's free slots to waiting requests. Each slot goes to the tenant that is first by `_standing`,
-        and to the request of this tenant that has the highest rank."""
+        """Give the queue's free slots to waiting requests. Each slot goes to the tenant with the lowest sort key
+        (`_standing`), and there to the request with the highest rank."""
         while self._waiting and self.running < self.size:
             eligible = [waiting for waiting in self._waiting if not self.lane.is_at_its_cap(waiting.tenant)]
             if not eligible:

@@ -6,9 +6,11 @@ scout is started, that is, a further consumer of the queue, without slots of its
 set aside (moved to a side queue) if its tenant has used up its share of the queue's slots; otherwise it waits in the
 worker until its tenant gets the next free slot (`consumers/fairness/lane_slots.py`).
 
-Setting a request aside takes half as much CPU as a whole request, so a scout is started only where it helps. If several
-tenants had requests in the lane lately, it is started as soon as requests wait longer than a second; otherwise, only if
-requests hold their slots for longer than a quarter of a second on average.
+Setting a request aside takes half as much CPU as handling a whole request, so a scout is started only where it helps.
+If requests hold their slots for longer than a quarter of a second on average, a scout is started when the waiting
+requests will need longer than a quarter of a second to get slots. If requests hold their slots for a shorter time, a
+scout is started only if several tenants had requests in the lane lately, and the waiting requests will need longer than
+a second to get slots.
 """
 
 import asyncio
@@ -25,32 +27,32 @@ from lanekeeper.contract.problems import BrokerError
 LOOK_EVERY_S: Final = 0.25
 """The seconds between two checks whether a queue's slots are all in use."""
 SENT_AFTER_LOOKS: Final = 4
-"""A scout (a further consumer) is started if all slots of a queue were in use at this many checks in a row after the
-first such check, so for a second. If the slots are all in use for a shorter time, requests are delivered in the queue's
+"""A scout (a further consumer) is started only when all slots of a queue were in use for a second: at one check, and at
+this many further checks in a row. If the slots are all in use for a shorter time, requests are delivered in the queue's
 own order."""
 CALLED_BACK_AFTER_LOOKS: Final = 8
 """After this many checks in a row that found free slots, the queue's scout (its further consumer) is stopped."""
 SCOUT_PREFETCH: Final = 32
-"""The prefetch of a scout (a further consumer of a queue): it takes this many requests at a time and moves them to side
-queues, on a busy machine 390 requests a second. With a prefetch of 64, a chat in another lane of the same process
-waited twice as long while requests were moved."""
+"""The prefetch of a scout (a further consumer of a queue): it takes this many requests at a time and moves those over
+their tenant's share to side queues, on a busy machine 390 requests a second. With a prefetch of 64, a chat request in
+another lane of the same process waited twice as long while requests were moved."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Scouted:
-    """A queue that may get a scout (a further consumer, whose surplus requests are moved to side queues), and the
-    results of the regular checks whether the queue's slots are all in use."""
+    """A queue that may get a scout (a further consumer, which moves requests over their tenant's share to side queues),
+    and the results of the regular checks whether the queue's slots are all in use."""
 
     queue: str
     slots: QueueSlots
     scout: Callable[[], SlotPool]
-    """A function that creates a scout for the queue: a pool (consumer) without slots of its own, whose requests use the
-    queue's slots."""
+    """A function that creates a scout for the queue: a pool (consumer) whose requests use the slots that the queue has
+    already."""
     begun: deque[int] = field(default_factory=lambda: deque(maxlen=SENT_AFTER_LOOKS + 1))
     """How many requests of the queue had begun since the process started, at each of the last checks in a row that
-    found all slots in use. The first and the last of them are a second apart."""
+    found all slots in use. When the list is full, its first and its last number were taken a second apart."""
     idle_looks: int = 0
-    """How many checks in a row found free slots."""
+    """How many of the latest checks in a row found free slots."""
     active: SlotPool | None = None
     """The scout (further consumer) that runs for the queue; None: the queue has no scout."""
 
@@ -108,16 +110,16 @@ class Scouting:
         begun.append(slots.begun)
         if scouted.active is not None or len(begun) <= SENT_AFTER_LOOKS:
             return
-        # Calls that began together end together, so the rate is that of the whole second, not of the last look.
+        # Calls that began together end together, so the rate is measured over a second, not since the last check.
         in_a_second = begun[-1] - begun[0]
         is_slow = in_a_second < SENT_AFTER_LOOKS * slots.size
         if not (is_slow or slots.lane.is_shared):
             return
         try:
             waiting = (await self._depths([scouted.queue]))[scouted.queue]
-        except BrokerError:  # the pools report it
+        except BrokerError:  # the pools report the lost connection
             return
-        # whether the waiting requests, at this rate, need more than 0.25 s (if slow) or a second
+        # whether the waiting requests, at this rate, will need more than 0.25 s (if slow) or a second to get slots
         is_long = waiting > (in_a_second / SENT_AFTER_LOOKS if is_slow else in_a_second)
         if is_long and not self.is_paused and not self._stopping.is_set():
             scouted.active = scouted.scout()

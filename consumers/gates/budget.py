@@ -1,5 +1,5 @@
-"""The budget gate: a request waits until it is the first of those that wait for an account (a provider with a class of
-models), and the account has enough budget for it.
+"""The budget gate: a request waits until it is the first of those that wait for an account (one provider's limits for a
+class of models), and the account has enough budget for it.
 
 A waiting request keeps its slot (the right to be worked on) if the requests behind it would wait too (`waiting_room.py`
 decides that). A request that cannot be answered before its deadline is refused at once, with the expected times.
@@ -29,24 +29,23 @@ seconds."""
 LATER_MS = 1000
 """The shortest time, in ms, for which a request that waits for budget is deferred."""
 BACK_WITHIN_MS = 15_000
-"""A request is deferred, so that others can pass it, for at most this many ms. There is a limit because the delay is
-the request's predicted wait, and the prediction may be too long."""
+"""A request that is deferred so that others can pass it is deferred for at most this many ms. There is a limit because
+the delay is the request's predicted wait for budget, and the prediction may be too long."""
 AT_ONCE_S = 0.25
 """A call that could begin within this many seconds is always tried, even if it may not end before the request's
 deadline."""
 SPREAD_S = 60.0
-"""The deferred requests of an account that is paused (its spend limit was reached) come back spread over this many
-seconds. They do not all come back at once, because each refused call ends its request: the first call shows whether the
-account works again."""
+"""Requests that are deferred because their account is paused (its spend limit was reached) come back after the pause,
+at random times within this many seconds. If all came back at once and the limit still applied, each refused call would
+end its request. So the calls are spread, and the first ones show whether the account works again."""
 OnWait = Callable[[Job, Wait], None]
 
 
 @dataclass(slots=True, eq=False)
 class BudgetGate:
-    """Reserves a provider's budget (requests and tokens per minute) for the call of a job: of the first provider in the
-    job's chain (the providers that may be called for it, in order) that will have enough soon; else of the provider
-    with the shortest predicted wait. `on_wait` is called when a wait begins that is predicted to last at least
-    `REPORTED_FROM_S`."""
+    """Reserves budget (requests and tokens per minute) for the call of a job. Of the providers that may be called for
+    the job, it chooses the first that will have enough budget soon; if there is none, the provider with the shortest
+    predicted wait. `on_wait` is called when a wait begins that is predicted to last at least `REPORTED_FROM_S`."""
 
     budgets: Budgets
     breakers: Breakers
@@ -83,8 +82,8 @@ class BudgetGate:
         return asyncio.get_running_loop().time() + spare_s
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Settle the job's reservation of budget with the amounts that the call used; if they are unknown, with all
-        that was reserved. If no call was made, return the whole reservation."""
+        """Replace what was reserved for the job in the provider's budget by what the call used; if that is unknown, all
+        that was reserved counts as used. If no call was made, return the whole reservation."""
         reserved, job.reserved = job.reserved, None
         if reserved is None:
             return
@@ -106,8 +105,8 @@ class BudgetGate:
 
     async def move(self, job: Job, decoded: Decoded, route: Route, used: Amounts | None) -> bool:
         """Move a job's reservation to another provider: reserve budget for `route` without waiting, and settle the
-        earlier reservation. Return False, and change nothing, if the other account has too little budget. `used`: the
-        requests and tokens that the call on the earlier route used; None: no call was made."""
+        earlier reservation. Return False, and change nothing, if the account of `route` has too little budget. `used`:
+        the requests and tokens that the call on the earlier route used; None: no call was made."""
         amounts = self.amounts(job, decoded.request, route)
         found = await self.budgets.try_reserve(route.account, lane=job.lane_name, amounts=amounts)
         if found is None:
@@ -177,8 +176,8 @@ class BudgetGate:
         return Reserved(route, reservation)
 
     def _wait_begins(self, job: Job, lane: LaneSpec, route: Route, wait: Wait, limit: Interruptible) -> None:
-        """When a wait for budget begins: shorten the wait if the request must let others of its lane pass, and report
-        the wait if it will be long. `wait`: the forecast of its length."""
+        """Called when a wait for budget begins: limit the wait if the request must let others of its lane pass, and
+        report the wait if it will be long. `wait`: the predicted wait."""
         patience_s = self._waiting_room.enter(lane.name, route.account, slots=lane.slots)
         if patience_s is not None:
             limit.reschedule(asyncio.get_running_loop().time() + min(patience_s, self.spec.hold_s))
@@ -188,7 +187,7 @@ class BudgetGate:
     def _arrived(self, job: Job, request: Request) -> float | None:
         """The time that decides a request's place among those that wait for an account, by the event loop's clock. A
         request that comes back after a deferral or redelivery keeps its place, so it gets the time at which its wait
-        began. None for a new request: it goes to the end, whatever time its headers give."""
+        began. None for a new request: it goes to the end, even if its headers say that it was published long ago."""
         if not job.came_before:
             return None
         return asyncio.get_running_loop().time() - max(0, self.now_ms() - request.start_ms) / 1000

@@ -17,8 +17,8 @@ from consumers.state.base import StoreUnavailable
 from topology.codec.request import Request
 
 SPREAD_MS = 60_000
-"""If a daily cap is used up, requests are deferred to the next day, and come back then at times that are spread over
-this many ms."""
+"""If a daily cap is used up, requests are deferred to the next day (UTC), and come back at random times within this
+many ms after its beginning."""
 STORE_AWAY_MS = 1000
 """For how many ms a request is deferred if the store that counts the caps is unavailable."""
 Estimate = Callable[[Job, Request, Route], Amounts]
@@ -66,8 +66,9 @@ class CapsGate:
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
         """Correct what `enter` counted against the caps. After an answer, the amounts that the call used are counted.
-        After a failure nothing is counted, but the estimate stays counted if the failed call may have to be paid. In
-        each case, earlier calls of the same attempt that failed and may have to be paid are counted too."""
+        After a failure nothing is counted, unless the failed call may have to be paid for: then the estimate stays
+        counted. In each case, earlier calls of the same attempt that failed and may have to be paid for are counted
+        too."""
         hold, attempted = self._held.pop(job, None), job.attempted
         used = Spent()
         if isinstance(outcome, Answered):
@@ -84,8 +85,8 @@ class CapsGate:
             self.spending.correct(hold, used)
 
     def _over(self, job: Job, request: Request, over: Over) -> Outcome:
-        """The outcome if too little is left of a cap: the request is deferred to the next day, or refused if its
-        deadline is before that or its estimate exceeds the whole cap."""
+        """The outcome of a request for which too little is left of a daily cap: the request is deferred to the next
+        day, or refused if its deadline is before that or its estimate exceeds the whole cap."""
         left_ms = request.deadline_ms - self.now_ms()
         wait_ms = round(1000 * over.resets_in_s)
         if wait_ms >= left_ms or over.wanted > over.bound.limit:
@@ -95,8 +96,8 @@ class CapsGate:
 
 
 def _may_be_paid(attempted: Attempted) -> bool:
-    """Whether a call that gave no answer may have to be paid: it may, if it is unknown what the call used, or if it
-    used output tokens."""
+    """Whether a call that gave no answer may have to be paid for: this is so if it is unknown what the call used, or if
+    the call used output tokens."""
     return attempted.usage is None or attempted.usage.output_tokens > 0
 
 

@@ -1,5 +1,5 @@
-"""The claim gate: lets only one delivery of a request pass at a time, by a record in the store (the claim). A request
-that has ended is answered from the store."""
+"""The claim gate: lets only one delivery of a request pass at a time. For this it uses a record in the store (the
+claim). A request that has ended is answered from the store."""
 
 from typing import assert_never
 
@@ -11,13 +11,14 @@ from consumers.state.base import Conflict, Ended, Granted, Running
 DEATHS_AT_MOST = 4
 """After this many workers have died while they worked on a request (had its claim in the store), the request goes to
 the queue `lane.dead` at its next delivery. The broker's delivery count is not used, because it also counts deliveries
-that ended with a lost connection, although the worker still lives and releases the claim then."""
+that ended because the connection was lost while the worker lived on; such a worker releases the claim."""
 SUSPECT_FROM = 2
-"""A request during which this many workers have died is a suspect, and a worker runs only one suspect at a time. So the
-request that kills workers is identified, and a request that only ran at the same time as that one is answered."""
+"""A request is a suspect if at least this many workers have died while they worked on it. A worker runs only one
+suspect at a time, so that the request which kills workers is identified, and a suspect that only ran at the same time
+as that request is answered."""
 SUSPECT_WAIT_MS = 1000
-"""For how many ms a suspect (a request during which several workers have died) is deferred while the worker runs
-another suspect."""
+"""For how many ms a suspect (a request on which several workers were working when they died) is deferred while the
+worker runs another suspect."""
 LEAST_WAIT_MS = 200
 """If another worker is working on a request, a further delivery of the request is deferred by at least this many ms."""
 LONGEST_WAIT_MS = 5_000
@@ -27,7 +28,7 @@ LONGEST_WAIT_MS = 5_000
 class ClaimGate:
     """Takes the claim of a request, that is, records in the store that this worker runs it, so that no other delivery
     of the same request (identified by tenant and message id) runs at the same time. When the request has ended,
-    `settle.py` completes the claim; otherwise this gate releases it."""
+    `settle.py` stores its outcome, which completes the claim; otherwise this gate releases the claim."""
 
     def __init__(self, claiming: Claiming, *, now_ms: NowMs) -> None:
         self._claiming = claiming

@@ -12,7 +12,8 @@ from consumers.outcomes import Deferred, Outcome, ended, stopped_by
 from consumers.providers.breakers import Breakers
 
 HOLD_S = 3.0
-"""How many seconds a request keeps its slot while it waits for a provider to recover; then it is deferred."""
+"""For how many seconds a request keeps its slot (the right to be worked on) while it waits for a provider to recover;
+then it is deferred."""
 LEAST_WAIT_MS = 200
 """The shortest time, in ms, for which a request that waits for a provider to recover is deferred."""
 STAGGER_S = 0.2
@@ -20,18 +21,20 @@ STAGGER_S = 0.2
 makes the probe (the first call after an outage), and the others come after its result."""
 SHARE_OF_OUTAGE = 0.25
 """A request that waits for a provider to recover is deferred by this share of the time for which the provider has been
-down. So it does not come back every few seconds in a long outage, but comes back soon after an outage of a minute."""
+down. So in a long outage the request does not come back every few seconds, and after a short outage it does not wait
+for long."""
 MOST_TARGETS = 5
-"""A request that waits for a provider to recover is deferred by at most this many times its lane's target wait: in the
-lane `critical`, whose target is a second, by at most five seconds."""
+"""A request that waits for a provider to recover is deferred by at most this many times its lane's target wait (the
+setting `target_wait_s`): in the lane `critical`, whose target is a second, by at most five seconds. (`SPREAD` lengthens
+this time at random.)"""
 SPREAD = 0.5
 """The delay of a request that waits for a provider to recover is lengthened at random by up to this share of the delay,
 so that one request makes the first call before the others come back."""
 
 
 class RouteGate:
-    """Refuses requests for a model that their lane or tenant may not use. Holds or defers the others while no provider
-    may be called."""
+    """Refuses requests for a model that their lane or tenant may not use. Other requests are held or deferred while the
+    circuit breakers allow no call to any of their providers."""
 
     def __init__(self, breakers: Breakers, *, now_ms: NowMs, rng: random.Random) -> None:
         self._breakers = breakers

@@ -7,10 +7,11 @@ from consumers.outcomes import Deferred, Outcome, ended
 from consumers.state.base import WaitingLimit
 
 UNCOUNTED_MS = 60_000
-"""A wait of at most this many ms is not counted against the limits of waiting requests, because no tenant can publish
-very many requests in that time."""
+"""A request that waits for at most this many ms does not count towards the limits of how many requests may wait,
+because no tenant can publish very many requests in that time."""
 UNIT_BYTES = 16 * 1024
-"""Against the limits of waiting requests, a request counts as one, and as one more for each full 16 KiB of its body."""
+"""There are limits of how many requests may wait for their due time. A request counts towards them as one, plus one for
+each full 16 KiB of its body."""
 WHICH_LIMIT = {
     WaitingLimit.TENANT: "its tenant has as many requests waiting as one may (each 16 KiB of a body count as one)",
     WaitingLimit.TOTAL: "as many requests wait as may in all",
@@ -20,8 +21,8 @@ WHICH_LIMIT = {
 class ScheduleGate:
     """Defers a request until its due time (`x-lane-delay-ms`, `x-lane-at`).
 
-    The wait is noted in the store before the request is published to the broker's delay queues, because from then on
-    another worker may take the request at any time. Requests that wait for long take space on the broker's disks, so
+    The wait is noted in the store before the request is published to the broker's delay queues, because once it is
+    published, another worker may take it at any time. Requests that wait for long take space on the broker's disks, so
     they are counted, and refused above a limit. A request that has ended already, or was cancelled before it arrived,
     does not wait: the claim gate answers it.
     """
@@ -39,7 +40,7 @@ class ScheduleGate:
         left_ms = due_ms - self._now_ms()
         if left_ms <= 0:
             return None
-        # a request that a worker has deferred is counted already, and is not refused
+        # a request that a worker has deferred before was counted then, and is not refused now
         is_counted = job.hop.due_ms is None and left_ms > UNCOUNTED_MS
         defer = self._claiming.defer_for_long if is_counted else self._claiming.defer
         if not await defer(job, due_ms=due_ms, deadline_ms=decoded.request.deadline_ms):
@@ -50,8 +51,8 @@ class ScheduleGate:
         return Deferred(delay_ms=max(0, due_ms - self._now_ms()), reason="scheduled", due_ms=due_ms)
 
     async def _count(self, job: Job, due_ms: int) -> Outcome | None:
-        """Count a request that waits long against the limits of its tenant and of all tenants. Return the refusal if a
-        limit is exceeded; otherwise None."""
+        """Count a request that waits long towards the limits of how many requests its tenant, and all tenants together,
+        may have waiting. Return the refusal if a limit is exceeded; otherwise None."""
         limit = await self._claiming.reserve(job, weight=1 + len(job.message.body) // UNIT_BYTES, until_ms=due_ms)
         if limit is WaitingLimit.WITHIN:
             return None

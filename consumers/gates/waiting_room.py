@@ -1,12 +1,12 @@
 """Decides how long a request may hold a slot of its lane (the right to be worked on) while it waits for a provider's
 budget. This file has no I/O.
 
-A request that waits for the budget of an account (a provider with a class of models) keeps its slot, because requests
-behind it for the same account would wait too. But requests for another account must not be held up. So if all slots of
-a lane but one are waiting for the same account, the next request for that account may wait for a short time only (its
-patience). Then it is deferred, which frees its slot for the request behind it; when it comes back, it has its old place
-among the requests that wait for the account. As long as only requests for that account follow, the patience doubles
-with each of them, because deferring them helps no other request.
+A request that waits for the budget of an account (one provider's limits for a class of models) keeps its slot, because
+requests behind it for the same account would wait too. But requests for another account must not be held up. So if
+requests that wait for the same account hold all slots of a lane but one, the next request for that account may wait for
+a short time only (its patience). Then it is deferred, which frees its slot for the request behind it; when it comes
+back, it has its old place among the requests that wait for the account. As long as only requests for that account
+follow, the patience doubles with each of them, because deferring them helps no other request.
 """
 
 from collections import Counter, defaultdict
@@ -28,8 +28,8 @@ class WaitingRoom:
 
     def enter(self, lane: str, account: str, *, slots: int) -> float | None:
         """Count a request that begins to wait for budget of this account. Return for how many seconds the request may
-        wait before it must be deferred to let others pass; None: it need not be deferred for that. Call `leave` when
-        the wait has ended. `slots`: how many slots the lane has."""
+        wait before it must be deferred to let others pass; None: it need not let others pass. Call `leave` when the
+        wait has ended. `slots`: how many slots the lane has."""
         waiting = self._waiting[lane]
         waiting[account] += 1
         if len(waiting) > 1:
@@ -48,7 +48,7 @@ class WaitingRoom:
 
     def passed(self, lane: str, account: str) -> None:
         """Note that a request got its budget without a wait. If other requests of its lane wait for another account,
-        deferring those lets requests like this one pass, so the time for which the lane's requests may wait becomes
-        short again."""
+        deferring those requests lets others, like this one, pass, so the time for which the lane's requests may wait
+        becomes short again."""
         if self._waiting[lane].keys() - {account}:
             self._patience_s[lane] = SHORTEST_S

@@ -39,13 +39,13 @@ MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
 """A request with more `max_tokens` than this is always streamed, because Anthropic's client assumes a rate of output at
 which the answer could take longer than ten minutes."""
 _LEAST_EVENTS: Final = 4
-"""The largest accepted event of a stream has as many bytes as the largest accepted answer, divided by this number."""
+"""The maximum size of one event of a stream is the size of the largest accepted answer, divided by this number."""
 _OVERHEAD: Final = 4
-"""A stream may have this many times the bytes of the largest accepted answer, because each token may come in an event
-of its own, of some 130 bytes."""
+"""A stream may be this many times as large as the largest accepted answer, because each token may come in an event of
+its own, of some 130 bytes."""
 _SLICE_BYTES: Final = 16 * 1024
-"""How many bytes of a stream are parsed before other tasks get the event loop. Parsing so many takes up to 10 ms, if
-they are two thousand of the smallest events."""
+"""How many bytes of a stream are parsed before other tasks get the event loop. Parsing that many bytes takes up to 10
+ms, which is the case if they hold two thousand events of the smallest size."""
 DRAIN_S: Final = 0.1
 """After the last event of a stream, the end of the HTTP body is awaited for at most this many seconds."""
 
@@ -267,9 +267,9 @@ async def _drain(chunks: AsyncIterator[bytes]) -> None:
 
 
 def set_stream(body: bytes, streamed: bool, *, is_stated: bool = True) -> bytes:
-    """The request's body with the field `stream` set to `streamed`, because the worker decides whether the answer is
-    streamed; the same bytes if the field has that value already. `is_stated`: False if the body certainly does not have
-    the field."""
+    """Return the request's body with the field `stream` set to `streamed`, because the worker decides whether the
+    answer is streamed. The bytes are unchanged if the field has that value already, or is missing and `streamed` is
+    false. `is_stated`: False if the body certainly does not have the field."""
     if is_stated and (b'"stream"' in body or b"\\u" in body):  # a key may be written with \u escapes
         found = jiter.from_json(body, cache_mode="none")  # for large bodies four times as fast as json
         if "stream" in found:

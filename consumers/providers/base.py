@@ -1,4 +1,5 @@
-"""The interface to a model provider. A call returns an `Answer`, or raises an exception of `consumers/failures.py`."""
+"""Defines the interface to a model provider. A call returns an `Answer`, or raises an exception of
+`consumers/failures.py`."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ from topology.codec.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A provider's answer to one call: a whole Message of Anthropic's API, and what came with it."""
+    """A provider's answer to one call: a whole Message of Anthropic's API, and what else the response says (ids, token
+    counts, rate limits)."""
 
     body: bytes
     """The Message as JSON: the provider's own bytes or, for a stream, put together from its events."""
@@ -35,8 +37,8 @@ class Answer:
 
 
 OnEvent = Callable[[bytes], Awaitable[None]]
-"""A function that is called with the JSON of each event of a stream, in order; the next event is read after it has
-returned."""
+"""A function that is called with the JSON of each event of a stream, in order; the next event is read only after the
+function has returned."""
 
 
 class Provider(Protocol):
@@ -46,10 +48,10 @@ class Provider(Protocol):
     name: str
 
     async def stream(self, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
-        """Make one call. It is streamed if `parts` is given, or if the answer may take longer than ten minutes.
+        """Make one call. The answer is streamed if `parts` is given, or if it may take longer than ten minutes.
 
-        `timeout_s` is the time limit of the whole call; if the call is streamed, it limits instead the time until the
-        first event, and each pause between events. Raises `ProviderError`; cancelling the call closes its socket.
+        `timeout_s` is the time limit of the whole call or, if the answer is streamed, of the time until the first event
+        and of each pause between events. Raises `ProviderError`; cancelling the call closes its socket.
         """
 
     async def aclose(self) -> None: ...

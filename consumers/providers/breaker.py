@@ -1,5 +1,5 @@
-"""A circuit breaker: if the calls of a provider fail, it is not called for a while, and then tried with one call (the
-probe). This file has no I/O.
+"""Implements a circuit breaker: if calls to a provider fail, the provider is not called for a while, and then tried
+with one call (the probe). This file has no I/O.
 
     closed ──failures in a row──> open ──its time is over──> probing ──answered──> closed
                                    ^                            │
@@ -17,7 +17,7 @@ from math import inf
 from typing import NamedTuple
 
 FAILURES = 10
-"""The number of failures in a row that opens a circuit breaker. If 30 % of all calls fail by chance, so many failures
+"""The number of failures in a row that opens a circuit breaker. If 30 % of all calls fail by chance, that many failures
 in a row happen once in 240,000 calls."""
 REQUESTS = 3
 """The failures in a row that open a circuit breaker must come from at least this many requests; otherwise one request
@@ -28,8 +28,8 @@ DOUBTED_FROM = 3
 """From this many failures in a row on, the process checks in the store at each failure whether another process has
 opened its circuit breaker for the same provider and model."""
 WINDOW_S = 120.0
-"""A failure that is longer ago than this many seconds is not counted by the circuit breaker. The time must not be
-shorter than the time that a call may take (60 s in the lane critical, 120 s in normal)."""
+"""The circuit breaker no longer counts a failure after this many seconds. The time must not be shorter than the time
+that a call may take (60 s in the lane critical, 120 s in normal)."""
 OPEN_S = 1.0
 """The longest time, in seconds, that a circuit breaker stays open when it opens first; it doubles each time that the
 probe (the trial call) fails."""
@@ -96,7 +96,7 @@ class Breaker:
 
     def failed(self, failure: Failure, *, probe: bool) -> None:
         """Count a failed call. Open the circuit breaker, so that no more calls are made, if there were too many
-        failures, or if the failed call was the probe (`probe`)."""
+        failures in a row, or if the failed call was the probe (`probe`)."""
         if self.state is State.CLOSED:
             while self._failed and failure.at_s - self._failed[0].at_s > WINDOW_S:
                 self._failed.popleft()

@@ -5,9 +5,9 @@ provider works. A timeout counts only if the call had enough time, so that reque
 a provider for others.
 
 A process holds a lease in the store while its breaker is open. Another process that counts a few failures sees the
-lease, and opens its own breaker too, although it has counted fewer failures than its breaker needs by itself. Only the
-owner of the lease makes the trial call (the probe). While the store is unavailable, the breakers of the processes are
-independent.
+lease, and opens its own breaker too, although it has counted fewer failures than it would need to open its breaker
+alone. Only the owner of the lease makes the trial call (the probe). While the store is unavailable, the breakers of the
+processes are independent.
 """
 
 import asyncio
@@ -26,19 +26,20 @@ from consumers.state.base import Leases, StoreUnavailable
 from lanekeeper.telemetry import logs, signals
 
 FAIR_S = 5.0
-"""A call that timed out counts as a failure of the provider only if its timeout was not shorter than this many
-seconds."""
+"""A call that timed out counts as a failure of the provider only if its timeout was at least this many seconds."""
 STORE_WITHIN_S = 1.0
-"""How many seconds at most a circuit breaker waits for the store; after that it treats the store as unavailable."""
+"""A circuit breaker waits for an answer of the store for at most this many seconds; after that it treats the store as
+unavailable."""
 REMEMBERED = 1000
-"""The most circuit breakers that a process keeps; there is a limit, because requests can name any number of models."""
+"""The maximum number of circuit breakers that a process keeps. There is a limit, because requests can name any number
+of models."""
 log = logs.logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change of a circuit breaker's state. It is published as the life-cycle event `breaker` of the request that
-    caused it."""
+    """A change of a circuit breaker's state. It is published as the life-cycle event `breaker` of the request whose
+    call caused the change."""
 
     provider: str
     model: str
@@ -53,8 +54,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """A circuit breaker's permission to make one call. After the call it is passed to `answered`, `failed` or
-    `unknown`."""
+    """A circuit breaker's permission to make one call. After the call, the caller passes the permit to `answered`,
+    `failed` or `unknown`."""
 
     route: Route
     request: str
@@ -187,8 +188,9 @@ class Breakers:
         return found
 
     async def _lease(self, route: Route, *, for_s: float) -> bool:
-        """Take or renew the lease in the store by which one process at a time holds the open breaker of this route.
-        Returns False if another process has the lease; True if the store is unavailable."""
+        """Take or renew the lease in the store that a process holds while its circuit breaker for this route (a
+        provider and model) is open. Returns False if another process has the lease; True if the store is unavailable.
+        """
         if self._leases is None:
             return True
         try:

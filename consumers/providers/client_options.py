@@ -1,5 +1,5 @@
-"""The options of all clients of Anthropic's SDK that a worker uses: no retries, no spans, and the fastest transport
-(aiohttp)."""
+"""Defines the options of all clients of Anthropic's SDK that a worker uses: no retries, no spans, and the fastest
+transport (aiohttp)."""
 
 import zlib
 from collections.abc import AsyncIterator

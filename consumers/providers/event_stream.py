@@ -30,13 +30,13 @@ _TYPES: Final[Mapping[str, str]] = {
     "serviceUnavailableException": "overloaded_error",
     "modelTimeoutException": "timeout_error",
 }
-"""Translates the exceptions that Bedrock sends in the middle of a stream into Anthropic's error types. All others
-become `api_error`."""
+"""Translates the exceptions that Bedrock sends in the middle of a stream into Anthropic's error types. All other
+exceptions become `api_error`."""
 
 
 class FrameSplitter:
-    """Splits Bedrock's event stream into events: takes its bytes in any pieces and returns the data of each event, as
-    `EventSplitter` does for Server-Sent Events."""
+    """Splits Bedrock's event stream into events: takes its bytes in pieces of any size and returns the data of each
+    event, as `EventSplitter` does for Server-Sent Events."""
 
     def __init__(self, max_event_bytes: int) -> None:
         self._max_event_bytes = max_event_bytes

@@ -1,4 +1,5 @@
-"""Splits a stream of bytes into Server-Sent Events, by those rules of the HTML standard that JSON events need.
+"""Splits a stream of bytes into Server-Sent Events, by those rules of the HTML standard that matter for events with
+JSON data.
 
 The decoder of Anthropic's SDK takes several times as much CPU as the HTTP call itself. The code here splits the stream
 at blank lines, and returns the data of each event unchanged, so that the data can be forwarded without being encoded
@@ -14,8 +15,8 @@ indented."""
 
 
 class EventSplitter:
-    """Takes the bytes of a stream in any pieces, and returns the data of each event as soon as the blank line that ends
-    the event has come.
+    """Takes the bytes of a stream in pieces of any size, and returns the data of each event as soon as the blank line
+    that ends the event has come.
 
     Lines end in LF, CRLF or CR. The `data` lines of an event are joined by LF. Comments and other fields are ignored,
     because the type of an event is in its JSON. An event without a blank line at the end of the stream is dropped.

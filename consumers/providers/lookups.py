@@ -1,4 +1,5 @@
-"""Calls of Anthropic's API other than Messages: count tokens, list models. They cost no tokens and change nothing."""
+"""Makes calls of Anthropic's API other than Messages (count tokens, list models), which cost no tokens and change
+nothing."""
 
 import asyncio
 import json
@@ -17,8 +18,8 @@ from consumers.providers.translation import border, plain
 WITHIN_S: Final = 30.0
 """The time limit, in seconds, for a call such as counting tokens or listing the models."""
 ANSWER_BYTES: Final = 4 * 1024 * 1024
-"""The largest answer, in bytes, that is read from a call such as listing the models. A page of the list has at most a
-thousand models, which take less."""
+"""The largest answer, in bytes, that is read from a call such as listing the models. A page of the list of models has
+at most a thousand entries, which take fewer bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

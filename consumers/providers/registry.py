@@ -16,14 +16,15 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.request import Request
 
 SPEND_REFUSALS = 10
-"""If an account has refused this many calls in a row because of its spend limit, it is not called for a while, because
-only a person can raise that limit."""
+"""If a provider has refused this many calls in a row because the account's spend limit is reached, the account is not
+used for a while, because only a person can raise that limit."""
 log = logs.logger()
 
 
 class Registry:
     """Makes calls to the providers of this process, each with a trace span and a price. `learn` is called after each
-    response, with the name of the account and what the response says about its limits."""
+    response, with the name of the account (a provider's limits for a class of models) and what the response says about
+    its limits."""
 
     def __init__(
         self,
@@ -85,7 +86,8 @@ class Registry:
 
 
 def asking_for(request: Request, model: str) -> Request:
-    """A copy of the request with the provider's name of the model; the request itself if it has that name already."""
+    """A copy of the request that contains the provider's own name for the model (`model`); the request itself if it
+    contains that name already."""
     if model == request.model:
         return request
     body = json.dumps({**json.loads(request.body), "model": model}).encode()

@@ -1,4 +1,5 @@
-"""Sends calls with the URL and the headers that Anthropic's client has made for the first call.
+"""Calls Anthropic's API with less CPU than Anthropic's client, by repeating the URL and the headers that the client has
+made for the first call.
 
 Anthropic's client builds the URL, the headers and a Pydantic model of the options for each call, which takes 40 % of
 the CPU of a call. If the API key does not change, calls differ only in their body and in the headers `traceparent` and

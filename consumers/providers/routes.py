@@ -161,8 +161,9 @@ class Routes:
                 yield Route(provider=name, model=model, name=called, account=f"{name}/{self._class(model)}")
 
     def _class(self, model: str) -> str:
-        """The part of the name of a route's budget account that follows the provider's name: the model's class; or the
-        model, if it belongs to no class; or `other`, if too many such models have an account already."""
+        """The second part of a budget account's name, after the provider's name: the model's class; or the model
+        itself, if it belongs to no class; or `other`, if `UNCONFIGURED` models that no setting names have an account
+        already."""
         found = model_class(model)
         if found != model or model in self._configured or model in self._unconfigured:
             return found

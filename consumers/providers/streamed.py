@@ -13,8 +13,8 @@ _JSON_DELTA = "input_json_delta"
 _JSON = "partial_json"
 _WITH_CONTENT = frozenset({"content_block_delta", "content_block_start", "message_start", "message_delta"})
 _REPLACED = frozenset({"signature"})
-"""The string fields of a content block that a delta replaces; to all other string fields the delta's text is
-appended."""
+"""The string fields of a content block that a delta replaces. For all other string fields, the delta's text is appended
+to the field."""
 _MALFORMED = (KeyError, TypeError, AttributeError, ValueError)
 """The exceptions that may be raised when a malformed event is read."""
 

@@ -56,7 +56,8 @@ _MESSAGE_CHARACTERS: Final = 300
 _TYPE_CHARACTERS: Final = 60
 """Our own error quotes at most this many characters of the type in a provider's error."""
 _READ_CHARACTERS: Final = 10_000
-"""At most this many characters are read of the message in a provider's error, because the message may have millions."""
+"""At most this many characters are read of the message in a provider's error, because the message may have millions of
+characters."""
 NETWORK_ERRORS: Final = (httpx2.RequestError, aiohttp.ClientError, OSError)
 """The exceptions of the HTTP client's transport if the network fails. Anthropic's client lets them pass as they are, or
 raises its own exception with one of them as the cause."""
@@ -94,7 +95,7 @@ def border(*, secret: str) -> Iterator[None]:
 
 def from_event(event: Mapping[str, Any], *, secret: str) -> ProviderError:
     """The exception for an `error` event that the provider sent in the middle of a stream. `secret`: the API key, which
-    is removed from its text."""
+    is removed from the exception's text."""
     error = event.get("error")
     fields = error if isinstance(error, dict) else {}
     kind = _short(fields.get("type"), secret)
@@ -113,8 +114,8 @@ def from_event(event: Mapping[str, Any], *, secret: str) -> ProviderError:
 def classify(
     *, status: int, type: str, code: str, message: str, retry_after_s: float | None, request_id: str | None = None
 ) -> ProviderError:
-    """The exception of `consumers/failures.py` for an error response of the provider. `type`, `code`: the values in
-    Anthropic's error; empty if the response has none."""
+    """The exception of `consumers/failures.py` for an error response of the provider. `type`, `code`: the error's type
+    and code in Anthropic's format; empty if the response has none."""
     detail = f"{status} {type}: {message}" if type else f"{status}: {message}"
     fields: dict[str, Any] = {"status": status, "type": type or f"http_{status}", "request_id": request_id}
     is_spent = any(text in message for text in _SPEND_LIMIT_TEXTS)

@@ -1,4 +1,4 @@
-"""Sends the spans of a process by OTLP over HTTP.
+"""Sends the trace spans of a process by OTLP over HTTP.
 
 Lanekeeper's settings give only the endpoint; OpenTelemetry's SDK itself reads all other `OTEL_*` variables (sampler,
 headers, limits, resource attributes, OTEL_SDK_DISABLED).
@@ -29,8 +29,8 @@ def exporting(url: str | None, *, service_name: str) -> Iterator[TracerProvider 
     """Send trace spans over OTLP to `url` inside the block. Yields OpenTelemetry's `TracerProvider`, which `Tracing`
     needs; None if `url` is None.
 
-    It is not set as OpenTelemetry's global `TracerProvider`, so that two of them in one process (in tests, or beside an
-    application's own) do not affect each other. Leaving the block takes about `FLUSH_S` seconds at most, even if the
+    The `TracerProvider` is not made OpenTelemetry's global one, so that two of them in one process (in tests, or beside
+    an application's own) do not affect each other. Leaving the block takes about `FLUSH_S` seconds at most, even if the
     endpoint does not answer.
     """
     if url is None:

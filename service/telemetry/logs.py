@@ -1,8 +1,8 @@
 """Writes logs: events with fields, on standard error, as JSON lines or, on a terminal, as columns.
 
 Standard output is only for the output of commands. Messages that libraries write with Python's `logging` become events
-that all have the name `library.warned`, except those of the span exporter. Only messages of libraries from the level
-WARNING up are logged, because below that level some libraries log whole requests.
+with the name `library.warned` (those of OpenTelemetry, which sends the trace spans: `traces.lost`). Only messages of
+libraries from the level WARNING up are logged, because below that level some libraries log whole requests.
 """
 
 import logging
@@ -43,7 +43,7 @@ def configured(
         processors=_processors(service, console=console, colours=out.isatty(), with_content=with_content),
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(file=out),
-        # Loggers are made at import; caching would bind them to the first configuration, and tests could not capture.
+        # Loggers are created at import; if they were cached, a later configuration (as in tests) would have no effect.
         cache_logger_on_first_use=False,
     )
     used_before = loggers.use(structlog.get_logger().bind())

@@ -14,7 +14,7 @@ GONE: Final = "…"
 _SECRETS: Final = re.compile(
     r"sk-ant-[A-Za-z0-9_\-]+"
     r"|(?P<bearer>\bbearer\s+)[^\s\"',;]+"
-    # Greedy up to the last @: a password may contain one, and an invalid URL in an error may contain anything else.
+    # Greedy up to the last @, because a password may contain @, and an invalid URL in an error any other text.
     r"|(?P<scheme>(?<![a-z0-9+.\-])[a-z][a-z0-9+.\-]*://)[^\s\"'<>]*@",
     re.IGNORECASE,
 )
@@ -29,8 +29,8 @@ _DEEPEST: Final = 6
 
 
 def text(value: str) -> str:
-    """A text made safe for logs: secrets (keys, passwords in URLs) are removed, and control characters, and those that
-    change the direction of text, are escaped, so that the text cannot forge a log line."""
+    """The text, made safe for logs: secrets (keys, passwords in URLs) are removed. Control characters and characters
+    that change the direction of text are escaped, so that the text cannot forge a log line."""
     shown = value if len(value) <= _LONGEST else value[:_LONGEST] + GONE
     if _HINT.search(shown):
         shown = _SECRETS.sub(_gone, shown)

@@ -93,7 +93,8 @@ async def assemble(
         rights = await stack.enter_async_context(watched_rights(publishing, names))
         notices = await stack.enter_async_context(Notices(publishing))
         direct_publisher = None
-        # Older brokers close a connection that sends a direct reply to a forged address: such replies get their own.
+        # Older brokers close a connection that sends a direct reply to a forged address, so direct replies get a
+        # connection of their own.
         if is_before(publishing.version, RECOMMENDED):
             direct_publisher = Publisher(
                 await stack.enter_async_context(connection_for("direct replies", settings)), tracing=tracing

@@ -1,4 +1,5 @@
-"""How the service connects to the broker and its management API, and what a worker checks before it takes work."""
+"""Connects the service to the broker and its management API, and checks the worker's permissions and the topology
+before the worker takes requests."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

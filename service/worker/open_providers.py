@@ -15,8 +15,8 @@ from service.config.settings import Settings
 def open_providers(
     settings: Settings, *, traceparent: Callable[[], str | None], parsing: Parsing
 ) -> tuple[AnthropicProvider, ...]:
-    """Create the clients of all configured providers, in the order in which they are called. Raises SettingsError,
-    which names all missing settings."""
+    """Create the clients of all providers to which requests can be routed, in the order in which they are called.
+    Raises SettingsError, which names all missing settings."""
     found: list[AnthropicProvider] = []
     problems: list[str] = []
     for provider in settings.routes_spec().providers:

@@ -54,18 +54,20 @@ class PoolFactory:
     shares: Mapping[str, TenantShare]
     made: list[Pool] = field(default_factory=list)
     scouted: list[Scouted] = field(default_factory=list)
-    """The queues that may get a scout, that is, a further consumer without slots of its own
-    (`consumers/fairness/scouting.py`)."""
+    """The queues that may get a scout, that is, a further consumer that moves requests over their tenant's share to
+    side queues (`consumers/fairness/scouting.py`)."""
     lane_slots: dict[str, LaneSlots] = field(default_factory=dict)
     """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
     heads: dict[str, Heads] = field(default_factory=dict)
-    """The known lengths and first messages of each lane's side queues, by the name of the lane's intake queue."""
+    """What this process knows of each lane's side queues (for requests over their tenant's share), that is, their
+    lengths and first messages, by the name of the lane's intake queue."""
     scaled: list[ScaledQueue] = field(default_factory=list)
     activities: list[LaneActivity] = field(default_factory=list)
 
     def add_lane(self, lane: LaneSpec, handler: Handler) -> None:
         """Create a lane's pools (consumers): one for its due queue (retried and delayed requests; its slots are never
-        lent), one for its intake (new requests), and one for all its side queues, which uses the intake's slots."""
+        lent), one for its intake (new requests), and one for all its side queues (requests over their tenant's share),
+        which uses the intake's slots."""
         activity = LaneActivity(lane.name, slots=lane.slots, due_slots=lane.due_slots)
         self.activities.append(activity)
         heads = Heads(self.names.side(lane.name, number) for number in range(lane.side_queues))
@@ -137,8 +139,8 @@ class PoolFactory:
         )
 
     async def ready_with_sides(self, connection: Connection, queues: list[str]) -> Mapping[str, int]:
-        """Ask the broker how many messages wait in each queue. To a lane's intake queue, the messages in the lane's
-        side queues are added, as many as this process knows of. Raises BrokerError."""
+        """Ask the broker how many messages wait in each queue. The number for a lane's intake queue includes the
+        messages in the lane's side queues, as far as this process knows of them. Raises BrokerError."""
         ready = await ready_in(connection, queues)
         return {
             queue: count + (self.heads[queue].ready if queue in self.heads else 0) for queue, count in ready.items()

@@ -1,4 +1,4 @@
-"""All parts of a worker process, as one value."""
+"""Defines `Worker`, which holds all parts of a worker process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,7 +59,8 @@ class Worker:
         return self.publishing.version
 
     def reasons(self) -> Mapping[str, str | None]:
-        """The parts that must work before the worker takes requests, each with its problem or None."""
+        """The parts that must work before the worker takes requests, each with a text that says what is wrong with it,
+        or None if nothing is wrong."""
         return {
             "consume connection": self.consuming.trouble,
             "publish connection": self.publishing.trouble or self.publishing.blocked,
