@@ -39,7 +39,7 @@ def _table(value: Any, what: str) -> Any:
 
 def each_of(name_of: Callable[[Any], str], read: Callable[[Any], Any], what: str) -> PlainValidator:
     """The validator of a setting that is a table. `name_of` checks each name in the table, and `read` the value beside
-    it; both raise an exception if it is not allowed. `what`: what is allowed, for the error message."""
+    it; both raise an exception for what is not allowed. `what`: what is allowed, for the error message."""
 
     def validate(value: Any) -> dict[str, Any]:
         table = _table(value, what)

@@ -1,4 +1,4 @@
-"""Types of single settings: numbers, names, URLs, files."""
+"""Types of settings that have a single value or a list: numbers, names, URLs, files."""
 
 import re
 import sys
@@ -33,7 +33,7 @@ def wrong(what: str) -> PydanticCustomError:
 
 
 def not_bool(value: Any) -> Any:
-    """Check that a number is not a boolean, because pydantic would accept `true` as 1."""
+    """Check that the value of a numeric setting is not a boolean, because pydantic would accept `true` as 1."""
     if isinstance(value, bool):
         raise wrong("a number")
     return value.strip() if isinstance(value, str) else value
@@ -90,8 +90,8 @@ def words(value: Any) -> Any:
 
 
 def _user(value: str) -> str:
-    """Check the name of a broker's user. Brackets and quotes are refused, because they show that the setting is written
-    as JSON, but not as a list."""
+    """Check the name of a broker's user. Brackets and quotes are refused, because a name that contains them is probably
+    part of a list in JSON that was not written correctly."""
     if _USER.fullmatch(value) is None or value != value.strip():
         raise wrong("users of the broker, separated by commas, or a JSON array of them; none with { } [ ] or quotes")
     return value
