@@ -93,7 +93,7 @@ def send(
 
 
 def _given(**values: Any) -> dict[str, Any]:
-    """The values that are not None: those that the user has given."""
+    """The options that the user has given: those whose value is not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -166,7 +166,7 @@ def _warn_of_ignored(tenant: str | None, settings: "Settings") -> None:
 
 def _with_advice(refused: AccessRefused, key: str, settings: "Settings") -> AccessRefused:
     """Add advice to an AccessRefused if the default routing key was used: an application may publish only with routing
-    keys whose second word is its own name. Otherwise, return the error unchanged."""
+    keys whose second word is its own name. If another routing key was used, the error is returned unchanged."""
     user, _ = settings.credentials
     lane = key.partition(".")[0]
     if key != DEFAULT_KEY.format(lane=lane):

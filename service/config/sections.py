@@ -84,8 +84,8 @@ class LaneSettings(Section):
     models: ModelWords | None = None
     """The models that requests of the lane may name. None: every model. Example: claude-sonnet-5-5,claude-haiku-5-5"""
     providers: ProviderNames | None = None
-    """The providers that the lane calls, in this order. None: all providers, first the one with ANTHROPIC_API_KEY, then
-    the others in the order of their names. Example: anthropic"""
+    """The providers that the lane calls, in this order. None: all providers, first the one that ANTHROPIC_API_KEY
+    configures, then the others in the order of their names. Example: anthropic"""
     max_length: Number[int] = Field(ge=1, le=1_000_000_000)
     """How many messages the lane's intake (the queue of new requests) holds at most. When it is full, the broker
     rejects further messages: their publishers get a nack in place of a confirm."""

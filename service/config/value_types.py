@@ -90,8 +90,8 @@ def words(value: Any) -> Any:
 
 
 def _user(value: str) -> str:
-    """Check the name of a broker's user. Brackets and quotes are refused, because a name that contains them is probably
-    part of a list in JSON that was not written correctly."""
+    """Check the name of a broker's user. Brackets and quotes are refused, because a name with these characters shows
+    that the setting was written as JSON, but not as a JSON array."""
     if _USER.fullmatch(value) is None or value != value.strip():
         raise wrong("users of the broker, separated by commas, or a JSON array of them; none with { } [ ] or quotes")
     return value

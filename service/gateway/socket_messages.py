@@ -5,7 +5,8 @@
     {"type": "unsubscribe", "id": "…", "ref": "…"}
     {"type": "cancel", "id": "…", "ref": "…"}
 
-`type` is required in all messages, `body` in `submit`, and `id` in the others. The answer contains the message's `ref`.
+`type` is required in all messages, `body` in `submit`, and `id` in the others. If a message has a `ref`, the answer
+contains the same `ref`.
 """
 
 import json

@@ -44,7 +44,7 @@ of them is done."""
 FOLLOWED_AT_MOST: Final = 100
 """The most requests that one WebSocket connection follows at the same time."""
 MESSAGE_BYTES: Final = PACKED_BYTES + 16 * 1024
-"""The largest message, in bytes, that a client may send over a WebSocket."""
+"""The maximum size, in bytes, of a message that a client sends over a WebSocket."""
 
 
 @dataclass(slots=True)

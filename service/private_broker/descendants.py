@@ -39,7 +39,8 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_all() -> None:
-    """Kill all descendants of this process, and wait until they have ended. Call `adopt_orphans` before."""
+    """Kill all descendants of this process, and wait until they have ended. `adopt_orphans` must have been called
+    before, so that orphaned descendants are found too."""
     until = time.monotonic() + KILLED_WITHIN_S
     while (found := descendants(os.getpid())) and time.monotonic() < until:
         for process in found:

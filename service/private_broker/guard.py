@@ -6,7 +6,7 @@ session, where Ctrl-C does not reach it.
 
 On standard input the guard gets the lines `kill` and `start`. On standard output it writes JSON objects, one a line:
 {"say": …} for steps that take long, {"amqp_url": …, "management_url": …, "version": …} after the start, {"done": …}
-when it has carried out a line, and {"error": …} as the last line if it cannot go on.
+when it has carried out a command, and {"error": …} as the last line if it cannot go on.
 """
 
 import json
@@ -78,7 +78,7 @@ class Guard:
                 return self.server, self.server.start()
             except Unavailable as error:
                 self._remove()
-                # Tried again, because another process may have taken a port before the broker listened on it.
+                # Starting is tried again, because another process may have taken a port before the broker listened on it.
                 if is_last_try or isinstance(error, TooSlow):
                     raise
         raise AssertionError("the last round returns or raises")
@@ -106,7 +106,7 @@ class Guard:
 
 
 def _listen(commands: queue.SimpleQueue[str], leave: Callable[[], None]) -> None:
-    # Unbuffered: Python cannot end while a thread waits for a buffered standard input.
+    # Standard input is unbuffered, because Python cannot end while a thread waits in its buffered reader.
     for line in open(0, "rb", buffering=0, closefd=False):  # noqa: SIM115  it stays open as long as the process
         commands.put(line.decode().strip())
     leave()

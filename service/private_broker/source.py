@@ -29,7 +29,8 @@ FIXED_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class Leaving(Exception):
-    """The process that asked for the private broker has ended, or no longer needs it, so starting it is given up."""
+    """Raised to give up the start of a private broker, because the process that asked for the broker has ended or no
+    longer needs it."""
 
 
 class Unavailable(Exception):
@@ -72,7 +73,7 @@ class Steps:
             raise Leaving
 
     def until(self, seconds: float) -> Iterator[None]:
-        """Let a caller poll in a `for` loop for up to `seconds`: yield at once, and then every 50 ms."""
+        """Let a caller poll in a `for` loop: yield at once, and then every 50 ms, until `seconds` have passed."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.check()
@@ -94,7 +95,7 @@ class Steps:
         """
         self.check()
         with tempfile.TemporaryFile() as output:
-            # A file, not a pipe: a daemon that the command leaves behind would keep the pipe open.
+            # The output goes to a file, because a daemon that the command leaves behind would keep a pipe open.
             child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )

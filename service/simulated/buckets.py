@@ -14,8 +14,8 @@ Seconds = Callable[[], float]
 
 class Bucket:
     """A token bucket for one rate limit. It holds up to `capacity` (requests or tokens), and is refilled evenly with
-    `per_minute`. Its level may become negative, because what a call has used beyond the estimate is taken when the call
-    ends."""
+    `per_minute`. Its level may become negative, because tokens that a call has used beyond the estimate are taken when
+    the call ends."""
 
     def __init__(self, per_minute: int, *, burst_s: float, clock: Seconds) -> None:
         self.per_minute = per_minute

@@ -27,8 +27,8 @@ class Asked:
     thinking: bool
     input_tokens: int
     estimated_tokens: int
-    """The estimate of the input tokens, which is taken from the rate limit when the call starts. It is higher than the
-    actual number, `input_tokens`."""
+    """The estimated number of input tokens, which is taken from the token bucket when the call starts. It is higher
+    than the actual number, `input_tokens`."""
     script: Script
 
 
