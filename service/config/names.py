@@ -46,7 +46,8 @@ that it sets."""
 
 
 def field_name(name: str) -> str:
-    """The field of `Settings` that has this alias; a name that is no alias is returned as it is."""
+    """The field of `Settings` that an environment variable without the prefix `LANEKEEPER_`, such as ANTHROPIC_API_KEY,
+    sets. Any other name is returned as it is."""
     return _ALIASES.get(name, name)
 
 

@@ -102,8 +102,9 @@ class Settings(BaseSettings):
     """AMQP users that may act for tenants other than themselves: publish with `x-lane-tenant`, cancel requests, and
     fetch results; a gateway's user, for example. Example: gateway"""
     profile: Literal["production"] | None = None
-    """`production`: a worker does not start if any of the risks in docs/production.md is found. None: `lanekeeper
-    check` only warns of these risks, and a starting process logs unencrypted connections. Example: production"""
+    """`production`: a worker does not start while `lanekeeper check` finds any of the risks in docs/production.md.
+    None: the check only warns of these risks, and a starting process logs unencrypted connections. Example: production
+    """
     require_user_id: bool | None = None
     """Whether requests without the AMQP property `user_id` are refused. If not, all of them belong to one common
     tenant. None: true with the profile `production`, else false. Example: true"""

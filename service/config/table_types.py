@@ -1,5 +1,5 @@
-"""Types of settings that are tables with keys chosen by the user (models, prices, caps, shares), and of the date of
-prices."""
+"""Types of settings that are tables with keys chosen by the user (models, prices, caps, shares), and the type of the
+setting with the date of the prices."""
 
 from collections.abc import Callable, Mapping
 from datetime import date, datetime, timedelta, timezone

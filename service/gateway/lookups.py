@@ -36,8 +36,8 @@ connections to the provider, which answers each call in less than a second."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _PASSED = frozenset({"content-type", "request-id", "retry-after", "x-should-retry"})
 _ALL = ""
-"""The name under which the rate limits count the calls of all tenants together, and in place of a tenant's name for
-callers that have no tenant."""
+"""What the rate limits use in place of a tenant's name: to count the calls of all tenants together, and to count those
+of callers that have no tenant."""
 
 
 class LookupPaths:

@@ -1,8 +1,8 @@
 """Finds and kills all descendants of this process; on Linux, daemons as well.
 
 Erlang leaves processes behind (`epmd`, `erl_child_setup`, `inet_gethost`), each in its own session, so no process group
-contains them all. A "child subreaper" becomes the parent of all its orphaned descendants: then they can be found by
-walking from parent to child, even if they became daemons.
+contains them all. A process that is a "child subreaper" (Linux) becomes the parent of all its orphaned descendants, so
+they can be found by walking from parent to child, even if they became daemons.
 """
 
 import ctypes

@@ -78,7 +78,7 @@ class Guard:
                 return self.server, self.server.start()
             except Unavailable as error:
                 self._remove()
-                # Starting is tried again, because another process may have taken a port before the broker listened on it.
+                # The start is repeated, because another process may have taken a port before the broker listened on it.
                 if is_last_try or isinstance(error, TooSlow):
                     raise
         raise AssertionError("the last round returns or raises")

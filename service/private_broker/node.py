@@ -134,7 +134,7 @@ class Node:
             "RABBITMQ_LOG_BASE": str(folder / "log"),
             "RABBITMQ_GENERATED_CONFIG_DIR": str(folder / "config"),
             "RABBITMQ_LOGS": "-",
-            # "u": unbound. With schedulers bound to cores, several brokers on one machine would all use the first cores.
+            # "u": unbound. With schedulers bound to cores, several brokers on a machine would all use the first cores.
             "RABBITMQ_SCHEDULER_BIND_TYPE": "u",
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
                 f"-start_epmd false -kernel inet_dist_use_interface {{127,0,0,1}} {ERLANG_ARGUMENTS}"

@@ -78,8 +78,8 @@ class Limits:
         self.input_tokens.take(input_tokens)
 
     def settle(self, *, input_tokens: int, output_tokens: int) -> None:
-        """Correct the buckets when a call ends. `input_tokens`: the actual input minus the estimate. `output_tokens`:
-        the output produced."""
+        """Correct the buckets when a call ends. `input_tokens`: the actual number of input tokens minus the estimate.
+        `output_tokens`: the number of output tokens."""
         self.input_tokens.take(input_tokens)
         self.output_tokens.take(output_tokens)
 

@@ -7,9 +7,9 @@ Markers in the last user message:
     [[latency: 500ms]]                  this answer takes this long, whatever the options say
     [[tokens: 200]]                     this answer is filled up to this many tokens, whatever the options say
 
-In the options, a random fault is written as in a marker, without brackets and `fault:`. Several fault markers follow
-one another: `[[fault: overloaded x2]] [[fault: reset x1]]` fails three times, then answers. Durations are `500ms`, `2s`
-or `1h`. A marker that cannot be read is answered with 400, so that a typo is noticed.
+In the options, a random fault is written as in a marker, without brackets and `fault:`. Several fault markers take
+effect one after the other: `[[fault: overloaded x2]] [[fault: reset x1]]` fails three times, then answers. Durations
+are `500ms`, `2s` or `1h`. A marker that cannot be read is answered with 400, so that a typo is noticed.
 """
 
 import random
