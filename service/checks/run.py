@@ -20,8 +20,8 @@ from topology.broker.admin.verify import verify
 from topology.declaration import Broker, declare
 
 SHOWN = 5
-"""How many queues, exchanges and bindings that are missing or different on the broker `lanekeeper check` names at
-most."""
+"""The maximum number of queues, exchanges and bindings that `lanekeeper check` names as missing or different on the
+broker."""
 NOTE = 300
 """The maximum length, in characters, of the note in which `lanekeeper check` says what it could not compare on the
 broker."""

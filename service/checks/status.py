@@ -207,8 +207,8 @@ def merge(
 
 
 def _sums(answers: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
-    """Add up the numbers named `what` in all workers' answers. If they are in nested tables, those with the same path
-    are added up."""
+    """Add up the tables of numbers that the workers' answers have under the name `what`. The tables may be nested; the
+    numbers with the same path in them are added up."""
     total: dict[str, Any] = {}
     for answer in answers:
         _add(total, answer.get(what, {}))

@@ -88,7 +88,8 @@ def apply(
     config: options.Config = None,
     sets: options.Set = None,
 ) -> None:
-    """Declare what is missing on the broker. Nothing is changed or deleted, and the command can be repeated.
+    """Declare what is missing on the broker. Nothing that exists is changed or deleted, and the command can be
+    repeated.
 
     With --user it also creates users with their rights, their reply queues and the policies, as `export --user` does.
     All of these are created through the management API, which requires a user with the tag `administrator`.

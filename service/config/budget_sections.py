@@ -110,8 +110,8 @@ class PricesSettings(Section):
     as_of: Day = AS_OF
     """The day on which the prices were valid. It is shown beside amounts in dollars. Example: 2026-11-01"""
     models: PriceTable = Field(default_factory=dict)
-    """Prices in US dollars per million tokens. They are added to the built-in table; a model that is in both gets this
-    price. Example: {"my-model": {"input": 1, "output": 5}}"""
+    """Prices in US dollars per million tokens. They are added to the built-in table; for a model that is also in that
+    table, the price set here is used. Example: {"my-model": {"input": 1, "output": 5}}"""
 
     def table(self) -> Prices:
         return Prices(self.models, as_of=self.as_of)

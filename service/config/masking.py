@@ -6,7 +6,7 @@ from typing import Any
 from service.telemetry import redaction
 
 SHOWN = 60
-"""How many characters of a wrong value an error message about settings quotes at most."""
+"""The maximum number of characters of a wrong value that an error message about settings quotes."""
 _PLAIN_URL = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._%/-]*)?")
 
 

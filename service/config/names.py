@@ -14,7 +14,7 @@ from service.config.settings import PREFIX, Settings
 Place = tuple[str, ...]
 """The path of a setting in the nested settings, such as ("lanes", "critical", "slots")."""
 ANY: Final = "*"
-"""In a setting's path, this stands for a name that the user chooses, such as that of a provider: ("providers", "*",
+"""In a setting's path, this stands for a name that the user chooses, such as the name of a provider: ("providers", "*",
 "kind")."""
 _LATER: Final[Mapping[Place, str]] = {("webhooks",): "the sending of webhooks"}
 """Names that are reserved for settings of later versions, and what these will configure. To use such a name is an

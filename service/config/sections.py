@@ -64,8 +64,8 @@ class LaneSettings(Section):
     eighth of `slots`, and at least one; for the lane `critical`, two. Example: 4"""
     slots_max: Number[int] | None = Field(default=None, ge=1, le=10_000)
     """The most slots (each for one request at a time) that the lane may have, including slots lent by other lanes and
-    slots added because its requests wait too long. None: eight times the default of `slots`; if `slots` is set, the
-    same number. Example: 64"""
+    slots added because its requests wait too long. None: eight times the default of `slots`; but if `slots` is set, the
+    value of `slots`. Example: 64"""
     target_wait_s: Number[float] = Field(gt=0, le=YEAR_S)
     """If requests wait longer than this until one of the lane's slots is free (a slot works on one request at a time),
     the lane gets more slots."""
@@ -138,8 +138,8 @@ class TlsSettings(Section):
     certificate is always verified."""
 
     ca_file: ReadableFile | None = None
-    """A file with the certificate authorities by which the broker's certificate is checked. None: those of the system.
-    Example: /etc/lanekeeper/ca.pem"""
+    """A file with the certificate authorities by which the broker's certificate is checked. None: the operating
+    system's certificate authorities. Example: /etc/lanekeeper/ca.pem"""
     cert_file: ReadableFile | None = None
     """A file with Lanekeeper's own certificate, for brokers that ask for one. Example: /etc/lanekeeper/client.pem"""
     key_file: ReadableFile | None = None
@@ -221,11 +221,11 @@ class WaitingSettings(Section):
 
     per_tenant: Number[int] = Field(default=StoreSpec().waiting_per_tenant, ge=1, le=100_000_000)
     """How many requests of one tenant may wait for a delay of more than a minute. A request with a body of more than 16
-    KiB counts as several: one for each 16 KiB or part of that. So the default is at most 160 MiB on the broker's disks.
-    Further requests are answered `too_many_waiting`."""
+    KiB counts as several: one for each 16 KiB or part of that. So the default allows at most 160 MiB on the broker's
+    disks. Further requests are answered `too_many_waiting`."""
     in_all: Number[int] = Field(default=StoreSpec().waiting_in_all, ge=1, le=1_000_000_000)
     """How many requests of all tenants together may wait for a delay of more than a minute. The default is ten times
-    the default for one tenant, and so at most 1.6 GiB on the broker's disks."""
+    the default for one tenant, and so allows at most 1.6 GiB on the broker's disks."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.per_tenant > self.in_all:
@@ -243,8 +243,8 @@ class DeadSettings(Section):
     `folder`, or dropped if `folder` is not set. A warning, the event `removed` and a count in `status` report the
     removal."""
     max_bytes: Number[int] = Field(default=DeadSpec().max_bytes, ge=MIB, le=1024 * GIB)
-    """The maximum size of the bodies of all dead letters together. Their size is estimated from that of the oldest dead
-    letters, because AMQP does not report it."""
+    """The maximum size of the bodies of all dead letters together. This size is estimated from the sizes of the oldest
+    dead letters, because AMQP does not report it."""
     keep_s: Number[float] = Field(default=DeadSpec().keep_s, ge=1, le=10 * YEAR_S)
     """How long a dead letter is kept. The default is 30 days, so that no dead letter is lost during an operator's
     holidays."""
@@ -253,9 +253,9 @@ class DeadSettings(Section):
     which only the worker's operating system user can read. None: they are dropped. Example: /var/lib/lanekeeper/dead"""
     invalid_per_hour: Number[float] = Field(default=INVALID_PER_HOUR, ge=1, le=1_000_000_000)
     """How many invalid messages of one tenant a process keeps as dead letters in an hour. A message of more than 64 KiB
-    counts as several: one for each 64 KiB or part of that. So the default is at most 64 MiB. Further invalid messages
-    are answered, but neither kept as dead letters nor stored under their ids. Valid requests that failed are always
-    kept."""
+    counts as several: one for each 64 KiB or part of that. So the default allows at most 64 MiB. Further invalid
+    messages are answered, but neither kept as dead letters nor stored under their ids. Valid requests that failed are
+    always kept."""
 
     def spec(self) -> DeadSpec:
         return DeadSpec(max_count=self.max_count, max_bytes=self.max_bytes, keep_s=self.keep_s, folder=self.folder)
@@ -271,7 +271,8 @@ class RetrySettings(Section):
     """All pauses of a request together last at least this long, if its deadline allows that, so that a provider's
     outage of this length is over before the last attempt."""
     cap_s: Number[float] = Field(default=RetryPolicy().cap_s, gt=0, le=86_400)
-    """The longest pause between two attempts. A random part of up to half of it is added."""
+    """The longest pause between two attempts, without the random time of up to half of the pause that is added to each
+    pause."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.base_s > self.cap_s:

@@ -75,9 +75,11 @@ class Settings(BaseSettings):
     """The prefix of every name on the broker. Installations of Lanekeeper with different prefixes can share a virtual
     host. Example: staging"""
     anthropic_api_key: Key | None = Field(default=None, alias="ANTHROPIC_API_KEY")
-    """The API key of the first provider. `serve --simulate` needs none. Example: sk-ant-secret"""
+    """The API key of the first provider, which is named `anthropic`. `serve --simulate` needs none. Example:
+    sk-ant-secret"""
     anthropic_base_url: HttpUrl | None = Field(default=None, alias="ANTHROPIC_BASE_URL")
-    """The first provider's URL. None: https://api.anthropic.com. Example: https://gateway.example.com/anthropic"""
+    """The URL of the first provider, which is named `anthropic`. None: https://api.anthropic.com. Example:
+    https://gateway.example.com/anthropic"""
     providers: dict[str, ProviderSettings] = {}
     models: ModelsSettings = ModelsSettings()
     prices: PricesSettings = PricesSettings()
@@ -106,20 +108,20 @@ class Settings(BaseSettings):
     None: the check only warns of these risks, and a starting process logs unencrypted connections. Example: production
     """
     require_user_id: bool | None = None
-    """Whether requests without the AMQP property `user_id` are refused. If not, all of them belong to one common
-    tenant. None: true with the profile `production`, else false. Example: true"""
+    """Whether requests without the AMQP property `user_id` are refused. If they are accepted, they all belong to one
+    common tenant. None: true with the profile `production`, else false. Example: true"""
     failpoints: Chances = {}
     """For tests of crashes: the places in the code at which the process kills itself, each with a probability
     (`consumers/failpoints.py` lists the places). Example: after_store:0.2"""
     json_values: Number[int] = Field(default=VALUES, ge=1000, le=10_000_000)
     """How many keys and values together the JSON of a request or an answer may have. Parsing 100,000 of them blocks the
-    process for 50 ms. If the JSON of a request has more, the request ends with the error `too_large`; if that of its
-    answer has more, with `answer_too_large`."""
+    process for 50 ms. If the JSON of a request has more, the request ends with the error `too_large`; if the JSON of
+    its answer has more, it ends with `answer_too_large`."""
     grace_s: Number[float] = Field(default=25, ge=0, le=3600)
     """How long running requests may take to finish when the process is stopped. The default is shorter than the 30 s
     after which Kubernetes kills a process."""
     log_format: Literal["auto", "json", "console"] = "auto"
-    """`auto`: console on a terminal, else JSON. Example: json"""
+    """`auto`: readable lines on a terminal, else JSON. Example: json"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The lowest level of Lanekeeper's own events that is logged. Messages of libraries are logged from `warning` on.
     Example: debug"""

@@ -1,7 +1,8 @@
 """A WebSocket with time limits for writing, so that a client that does not read cannot keep it open.
 
-aiohttp, the HTTP library, waits without a limit until the client has read what was sent: in `close`, when it answers a
-ping, and when it closes a connection because of an invalid message or a missed heartbeat.
+These limits are needed because aiohttp, the HTTP library, waits without a limit until the client has read what was
+sent: in `close`, when it answers a ping, and when it closes a connection because of an invalid message or a missed
+heartbeat.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
 """Turns a call (`POST /v1/messages`, `/v1/requests`) into a request for a lane, and checks it by the same rules as a
-worker. A wrong body or header is refused here, so that it takes no place in a lane and leaves no dead letter.
+worker. A wrong body or header is refused here, so that the request neither waits in a lane's queue nor becomes a dead
+letter.
 """
 
 import time

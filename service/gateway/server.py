@@ -66,7 +66,7 @@ class CannotListen(LanekeeperError):
 
 class Server:
     """The HTTP server of a process: `/healthz`, `/readyz`, and the paths of `routes`. It listens inside its `async
-    with` block. If `port` is 0, it takes a free port, which `port` then holds."""
+    with` block. If `port` is 0, the server listens on a free port, and `port` is then its number."""
 
     def __init__(self, readiness: Readiness, *, host: str, port: int, routes: Routes | None = None) -> None:
         self._readiness = readiness

@@ -55,7 +55,7 @@ class ClientMessage:
     type: Literal["submit", "subscribe", "unsubscribe", "cancel"]
     ref: str | None = None
     id: str | None = None
-    """The request's id. None, which is possible only for `submit`: the gateway creates an id."""
+    """The request's id. None, which is possible only for `submit`, means that the gateway creates an id."""
     after: int = 0
     subscribe: bool = True
     """For `submit`: whether the connection follows the request."""

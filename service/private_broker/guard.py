@@ -62,7 +62,8 @@ class Guard:
             self._remove()
 
     def _start(self) -> tuple[Server, str]:
-        """Start a broker from the first source that can provide one. Returns it and its version."""
+        """Start a broker from the first source that can provide one. Returns the broker and the version of its
+        RabbitMQ."""
         problems: list[str] = []
         for source in self.sources:
             try:

@@ -38,8 +38,8 @@ class Unavailable(Exception):
 
 
 class TooSlow(Unavailable):
-    """A step of starting a broker exceeded its time limit. The step is not tried again, because it would take as long
-    again."""
+    """A step of starting a broker exceeded its time limit. The step is not repeated, because it would probably take as
+    long again."""
 
 
 @dataclass(frozen=True, slots=True)

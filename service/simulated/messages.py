@@ -134,8 +134,8 @@ def usage(input_tokens: int, output_tokens: int) -> dict[str, Any]:
 
 
 def tokens_of(characters: int) -> int:
-    """The number of tokens that the simulated API counts for so many characters: one for each four, and at least
-    one."""
+    """The number of tokens that the simulated API counts for a text of this many characters: one for each four
+    characters, and at least one."""
     return max(1, math.ceil(characters / 4))
 
 
