@@ -98,10 +98,9 @@ class Status:
     """What lanes and tenants have used since the workers started. The keys are "lane" or "tenant", then the name of a
     lane or tenant, then `requests`, `tokens` or `usd` (dollars)."""
     tenants: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
-    """For each lane and each of its latest tenants, the number of requests that are `running`, and of those that are
-    `in_hand`: a worker has received them, and they wait for a slot. Counted since the workers started: requests that
-    were `begun`, and those that were `set_aside`: moved to a side queue, so that other tenants do not wait behind
-    them."""
+    """For each lane and each of its latest tenants: how many requests are `running`, and how many are `in_hand`
+    (received by a worker, and waiting for a slot). Since the workers started: how many requests were `begun`, and how
+    many were `set_aside` (moved to a side queue, so that other tenants do not wait behind them)."""
     prices_as_of: str | None = None
     undelivered: int = 0
     """How many replies, since the workers started, were given up because their queue was full for a minute. The results

@@ -77,7 +77,8 @@ def lanekeeper(
 ) -> None:
     """Route AI requests over RabbitMQ: urgent first, nothing lost.
 
-    Settings come from options, LANEKEEPER_* in the environment, .env, and lanekeeper.toml, in this order.
+    Settings come from options, LANEKEEPER_* in the environment, .env, and lanekeeper.toml; each of these overrides
+    those named after it.
     """
 
 

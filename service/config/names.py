@@ -91,7 +91,7 @@ def unknown_variable(name: str) -> str:
     if place in _GROUPS:
         inside = next(setting for setting in SETTINGS if setting[: len(place)] == place)
         return f"is a group of settings; set one of them, such as {variable(inside)}"
-    # A setting with `*` in its place is a candidate only if the variable has a name at that position.
+    # A setting whose path contains `*` is a candidate only if the variable has a name at that position.
     candidates = [
         (setting[0], place[1], *setting[2:]) if ANY in setting else setting
         for setting in SETTINGS

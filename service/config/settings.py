@@ -59,7 +59,7 @@ class Settings(BaseSettings):
         frozen=True,
         populate_by_name=True,
         hide_input_in_errors=True,
-        # One field of a lane can be set alone: the others keep that lane's defaults.
+        # If only some fields of a lane are set, the others keep that lane's defaults.
         nested_model_default_partial_update=True,
     )
 

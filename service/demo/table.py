@@ -122,7 +122,7 @@ def show_unbroken(console: Console, act: unbroken.Unbroken) -> None:
 
 
 def show_by_sdk(console: Console, act: by_sdk.BySdk) -> None:
-    """Print how long the streamed calls of Anthropic's SDK waited for their first token, for each lane."""
+    """Print for each lane how long the streamed calls of Anthropic's SDK waited for their first token."""
     lines = (
         f"{lane} {_ms(act.wait_ms(lane, 0.5))} (p95 {_ms(act.wait_ms(lane, 0.95))}, "
         f"{len(values)} of {by_sdk.CALLS} answered)"

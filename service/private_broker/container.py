@@ -112,8 +112,8 @@ class Container:
         """Start the broker, wait until it is ready, and return its version. After `kill`, the broker starts again with
         the same data, ports and name. Raises Unavailable."""
         command = ["docker", "start", self._name] if self._created else self._create()
-        # New `Steps`, so that this command is not interrupted when the broker is no longer needed. Otherwise Docker
-        # might create the container after `remove` was called, and the container would stay.
+        # This command runs in new `Steps`, which nobody interrupts, even if the broker is no longer needed. Otherwise
+        # Docker might create the container after `remove` was called, and the container would stay.
         self._created = True
         code, output = Steps().run(command, within_s=START_S)
         if code:

@@ -23,8 +23,8 @@ LOOPBACK = "127.0.0.1"
 USER = "lanekeeper"
 POLL_S = 0.05
 ERLANG_ARGUMENTS = "-rabbit dead_letter_worker_publisher_confirm_timeout 15000"
-"""Arguments for the Erlang runtime of a private broker. If a queue was still starting and did not accept a
-dead-lettered message, RabbitMQ then sends the message again after 15 s, not 180 s."""
+"""Arguments for the Erlang runtime of a private broker. With them, if a queue was still starting and did not accept a
+dead-lettered message, RabbitMQ sends the message again after 15 s, not 180 s."""
 FIXED_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 

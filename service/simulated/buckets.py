@@ -48,7 +48,7 @@ class Limits:
     """The rate limits of one class of models: three token buckets, for requests, input tokens and output tokens.
 
     The estimated input tokens of a call are taken when it starts, and corrected to the actual number when it ends.
-    Output tokens are taken when the call ends, so a call may start if only one output token is left.
+    Output tokens are taken when the call ends, so a call may start even if only one output token is left.
     """
 
     def __init__(
@@ -106,5 +106,5 @@ class Limits:
 
 @lru_cache(maxsize=16)
 def _rfc3339(second: int) -> str:
-    # Cached, because most resets fall into the same second, and formatting a date is the most expensive part.
+    # The text is cached: most resets fall into the same second, and formatting a date is the most expensive step.
     return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -79,7 +79,8 @@ def read(body: bytes, *, counting: bool = False) -> Asked:
 
 def answer(asked: Asked, *, output_tokens: int | None) -> Answer:
     """Make the simulated model's answer: the text `echo: ` and the last user message, filled up to `output_tokens` and
-    cut at `max_tokens`. If the request has a tool and not yet its result, the answer is a call of that tool."""
+    cut at `max_tokens`. If the request has a tool and does not contain the tool's result yet, the answer is a call of
+    that tool."""
     blocks: list[dict[str, Any]] = []
     if asked.thinking:
         blocks.append({"type": "thinking", "thinking": f"They said: {asked.prompt[:200]}", "signature": "c2ltdWxhdGVk"})
