@@ -34,7 +34,7 @@ def of_values(error: ValidationError, found: Mapping[Place, Found]) -> dict[Plac
     for details in error.errors():
         first, *rest = map(str, details["loc"])
         location = (names.field_name(first), *rest)
-        # pydantic's location may be longer than the setting's path: it may name an item of a list.
+        # pydantic's location may be longer than the setting's path, because it may name an item of a list.
         for place in (location[:n] for n in range(1, len(location) + 1)):
             if place in found:
                 lines[place] = _line(place, details, found[place])

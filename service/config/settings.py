@@ -101,8 +101,8 @@ class Settings(BaseSettings):
     waiting: WaitingSettings = WaitingSettings()
     dead: DeadSettings = DeadSettings()
     speakers: UserNames = ()
-    """AMQP users that may act for tenants other than themselves: publish with `x-lane-tenant`, cancel requests, and
-    fetch results; a gateway's user, for example. Example: gateway"""
+    """AMQP users that may act for tenants other than themselves: publish requests with `x-lane-tenant`, cancel
+    requests, and fetch results. A gateway's user is an example. Example: gateway"""
     profile: Literal["production"] | None = None
     """`production`: a worker does not start while `lanekeeper check` finds any of the risks in docs/production.md.
     None: the check only warns of these risks, and a starting process logs unencrypted connections. Example: production

@@ -15,7 +15,7 @@ from service.config.masking import mask
 from service.config.value_types import listed, model, not_bool, not_empty, words, wrong
 
 _EARLIEST = timezone(timedelta(hours=14))
-"""The time zone in which each date begins first: a date that has not begun there is in the future everywhere."""
+"""The time zone in which each date begins first: a date that has not begun in this zone is in the future everywhere."""
 
 
 def _table(value: Any, what: str) -> Any:
