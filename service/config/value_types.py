@@ -153,7 +153,7 @@ def _amqp_urls(text: str) -> str:
 def _amqp_url(url: str) -> SplitResult:
     parts = _split(url.strip(), schemes=("amqp", "amqps"), example="amqps://user:password@host:5671/vhost")
     if parts.query:
-        # A query is refused: for example, `?no_verify_ssl=1` would silently turn off the check of the broker's certificate.
+        # A query is refused: `?no_verify_ssl=1`, for example, would silently turn off the check of the certificate.
         raise wrong("a URL without ?…: for certificates there are LANEKEEPER_TLS__CA_FILE, …__CERT_FILE, …__KEY_FILE")
     if parts.path.count("/") > 1:
         raise wrong("a URL with one virtual host after the address; write / in its name as %2F")
@@ -179,7 +179,7 @@ def _store_url(text: str) -> str:
         text, schemes=("redis", "rediss"), example="redis://:password@host:6379/0 or sqlite:////absolute/file"
     )
     if parts.query or re.fullmatch(r"/?|/[0-9]{1,5}", parts.path) is None:
-        # A query is refused: for example, `?ssl_cert_reqs=none` would silently turn off the check of the server's certificate.
+        # A query is refused: `?ssl_cert_reqs=none`, for example, would silently turn off the check of the certificate.
         raise wrong("a URL with nothing after the address but the database's number, such as redis://host:6379/0")
     return text
 
