@@ -121,7 +121,7 @@ class Settings(BaseSettings):
     """How long running requests may take to finish when the process is stopped. The default is shorter than the 30 s
     after which Kubernetes kills a process."""
     log_format: Literal["auto", "json", "console"] = "auto"
-    """`auto`: readable lines on a terminal, else JSON. Example: json"""
+    """`auto`: `console` (readable lines) on a terminal, else `json`. Example: json"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The lowest level of Lanekeeper's own events that is logged. Messages of libraries are logged from `warning` on.
     Example: debug"""
