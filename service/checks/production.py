@@ -1,4 +1,5 @@
-"""The risks that the production profile does not accept. `lanekeeper check` and a starting worker use the same list.
+"""The risks that the production profile does not accept. `lanekeeper check` and a starting worker check for the same
+risks.
 
     await refuse(settings)                       raises SettingsError that names all risks
     async for risk in risks(settings, connection): …
@@ -74,7 +75,7 @@ async def risks(settings: Settings, broker: Connection | None) -> AsyncIterator[
 
 
 def of_transport(settings: Settings) -> Iterator[Risk]:
-    """The risks of the configured URLs: connections to other machines without TLS."""
+    """Yield a risk for each configured URL that leads to another machine without TLS."""
     urls = [("broker TLS", "LANEKEEPER_AMQP_URL", "amqps://", url) for url in settings.broker_urls]
     if settings.management is not None:
         urls.append(("management TLS", "LANEKEEPER_MANAGEMENT_URL", "https://", settings.management))
@@ -127,7 +128,7 @@ async def _of_broker(settings: Settings, broker: Connection) -> AsyncIterator[Ri
         wanted = ".".join(map(str, RECOMMENDED))
         yield Risk("broker version", f"RabbitMQ {broker.version} has known holes (docs/broker.md): {wanted} or later")
     try:
-        # A worker's user may not do this; an administrator, a deployer or a user with all rights may.
+        # A worker's user may not publish requests; an administrator, a deployer or a user with all rights may.
         await check_write_rights(broker, [(settings.names().requests, f"{settings.lane_specs()[0].name}.a.b")])
     except AccessRefused:
         return

@@ -1,7 +1,7 @@
 """Checks each provider for `lanekeeper check`: its key, whether it is reachable, and the models that lanes call.
 
 Each check makes a call for one token, in the same way as a worker. The result of such a call shows whether key, address
-and model are right, and every kind of provider supports it."""
+and model are right, and every kind of provider supports such calls."""
 
 import asyncio
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ WITHIN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check of `lanekeeper check`."""
+    """The result of one of the checks that `lanekeeper check` makes."""
 
     what: str
     well: bool | None
@@ -33,8 +33,8 @@ class Finding:
 
 
 async def providers(settings: Settings) -> list[Finding]:
-    """Call all providers at the same time, each with its models. Returns the result for each provider, and a failure
-    for each lane whose default model no provider has."""
+    """Call all providers at the same time, each with its models. Returns a result for each provider, and in addition a
+    failure for each lane whose default model no provider has."""
     spec = settings.routes_spec()
     models_of: dict[str, set[str]] = {provider.name: set() for provider in spec.providers}
     without_route: list[Finding] = []

@@ -23,7 +23,8 @@ WITHOUT = f"the wait and the deadline of a request without {SENT_MS} count from 
 
 async def replies(connection: Connection) -> list[Finding]:
     """Check that replies can be sent and received: publish a message through the default exchange to a new queue, and
-    receive it. Returns the results of two checks: of the user's permissions, and of the broker's timestamps."""
+    consume it from there. Returns the results of two checks: of the user's permissions, and of the broker's timestamps.
+    """
     try:
         async with Inbox(connection) as inbox:
             message = Message(body=b"{}", message_id=uuid.uuid4().hex, persistent=False)

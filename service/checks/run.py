@@ -1,4 +1,5 @@
-"""The checks of `lanekeeper check`: each finding says what is wrong and how to correct it."""
+"""The checks of `lanekeeper check`. If something is wrong, the result of the check says what it is and how to correct
+it."""
 
 from collections.abc import AsyncIterator
 from textwrap import shorten
@@ -19,8 +20,8 @@ from topology.broker.admin.verify import verify
 from topology.declaration import Broker, declare
 
 SHOWN = 5
-"""How many queues, exchanges and bindings that are missing or different on the broker `lanekeeper check` names at
-most."""
+"""The maximum number of queues, exchanges and bindings that `lanekeeper check` names as missing or different on the
+broker."""
 NOTE = 300
 """The maximum length, in characters, of the note in which `lanekeeper check` says what it could not compare on the
 broker."""
@@ -77,9 +78,9 @@ async def _risks(settings: Settings, connection: Connection | None) -> AsyncIter
 
 
 async def _publisher(settings: Settings, connection: Connection) -> Finding | None:
-    """For an AMQP user that may only publish, as an application's user: the result of the check, which names the
-    routing keys that this user may use. Returns None for a worker's user, which is recognised by its right to write to
-    reply queues, and for a user that may not publish to any lane."""
+    """The result of `lanekeeper check` for an AMQP user that may only publish, as the user of an application may; it
+    names the routing keys that this user may use. Returns None for a worker's user, which is recognised by its right to
+    write to reply queues, and for a user that may not publish to any lane."""
     user, _ = settings.credentials
     names = settings.names()
     if await _may_write(connection, "", names.reply_prefix + "check"):

@@ -1,8 +1,8 @@
 """Collects the status of the lanes: asks all workers, reads the queues' lengths from the broker, and combines both.
 
-Only workers know which requests run and how long these waited; only the broker knows how many requests wait. So a
-status question is published to the control exchange, which every worker answers with numbers that it has in memory, and
-the broker is asked for the queues' lengths.
+Only workers know which requests run and how long these waited; only the broker knows how many requests wait in queues.
+So a status question is published to the control exchange, and every worker answers it with numbers that it has in
+memory; in addition the broker is asked for the queues' lengths.
 """
 
 import asyncio
@@ -26,7 +26,8 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.lanes import LaneSpec
 
 QUIET_S = 0.3
-"""If no further answer of a worker arrives for this many seconds, all workers are assumed to have answered."""
+"""If no further worker has answered a status question for this many seconds, all workers are assumed to have
+answered."""
 LONGEST_S = 2.0
 """How many seconds `lanekeeper status` waits at most for the workers' answers."""
 ADDED = (
@@ -94,13 +95,12 @@ class Status:
     """One line of text for each provider and model that is not called at present, or only by a trial call, because its
     circuit breaker is not closed."""
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
-    """What was used since the workers started. The keys are "lane" or "tenant", then the name of a lane or tenant, then
-    `requests`, `tokens` or `usd` (dollars)."""
+    """What lanes and tenants have used since the workers started. The keys are "lane" or "tenant", then the name of a
+    lane or tenant, then `requests`, `tokens` or `usd` (dollars)."""
     tenants: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
-    """For each lane and each of its latest tenants, the number of requests that are `running`, and of those that are
-    `in_hand`: a worker has received them, and they wait for a slot. Counted since the workers started: requests that
-    were `begun`, and those that were `set_aside`: moved to a side queue, so that other tenants do not wait behind
-    them."""
+    """For each lane and each of its latest tenants: how many requests are `running`, and how many are `in_hand`
+    (received by a worker, and waiting for a slot). Since the workers started: how many requests were `begun`, and how
+    many were `set_aside` (moved to a side queue, so that other tenants do not wait behind them)."""
     prices_as_of: str | None = None
     undelivered: int = 0
     """How many replies, since the workers started, were given up because their queue was full for a minute. The results
@@ -206,8 +206,8 @@ def merge(
 
 
 def _sums(answers: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
-    """Add up the numbers named `what` in all workers' answers. If they are in nested tables, those with the same path
-    are added up."""
+    """Add up the tables of numbers that the workers' answers have under the name `what`. The tables may be nested; the
+    numbers with the same path in them are added up."""
     total: dict[str, Any] = {}
     for answer in answers:
         _add(total, answer.get(what, {}))

@@ -19,8 +19,8 @@ def print_json(value: object) -> None:
 
 
 def print_text(text: str, *, end: str) -> None:
-    """Print text at once, without buffering. On a terminal, control characters are replaced; a pipe or a file gets the
-    text unchanged."""
+    """Print text at once, without buffering. On a terminal, control characters are replaced by `�`; a pipe or a file
+    gets the text unchanged."""
     print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 

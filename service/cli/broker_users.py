@@ -12,8 +12,8 @@ from topology.export import SALT_BYTES, Role, User, hash_password
 from topology.lanes import DEFAULT_LANES
 
 DEFAULT = ("worker:worker", "operator:operator", "deployer:deployer")
-"""The users that `topology export` creates if none are named. None of them is for an application, because the name of
-an application's user must be chosen: it is the second word of the application's routing keys."""
+"""The users that `topology export` creates if none are named. There is no user for an application among them, because
+an operator must choose its name, which is also the second word of the application's routing keys."""
 ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 
 

@@ -29,7 +29,7 @@ def cancel(
     """Cancel a request wherever it is: queued, delayed, running.
 
     Its requester is answered `cancelled`. A request that has ended is not changed. A request with this id that arrives
-    later is cancelled too, for as long as a request published now could still wait (a day).
+    later is cancelled too, if it arrives within the longest deadline of all lanes (by default a day).
 
     Example:  lanekeeper cancel 5b0c2f6e
     """

@@ -45,9 +45,9 @@ def check(
 
 
 def _all_that_is_wrong(config: Path | None, sets: list[str] | None) -> str:
-    """The error message that names all wrong settings, including missing keys of providers; empty if none is wrong. It
-    is called only if a setting other than a key is wrong; if only keys are missing, each provider's check reports its
-    own."""
+    """The error message that names all wrong settings, including missing keys of providers; empty if none is wrong.
+    This function is called only if a setting other than a key is wrong; if only keys are missing, the check of each
+    provider reports the key that it lacks."""
     try:
         options.settings_of(config, sets, for_calls=True)
     except SettingsError as error:

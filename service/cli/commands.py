@@ -25,8 +25,8 @@ from service.cli import (
 from service.cli.ending import BAD_USE
 
 LATER = ("top", "dead", "change", "pause", "resume", "pauses", "audit")
-"""Names that are reserved for commands of later versions. They report that they are not available yet; without them,
-the error would be `No such command`."""
+"""Names that are reserved for commands of later versions. Such a command reports that it is not available yet, which
+says more than the error `No such command`."""
 app = typer.Typer(
     name="lanekeeper",
     no_args_is_help=True,
@@ -77,7 +77,8 @@ def lanekeeper(
 ) -> None:
     """Route AI requests over RabbitMQ: urgent first, nothing lost.
 
-    Settings come from options, LANEKEEPER_* in the environment, .env, and lanekeeper.toml, in this order.
+    Settings come from options, LANEKEEPER_* in the environment, .env, and lanekeeper.toml; each of these overrides
+    those named after it.
     """
 
 

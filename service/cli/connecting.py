@@ -1,4 +1,4 @@
-"""Connects a command to the broker. While it is connected, only errors are logged."""
+"""Connects a command to the broker. While the command is connected, only errors are logged."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

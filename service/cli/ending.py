@@ -1,5 +1,5 @@
-"""Runs a command and returns its exit code: 0 done, 1 failed, 2 wrong use. Errors are printed in one line, without a
-traceback."""
+"""Runs a command, and prints the error that ended it in one line without a traceback. The exit codes: 1 failed, 2 wrong
+use or settings, 130 stopped by a signal."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a command's coroutine on uvloop, which is faster than asyncio's own loop."""
     import uvloop
 
-    # aiormq logs each connection that fails or is lost, and Lanekeeper logs the same.
+    # aiormq's log is silenced, because Lanekeeper itself logs each connection that fails or is lost.
     library = logging.getLogger("aiormq")
     before = library.level
     library.setLevel(logging.CRITICAL)
@@ -53,8 +53,8 @@ def report(error: BaseException, *, debug: bool) -> int:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The one error in an exception group to report to the user: the first LanekeeperError, else the first that is no
-    cancellation. Any other exception is returned as it is."""
+    """The error in an exception group that is reported to the user: the first LanekeeperError, else the first error
+    that is no cancellation. An exception that is not a group is returned as it is."""
     leaves = list(_leaves(error))
     real = [leaf for leaf in leaves if not isinstance(leaf, asyncio.CancelledError)]
     return next((leaf for leaf in real if isinstance(leaf, LanekeeperError)), (real or leaves)[0])

@@ -14,7 +14,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command line. Returns the exit code; every error is printed as one clear line."""
-    # Read before the command line is parsed, because the parsing may fail.
+    # `--debug` is searched for before the command line is parsed, because the parsing itself may fail.
     debug = "--debug" in takewhile(lambda argument: argument.startswith("-"), arguments)
     try:
         from service.cli.commands import every

@@ -47,8 +47,8 @@ _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|d|)")
 def settings_of(
     config: Path | None, sets: list[str] | None, *, for_calls: bool = False, **sections: Mapping[str, Any]
 ) -> "Settings":
-    """The settings in effect for a command. `sections`: the command's own options by section and name, with None for
-    options that were not given. `for_calls`: whether the command calls providers, which need keys.
+    """Load the settings for a command. `sections`: the command's own options by section and name, with None for options
+    that were not given. `for_calls`: whether the command calls providers, which need keys.
 
     Raises SettingsError, typer.BadParameter.
     """

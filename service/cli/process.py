@@ -55,13 +55,13 @@ class Stop:
             self.event.set()
         else:
             self._task.cancel()
-            # Some tasks may ignore the cancellation.
+            # The process is ended by force a little later, because some tasks may ignore the cancellation.
             asyncio.get_running_loop().call_later(AT_ONCE_S, os._exit, STOPPED)
 
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Handle SIGINT and SIGTERM inside this block, with the `Stop` that it yields."""
+    """Handle SIGINT and SIGTERM while the `with` block runs, by the `Stop` that is yielded to the block."""
     task = asyncio.current_task()
     assert task is not None
     stop = Stop(task)
@@ -71,7 +71,7 @@ def stop_signals() -> Iterator[Stop]:
 
 @contextmanager
 def listening(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` on each SIGINT and SIGTERM that arrives inside this block."""
+    """Call `act` on each SIGINT and SIGTERM that arrives while the `with` block runs."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, act)

@@ -93,7 +93,7 @@ def send(
 
 
 def _given(**values: Any) -> dict[str, Any]:
-    """The values that are not None: those that the user has given."""
+    """The options that the user has given: those whose value is not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -154,7 +154,8 @@ async def _cancel(client: "Client", id: str, *, tenant: str | None) -> None:
 
 
 def _warn_of_ignored(tenant: str | None, settings: "Settings") -> None:
-    """Print a warning if workers will ignore the tenant, because this user may not act for it."""
+    """Print a warning if workers will ignore the tenant of the option `--tenant`, because the AMQP user may not act for
+    this tenant."""
     user, _ = settings.credentials
     if tenant not in (None, user) and user not in settings.speakers:
         print(
@@ -166,7 +167,7 @@ def _warn_of_ignored(tenant: str | None, settings: "Settings") -> None:
 
 def _with_advice(refused: AccessRefused, key: str, settings: "Settings") -> AccessRefused:
     """Add advice to an AccessRefused if the default routing key was used: an application may publish only with routing
-    keys whose second word is its own name. Otherwise, return the error unchanged."""
+    keys whose second word is its own name. If another routing key was used, the error is returned unchanged."""
     user, _ = settings.credentials
     lane = key.partition(".")[0]
     if key != DEFAULT_KEY.format(lane=lane):
@@ -178,9 +179,9 @@ def _with_advice(refused: AccessRefused, key: str, settings: "Settings") -> Acce
 
 
 def _longest_wait_s(settings: "Settings", lane: str, publish_options: "Options") -> float:
-    """How long the command waits for the answer: the request's delay and then its deadline, by default that of the
-    lane. If no worker runs, nothing else ends the wait. If the routing key names no lane, the longest deadline of all
-    lanes is used; this has no effect, because such a request is refused at once."""
+    """How long the command waits for the answer: the request's delay plus its deadline, which is by default the lane's
+    deadline. If no worker runs, nothing else ends the wait. If the routing key names no lane, the longest deadline of
+    all lanes is used; this has no effect, because such a request is refused at once."""
     from lanekeeper.options import ANSWER_LATE_S
 
     deadlines_s = {spec.name: spec.deadline_s for spec in settings.lane_specs()}

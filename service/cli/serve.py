@@ -131,7 +131,8 @@ async def _serve(
 
 
 async def _listen(server: "Server", stack: AsyncExitStack, *, is_needed: bool) -> str | None:
-    """Start the HTTP server; returns its URL. If it cannot listen and is not needed, log that and return None."""
+    """Start the HTTP server, and return its URL. If the server cannot listen on its address, and `is_needed` is false,
+    log that and return None."""
     from lanekeeper.telemetry import signals
     from lanekeeper.telemetry.logs import logger
     from service.gateway.server import CannotListen

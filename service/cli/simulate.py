@@ -46,13 +46,13 @@ def simulate(
 ) -> None:
     r"""Run a simulated Anthropic API: messages, streams, models, rate limits, and faults.
 
-    Markers in a prompt decide about its own answer (docs/simulated.md has all):
+    Markers in a prompt change the answer to this prompt (docs/simulated.md has all markers):
 
-      [\[latency: 10s]]            it takes so long
+      [\[latency: 10s]]            the answer takes 10 seconds
 
-      [\[tokens: 200]]             it has so many tokens
+      [\[tokens: 200]]             the answer has 200 tokens
 
-      [\[fault: overloaded x2]]    the first two calls fail; without x2, all
+      [\[fault: overloaded x2]]    the first two calls with this prompt fail; without x2, all calls
 
     Examples:
 

@@ -60,7 +60,7 @@ def plan(
 ) -> None:
     """Compare the broker with the topology that Lanekeeper declares; exit code 1 if they differ.
 
-    `apply` declares what is missing. It never changes or deletes anything that exists.
+    `apply` declares what is missing, and never changes or deletes anything that exists.
     """
     from topology.plan import without_levels
 
@@ -88,10 +88,12 @@ def apply(
     config: options.Config = None,
     sets: options.Set = None,
 ) -> None:
-    """Declare what is missing on the broker. Nothing is changed or deleted, and the command can be repeated.
+    """Declare what is missing on the broker. Nothing that exists is changed or deleted, and the command can be
+    repeated.
 
-    With --user it also creates users with their rights, their reply queues and the policies, as `export --user` does.
-    All of these are created through the management API, which requires a user with the tag `administrator`.
+    With --user it also creates users with their rights, their reply queues and the policies, the same that `export
+    --user` prints. All of these are created through the management API, which requires a user with the tag
+    `administrator`.
 
     Examples:
 

@@ -17,8 +17,8 @@ SERVICE_NAME = "lanekeeper send"
 
 @contextmanager
 def traced(settings: "Settings") -> Iterator["Tracing"]:
-    """Run a command's block in a trace, if the settings contain a URL to send spans to: start the root span, and print
-    the trace's id. Yields the `Tracing` with which to publish."""
+    """Run the `with` block in a trace: start the root span, and print the trace's id. Yields the `Tracing` with which
+    the command publishes its request. Without a URL to send spans to in the settings, there is no trace."""
     from lanekeeper.telemetry import recording
     from lanekeeper.telemetry.tracing import Tracing
 
@@ -47,8 +47,8 @@ def traced(settings: "Settings") -> Iterator["Tracing"]:
 
 
 def tell_trace_of(answer: "Final") -> None:
-    """Print the id of the trace that a reply's headers name, unless the command itself has started a trace, and so has
-    already printed its id."""
+    """Print the id of the trace that a reply's headers name. Nothing is printed if the command itself has started a
+    trace, because it has then printed that trace's id already."""
     from opentelemetry import trace
 
     from lanekeeper.telemetry import propagation

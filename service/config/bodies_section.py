@@ -41,24 +41,24 @@ class BodiesSettings(Section):
     driver is installed). None: a folder beside the file of the SQLite store; if results are stored in Redis, there is
     no store for bodies, and large bodies are refused. Example: s3://lanekeeper/bodies"""
     over_bytes: Number[int] = Field(default=OVER_BYTES, ge=4096, le=MIB)
-    """A request's body larger than this is kept in the store, and the message contains only its address."""
+    """If a request's body is larger than this, it is kept in the store, and the message contains only its address."""
     answers_over_bytes: Number[int] = Field(default=OVER_BYTES, ge=4096, le=512 * MIB)
-    """An answer larger than this is kept in the store, and the reply contains only its address. Raise this setting if
-    requesters over AMQP cannot reach the store: smaller answers are sent in the reply itself, up to the broker's limit
-    for a message (16 MiB on RabbitMQ 4)."""
+    """If an answer is larger than this, it is kept in the store, and the reply contains only its address. Raise this
+    setting if requesters over AMQP cannot reach the store: smaller answers are sent in the reply itself, up to the
+    broker's limit for a message (16 MiB on RabbitMQ 4)."""
     most_bytes: Number[int] = Field(default=MOST_BYTES, ge=MIB, le=512 * MIB)
     """The maximum size of a request's body. Anthropic accepts 32 MiB."""
     in_all_bytes: Number[int] = Field(default=IN_ALL_BYTES, ge=MIB, le=1024 * GIB)
     """The maximum size of all bodies in the store together. While the store is full, large bodies are refused."""
     keep_s: Number[float] = Field(default=KEEP_S, ge=60, le=10 * YEAR_S)
     """The longest time that a request's body stays in the store. The body is removed earlier, as soon as its request
-    has ended, unless the request became a dead letter: this can be published again, and then needs its body. An answer
+    has ended, unless the request became a dead letter, which can be published again and then needs the body. An answer
     stays in the store as long as the request's result is kept (LANEKEEPER_RESULTS__KEEP_S)."""
     allow: Annotated[tuple[FolderUrl, ...], BeforeValidator(words)] = ()
-    """Further places from which workers may fetch a request's body, if the request gives the body's URL in its header
-    `x-lane-body`: everything below these URLs (https, or any URL that the Python library fsspec reads). Gateways also
-    fetch stored answers from these places, except over https. So if you change LANEKEEPER_BODIES__URL, list the old URL
-    here. Example: s3://crm-bodies/lane,https://files.example.com/prompts"""
+    """URLs of further places from which workers may fetch the body of a request that gives the body's URL in its header
+    `x-lane-body`. Everything below these URLs is allowed (https, or any URL that the Python library fsspec reads).
+    Gateways also fetch stored answers from these places, except over https. So if you change LANEKEEPER_BODIES__URL,
+    list the old URL here. Example: s3://crm-bodies/lane,https://files.example.com/prompts"""
     allow_private: bool = False
     """Whether the hosts in `allow` may have private, loopback or link-local addresses. Example: true"""
 

@@ -104,14 +104,14 @@ class ModelsSettings(Section):
 
 
 class PricesSettings(Section):
-    """The prices of tokens, and the day on which they were valid. `models` adds prices to the table in
-    `consumers/prices.py`, or replaces them."""
+    """The prices of tokens, and the day on which they were valid. The prices in `models` are added to the table in
+    `consumers/prices.py`, or replace prices in it."""
 
     as_of: Day = AS_OF
     """The day on which the prices were valid. It is shown beside amounts in dollars. Example: 2026-11-01"""
     models: PriceTable = Field(default_factory=dict)
-    """Prices in US dollars per million tokens. They are added to the built-in table; a model that is in both gets this
-    price. Example: {"my-model": {"input": 1, "output": 5}}"""
+    """Prices in US dollars per million tokens. They are added to the built-in table; for a model that is also in that
+    table, the price set here is used. Example: {"my-model": {"input": 1, "output": 5}}"""
 
     def table(self) -> Prices:
         return Prices(self.models, as_of=self.as_of)
@@ -172,8 +172,8 @@ class BudgetSettings(LimitsSettings):
     the wait there is shorter. None: the lane's `target_wait_s`. Example: 5"""
 
     def spec(self, others: Mapping[str, ProviderSettings]) -> BudgetSpec:
-        """Convert these settings to the value that workers use: the lanes' shares, and the limits of all providers'
-        accounts."""
+        """Convert these settings to the `BudgetSpec` that workers use: the lanes' shares, and the limits of all
+        providers' accounts."""
         return BudgetSpec(
             shares=self.lanes.shares(),
             burst_s=self.burst_s,

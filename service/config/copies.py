@@ -17,8 +17,8 @@ def with_store(settings: Settings, store_url: str) -> Settings:
 
 
 def with_provider(settings: Settings, url: str, *, key: str) -> Settings:
-    """A copy of the settings with a single provider: an API like Anthropic's at `url`, called with `key`. All lanes use
-    it."""
+    """A copy of the settings in which all lanes use a single provider: an API like Anthropic's at `url`, called with
+    the API key `key`."""
     lanes = settings.lanes
     unnamed = {lane.name: getattr(lanes, lane.name).model_copy(update={"providers": None}) for lane in DEFAULT_LANES}
     return settings.model_copy(

@@ -26,7 +26,7 @@ def every(settings: Settings) -> Iterator[Disagreement]:
 
 
 def missing_for_calls(settings: Settings) -> Iterator[Disagreement]:
-    """Find missing settings that only processes which call providers need: providers' keys."""
+    """Find missing keys of providers, which only processes that call providers need."""
     if any(provider.name == FIRST for provider in settings.routes_spec().providers) and settings.api_key is None:
         yield Disagreement(
             "not set; set it, or answer without a provider: lanekeeper serve --simulate", at=(("anthropic_api_key",),)

@@ -1,4 +1,5 @@
-"""The settings in effect, each with its source, fit to be shown: without keys and without passwords in URLs."""
+"""Lists the settings in effect, each with its source, for `lanekeeper settings`: without keys, and without passwords in
+URLs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
@@ -18,7 +19,7 @@ HIDDEN = "(hidden)"
 
 @dataclass(frozen=True, slots=True)
 class Effective:
-    """One setting with the value in effect, and where that comes from: a row of `lanekeeper settings`."""
+    """One setting with its value in effect, and the source of this value: a row of `lanekeeper settings`."""
 
     name: str
     """The setting's name in a TOML file and for `--set`, such as `lanes.batch.slots`."""

@@ -34,7 +34,7 @@ def of_values(error: ValidationError, found: Mapping[Place, Found]) -> dict[Plac
     for details in error.errors():
         first, *rest = map(str, details["loc"])
         location = (names.field_name(first), *rest)
-        # pydantic's location may be longer than the setting's path: it may name an item of a list.
+        # pydantic's location may be longer than the setting's path, because it may name an item of a list.
         for place in (location[:n] for n in range(1, len(location) + 1)):
             if place in found:
                 lines[place] = _line(place, details, found[place])
@@ -61,7 +61,7 @@ def _overlap(one: Place, other: Place) -> bool:
 
 def _names(places: tuple[Place, ...], found: Mapping[Place, Found]) -> str:
     """The names of the settings at `places`, for an error message: as the user wrote them. If the user set none of
-    them, the name of the first one is returned: in the notation of TOML if the user wrote another setting of the same
+    them, only the first of `places` is named: in the notation of TOML if the user wrote another setting of the same
     group in this notation, else as an environment variable."""
     given = [value.name for at in places for place, value in found.items() if place[: len(at)] == at]
     if given:

@@ -71,8 +71,8 @@ class GatewaySettings(Section):
     port: Number[int] = Field(default=8080, ge=0, le=65_535)
     """The port on which the server listens; 0: any free port."""
     keys: KeyTable = Field(default={})
-    """The keys of callers: for each key's SHA-256 its tenant, lanes and models. None: all programs on this machine may
-    call, without a key. Example:
+    """The API keys of callers: for the SHA-256 of each key, the tenant, lanes and models that it allows. None: all
+    programs on this machine may call, without a key. Example:
     {"9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08": {"tenant": "crm", "lanes": ["normal"]}}"""
     calls: Number[int] = Field(default=1000, ge=1, le=100_000)
     """How many HTTP calls are answered at the same time. Further calls get the status 529, after which SDKs try

@@ -2,10 +2,10 @@
 
     load_settings()            options > environment > .env > TOML > defaults
 
-All sources are read into one table, which contains the value of each setting, and its name as the user wrote it. So
-names that pydantic-settings would ignore are noticed, and all errors are reported at once, under the names that the
-user wrote. pydantic-settings merges the table with the defaults, so that one field of a lane can be set alone, and
-validates it."""
+A setting in several of these sources gets its value from the leftmost one. All sources are read into one table, which
+contains the value of each setting, and its name as the user wrote it. So names that pydantic-settings would ignore are
+noticed, and all errors are reported at once, under the names that the user wrote. pydantic-settings merges the table
+with the defaults, so that one field of a lane can be set while the others keep their defaults, and validates it."""
 
 import os
 import tomllib

@@ -6,13 +6,13 @@ from typing import Any
 from service.telemetry import redaction
 
 SHOWN = 60
-"""How many characters of a wrong value an error message about settings quotes at most."""
+"""The maximum number of characters of a wrong value that an error message about settings quotes."""
 _PLAIN_URL = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._%/-]*)?")
 
 
 def mask_url(url: str) -> str:
-    """A URL as messages show it: `***` in place of user and password, and no query. A text in which user and password
-    cannot be recognised becomes `(hidden, … characters)`."""
+    """A URL as messages show it: `***` in place of user and password, and no query. If user and password cannot be
+    recognised in a text, it becomes `(hidden, … characters)`."""
     head, _, rest = url.partition("://")
     address, credentials = rest, ""
     if "@" in rest:

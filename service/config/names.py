@@ -14,10 +14,11 @@ from service.config.settings import PREFIX, Settings
 Place = tuple[str, ...]
 """The path of a setting in the nested settings, such as ("lanes", "critical", "slots")."""
 ANY: Final = "*"
-"""In a setting's path, this stands for a name that the user chooses, such as that of a provider: ("providers", "*",
+"""In a setting's path, this stands for a name that the user chooses, such as the name of a provider: ("providers", "*",
 "kind")."""
 _LATER: Final[Mapping[Place, str]] = {("webhooks",): "the sending of webhooks"}
-"""Names of settings that are reserved for later versions, and what they will configure. Using one is an error."""
+"""Names that are reserved for settings of later versions, and what these will configure. To use such a name is an
+error."""
 
 
 def is_section(kind: object) -> bool:
@@ -40,12 +41,13 @@ SETTINGS: Final[Mapping[Place, FieldInfo]] = dict(_declared(Settings))
 """All settings by their path, such as ("lanes", "batch", "slots"), in the order of their declaration."""
 _GROUPS: Final = frozenset(place[:depth] for place in SETTINGS for depth in range(1, len(place)))
 _ALIASES: Final = {info.alias: name for name, info in Settings.model_fields.items() if info.alias}
-"""Environment variables without the prefix `LANEKEEPER_`, such as ANTHROPIC_API_KEY, and the fields of `Settings` that
-they set."""
+"""For each environment variable without the prefix `LANEKEEPER_`, such as ANTHROPIC_API_KEY: the field of `Settings`
+that it sets."""
 
 
 def field_name(name: str) -> str:
-    """The field of `Settings` that has this alias; a name that is no alias is returned as it is."""
+    """The field of `Settings` that an environment variable without the prefix `LANEKEEPER_`, such as ANTHROPIC_API_KEY,
+    sets. Any other name is returned as it is."""
     return _ALIASES.get(name, name)
 
 
@@ -89,7 +91,7 @@ def unknown_variable(name: str) -> str:
     if place in _GROUPS:
         inside = next(setting for setting in SETTINGS if setting[: len(place)] == place)
         return f"is a group of settings; set one of them, such as {variable(inside)}"
-    # A setting with `*` in its place is a candidate only if the variable has a name at that position.
+    # A setting whose path contains `*` is a candidate only if the variable has a name at that position.
     candidates = [
         (setting[0], place[1], *setting[2:]) if ANY in setting else setting
         for setting in SETTINGS
@@ -121,6 +123,6 @@ def _no_setting(name: str, known: Mapping[str, str]) -> str:
 
 
 def _inside(place: Place) -> list[str]:
-    """The names of the settings and groups that the group of settings with the path `place` directly contains."""
+    """The names of the settings and groups directly inside the group of settings with the path `place`."""
     at = pattern(place)
     return list(dict.fromkeys(setting[len(at)] for setting in SETTINGS if setting[: len(at)] == at))

@@ -1,4 +1,5 @@
-"""Groups of settings. Those of providers and budgets are in `service/config/budget_sections.py`."""
+"""Groups of settings, such as those of a lane. The groups for providers and budgets are in
+`service/config/budget_sections.py`."""
 
 import ssl
 from collections.abc import Iterator
@@ -22,8 +23,8 @@ YEAR_S = 365 * 86_400
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Settings that are each valid by themselves, but contradict each other; or a missing setting that another one
-    needs."""
+    """Settings that are each valid by themselves, but contradict each other; or a missing setting that another setting
+    requires."""
 
     text: str
     at: tuple[tuple[str, ...], ...]
@@ -60,11 +61,11 @@ class LaneSettings(Section):
     takes one slot. If this is set, the lane gets no additional slots, unless `slots_max` is set as well."""
     slots_min: Number[int] | None = Field(default=None, ge=0, le=10_000)
     """How many idle slots (each for one request) the lane keeps for itself and never lends to other lanes. None: one
-    eighth of `slots`, at least one; for `critical` two. Example: 4"""
+    eighth of `slots`, and at least one; for the lane `critical`, two. Example: 4"""
     slots_max: Number[int] | None = Field(default=None, ge=1, le=10_000)
     """The most slots (each for one request at a time) that the lane may have, including slots lent by other lanes and
-    slots added because its requests wait too long. None: eight times the default of `slots`; if `slots` is set, the
-    same number. Example: 64"""
+    slots added because its requests wait too long. None: eight times the default of `slots`; but if `slots` is set, the
+    value of `slots`. Example: 64"""
     target_wait_s: Number[float] = Field(gt=0, le=YEAR_S)
     """If requests wait longer than this until one of the lane's slots is free (a slot works on one request at a time),
     the lane gets more slots."""
@@ -83,8 +84,8 @@ class LaneSettings(Section):
     models: ModelWords | None = None
     """The models that requests of the lane may name. None: every model. Example: claude-sonnet-5-5,claude-haiku-5-5"""
     providers: ProviderNames | None = None
-    """The providers that the lane calls, in this order. None: all, the first provider first, then the others by name.
-    Example: anthropic"""
+    """The providers that the lane calls, in this order. None: all providers, first the one that ANTHROPIC_API_KEY
+    configures, then the others in the order of their names. Example: anthropic"""
     max_length: Number[int] = Field(ge=1, le=1_000_000_000)
     """How many messages the lane's intake (the queue of new requests) holds at most. When it is full, the broker
     rejects further messages: their publishers get a nack in place of a confirm."""
@@ -124,7 +125,8 @@ class LaneSettings(Section):
 
 
 class LanesSettings(Section):
-    """The three lanes. They are fields, not a table, so that one value of one lane can be set alone."""
+    """The settings of the three lanes. Each lane is a field, not an entry of a table, so that one value of one lane can
+    be set while its other values keep their defaults."""
 
     critical: LaneSettings = LaneSettings.of(CRITICAL)
     normal: LaneSettings = LaneSettings.of(NORMAL)
@@ -136,8 +138,8 @@ class TlsSettings(Section):
     certificate is always verified."""
 
     ca_file: ReadableFile | None = None
-    """A file with the certificate authorities by which the broker's certificate is checked. None: those of the system.
-    Example: /etc/lanekeeper/ca.pem"""
+    """A file with the certificate authorities by which the broker's certificate is checked. None: the operating
+    system's certificate authorities. Example: /etc/lanekeeper/ca.pem"""
     cert_file: ReadableFile | None = None
     """A file with Lanekeeper's own certificate, for brokers that ask for one. Example: /etc/lanekeeper/client.pem"""
     key_file: ReadableFile | None = None
@@ -179,17 +181,18 @@ class ReplySettings(Section):
     Other queues are then refused, even those named by the broker, because their owner is unknown. None: true with the
     profile `production`, else false. Example: true"""
     waiting: Number[int] = Field(default=MAX_WAITING, ge=1, le=100_000)
-    """How many replies of one process may wait in the broker to be sent again because their queue was full. A tenth of
-    them may belong to one tenant; for requests without `user_id`, to one reply queue. Further replies are not sent
-    again; the results can still be fetched by the requests' ids."""
+    """How many replies of one process may wait in the broker to be sent again because their queue was full. At most a
+    tenth of them may belong to one tenant; or, for requests without `user_id`, to one reply queue. Replies beyond these
+    limits are not sent again, but the results can still be fetched by the requests' ids."""
 
 
 class ResultSettings(Section):
-    """How long results are kept, and how much space they may use. When a result is removed, a repeated request with its
-    message id is no longer recognised."""
+    """How long results are kept, and how much space they may use. After a result was removed, a further request with
+    the same message id is no longer recognised as a repetition."""
 
     keep_s: Number[float] = Field(default=StoreSpec().keep_s, ge=1, le=YEAR_S)
-    """How long the result of a request is kept. For the same time a repeated request with its id is recognised."""
+    """How long the result of a request is kept. For the same time a further request with the same id is recognised as a
+    repetition."""
     max_bytes: Number[int] = Field(default=StoreSpec().max_bytes, ge=MIB, le=1024 * GIB)
     """The maximum size of the SQLite file. When the file is larger, the oldest results are deleted. With a store in
     Redis, set `maxmemory` in Redis itself."""
@@ -203,14 +206,14 @@ class ControlSettings(Section):
     """Limits for a tenant's control messages (cancel, result, status), so that no tenant delays those of another."""
 
     per_tenant_s: Number[float] = Field(default=100, ge=1, le=100_000)
-    """How many control messages of one tenant a process carries out in a second; in a burst, five times as many. Of the
-    messages beyond this limit, the same number in a second is answered with the error `too_many_control_messages`; all
-    others are dropped without an answer. Carrying out a message costs up to 1 ms of CPU, so by default one tenant can
-    use a tenth of a core. Dropping a message costs 0.1 ms."""
+    """How many control messages of one tenant a process carries out in a second; in a burst, five times as many.
+    Messages beyond this limit are answered with the error `too_many_control_messages`, at most the same number in a
+    second; all others are dropped without an answer. Carrying out a message costs up to 1 ms of CPU, so by default one
+    tenant can use a tenth of a core. Dropping a message costs 0.1 ms."""
     unseen_per_tenant: Number[int] = Field(default=StoreSpec().unseen_per_tenant, ge=1, le=10_000_000)
     """How many cancellations of one tenant are kept for ids that no worker has seen yet. When there are more, the
-    oldest is deleted. The default takes 8 MB of the store and equals the number of requests that the intake (the queue
-    of new requests) of `critical` holds."""
+    oldest is deleted. The default is the number of requests that the intake (the queue of new requests) of the lane
+    `critical` can hold; so many cancellations take 8 MB of the store."""
 
 
 class WaitingSettings(Section):
@@ -218,11 +221,11 @@ class WaitingSettings(Section):
 
     per_tenant: Number[int] = Field(default=StoreSpec().waiting_per_tenant, ge=1, le=100_000_000)
     """How many requests of one tenant may wait for a delay of more than a minute. A request with a body of more than 16
-    KiB counts as several: one for each 16 KiB or part of that. So the default is at most 160 MiB on the broker's disks.
-    Further requests are answered `too_many_waiting`."""
+    KiB counts as several: one for each 16 KiB or part of that. So the default allows at most 160 MiB on the broker's
+    disks. Further requests are answered `too_many_waiting`."""
     in_all: Number[int] = Field(default=StoreSpec().waiting_in_all, ge=1, le=1_000_000_000)
     """How many requests of all tenants together may wait for a delay of more than a minute. The default is ten times
-    the default for one tenant, and so at most 1.6 GiB on the broker's disks."""
+    the default for one tenant, and so allows at most 1.6 GiB on the broker's disks."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.per_tenant > self.in_all:
@@ -240,18 +243,19 @@ class DeadSettings(Section):
     `folder`, or dropped if `folder` is not set. A warning, the event `removed` and a count in `status` report the
     removal."""
     max_bytes: Number[int] = Field(default=DeadSpec().max_bytes, ge=MIB, le=1024 * GIB)
-    """The maximum size of the bodies of all dead letters together. Their size is estimated from that of the oldest dead
-    letters, because AMQP does not report it."""
+    """The maximum size of the bodies of all dead letters together. This size is estimated from the sizes of the oldest
+    dead letters, because AMQP does not report it."""
     keep_s: Number[float] = Field(default=DeadSpec().keep_s, ge=1, le=10 * YEAR_S)
-    """How long a dead letter is kept. The default is 30 days, so that nothing is lost during an operator's holidays."""
+    """How long a dead letter is kept. The default is 30 days, so that no dead letter is lost during an operator's
+    holidays."""
     folder: Path | None = None
     """The folder to which dead letters are written when they are removed from the broker: one file of JSON lines a day,
     which only the worker's operating system user can read. None: they are dropped. Example: /var/lib/lanekeeper/dead"""
     invalid_per_hour: Number[float] = Field(default=INVALID_PER_HOUR, ge=1, le=1_000_000_000)
     """How many invalid messages of one tenant a process keeps as dead letters in an hour. A message of more than 64 KiB
-    counts as several: one for each 64 KiB or part of that. So the default is at most 64 MiB. Further invalid messages
-    are answered, but neither kept as dead letters nor stored under their ids. Valid requests that failed are always
-    kept."""
+    counts as several: one for each 64 KiB or part of that. So the default allows at most 64 MiB. Further invalid
+    messages are answered, but neither kept as dead letters nor stored under their ids. Valid requests that failed are
+    always kept."""
 
     def spec(self) -> DeadSpec:
         return DeadSpec(max_count=self.max_count, max_bytes=self.max_bytes, keep_s=self.keep_s, folder=self.folder)
@@ -264,10 +268,11 @@ class RetrySettings(Section):
     """The first pause of a request if its attempt failed because the provider was overloaded or refused it by a rate
     limit. After any other failure the first pause is a quarter of this, which is also the shortest pause of all."""
     span_s: Number[float] = Field(default=RetryPolicy().span_s, gt=0, le=86_400)
-    """All pauses of a request together last at least this long, if its deadline allows that, so that an outage of this
-    length is over before the last attempt."""
+    """All pauses of a request together last at least this long, if its deadline allows that, so that a provider's
+    outage of this length is over before the last attempt."""
     cap_s: Number[float] = Field(default=RetryPolicy().cap_s, gt=0, le=86_400)
-    """The longest pause between two attempts. A random part of up to half of it is added."""
+    """The longest pause between two attempts, without the random time of up to half of the pause that is added to each
+    pause."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.base_s > self.cap_s:

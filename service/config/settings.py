@@ -1,5 +1,5 @@
-"""Declares all settings. `service/config/loading.py` reads their values. The packages `lanekeeper`, `consumers` and
-`topology` do not see `Settings`, but get the parts that they need as frozen dataclasses, such as `RetryPolicy`."""
+"""Declares all settings, whose values `service/config/loading.py` reads. The packages `lanekeeper`, `consumers` and
+`topology` do not import `Settings`, but get the values that they need as frozen dataclasses, such as `RetryPolicy`."""
 
 import fnmatch
 import re
@@ -59,7 +59,7 @@ class Settings(BaseSettings):
         frozen=True,
         populate_by_name=True,
         hide_input_in_errors=True,
-        # One field of a lane can be set alone: the others keep that lane's defaults.
+        # If only some fields of a lane are set, the others keep that lane's defaults.
         nested_model_default_partial_update=True,
     )
 
@@ -72,12 +72,14 @@ class Settings(BaseSettings):
     arguments of queues and the bindings. None: port 15672 of the AMQP host is tried. A URL without user and password
     uses those of the AMQP URL. Example: https://rabbit.example.com:15671"""
     namespace: Namespace = "lane"
-    """The prefix of every name on the broker. Installations with different prefixes can share a virtual host. Example:
-    staging"""
+    """The prefix of every name on the broker. Installations of Lanekeeper with different prefixes can share a virtual
+    host. Example: staging"""
     anthropic_api_key: Key | None = Field(default=None, alias="ANTHROPIC_API_KEY")
-    """The API key of the first provider. `serve --simulate` needs none. Example: sk-ant-secret"""
+    """The API key of the first provider, which is named `anthropic`. `serve --simulate` needs none. Example:
+    sk-ant-secret"""
     anthropic_base_url: HttpUrl | None = Field(default=None, alias="ANTHROPIC_BASE_URL")
-    """The first provider's URL. None: https://api.anthropic.com. Example: https://gateway.example.com/anthropic"""
+    """The URL of the first provider, which is named `anthropic`. None: https://api.anthropic.com. Example:
+    https://gateway.example.com/anthropic"""
     providers: dict[str, ProviderSettings] = {}
     models: ModelsSettings = ModelsSettings()
     prices: PricesSettings = PricesSettings()
@@ -99,26 +101,27 @@ class Settings(BaseSettings):
     waiting: WaitingSettings = WaitingSettings()
     dead: DeadSettings = DeadSettings()
     speakers: UserNames = ()
-    """AMQP users that may act for tenants other than themselves: publish with `x-lane-tenant`, cancel requests, and
-    fetch results; a gateway's user, for example. Example: gateway"""
+    """AMQP users that may act for tenants other than themselves: publish requests with `x-lane-tenant`, cancel
+    requests, and fetch results. A gateway's user is an example. Example: gateway"""
     profile: Literal["production"] | None = None
-    """`production`: a worker does not start if `lanekeeper check` finds anything on the list in docs/production.md.
-    None: `check` only warns, and unencrypted connections are logged. Example: production"""
+    """`production`: a worker does not start while `lanekeeper check` finds any of the risks in docs/production.md.
+    None: the check only warns of these risks, and a starting process logs unencrypted connections. Example: production
+    """
     require_user_id: bool | None = None
-    """Whether requests without the AMQP property `user_id` are refused. If not, all of them belong to one common
-    tenant. None: true with the profile `production`, else false. Example: true"""
+    """Whether requests without the AMQP property `user_id` are refused. If they are accepted, they all belong to one
+    common tenant. None: true with the profile `production`, else false. Example: true"""
     failpoints: Chances = {}
-    """For tests: the places at which the process kills itself, each with a probability (`consumers/failpoints.py` lists
-    the places). Example: after_store:0.2"""
+    """For tests of crashes: the places in the code at which the process kills itself, each with a probability
+    (`consumers/failpoints.py` lists the places). Example: after_store:0.2"""
     json_values: Number[int] = Field(default=VALUES, ge=1000, le=10_000_000)
     """How many keys and values together the JSON of a request or an answer may have. Parsing 100,000 of them blocks the
-    process for 50 ms. If the JSON of a request has more, the request ends with the error `too_large`; if that of its
-    answer has more, with `answer_too_large`."""
+    process for 50 ms. If the JSON of a request has more, the request ends with the error `too_large`; if the JSON of
+    its answer has more, it ends with `answer_too_large`."""
     grace_s: Number[float] = Field(default=25, ge=0, le=3600)
     """How long running requests may take to finish when the process is stopped. The default is shorter than the 30 s
     after which Kubernetes kills a process."""
     log_format: Literal["auto", "json", "console"] = "auto"
-    """`auto`: console on a terminal, else JSON. Example: json"""
+    """`auto`: `console` (readable lines) on a terminal, else `json`. Example: json"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The lowest level of Lanekeeper's own events that is logged. Messages of libraries are logged from `warning` on.
     Example: debug"""
@@ -139,7 +142,8 @@ class Settings(BaseSettings):
         *_: Any,
         **__: Any,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Make `Settings()` have the default values, whatever is in the environment: only `load_settings` reads it."""
+        """Make `Settings()` ignore the environment, which only `load_settings` reads, so that it has the default
+        values."""
         return (init_settings,)
 
     def budget_spec(self) -> BudgetSpec:
@@ -147,8 +151,8 @@ class Settings(BaseSettings):
         return self.budget.spec(self.providers)
 
     def routes_spec(self) -> RoutesSpec:
-        """Which provider is called for which model. The first provider is included if it has a key, if a lane names it,
-        or if there is no other."""
+        """Which provider is called for which model. The first provider (that of ANTHROPIC_API_KEY) is included if it
+        has a key, if a lane names it, or if there is no other."""
         orders = {lane.name: section.providers for lane in DEFAULT_LANES if (section := self._lane(lane)).providers}
         is_wanted = any(FIRST in (names or ()) for names in orders.values())
         first = [ProviderModels(name=FIRST)] if self.api_key or is_wanted or not self.providers else []
@@ -201,22 +205,24 @@ class Settings(BaseSettings):
 
     @property
     def broker_url(self) -> str:
-        """The AMQP URL, or several separated by commas, with passwords; never shown."""
+        """The AMQP URL, or several separated by commas. They contain passwords and must never be shown."""
         return self.amqp_url.get_secret_value()
 
     @property
     def broker_urls(self) -> tuple[str, ...]:
-        """The AMQP URLs one by one (one for each node of a cluster), with passwords; never shown."""
+        """The AMQP URLs as a tuple (one URL for each node of a cluster). They contain passwords and must never be
+        shown."""
         return urls_of(self.broker_url)
 
     @property
     def broker(self) -> str:
-        """The AMQP URLs without passwords, to be shown."""
+        """The AMQP URLs without users and passwords, for messages and logs."""
         return ", ".join(mask_url(url) for url in self.broker_urls)
 
     @property
     def management(self) -> str | None:
-        """The management URL with its credentials, if any were given; never shown."""
+        """The URL of RabbitMQ's management API, with its credentials if any were given; it must never be shown. None:
+        it is not set."""
         return _unmasked(self.management_url)
 
     @property
@@ -232,33 +238,33 @@ class Settings(BaseSettings):
 
     @property
     def provider_url(self) -> str:
-        """The first provider's base URL, with credentials if it has any; never shown."""
+        """The first provider's base URL, with credentials if it has any; it must never be shown."""
         return _unmasked(self.anthropic_base_url) or ANTHROPIC_URL
 
     @property
     def provider(self) -> str:
-        """The first provider's base URL without credentials, to be shown."""
+        """The first provider's base URL without credentials, for messages and logs."""
         return mask_url(self.provider_url)
 
     @property
     def api_key(self) -> str | None:
-        """The first provider's API key in plain text; never shown."""
+        """The first provider's API key in plain text; it must never be shown. None: it is not set."""
         return _unmasked(self.anthropic_api_key)
 
     @property
     def store(self) -> str:
-        """The store's URL, with its password if it has one; never shown."""
+        """The store's URL, with its password if it has one; it must never be shown."""
         return _unmasked(self.store_url) or f"sqlite:///{quote(str(state_folder() / f'{self.namespace}.sqlite'))}"
 
     @property
     def shown_store(self) -> str:
-        """The store's URL without its password, to be shown."""
+        """The store's URL without its password, for messages and logs."""
         return self.store if self.store.startswith("sqlite:") else mask_url(self.store)
 
     @property
     def bodies_url(self) -> str | None:
-        """The URL of the store for large bodies: the one in the settings, or else a folder beside the SQLite store's
-        file. None: there is no store for large bodies."""
+        """The URL of the store for large bodies: the one in the settings, or else that of a folder beside the SQLite
+        store's file. None: there is no store for large bodies."""
         if self.bodies.url is not None or not self.store.startswith("sqlite:"):
             return self.bodies.url
         folder = Path(unquote(self.store.removeprefix("sqlite:///"))).absolute().parent / f"{self.namespace}-bodies"
@@ -272,7 +278,7 @@ class Settings(BaseSettings):
         return ANSWER_BYTES if self.bodies_url is None else MOST_BYTES
 
     def body_store(self) -> BodyStore | None:
-        """The store of large bodies, or None. It creates and opens nothing before it is used."""
+        """The store of large bodies; None if there is none. It creates and opens nothing before it is used."""
         spec, url = self.bodies, self.bodies_url
         return None if url is None else BodyStore(url, in_all_bytes=spec.in_all_bytes, keep_s=spec.keep_s)
 

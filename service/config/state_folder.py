@@ -1,12 +1,13 @@
-"""Finds the default folder for the SQLite store, in which workers keep results and which worker works on which
-request."""
+"""Finds the default folder for the file of the SQLite store, in which workers keep results, claims (which worker works
+on which request) and counters."""
 
 import os
 from pathlib import Path
 
 
 def state_folder() -> Path:
-    """Where this user's programs keep their state (XDG Base Directory Specification)."""
+    """Lanekeeper's folder below the one in which this user's programs keep their state, according to the XDG Base
+    Directory Specification."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not base.is_absolute():  # the specification says that a relative path is ignored
         try:

@@ -1,5 +1,5 @@
-"""Types of settings that are tables with keys chosen by the user (models, prices, caps, shares), and of the date of
-prices."""
+"""Types of settings that are tables with keys chosen by the user (models, prices, caps, shares), and the type of the
+setting with the date of the prices."""
 
 from collections.abc import Callable, Mapping
 from datetime import date, datetime, timedelta, timezone
@@ -15,7 +15,7 @@ from service.config.masking import mask
 from service.config.value_types import listed, model, not_bool, not_empty, words, wrong
 
 _EARLIEST = timezone(timedelta(hours=14))
-"""The time zone in which each date begins first: a date that has not begun there is in the future everywhere."""
+"""The time zone in which each date begins first: a date that has not begun in this zone is in the future everywhere."""
 
 
 def _table(value: Any, what: str) -> Any:
@@ -39,7 +39,7 @@ def _table(value: Any, what: str) -> Any:
 
 def each_of(name_of: Callable[[Any], str], read: Callable[[Any], Any], what: str) -> PlainValidator:
     """The validator of a setting that is a table. `name_of` checks each name in the table, and `read` the value beside
-    it; both raise an exception if it is not allowed. `what`: what is allowed, for the error message."""
+    it; both raise an exception for what is not allowed. `what`: what is allowed, for the error message."""
 
     def validate(value: Any) -> dict[str, Any]:
         table = _table(value, what)

@@ -1,4 +1,4 @@
-"""Types of single settings: numbers, names, URLs, files."""
+"""Types of settings that have a single value or a list: numbers, names, URLs, files."""
 
 import re
 import sys
@@ -33,7 +33,7 @@ def wrong(what: str) -> PydanticCustomError:
 
 
 def not_bool(value: Any) -> Any:
-    """Check that a number is not a boolean, because pydantic would accept `true` as 1."""
+    """Check that the value of a numeric setting is not a boolean, because pydantic would accept `true` as 1."""
     if isinstance(value, bool):
         raise wrong("a number")
     return value.strip() if isinstance(value, str) else value
@@ -46,8 +46,9 @@ def _finite(value: N) -> N:
 
 
 def _namespace(value: str) -> str:
-    # Not `x-`: the headers by which delayed messages are routed begin with the namespace, and headers exchanges ignore
-    # headers that begin with `x-`. Not `amq`: the broker reserves names that begin with it.
+    # A namespace must not begin with `x-`, because the headers by which delayed messages are routed begin with the
+    # namespace, and headers exchanges ignore headers that begin with `x-`. It must not begin with `amq`, because the
+    # broker reserves names that begin with `amq`.
     if _NAMESPACE.fullmatch(value) is None or value.startswith(("x-", "amq")) or value == "x":
         raise wrong("a to z, 0 to 9, _ and -, up to 40, a letter first, not beginning with amq or x-")
     return value
@@ -90,8 +91,8 @@ def words(value: Any) -> Any:
 
 
 def _user(value: str) -> str:
-    """Check the name of a broker's user. Brackets and quotes are refused, because they show that the setting is written
-    as JSON, but not as a list."""
+    """Check the name of a broker's user. Brackets and quotes are refused, because a name with these characters shows
+    that the setting was written as JSON, but not as a JSON array."""
     if _USER.fullmatch(value) is None or value != value.strip():
         raise wrong("users of the broker, separated by commas, or a JSON array of them; none with { } [ ] or quotes")
     return value
@@ -152,7 +153,7 @@ def _amqp_urls(text: str) -> str:
 def _amqp_url(url: str) -> SplitResult:
     parts = _split(url.strip(), schemes=("amqp", "amqps"), example="amqps://user:password@host:5671/vhost")
     if parts.query:
-        # For example, `?no_verify_ssl=1` would silently turn off the check of the broker's certificate.
+        # A query is refused: `?no_verify_ssl=1`, for example, would silently turn off the check of the certificate.
         raise wrong("a URL without ?…: for certificates there are LANEKEEPER_TLS__CA_FILE, …__CERT_FILE, …__KEY_FILE")
     if parts.path.count("/") > 1:
         raise wrong("a URL with one virtual host after the address; write / in its name as %2F")
@@ -178,7 +179,7 @@ def _store_url(text: str) -> str:
         text, schemes=("redis", "rediss"), example="redis://:password@host:6379/0 or sqlite:////absolute/file"
     )
     if parts.query or re.fullmatch(r"/?|/[0-9]{1,5}", parts.path) is None:
-        # For example, `?ssl_cert_reqs=none` would silently turn off the check of the server's certificate.
+        # A query is refused: `?ssl_cert_reqs=none`, for example, would silently turn off the check of the certificate.
         raise wrong("a URL with nothing after the address but the database's number, such as redis://host:6379/0")
     return text
 

@@ -2,9 +2,9 @@
 
 The same load runs at the same time on two simulated providers, which enforce their limits and count their 429s. One
 gets the load through Lanekeeper; the other gets it from the same number of workers for each lane, but without a budget
-gate, that is, without the check that lets a call start only if the provider's limits allow it. Without the gate, the
-provider's limits serve the first caller first, and a call that is refused with 429 is repeated after its `retry-after`,
-as the vendor's client does.
+gate, that is, without the check that lets a call start only if the provider's limits allow it. Without the gate,
+whichever call comes first uses the provider's limits, and a call that is refused with 429 is repeated after its
+`retry-after`, as Anthropic's SDK does.
 """
 
 import asyncio
@@ -29,7 +29,8 @@ from topology.lanes import BATCH, CRITICAL
 WINDOW_S = 12.0
 JOBS = 300
 CHATS_FROM_S = 1.0
-"""How many seconds after the start of the demo's budget act the chats begin: by then all batch jobs are waiting."""
+"""The chats begin this many seconds after the start of the demo's budget act, when all batch jobs are waiting
+already."""
 CHATS = (
     (0.7, 38), (1.8, 10), (2.9, 10), (3.6, 10), (4.2, 10), (4.5, 34), (5.0, 102), (5.7, 27), (6.1, 81), (6.4, 102),
     (6.5, 10), (6.9, 4), (7.3, 28), (8.1, 11), (9.0, 10), (10.1, 25), (10.7, 10),
@@ -41,8 +42,9 @@ CHARACTERS_PER_TOKEN = 4
 """How many characters the simulated API counts as one token."""
 LATENCY_MS = (200, 600)
 BURST_S = 2.0
-"""The size of the simulated provider's token buckets, in seconds' worth of the limit. They are full at the start, and
-the run is short, so the content of larger buckets would be a large part of the whole budget."""
+"""The size of the simulated provider's token buckets: a bucket holds as much as its limit allows in this many seconds.
+The buckets are full at the start, and the run is short, so the content of larger buckets would be a large part of the
+whole budget."""
 ACCOUNT = SimulatedOptions(
     output_tokens=80,
     requests_per_minute=300,
@@ -57,7 +59,7 @@ seconds."""
 PAUSE_S = 0.5
 """The pause, in seconds, after an answer 429 without the header `retry-after`."""
 USED_LEAST = 0.85
-"""The demo's budget act succeeds only if at least this share of the provider's limit is used."""
+"""The demo's budget act succeeds only if at least this share of one of the provider's limits is used."""
 Asking = Callable[[str, str], Awaitable[object]]
 """A function that sends a request with the given lane and prompt. It returns when the request is answered, and raises
 an exception if the request is given up."""
@@ -165,8 +167,9 @@ async def _spend(asking: Asking, api: SimulatedAPI) -> Spending:
 
 
 def _counts(api: SimulatedAPI) -> Counter[str]:
-    """What the simulated provider has counted: its calls by outcome; under `calls`, those that have ended; and what was
-    used of its limits, under `requests`, `input_tokens` and `output_tokens`."""
+    """What the simulated provider has counted. By the name of an outcome, such as `rate_limited`: the calls with this
+    outcome; `calls`: the calls that have ended; `requests`, `input_tokens` and `output_tokens`: how much of each limit
+    was used."""
     stats = api.stats()
     return Counter(
         stats["outcomes"],

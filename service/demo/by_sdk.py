@@ -33,7 +33,8 @@ class BySdk:
     jobs: int
     """How many batch jobs were answered."""
     first_ms: dict[str, Sequence[int]]
-    """For each lane: how many ms each call that was answered right waited for the first piece of its answer."""
+    """For each lane: the times in ms that its calls waited for the first piece of the answer. Calls whose answer was
+    not right are left out."""
 
     @property
     def is_well(self) -> bool:

@@ -1,5 +1,5 @@
-"""The demo's load: the requests, when they are sent, and their results. The same load is sent twice: to the three
-lanes, and then, for comparison, to a single queue."""
+"""The demo's load: which requests are sent, when they are sent, and their results. The same load is sent twice: to the
+three lanes, and then, for comparison, to a single queue."""
 
 import asyncio
 from dataclasses import dataclass, field

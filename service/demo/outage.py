@@ -21,7 +21,7 @@ from topology.lanes import CRITICAL
 UP = SimulatedOptions(latency_ms=300)
 DOWN = SimulatedOptions(faults={"unavailable": 1.0})
 EVERY_S = 0.025
-"""The seconds between two requests of the demo's outage act."""
+"""The seconds between two requests in the demo's outage act (the first of two providers fails for a while)."""
 UP_S = 0.5
 """How many seconds the first of the demo's two providers works before it fails."""
 DOWN_S = 2.0
@@ -31,7 +31,7 @@ UP_AGAIN_CALLS = 20
 UP_AGAIN_WITHIN_S = 10.0
 CALLS_MOST = 1.5
 """The demo's outage act succeeds only if the providers were called at most this often for each answer, on average.
-Calls beyond one for each answer are repetitions, which are the cost of an outage."""
+Calls beyond one for each answer are retries, which the outage causes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The acts of the demo on one machine: a flood of batch jobs that chats overtake, compared with a single queue; a
 worker that is killed; Anthropic's SDK through the gateway; a small budget, compared with workers that do not check a
-provider's limits before they call it; a provider that goes down.
+provider's limits before they call it; and a provider that fails for a while.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The demo's output: a live table of the lanes while it runs, and the verdict."""
+"""The demo's output: a live table of the lanes while it runs, and then the results of its acts."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -109,8 +109,8 @@ def _tell(console: Console, text: str, *, is_well: bool) -> None:
 
 
 def show_unbroken(console: Console, act: unbroken.Unbroken) -> None:
-    """Print the results of the demo's second act: the requests of a killed worker, those sent twice, the cancelled
-    one."""
+    """Print the results of the demo's second act: what became of the requests of a killed worker, of those that were
+    sent twice, and of the one that was cancelled."""
     lost = unbroken.JOBS - act.answered
     _tell(
         console,
@@ -122,7 +122,7 @@ def show_unbroken(console: Console, act: unbroken.Unbroken) -> None:
 
 
 def show_by_sdk(console: Console, act: by_sdk.BySdk) -> None:
-    """Print how long the streamed calls of Anthropic's SDK waited for their first token, for each lane."""
+    """Print for each lane how long the streamed calls of Anthropic's SDK waited for their first token."""
     lines = (
         f"{lane} {_ms(act.wait_ms(lane, 0.5))} (p95 {_ms(act.wait_ms(lane, 0.95))}, "
         f"{len(values)} of {by_sdk.CALLS} answered)"

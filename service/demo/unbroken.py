@@ -18,9 +18,9 @@ from service.simulated.app import SimulatedAPI
 from topology.lanes import BATCH
 
 JOBS = 60
-"""The number of requests that are published in the demo's act in which a worker is killed."""
+"""How many requests are published in the act of the demo in which a worker is killed."""
 TWICE = 20
-"""How many of the requests of the demo's act in which a worker is killed are published a second time."""
+"""How many requests are published a second time in the act of the demo in which a worker is killed."""
 READY_WITHIN_S = 30.0
 WORKS_FIRST_S = 0.45
 """How many seconds the second worker works before it is killed: by then it has answered some requests and is working on
@@ -42,7 +42,8 @@ class Unbroken:
     """How many calls the provider got for the requests that were sent again. It is 0 if all were answered from the
     store."""
     cancelled: str
-    """The outcome of cancelling a delayed request, and how the request ended: "recorded, cancelled"."""
+    """The outcome of cancelling a delayed request, and how the request then ended, for example "recorded,
+    cancelled"."""
 
     @property
     def is_well(self) -> bool:

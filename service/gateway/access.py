@@ -1,6 +1,6 @@
 """Who may call the gateway: callers with a key; if no keys are set, all programs on this machine.
 
-A key is 256 random bits, so its SHA-256 without salt is safe to store, and the settings hold only that.
+A key is 256 random bits, so its SHA-256 without salt is safe to store, and the settings contain only this hash.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ def is_loopback(host: str) -> bool:
 
 class Access:
     """Finds out which caller makes an HTTP call, by its API key, and what that caller may do (`GatewayKey`). `local`:
-    the caller of calls without a key; None: a key is required."""
+    what callers may do if no keys are set; None: their calls are then refused."""
 
     def __init__(self, keys: Mapping[str, GatewayKey], *, local: GatewayKey | None) -> None:
         self._keys = [(hashed.encode(), key) for hashed, key in keys.items()]
@@ -109,9 +109,9 @@ def only_value(headers: MultiMapping[str], name: str) -> str | None:
 
 
 def lane_of(caller: GatewayKey, named: str | None) -> str:
-    """The lane for a call: the one that its header `x-lane-name` names (`named`), or without the header the first one
-    that the caller may use. Raises ApiError 403 for a lane that the caller's key does not allow, and RequestProblem if
-    there is no such lane."""
+    """The lane for a call: `named`, if the call names a lane in its header `x-lane-name`, else the first lane that the
+    caller may use. Raises ApiError 403 for a lane that the caller's key does not allow, and RequestProblem if there is
+    no such lane."""
     if named is None:
         return caller.lanes[0]
     if named in caller.lanes:

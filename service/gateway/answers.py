@@ -13,12 +13,12 @@ from lanekeeper.telemetry import logs, signals
 from service.gateway.problems import ApiError, refused
 
 AT_ONCE: Final = 64
-"""How many large answers may be in temporary files at the same time: together 2 GiB, if each has 32 MiB."""
+"""How many large answers may be in temporary files at the same time. If each has 32 MiB, they take 2 GiB together."""
 IN_MEMORY_AT_ONCE: Final = 2
 """How many large answers may be in memory as a whole at the same time."""
 WITHIN_S: Final = 60.0
-"""For how many seconds a call may wait until fewer than `AT_ONCE` answers are in temporary files, and for how many
-seconds its own answer may then be fetched."""
+"""The time limit, in seconds, for each of two steps of sending a large answer: waiting until fewer than `AT_ONCE`
+answers are in temporary files, and then fetching the answer from its store."""
 PIECE_BYTES: Final = 128 * 1024
 """How many bytes of a large answer are read from its temporary file at a time."""
 T = TypeVar("T")

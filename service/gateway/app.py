@@ -42,7 +42,7 @@ contains characters that are not allowed there."""
 
 
 def client_for(settings: Settings, tracing: Tracing | None = None) -> Client:
-    """Make the client with which a gateway publishes requests."""
+    """Make the `Client` with which a gateway publishes requests."""
     return Client(
         settings.broker_url,
         names=settings.names(),
@@ -81,7 +81,7 @@ class Gateway:
             call_reader,
             self._limit,
             over_bytes=settings.bodies.over_bytes,
-            # what is too large for a message is accepted only if there is a store for it
+            # bodies that are too large for an AMQP message are accepted only if there is a store for them
             most_bytes=PACKED_BYTES if settings.bodies_url is None else settings.bodies.most_bytes,
         )
         self._messages = Messages(client, bodies=self._bodies, answers=answers, ping_every_s=spec.ping_every_s)
@@ -106,7 +106,8 @@ class Gateway:
         }
 
     def reasons(self) -> Mapping[str, str | None]:
-        """The parts that must work before the gateway accepts calls, each with its problem; None if the part works."""
+        """The parts that must work before the gateway accepts calls. The value of each is its problem, or None if the
+        part works."""
         return {"gateway connection": self._client.trouble, "gateway": "it stops" if self._limit.is_closed else None}
 
     @property

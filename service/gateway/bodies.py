@@ -43,7 +43,7 @@ class Bodies:
         self.most_bytes = most_bytes
         self._checking = asyncio.Lock()
         self._filed_bytes = 0
-        # One thread for all, because each thread keeps some of the memory that it has used.
+        # One thread for all large bodies, because each thread keeps some of the memory that it has used.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="large body")
 
     @asynccontextmanager
@@ -136,7 +136,7 @@ class Bodies:
 
 
 def unknown_encoding() -> ApiError:
-    """The error for a body in an encoding that the gateway cannot decompress."""
+    """The error for a body whose `content-encoding` is one that the gateway cannot decompress."""
     return ApiError(415, f"header content-encoding: allowed are {', '.join(ENCODINGS)}")
 
 

@@ -1,7 +1,8 @@
 """A WebSocket with time limits for writing, so that a client that does not read cannot keep it open.
 
-aiohttp, the HTTP library, waits without a limit until the client has read what was sent: in `close`, when it answers a
-ping, and when it closes a connection because of an invalid message or a missed heartbeat.
+These limits are needed because aiohttp, the HTTP library, waits without a limit until the client has read what was
+sent: in `close`, when it answers a ping, and when it closes a connection because of an invalid message or a missed
+heartbeat.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ LEAST_BYTES_PER_S: Final = 256 * 1024
 """The lowest accepted rate, in bytes a second, at which a client reads a large text: the time that the text takes at
 this rate is added to `WRITE_WITHIN_S`."""
 CLOSE_WITHIN_S: Final = 5.0
-"""The last messages must be sent, and the WebSocket closed, within this many seconds."""
+"""When a WebSocket is closed, its last messages must be sent and the closing completed within this many seconds."""
 
 
 class BoundedSocket(web.WebSocketResponse):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from service.gateway.problems import refused, stopping
 
 BODIES_BYTES = 256 * 1024 * 1024
-"""The maximum size, in bytes, of the bodies of all HTTP calls in memory together."""
+"""The maximum size, in bytes, that the bodies of all HTTP calls in progress may together take in memory."""
 
 
 class CallLimit:
@@ -39,7 +39,7 @@ class CallLimit:
             self._call_ended.set()
 
     async def close(self) -> None:
-        """Refuse new HTTP calls, and return when the last running one has been answered."""
+        """Refuse new HTTP calls, and return when all calls in progress have been answered."""
         self.is_closed = True
         while self.calls:
             self._call_ended.clear()

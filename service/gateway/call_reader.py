@@ -1,5 +1,6 @@
 """Turns a call (`POST /v1/messages`, `/v1/requests`) into a request for a lane, and checks it by the same rules as a
-worker. A wrong body or header is refused here, so that it takes no place in a lane and leaves no dead letter.
+worker. A wrong body or header is refused here, so that the request neither waits in a lane's queue nor becomes a dead
+letter.
 """
 
 import time
@@ -44,7 +45,7 @@ class CheckedCall:
     """One HTTP call whose headers and body were checked, and what is needed to publish it as a request."""
 
     body: bytes | BinaryIO
-    """The body of the call; an open file if it is large."""
+    """The body of the call: bytes, or an open file if the body is large."""
     key: str
     """The routing key with which the request is published."""
     stream: bool
@@ -54,7 +55,7 @@ class CheckedCall:
     request: Request
     """The request as a worker will decode it. It does not contain a large body, which is in `body` alone."""
     sha256: str | None = None
-    """The SHA-256 of a large body."""
+    """The SHA-256 of a large body; None for other bodies."""
 
     @property
     def body_hash(self) -> bytes:

@@ -19,8 +19,8 @@ from service.gateway.problems import ApiError, api_error_of
 JSON = "application/json"
 PROBLEM = "application/problem+json"
 _HEADER_FIELDS = {n.MODEL: "model", n.PROVIDER: "provider", n.WAIT_MS: "wait_ms", n.RUN_MS: "run_ms"}
-"""Headers of the final reply, each with the name of the field that has its value in the status of a request that has
-ended."""
+"""For some headers of a worker's final reply: the name of the field that contains the header's value in the status of a
+request that has ended."""
 
 
 def path_of(id: str) -> str:
@@ -43,8 +43,8 @@ class Known:
 
 
 class LargeStatus(NamedTuple):
-    """The status of a request whose result is in the store for large bodies: the JSON before the result, the result's
-    address, and the JSON after the result."""
+    """The status of a request whose result is in the store for large bodies, in three parts: the JSON before the
+    result, the result's address in the store, and the JSON after the result."""
 
     begin: bytes
     result: BodyAddress
@@ -52,8 +52,8 @@ class LargeStatus(NamedTuple):
 
 
 class End(NamedTuple):
-    """The last entry that clients get when they follow a request: it says that the request has ended. Its `body` is the
-    request's status."""
+    """The last of the entries (steps and events) that a client gets when it follows a request. It says that the request
+    has ended, and its `body` is the request's status."""
 
     number: int
     kind: str
@@ -90,7 +90,8 @@ def status_of(known: Known, *, now_ms: int, place: Place | None = None) -> bytes
 
 
 def word_of(known: Known, now_ms: int) -> str:
-    """The status of a request, in the contract's words: `queued`, `delayed`, `running`, `retrying`, or how it ended."""
+    """The status of a request as the word that clients get: `queued`, `delayed`, `running`, `retrying`, or one of
+    `end_of` if the request has ended."""
     found = known.found
     if found.completion is not None:
         return end_of(found.completion)
@@ -102,14 +103,15 @@ def word_of(known: Known, now_ms: int) -> str:
 
 
 def end_of(completion: Completion) -> str:
-    """The word of the contract for how a request ended: `completed`, `failed` or `cancelled`."""
+    """How a request ended, as the word that clients get: `completed`, `failed` or `cancelled`."""
     if completion.status == "ok":
         return "completed"
     return "cancelled" if completion.code == "cancelled" else "failed"
 
 
 def problem_of(error: ApiError | LanekeeperError, id: str | None) -> dict[str, Any]:
-    """The problem document (RFC 9457) for an error. `id`: the request that the call was about."""
+    """The problem document (RFC 9457) for an error. `id`: the id of the request that the HTTP call was about, if there
+    is one."""
     if isinstance(error, RequestProblem):
         document: dict[str, Any] = json.loads(error.document(request=id or "", attempts=0))
         return document
@@ -123,8 +125,7 @@ def problem_of(error: ApiError | LanekeeperError, id: str | None) -> dict[str, A
 
 
 def answer(body: bytes | dict[str, Any], *, status: int = 200, **headers: str) -> web.Response:
-    """Make an HTTP response with a JSON body, and a header that forbids caches to store it. `headers`: further
-    headers."""
+    """Make an HTTP response with a JSON body. A header forbids caches to store it; `headers` are further ones."""
     if not isinstance(body, bytes):
         body = json.dumps(body, ensure_ascii=False).encode()
     return web.Response(

@@ -16,8 +16,8 @@ from service.gateway.documents import PROBLEM, answer, problem_of
 from service.gateway.problems import ApiError, api_error_of
 
 LATER = ("/v1/", "/metrics")
-"""URL paths that begin with one of these are reserved for later versions of Lanekeeper; the gateway answers 404 and
-says so."""
+"""Beginnings of URL paths that are reserved for later versions of Lanekeeper: the gateway answers calls of such paths
+with a 404 that says so."""
 ABOUT_REQUEST = web.RequestKey("request_id", str)
 """The key under which a handler stores the id of the request that an HTTP call is about, as soon as the handler knows
 it. An error answer then contains the id."""

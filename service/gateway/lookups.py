@@ -32,12 +32,12 @@ MODELS: Final = "/v1/models"
 MODEL: Final = "/v1/models/{id}"
 AT_A_TIME: Final = 32
 """The most calls of `count_tokens` and `models` in progress at a time. Without a limit, one tenant could take all
-connections to the provider, which answers each call in less than a second."""
+connections to the provider. A low limit is enough, because the provider answers each call in less than a second."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _PASSED = frozenset({"content-type", "request-id", "retry-after", "x-should-retry"})
 _ALL = ""
-"""The name under which the rate limits count the calls of all tenants together, and the calls of callers that have no
-tenant."""
+"""What the rate limits use in place of a tenant's name: to count the calls of all tenants together, and to count those
+of callers that have no tenant."""
 
 
 class LookupPaths:

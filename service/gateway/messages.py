@@ -21,7 +21,7 @@ from service.gateway.writing import event_stream, send_pieces
 from service.side_tasks import beside
 
 REPLY_HEADERS_SENT = (n.LANE_NAME, n.MODEL, n.PROVIDER, n.ATTEMPT, n.WAIT_MS, n.RUN_MS, n.WAIT_FROM, n.REPLAYED)
-"""The headers of a worker's reply that the gateway's HTTP answer contains too."""
+"""The headers of a worker's reply that the gateway copies into its HTTP answer."""
 
 
 @dataclass(slots=True)

@@ -18,7 +18,8 @@ EVERY: Final = {"limit": str(PAGE_AT_MOST)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paging:
-    """The page of the list of models that a caller asks for: at most `limit` models, after or before a model's id."""
+    """Which page of the list of models a caller asks for: at most `limit` models, those after or before the model with
+    a given id."""
 
     limit: int
     after: str | None

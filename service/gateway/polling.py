@@ -20,11 +20,12 @@ LARGEST_NUMBER = 1 << 53
 """The largest number of an entry (a stored step or event of a request) that a client may name. No request has so many
 entries."""
 EVERY_S = 0.05
-"""The seconds between two queries of the store for news of the requests that clients follow."""
+"""The seconds between two queries of the store for new entries of the requests that clients follow."""
 AGAIN_S = 0.5
 """The pause, in seconds, before the store is asked again after a query has failed."""
 FAULTS_AT_MOST = 3
-"""After this many unexpected errors in a row, all clients that follow requests are answered with an error."""
+"""After this many unexpected errors in a row while polling the store, all clients that follow requests are answered
+with an error."""
 log = logger()
 
 
@@ -49,7 +50,7 @@ class Poller:
         self._task: asyncio.Task[None] | None = None
         self.followers = 0
         self.closing = asyncio.Event()
-        """Set when the process stops: no request is followed here any longer, and clients continue at another
+        """Set when the process stops: this process then follows no requests any longer, and clients continue at another
         gateway."""
 
     @asynccontextmanager

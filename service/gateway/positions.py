@@ -10,7 +10,7 @@ from consumers.state.base import Allowances, StoreUnavailable
 from lanekeeper import Client
 
 AGE_S = 1.0
-"""For how many seconds an estimate of the position in a lane is used again."""
+"""For how many seconds an estimate of the position in a lane is used before a new one is made."""
 WITHIN_S = 0.5
 """The broker and the store must answer within this many seconds; otherwise the position is unknown."""
 PACE_AGE_S = 60.0
@@ -31,8 +31,8 @@ class Place:
 
 
 class Positions:
-    """Estimates the positions of waiting requests. It computes only the position of the last request in a lane's intake
-    (the queue of new requests), and uses it for all requests that wait there."""
+    """Estimates the positions of waiting requests. For each lane it computes only the position of the last request in
+    the intake (the queue of new requests), and gives it as the position of every request that waits there."""
 
     def __init__(self, client: Client, store: Allowances) -> None:
         self._client = client

@@ -33,8 +33,8 @@ TYPES: Mapping[int, str] = {
     529: "overloaded_error",
 }
 AGAIN_AFTER_S = 2
-"""The value of the header `retry-after`, in seconds. A full lane, or a broker that restarts, seldom accepts requests
-sooner."""
+"""The value of the header `retry-after`, in seconds, in answers to calls that the client may repeat. A full lane, or a
+broker that restarts, seldom accepts requests sooner."""
 _TRIED_ALREADY = frozenset({"attempts_exhausted", "deadline_exceeded"})
 """The codes of errors after which a client should not repeat the call, because workers have retried it already."""
 _BY_PROVIDER = re.compile(r"\d{3} (?P<type>[a-z_]{1,60}): (?P<message>.*)", re.DOTALL)
@@ -47,7 +47,7 @@ class ApiError(Exception):
     status: int
     message: str
     type: str = ""
-    """Anthropic's type of error. Empty: the type that `TYPES` has for the status is used."""
+    """Anthropic's type of error. If it is empty, the type that `TYPES` has for the status is used."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self, request_id: str) -> bytes:

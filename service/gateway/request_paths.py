@@ -33,7 +33,7 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
 
 @dataclass(slots=True)
 class RequestPaths:
-    """The handlers of the paths below `/v1/requests`. All of them raise ApiError, LanekeeperError."""
+    """The handlers of the path `/v1/requests` and of those below it. All of them raise ApiError, LanekeeperError."""
 
     requests: Requests
     poller: Poller
@@ -103,7 +103,7 @@ class RequestPaths:
         except (ApiError, LanekeeperError):
             if not writing.has_begun:
                 raise
-            # The stream ends without its last entry. The reader connects again, and gets the error then.
+            # The stream ends without its last entry. So the client connects again, and is then answered with the error.
         if writing.has_begun:
             return await writing.end()
         if self.poller.closing.is_set():
@@ -112,8 +112,9 @@ class RequestPaths:
 
 
 def _no_events_yet(id: str) -> web.Response:
-    """The answer of a process that stops: an event stream without events. When the stream ends, a browser connects
-    again, and reaches another process; after a 503, the browser's EventSource would never connect again."""
+    """The answer to a client that follows a request while the process stops: an event stream without events, which ends
+    at once. When a stream ends, a browser connects again, and reaches another process; after a 503, the browser's
+    EventSource would never connect again."""
     headers = {"content-type": EVENT_STREAM, "cache-control": "no-store", "connection": "close", "request-id": id}
     return web.Response(body=BEGIN, headers=headers)
 
@@ -140,7 +141,7 @@ def _number_of(text: str | None) -> int:
 
 
 async def _event_of(head: bytes, pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """A Server-Sent Event in pieces."""
+    """Yield the bytes of a Server-Sent Event: `head`, then `pieces` as the value of its field `data`."""
     yield head
     async for piece in pieces:
         yield _in_one_line(piece)
@@ -148,6 +149,6 @@ async def _event_of(head: bytes, pieces: AsyncIterable[bytes]) -> AsyncGenerator
 
 
 def _in_one_line(json: bytes) -> bytes:
-    """Replace line breaks by spaces, because they would end the event's field `data`. In JSON they occur only between
-    values."""
+    """Replace line breaks by spaces, because they would end the event's field `data`. This does not change the JSON's
+    values, because in JSON line breaks occur only between values."""
     return json.replace(b"\r", b" ").replace(b"\n", b" ")

@@ -81,8 +81,8 @@ class Requests:
 
     async def entries(self, id: str, caller: GatewayKey, *, after: int) -> AsyncGenerator[Entry | End, None]:
         """Yield the request's entries (steps and events) with a number above `after`, as soon as workers have stored
-        them. The last entry is not stored, but made from the request's result; its number is one above that of the last
-        stored entry. The iterator ends after it.
+        them. The iterator ends after the entry that says how the request ended. This last entry is not stored, but made
+        from the request's result; its number is one above that of the last stored entry.
 
         When the process stops, the iterator ends without the last entry. Raises ApiError if the request is unknown, and
         StoreUnavailable.
@@ -102,7 +102,8 @@ class Requests:
             return
 
     async def cancel(self, id: str, caller: GatewayKey) -> str:
-        """Cancel a request. Returns the outcome, as `Client.cancel` does. Raises ApiError, LanekeeperError."""
+        """Cancel a request. Returns the outcome of the cancellation, one of the words of `Cancelled`
+        (lanekeeper/errors.py), such as `ended`. Raises ApiError, LanekeeperError."""
         known = await self.known(id, caller)
         if known.found.completion is not None:
             return "ended"

@@ -1,8 +1,8 @@
 """Checks that the workers use the gateway's store. If they use another store, the status of submitted requests stays
 `queued` for ever.
 
-The gateway stores a submission without publishing the request, and asks a worker for the request's result. A worker
-with the same store answers that the request waits; a worker with another store answers that it is unknown.
+To find out, the gateway stores a test request as submitted without publishing it, and asks a worker for its result. A
+worker with the same store answers that the request waits; a worker with another store answers that it is unknown.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ class SameStore:
         self._asked_at_s = -ASK_EVERY_S
 
     def ask_soon(self, caller: GatewayKey) -> None:
-        """Start a check in the background, with a test request of this caller's tenant, unless a check was started
-        within the last minute."""
+        """Start a check of the store in the background, with a test request of this caller's tenant, unless a check was
+        started within the last minute."""
         now_s = asyncio.get_running_loop().time()
         if now_s - self._asked_at_s >= ASK_EVERY_S:
             self._asked_at_s = now_s

@@ -23,7 +23,7 @@ from topology.codec.decoding import PACKED_BYTES
 
 Readiness = Callable[[], Mapping[str, str | None]]
 """A function that returns the parts of the process that must work, by name ("consume connection"), each with its
-problem or None. It is called for every `GET /readyz`."""
+problem, or None if the part works. The function is called for every `GET /readyz`."""
 HOST = "LANEKEEPER_GATEWAY__HOST"
 PORT = "LANEKEEPER_GATEWAY__PORT"
 KEEP_ALIVE_S = 75.0
@@ -66,7 +66,7 @@ class CannotListen(LanekeeperError):
 
 class Server:
     """The HTTP server of a process: `/healthz`, `/readyz`, and the paths of `routes`. It listens inside its `async
-    with` block. If `port` is 0, it takes a free port, which `port` then holds."""
+    with` block. If `port` is 0, the server listens on a free port, and `port` is then its number."""
 
     def __init__(self, readiness: Readiness, *, host: str, port: int, routes: Routes | None = None) -> None:
         self._readiness = readiness
@@ -154,8 +154,8 @@ class _Connection(web.RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """The answer to a call without a handler. aiohttp does not tell the path of a call that it could not parse, so
-        the format is the same for all paths."""
+        """The answer to a call that aiohttp could not parse. aiohttp does not tell the path of such a call, so the
+        answer has the same format for all paths."""
         if not isinstance(exc, HttpProcessingError):
             return super().handle_error(request, status, exc, message)
         response = _parse_error(exc).response(uuid.uuid4().hex)
@@ -171,12 +171,12 @@ def _parse_error(error: HttpProcessingError) -> ApiError:
             return ApiError(400, "not valid HTTP: the first line or a header is too long (at most 8190 bytes)")
         case InvalidURLError():
             return ApiError(400, "not valid HTTP: the target is not a URL")
-    # The message quotes the call after a colon.
+    # aiohttp's message quotes a part of the call after a colon; the answer contains only what precedes the colon.
     return ApiError(400, f"not valid HTTP: {error.message.partition(':')[0].rstrip('.')}")
 
 
 def why_not(error: Exception, *, host: str, port: int, host_name: str = HOST, port_name: str = PORT) -> str:
-    """The error text for an address on which the server cannot listen, with the setting that helps."""
+    """The error text for an address on which the server cannot listen. It names the setting to change."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EADDRINUSE:
         why = f"something else listens there; choose another {port_name} (0: any free one)"

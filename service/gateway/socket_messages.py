@@ -5,7 +5,8 @@
     {"type": "unsubscribe", "id": "…", "ref": "…"}
     {"type": "cancel", "id": "…", "ref": "…"}
 
-`type` is required in all messages, `body` in `submit`, and `id` in the others. The answer contains the message's `ref`.
+`type` is required in all messages, `body` in `submit`, and `id` in the others. If a message has a `ref`, the answer
+contains the same `ref`.
 """
 
 import json
@@ -54,7 +55,7 @@ class ClientMessage:
     type: Literal["submit", "subscribe", "unsubscribe", "cancel"]
     ref: str | None = None
     id: str | None = None
-    """The request's id. None, which is possible only for `submit`: the gateway creates an id."""
+    """The request's id. None, which is possible only for `submit`, means that the gateway creates an id."""
     after: int = 0
     subscribe: bool = True
     """For `submit`: whether the connection follows the request."""

@@ -39,12 +39,12 @@ from service.side_tasks import beside
 from topology.codec.decoding import PACKED_BYTES
 
 AT_ONCE: Final = 16
-"""The most messages of one WebSocket connection that are processed at the same time. Further messages are read when one
-of them is done."""
+"""The most messages of one WebSocket connection that are processed at the same time. A further message is read as soon
+as one of these has been processed."""
 FOLLOWED_AT_MOST: Final = 100
 """The most requests that one WebSocket connection follows at the same time."""
 MESSAGE_BYTES: Final = PACKED_BYTES + 16 * 1024
-"""The largest message, in bytes, that a client may send over a WebSocket."""
+"""The maximum size, in bytes, of a message that a client sends over a WebSocket."""
 
 
 @dataclass(slots=True)

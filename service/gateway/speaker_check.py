@@ -1,9 +1,9 @@
 """Checks that the workers accept the tenant that the gateway names in a request.
 
-Workers accept `x-lane-tenant` only from users in LANEKEEPER_SPEAKERS, and ignore it otherwise. Then all callers would
-share one tenant, and each could read the others' answers by their ids. So before the gateway accepts its first HTTP
-call of another tenant than its own user, it asks a worker a question that workers answer only to users in
-LANEKEEPER_SPEAKERS.
+Workers accept `x-lane-tenant` only from users in LANEKEEPER_SPEAKERS, and ignore it otherwise. If they ignored it for
+the gateway's user, all callers would share one tenant, and each could read the others' answers by their ids. So before
+the gateway accepts the first HTTP call whose tenant is not the gateway's own AMQP user, it asks a worker a question
+that workers answer only to users in LANEKEEPER_SPEAKERS.
 """
 
 import uuid

@@ -1,10 +1,10 @@
 """Turns the parts of a worker's streamed reply into a stream for the HTTP client: the provider's events, unchanged and
 in their order.
 
-The first events (`message_start`, the start of a block) are held back until the first piece of the answer comes: if an
-attempt fails before that, the client does not notice. After that, a failed attempt ends the stream with an `error`
-event, because events that a client has read cannot be withdrawn. `message_stop` is held back until a worker has stored
-the request's outcome.
+The first events (`message_start`, the start of a block) are held back until the first piece of the answer's content
+comes, so that the client does not notice an attempt that fails before that. After that, a failed attempt ends the
+stream with an `error` event, because events that a client has read cannot be withdrawn. `message_stop` is held back
+until a worker has stored the request's outcome.
 """
 
 import json
@@ -36,8 +36,8 @@ class Forwarding:
         self._stop: bytes | None = None
 
     def part(self, part: Part) -> bytes:
-        """Process one part. Returns the bytes to write to the client now; they may be empty. Raises ApiError if events
-        that the client already has are no longer valid."""
+        """Process one part of the streamed answer. Returns the bytes to write to the client now, which may be none.
+        Raises ApiError if events that the client already has are no longer valid."""
         if part.kind == "restart":
             self._start_over("an attempt failed in the middle of the answer, and another one has begun")
             self._next_seq = 1
@@ -60,9 +60,9 @@ class Forwarding:
         return self._release()
 
     def end(self) -> bytes | None:
-        """Return the bytes that end the stream. If no parts came, or some were lost before the client got any, return
-        None: the caller then writes the whole stream from the final reply (`events_of`). Raises ApiError if parts were
-        lost later."""
+        """Return the bytes that end the stream. If no parts came, or some were lost before anything was written to the
+        client, return None: the caller then writes the whole stream from the worker's final reply (`events_of`). Raises
+        ApiError if parts were lost after something was written to the client."""
         if self._stop is not None and not self._has_gap:
             return self._stop
         self._start_over("parts of the answer were lost")
@@ -83,8 +83,8 @@ class Forwarding:
 
 
 def type_of(event: bytes) -> str:
-    """The `type` in the JSON of a provider's event. It usually comes first, and is then found without parsing the
-    JSON."""
+    """The `type` in the JSON of a provider's event. It is usually the JSON's first field, and is then found without
+    parsing the JSON."""
     if event.startswith(_TYPE) and (end := event.find(b'"', len(_TYPE))) > 0 and b"\\" not in event[:end]:
         return event[len(_TYPE) : end].decode(errors="replace")
     return str(json.loads(event).get("type"))
@@ -121,7 +121,7 @@ def events_of(message: dict[str, Any]) -> Iterator[bytes]:
 
 def _split_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Split a content block of a Message into what its `content_block_start` event contains, and the deltas that
-    follow. A block of an unknown type is whole in its start event."""
+    follow. A block of an unknown type is sent completely in its start event."""
     kind = block.get("type")
     if kind in ("tool_use", "server_tool_use"):
         piece = json.dumps(block.get("input", {}), ensure_ascii=False)

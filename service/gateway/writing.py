@@ -16,8 +16,8 @@ WRITE_WITHIN_S = 30.0
 class Drain:
     """Waits until a client has read what was written to its connection, and aborts the connection if it reads nothing.
 
-    If several tasks wait in aiohttp until the client reads and one is cancelled, aiohttp cancels them all. So one
-    separate task waits there, and the others wait for that task.
+    If several tasks wait in aiohttp's `drain` until the client reads and one of them is cancelled, aiohttp cancels them
+    all. So only a separate task waits in aiohttp's `drain`, and all others wait for that task.
     """
 
     def __init__(self, request: web.BaseRequest) -> None:
@@ -36,7 +36,7 @@ class Drain:
             raise ConnectionResetError("the client reads nothing") from None
 
     async def wait(self, out: AbstractStreamWriter) -> None:
-        """Wait until the client has read so much that more can be written to `out`."""
+        """Wait until the client has read enough, so that more can be written to `out`."""
         if self._draining is None or self._draining.done():
             self._draining = asyncio.create_task(out.drain(), name="client reads")
         await asyncio.shield(self._draining)
@@ -71,7 +71,7 @@ class Writing:
             await self._write(data)
 
     async def write_all(self, pieces: AsyncIterable[bytes]) -> None:
-        """Write several pieces of the response, and no ping between them. Raises ConnectionError if the client has
+        """Write several pieces of the response without a ping between them. Raises ConnectionError if the client has
         disconnected, or reads nothing."""
         async with self._write_lock:
             async for piece in pieces:
@@ -94,7 +94,7 @@ class Writing:
             yield
 
     async def pings(self, ping: bytes, *, every_s: float) -> None:
-        """Run until cancelled: write `ping` whenever nothing has been written for `every_s`."""
+        """Write `ping` whenever nothing has been written for `every_s` seconds, until this coroutine is cancelled."""
         with suppress(ConnectionError):
             while True:
                 await asyncio.sleep(self._last_write_s + every_s - self._loop.time())
@@ -125,8 +125,8 @@ def event_stream(request: web.BaseRequest, request_id: str) -> Writing:
 async def send_pieces(
     request: web.BaseRequest, pieces: AsyncIterable[bytes], *, size: int, headers: Mapping[str, str]
 ) -> web.StreamResponse:
-    """Send a response of `size` bytes in pieces. Returns when all pieces are sent, or when the client has disconnected
-    or reads nothing."""
+    """Send a response whose body has `size` bytes, in pieces. Returns when all pieces are sent, or when the client has
+    disconnected or reads nothing."""
     writing = Writing(request, web.StreamResponse(headers={**headers, "content-length": str(size)}))
     with suppress(ConnectionError):
         await writing.write_all(pieces)

@@ -32,9 +32,8 @@ def say_on_stderr(text: str) -> None:
 
 
 class PrivateBroker:
-    """A private broker: a RabbitMQ that was started for a block of code, and is removed at its end.
-
-    A process, the guard, owns the broker, and is told over a pipe what to do. When `close` is called, or this process
+    """A private broker: a RabbitMQ that was started for a block of code, and is removed at the end of the block. A
+    separate process, the guard, owns the broker, and gets commands over a pipe. When `close` is called, or this process
     ends, the pipe is closed, and the guard removes the broker."""
 
     amqp_url: str
@@ -107,7 +106,7 @@ async def private_broker(
     `sources`: where to get a broker from (`guard.SOURCES`), in the order in which they are tried. `image`: the Docker
     image to use. `say` is called, from another thread, with a text about each step that takes long.
     """
-    # `close` blocks the event loop, so that no cancellation interrupts it.
+    # `close` is called without a thread: it blocks the event loop, so that no cancellation interrupts it.
     with closing(PrivateBroker(sources, image, say)) as broker:
         yield await asyncio.to_thread(broker.ready)  # if this is cancelled, the thread reads until the guard ends
 

@@ -1,7 +1,7 @@
 """Runs a private broker in a Docker container of its own, on loopback ports.
 
-This file uses Docker's command, not its API, so that no library has to be installed. The command also handles contexts
-and rootless engines.
+This file uses Docker's command, not its API, so that no library has to be installed, and because the command also
+handles Docker contexts and rootless engines.
 """
 
 import os
@@ -24,8 +24,8 @@ from service.private_broker.source import (
 
 OFFICIAL = "rabbitmq:4.3-management"
 LOCAL = "debian-rabbitmq:4.3-management"
-"""The name of a Docker image that tests/support/rabbitmq-image builds from Debian's packages, if no registry can be
-reached."""
+"""The name of the RabbitMQ image for machines that reach no registry: tests/support/rabbitmq-image builds it from
+Debian's packages."""
 LABEL = "org.lanekeeper.broker"
 """A Docker label of every container that this file or a test creates. Its value is the container's owner: host name and
 process id."""
@@ -44,8 +44,8 @@ def engine_answers(steps: Steps) -> bool:
 
 
 def find_image(steps: Steps, *, official: str = OFFICIAL, local: str = LOCAL) -> str | None:
-    """The name of a RabbitMQ image that this machine has; if it has none, that of the official image, which is then
-    pulled. None if the official image cannot be pulled either.
+    """The name of a RabbitMQ image that this machine has. If it has none, the official image is pulled, and its name is
+    returned; None if this fails.
 
     The manifest is requested before the image, so that a registry that does not answer is noticed within seconds.
     """
@@ -66,8 +66,8 @@ def owner() -> str:
 
 
 def sweep(steps: Steps) -> None:
-    """Remove broker containers whose owning process was killed before it could remove them. Only those of this machine
-    are removed, because several machines can share a Docker engine."""
+    """Remove broker containers whose owning process was killed before it could remove them. Only containers whose owner
+    ran on this machine are removed, because several machines can share a Docker engine."""
     mine, _, _ = owner().rpartition(":")
     listed = steps.run(
         ["docker", "ps", "--all", f"--filter=label={LABEL}", f'--format={{{{.ID}}}} {{{{.Label "{LABEL}"}}}}'],
@@ -91,8 +91,8 @@ def _is_running(process: int) -> bool:
 
 
 class Container:
-    """A private broker in a Docker container. `folder` is used by this broker only, and whoever created the folder
-    removes it."""
+    """A private broker in a Docker container. `folder` is used by this broker only; the caller, who created the folder,
+    must also remove it."""
 
     def __init__(self, folder: Path, *, image: str, steps: Steps) -> None:
         self._image = image
@@ -112,8 +112,8 @@ class Container:
         """Start the broker, wait until it is ready, and return its version. After `kill`, the broker starts again with
         the same data, ports and name. Raises Unavailable."""
         command = ["docker", "start", self._name] if self._created else self._create()
-        # New `Steps`, so that this command is not interrupted when the broker is no longer needed. Otherwise Docker
-        # might create the container after `remove` was called, and the container would stay.
+        # This command runs in new `Steps`, which nobody interrupts, even if the broker is no longer needed. Otherwise
+        # Docker might create the container after `remove` was called, and the container would stay.
         self._created = True
         code, output = Steps().run(command, within_s=START_S)
         if code:

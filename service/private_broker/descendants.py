@@ -1,8 +1,8 @@
 """Finds and kills all descendants of this process; on Linux, daemons as well.
 
 Erlang leaves processes behind (`epmd`, `erl_child_setup`, `inet_gethost`), each in its own session, so no process group
-contains them all. A "child subreaper" becomes the parent of all its orphaned descendants: then they can be found by
-walking from parent to child, even if they became daemons.
+contains them all. A process that is a "child subreaper" (Linux) becomes the parent of all its orphaned descendants, so
+they can be found by walking from parent to child, even if they became daemons.
 """
 
 import ctypes
@@ -39,7 +39,8 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_all() -> None:
-    """Kill all descendants of this process, and wait until they have ended. Call `adopt_orphans` before."""
+    """Kill all descendants of this process, and wait until they have ended. `adopt_orphans` must have been called
+    before, so that orphaned descendants are found too."""
     until = time.monotonic() + KILLED_WITHIN_S
     while (found := descendants(os.getpid())) and time.monotonic() < until:
         for process in found:

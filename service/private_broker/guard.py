@@ -6,7 +6,7 @@ session, where Ctrl-C does not reach it.
 
 On standard input the guard gets the lines `kill` and `start`. On standard output it writes JSON objects, one a line:
 {"say": …} for steps that take long, {"amqp_url": …, "management_url": …, "version": …} after the start, {"done": …}
-when it has carried out a line, and {"error": …} as the last line if it cannot go on.
+when it has carried out a command, and {"error": …} as the last line if it cannot go on.
 """
 
 import json
@@ -62,7 +62,8 @@ class Guard:
             self._remove()
 
     def _start(self) -> tuple[Server, str]:
-        """Start a broker from the first source that can provide one. Returns it and its version."""
+        """Start a broker from the first source that can provide one. Returns the broker and the version of its
+        RabbitMQ."""
         problems: list[str] = []
         for source in self.sources:
             try:
@@ -78,7 +79,7 @@ class Guard:
                 return self.server, self.server.start()
             except Unavailable as error:
                 self._remove()
-                # Tried again, because another process may have taken a port before the broker listened on it.
+                # The start is repeated, because another process may have taken a port before the broker listened on it.
                 if is_last_try or isinstance(error, TooSlow):
                     raise
         raise AssertionError("the last round returns or raises")
@@ -106,7 +107,7 @@ class Guard:
 
 
 def _listen(commands: queue.SimpleQueue[str], leave: Callable[[], None]) -> None:
-    # Unbuffered: Python cannot end while a thread waits for a buffered standard input.
+    # Standard input is unbuffered, because Python cannot end while a thread waits in its buffered reader.
     for line in open(0, "rb", buffering=0, closefd=False):  # noqa: SIM115  it stays open as long as the process
         commands.put(line.decode().strip())
     leave()

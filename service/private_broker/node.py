@@ -34,7 +34,8 @@ LOG_TAIL_CHARS = 1500
 
 
 def installed() -> tuple[Path, Path] | None:
-    """The paths of an installed RabbitMQ's server script and of Erlang's epmd; None if either is missing."""
+    """If RabbitMQ is installed: the paths of its server script and of Erlang's epmd. None if one of the two is
+    missing."""
     server = DEBIAN if os.access(DEBIAN, os.X_OK) else _which("rabbitmq-server")
     epmd = _which("epmd")
     return None if server is None or epmd is None else (server, epmd)
@@ -133,7 +134,7 @@ class Node:
             "RABBITMQ_LOG_BASE": str(folder / "log"),
             "RABBITMQ_GENERATED_CONFIG_DIR": str(folder / "config"),
             "RABBITMQ_LOGS": "-",
-            # Unbound: with bound schedulers, several brokers on one machine would all use the first cores.
+            # "u": unbound. With schedulers bound to cores, several brokers on a machine would all use the first cores.
             "RABBITMQ_SCHEDULER_BIND_TYPE": "u",
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
                 f"-start_epmd false -kernel inet_dist_use_interface {{127,0,0,1}} {ERLANG_ARGUMENTS}"

@@ -23,13 +23,14 @@ LOOPBACK = "127.0.0.1"
 USER = "lanekeeper"
 POLL_S = 0.05
 ERLANG_ARGUMENTS = "-rabbit dead_letter_worker_publisher_confirm_timeout 15000"
-"""Arguments for the Erlang runtime of a private broker. If a queue was still starting and did not accept a
-dead-lettered message, RabbitMQ then sends the message again after 15 s, not 180 s."""
+"""Arguments for the Erlang runtime of a private broker. With them, if a queue was still starting and did not accept a
+dead-lettered message, RabbitMQ sends the message again after 15 s, not 180 s."""
 FIXED_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class Leaving(Exception):
-    """The process that asked for the private broker has ended, or no longer needs it, so starting it is given up."""
+    """Raised to give up the start of a private broker, because the process that asked for the broker has ended or no
+    longer needs it."""
 
 
 class Unavailable(Exception):
@@ -37,8 +38,8 @@ class Unavailable(Exception):
 
 
 class TooSlow(Unavailable):
-    """A step of starting a broker exceeded its time limit. The step is not tried again, because it would take as long
-    again."""
+    """A step of starting a broker exceeded its time limit. The step is not repeated, because it would probably take as
+    long again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Steps:
             raise Leaving
 
     def until(self, seconds: float) -> Iterator[None]:
-        """Let a caller poll in a `for` loop for up to `seconds`: yield at once, and then every 50 ms."""
+        """Let a caller poll in a `for` loop: yield at once, and then every 50 ms, until `seconds` have passed."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.check()
@@ -94,7 +95,7 @@ class Steps:
         """
         self.check()
         with tempfile.TemporaryFile() as output:
-            # A file, not a pipe: a daemon that the command leaves behind would keep the pipe open.
+            # The output goes to a file, because a daemon that the command leaves behind would keep a pipe open.
             child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )

@@ -61,8 +61,8 @@ class SimulatedAPI:
         return self._calls.running
 
     def stats(self) -> dict[str, Any]:
-        """Counts of all calls: by outcome and by model, how many run now, how many ran at the same time at most, and
-        their tokens."""
+        """Statistics of all calls: how many there were by outcome and by model, how many run now, the maximum that ran
+        at the same time, and the tokens of all calls."""
         return self._calls.stats()
 
     async def until(self, holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:

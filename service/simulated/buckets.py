@@ -14,8 +14,8 @@ Seconds = Callable[[], float]
 
 class Bucket:
     """A token bucket for one rate limit. It holds up to `capacity` (requests or tokens), and is refilled evenly with
-    `per_minute`. Its level may become negative, because what a call has used beyond the estimate is taken when the call
-    ends."""
+    `per_minute`. Its level may become negative, because tokens that a call has used beyond the estimate are taken when
+    the call ends."""
 
     def __init__(self, per_minute: int, *, burst_s: float, clock: Seconds) -> None:
         self.per_minute = per_minute
@@ -48,7 +48,7 @@ class Limits:
     """The rate limits of one class of models: three token buckets, for requests, input tokens and output tokens.
 
     The estimated input tokens of a call are taken when it starts, and corrected to the actual number when it ends.
-    Output tokens are taken when the call ends, so a call may start if only one output token is left.
+    Output tokens are taken when the call ends, so a call may start even if only one output token is left.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Limits:
         self.input_tokens.take(input_tokens)
 
     def settle(self, *, input_tokens: int, output_tokens: int) -> None:
-        """Correct the buckets when a call ends. `input_tokens`: the actual input minus the estimate. `output_tokens`:
-        the output produced."""
+        """Correct the buckets when a call ends. `input_tokens`: the actual number of input tokens minus the estimate.
+        `output_tokens`: the number of output tokens."""
         self.input_tokens.take(input_tokens)
         self.output_tokens.take(output_tokens)
 
@@ -106,5 +106,5 @@ class Limits:
 
 @lru_cache(maxsize=16)
 def _rfc3339(second: int) -> str:
-    # Cached, because most resets fall into the same second, and formatting a date is the most expensive part.
+    # The text is cached: most resets fall into the same second, and formatting a date is the most expensive step.
     return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -7,9 +7,9 @@ Markers in the last user message:
     [[latency: 500ms]]                  this answer takes this long, whatever the options say
     [[tokens: 200]]                     this answer is filled up to this many tokens, whatever the options say
 
-In the options, a random fault is written as in a marker, without brackets and `fault:`. Several fault markers follow
-one another: `[[fault: overloaded x2]] [[fault: reset x1]]` fails three times, then answers. Durations are `500ms`, `2s`
-or `1h`. A marker that cannot be read is answered with 400, so that a typo is noticed.
+In the options, a random fault is written as in a marker, without brackets and `fault:`. Several fault markers take
+effect one after the other: `[[fault: overloaded x2]] [[fault: reset x1]]` fails three times, then answers. Durations
+are `500ms`, `2s` or `1h`. A marker that cannot be read is answered with 400, so that a typo is noticed.
 """
 
 import random
@@ -109,9 +109,9 @@ NO_SCRIPT: Final = Script()
 
 
 class Faults:
-    """Decides which fault hits a call to the simulated API: those that markers in its prompt ask for, or random ones
-    with the given `ratios`. For the last 100,000 prompts with markers it counts the calls, because a marker such as
-    `x2` hits only the first two."""
+    """Decides which fault hits a call to the simulated API: one that the markers in its prompt ask for, or else a
+    random one, with the probabilities in `ratios`. For each of the last 100,000 prompts with fault markers the calls
+    are counted, because a fault marked `x2` hits only the first two calls with its prompt."""
 
     def __init__(self, ratios: Mapping[str, float], *, seed: int) -> None:
         if not all(0 <= share <= 1 for share in ratios.values()) or sum(ratios.values()) > 1 + 1e-9:

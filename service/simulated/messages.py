@@ -27,8 +27,8 @@ class Asked:
     thinking: bool
     input_tokens: int
     estimated_tokens: int
-    """The estimate of the input tokens, which is taken from the rate limit when the call starts. It is higher than the
-    actual number, `input_tokens`."""
+    """The estimated number of input tokens, which is taken from the token bucket when the call starts. It is higher
+    than the actual number, `input_tokens`."""
     script: Script
 
 
@@ -79,7 +79,8 @@ def read(body: bytes, *, counting: bool = False) -> Asked:
 
 def answer(asked: Asked, *, output_tokens: int | None) -> Answer:
     """Make the simulated model's answer: the text `echo: ` and the last user message, filled up to `output_tokens` and
-    cut at `max_tokens`. If the request has a tool and not yet its result, the answer is a call of that tool."""
+    cut at `max_tokens`. If the request has a tool and does not contain the tool's result yet, the answer is a call of
+    that tool."""
     blocks: list[dict[str, Any]] = []
     if asked.thinking:
         blocks.append({"type": "thinking", "thinking": f"They said: {asked.prompt[:200]}", "signature": "c2ltdWxhdGVk"})
@@ -134,8 +135,8 @@ def usage(input_tokens: int, output_tokens: int) -> dict[str, Any]:
 
 
 def tokens_of(characters: int) -> int:
-    """The number of tokens that the simulated API counts for so many characters: one for each four, and at least
-    one."""
+    """The number of tokens that the simulated API counts for a text of this many characters: one for each four
+    characters, and at least one."""
     return max(1, math.ceil(characters / 4))
 
 

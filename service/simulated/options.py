@@ -9,7 +9,7 @@ class SimulatedOptions:
     """Latency, limits and faults of a simulated API. With the defaults, it answers every call at once."""
 
     api_key: str | None = None
-    """The only key that is accepted; None: any key is accepted, but there must be one."""
+    """The only API key that is accepted. None: any key is accepted, but a call without a key is refused."""
     models: frozenset[str] = frozenset()
     """Model names that are accepted in addition to the known ones (`models.py`)."""
     latency_ms: float = 0.0
@@ -17,9 +17,10 @@ class SimulatedOptions:
     tokens_per_s: float | None = None
     """The speed of the output, in tokens a second; the time is added to the latency. None: output takes no time."""
     output_tokens: int | None = None
-    """The length of every answer in tokens (an echo of the prompt, then filler words). None: only the echo."""
+    """The length of every answer in tokens: an echo of the prompt, then filler words up to this length. None: only the
+    echo."""
     stream_deltas: int = 8
-    """The number of pieces into which a block is cut in a stream, if it is long enough."""
+    """The number of pieces into which a content block is cut in a stream, if the block is long enough."""
     requests_per_minute: int = 1_000_000
     input_tokens_per_minute: int = 1_000_000_000
     output_tokens_per_minute: int = 1_000_000_000

@@ -18,14 +18,15 @@ _HTML = b"<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gat
 
 
 def html(headers: Mapping[str, str]) -> web.Response:
-    """The error 502 in HTML, as a proxy in front of the API would answer it if it could not reach the API."""
+    """An HTTP response 502 with HTML, as a proxy in front of the API would send it if it could not reach the API."""
     return web.Response(status=502, body=_HTML, headers={**headers, "content-type": "text/html"})
 
 
 async def send_message(
     request: web.BaseRequest, message: bytes, *, headers: Mapping[str, str], fault: Fault | None
 ) -> web.StreamResponse:
-    """Send the simulated answer (`message`: its JSON) as one body, not as a stream. `fault`: how to spoil it."""
+    """Send the simulated answer (`message`: its JSON) as one body, not as a stream. `fault`: the fault to simulate, if
+    there is one."""
     headers = {**headers, "content-type": "application/json"}
     match fault.name if fault else "":
         case "broken_json":
@@ -54,8 +55,8 @@ async def send_stream(
     fault: Fault | None,
     request_id: str,
 ) -> web.StreamResponse:
-    """Send the simulated answer as a stream of events, with a pause of `pause_s` before each. `fault`: how to spoil
-    it."""
+    """Send the simulated answer as a stream of events, with a pause of `pause_s` seconds before each. `fault`: the
+    fault to simulate, if there is one."""
     headers = {**headers, "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
     events = list(events)
     half = max(1, len(events) // 2)

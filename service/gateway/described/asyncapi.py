@@ -176,8 +176,8 @@ def _event_name(event: str) -> str:
 
 
 def _reply_headers(names: Iterable[str], required: Iterable[str] | None = None, *, ok: bool | None = None) -> Schema:
-    """The JSON Schema of a reply's headers: those in `names`, of which `required` (None: all) are always there. `ok`:
-    whether `x-lane-status` is `ok` or `error`; None: the reply has no such header."""
+    """The JSON Schema of a reply's headers: those in `names`, of which those in `required` (None: all) are in every
+    reply. `ok`: whether `x-lane-status` is `ok` or `error`; None: the reply has no such header."""
     fields = {name: REPLY_HEADERS[name] for name in names}
     if ok is not None:
         fields[n.STATUS] = {"const": "ok" if ok else "error"}

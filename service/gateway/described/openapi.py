@@ -30,7 +30,7 @@ from topology.codec import schemas as codec
 
 MESSAGES = "/v1/messages"
 OF_THE_GATEWAY = frozenset({408, 500, 502, 503})
-"""The HTTP statuses that the gateway answers in addition to those of Anthropic's error types."""
+"""The HTTP statuses with which the gateway answers, besides the statuses of Anthropic's error types."""
 _LOOKUPS = (TYPES.keys() | OF_THE_GATEWAY | {501}) - {405}
 _MESSAGES = (TYPES.keys() | OF_THE_GATEWAY | {410, *(problem.status for problem in PROBLEMS.values())}) - {405}
 _HEALTH: dict[str, Schema] = {"alive": {"type": "boolean"}}

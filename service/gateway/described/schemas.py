@@ -17,7 +17,7 @@ PATH_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "str
 
 
 def having(**fields: Schema) -> Schema:
-    """The JSON Schema of an object with these fields, and perhaps others."""
+    """The JSON Schema of an object with these fields, which may have further fields."""
     return {"type": "object", "required": list(fields), "properties": fields}
 
 
@@ -74,7 +74,7 @@ def problem() -> Schema:
                 "title": {"const": row.title},
                 "code": {"const": row.code},
                 "retryable": {"const": row.retryable},
-                # what a provider refuses has the provider's status
+                # a request that the provider has rejected has the status that the provider answered
                 **({} if row.code == "provider_rejected" else {"status": {"const": row.status}}),
             }
         }
@@ -90,8 +90,8 @@ def record(fields: Mapping[str, Schema], *, optional: Iterable[str] = ()) -> Sch
 
 
 def headers(fields: Mapping[str, Schema], *, required: Iterable[str] = (), prefix: str = "x-lane-") -> Schema:
-    """The JSON Schema of a message's headers. Of the headers that begin with `prefix` only those in `fields` are
-    allowed; any other header is allowed."""
+    """The JSON Schema of a message's headers. Of the headers that begin with `prefix`, only those in `fields` are
+    allowed; headers that do not begin with it are all allowed."""
     allowed: Schema = {"anyOf": [{"enum": sorted(fields)}, {"not": {"pattern": f"^{prefix}"}}]}
     return {"type": "object", "properties": dict(fields), "required": list(required), "propertyNames": allowed}
 

@@ -19,7 +19,7 @@ def served(make: Callable[[], Mapping[str, Any]]) -> Callable[[web.Request], Cor
         return asyncio.create_task(asyncio.to_thread(lambda: json.dumps(make()).encode()), name="document")
 
     async def get(request: web.Request) -> web.Response:
-        # others may wait for it after this client has gone
+        # other calls may wait for the document after this client has disconnected
         return web.Response(body=await asyncio.shield(made()), content_type="application/json")
 
     return get
