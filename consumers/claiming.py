@@ -40,8 +40,8 @@ DEFER_WITHIN_S = 1.0
 """The time limit, in seconds, for storing that a request is deferred, that is, waits in the broker until its due
 time."""
 DEFERRED_KEPT_MS = 60_000
-"""For how many ms after its deadline the store remembers a request that was deferred, that is, had to wait in the
-broker until its due time. By then the request's outcome is stored."""
+"""For how many ms after a request's deadline the store remembers that the request was deferred, that is, had to wait in
+the broker until its due time. It need not remember this for longer, because by then the request's outcome is stored."""
 PAUSE_CAP_S = 1.0
 """The longest pause, in seconds, between two tries of a call to a store that is unavailable."""
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class Claiming:
         self._store = store
         self._held: dict[Held, Job] = {}
         self._claim_tasks: dict[asyncio.Task[ClaimAnswer], Identity] = {}
-        """The tasks that wait for the store's answer to a claim, each with the identity of its request."""
+        """The tasks that ask the store for a claim and have no answer yet, each with the identity of its request."""
         self._has_claims = asyncio.Event()
         self._background = Background()
         self._trails = Trails(store, self._background)
@@ -110,9 +110,9 @@ class Claiming:
         return found
 
     def _follow(self, job: Job, held: Held, granted: Granted) -> None:
-        """Begin to write the request's progress to the store (`trail.py`), from where clients read it. This is done if
-        a client follows the request, or if the request is streamed without `reply_to`, because the parts of its answer
-        then go only to the store."""
+        """Begin to write the request's progress to the store (`trail.py`), from where clients read it, if this is
+        needed: if a client follows the request, or if the request is streamed without `reply_to`, so that the parts of
+        its answer can go only to the store."""
         decoded = job.decoded
         if decoded is None or not (granted.followed or (decoded.request.stream and not job.message.reply_to)):
             return
@@ -136,9 +136,11 @@ class Claiming:
         await self._release_held(held, attempts=job.attempts, due_ms=due_ms)
 
     async def defer(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
-        """Store the due time of a request that waits without a claim; clients that ask for its result get this time.
-        Return False if the request has ended already and need not wait. Use it for short waits, where the answer may be
-        missing: if the store does not answer within a second, clients do not get the due time, and True is returned."""
+        """Store the due time of a request that will wait in the broker without a claim, so that clients that ask for
+        its result get this time. Return False if the request need not wait, because it has ended already.
+
+        This method is for short waits: if the store does not answer within a second, True is returned, and clients do
+        not get the due time."""
         try:
             async with asyncio.timeout(DEFER_WITHIN_S):
                 return await self._defer(job, due_ms, deadline_ms)
@@ -147,15 +149,15 @@ class Claiming:
             return True
 
     async def defer_for_long(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
-        """Like `defer`, but for long waits: repeat the call until the store answers, because the answer says whether
-        the request was cancelled before it arrived, and the store forgets such a cancellation before a long wait ends.
-        Raises StoreUnavailable after `CLAIM_WITHIN_S`."""
+        """Like `defer`, but for long waits: repeat the call until the store answers. The answer is needed because it
+        says whether the request was cancelled before it arrived, and the store forgets such a cancellation before a
+        long wait ends. Raises StoreUnavailable after `CLAIM_WITHIN_S`."""
         return await _until_stored(lambda: self._defer(job, due_ms, deadline_ms), within_s=CLAIM_WITHIN_S)
 
     async def reserve(self, job: Job, *, weight: int, until_ms: int) -> WaitingLimit:
-        """Count a request that will wait long in the broker against two limits on such requests: that of its tenant,
-        and that of all tenants together. The result says whether one of them is reached. `weight`: the number of
-        requests as which this one counts. Raises StoreUnavailable."""
+        """Count a request that will wait long in the broker against two limits of such requests: the limit of its
+        tenant, and the limit of all tenants together. The result says whether one of the limits is reached. `weight`:
+        as how many requests this one counts. `until_ms`: when the wait ends. Raises StoreUnavailable."""
         fingerprint = job.fingerprint
         return await _until_stored(
             lambda: self._store.reserve(job.identity, fingerprint, weight=weight, until_ms=until_ms),
@@ -214,18 +216,20 @@ class Claiming:
             self.forget(job)
 
     async def finish(self, *, within_s: float) -> None:
-        """Wait for at most `within_s` until all completions (how requests ended) that are being stored are stored. If
-        one is not stored in time, its request is delivered again, and its provider is called again."""
+        """Wait for at most `within_s` until the store has all completions (how requests ended) that this process is
+        storing. A request whose completion is not stored in time is delivered again, and its provider is called
+        again."""
         await self._background.finish(within_s=within_s)
 
     async def note(self, job: Job, completion: Completion) -> None:
-        """Store how an invalid request ended, which was never claimed, so that clients can fetch its result. Raises
-        StoreUnavailable."""
+        """Store with which error an invalid request ended, so that clients can fetch its result. There is no claim to
+        complete, because invalid requests are never claimed. Raises StoreUnavailable."""
         await _until_stored(lambda: self._store.note(job.identity, completion))
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
         """Record in the store that a request is cancelled. If this process works on the request, the work stops at
-        once, even if the store has not granted the claim of the request yet. Raises StoreUnavailable."""
+        once; if this process is still asking the store for the request's claim, the work stops when the store has
+        answered. Raises StoreUnavailable."""
         result = await _until_stored(lambda: self._store.cancel(identity, completion))
         if result is Cancelling.TOLD:
             if claims := [task for task, claimed in self._claim_tasks.items() if claimed == identity]:
@@ -239,7 +243,8 @@ class Claiming:
         return await _until_stored(lambda: self._store.find(identity))
 
     def forget(self, job: Job) -> None:
-        """Stop renewing the job's claim, without releasing the claim in the store."""
+        """Stop renewing the job's claim, without releasing it in the store. If the request was not completed, the claim
+        then ends with its lease."""
         if job.claim is not None:
             self._held.pop(job.claim, None)
             job.claim = None
@@ -253,8 +258,8 @@ async def _trail_written(job: Job) -> None:
 
 
 def _log_lost_completion(completing: "asyncio.Task[Completion | None]") -> None:
-    """Log that the outcome of a cancelled job could not be stored, so that the provider will be called again for its
-    request."""
+    """If the outcome of a cancelled job could not be stored, log that; the request is then delivered again, and a
+    provider is called again."""
     if completing.cancelled() or completing.exception() is not None:
         why = "" if completing.cancelled() else str(completing.exception())
         log.warning(signals.COMPLETION_LOST, error=why)

@@ -21,7 +21,7 @@ from topology.delays import Hop
 def delayed(job: Job, first_hop: Hop, past: HopHeaders, *, now_ms: int, names: Names) -> Message:
     """The copy of a request that is published to the delay exchanges, which bring it to its lane's due queue.
     `first_hop`: the first of these exchanges, and the headers that choose the length of the delay. `past`: what the
-    next worker must know (attempts, errors, due time)."""
+    worker that gets the request next must know (attempts, errors, due time)."""
     hop = replace(past, hop_ms=now_ms, back_ms=now_ms + first_hop.delay_ms)
     return _copy(job, {**_hop_headers(job, hop), **first_hop.headers}, names=names)
 
@@ -82,7 +82,8 @@ def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
 
 
 def _copy(job: Job, headers: Mapping[str, Any], *, names: Names) -> Message:
-    """A persistent copy of the job's message with these headers, without the properties `user_id` and `expiration`."""
+    """A persistent copy of the job's message, without the properties `user_id` and `expiration`. Its headers are those
+    that the requester set, and `headers`."""
     return replace(
         job.message,
         exchange="",
