@@ -40,7 +40,8 @@ After any other 429 it may call another account (another provider, for example) 
 LEAST_LEFT_S = 1.0
 """An attempt calls a second provider only if at least this many seconds are left until the request's deadline."""
 DEADLINE_TOLERANCE_S = 0.1
-"""A call that was cancelled at most this many seconds before the request's deadline counts as ended by the deadline."""
+"""If a call was cancelled at most this many seconds before the request's deadline, or after it, the deadline counts as
+what ended the call."""
 DEADLINE_PASSED = TransientError("no answer before the request's deadline", type=TIMEOUT)
 """The error that is reported to the provider's circuit breaker if the request's deadline ended the call, because the
 provider may hang even if the call did not reach its timeout."""
@@ -48,7 +49,7 @@ log = logs.logger()
 
 
 class _FailedCall(NamedTuple):
-    """The first call of an attempt to a provider, which has failed: where it went, and its error."""
+    """The first call of an attempt, if it failed: the provider and model that were called (`route`), and the error."""
 
     route: Route
     error: ProviderError
@@ -265,7 +266,7 @@ def _may_help(failed: _FailedCall, other: Route) -> bool:
 
 
 def _record_run(job: Job, seconds: float, **result: Any) -> None:
-    """If a call was made, record in `job.attempted` how long the attempt ran, and its result (fields of
-    `Attempted`)."""
+    """If the attempt made a call, record in `job.attempted` how long the attempt ran. `result`: further fields of
+    `Attempted` to set."""
     if job.attempted is not None:
         job.attempted = replace(job.attempted, run_ms=round(1000 * seconds), **result)

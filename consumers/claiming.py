@@ -1,9 +1,9 @@
 """Takes a claim before a provider is called, renews it during the call, and then completes or releases it.
 
 A claim is the store's record that one worker is working on a request; it ends with its lease (10 s by default) if it is
-not renewed. While the store is unavailable, deliveries are held until it answers or a time limit is over, because a
-call without a claim could be made and paid for twice, and a request whose outcome is sent but not stored could get a
-second, different outcome.
+not renewed. While the store is unavailable, deliveries are held until the store answers or a time limit is over,
+because a call without a claim could be made and paid for twice, and a request whose outcome is sent but not stored
+could get a second, different outcome.
 """
 
 import asyncio
@@ -30,9 +30,10 @@ from consumers.trail import Trail, Trails
 from lanekeeper.telemetry import logs, signals
 
 RENEW_EVERY_S = 0.5
-"""The seconds between two renewals of the claims: a twentieth of the time after which a claim ends without renewal. The
-store's answer to a renewal also says which requests were cancelled. So the call of a cancelled request ends within this
-time and one round trip to the store."""
+"""The seconds between two renewals of a process's claims. (A claim is the store's record that a worker works on a
+request.) This is a twentieth of the time after which a claim ends without renewal. The store's answer to a renewal also
+says which requests were cancelled, so the call to a provider for a cancelled request ends within this time and one
+round trip to the store."""
 RELEASE_WITHIN_S = 1.0
 """The time limit, in seconds, for releasing a request's claim in the store. A claim that is not released in time ends
 with its lease."""
@@ -91,7 +92,8 @@ class Claiming:
                 job.stop(why)
 
     async def claim(self, job: Job) -> ClaimAnswer:
-        """Ask the store for the claim of a job's request. Raises StoreUnavailable after `CLAIM_WITHIN_S`.
+        """Ask the store for the claim of a job's request, that is, to record that this worker works on it. Raises
+        StoreUnavailable after `CLAIM_WITHIN_S`.
 
         If the caller is cancelled and the store then grants the claim, the claim is released in the background, because
         the store counts a worker as dead if its claim ends without a release.
@@ -110,9 +112,9 @@ class Claiming:
         return found
 
     def _follow(self, job: Job, held: Held, granted: Granted) -> None:
-        """Begin to write the request's progress to the store (`trail.py`), from where clients read it, if this is
-        needed: if a client follows the request, or if the request is streamed without `reply_to`, so that the parts of
-        its answer can go only to the store."""
+        """Begin to write the request's progress to the store (`trail.py`), from where clients read it, if a client
+        follows the request, or if the request is streamed without `reply_to`, because the parts of its answer can then
+        go only to the store. In other cases do nothing."""
         decoded = job.decoded
         if decoded is None or not (granted.followed or (decoded.request.stream and not job.message.reply_to)):
             return
@@ -191,8 +193,8 @@ class Claiming:
         one that was stored first. Return None if another worker holds the claim.
 
         Raises StoreUnavailable after `STORE_WITHIN_S`. If the caller is cancelled, storing continues in the background,
-        because an answer is paid for: if the delivery was lost, the worker that gets the message next sends the stored
-        answer.
+        because the provider's answer was paid for: if the delivery was lost, the worker that gets the message next can
+        then send the stored answer.
         """
         completing = self._background.begin(self._complete(job, completion, job.claim), name=f"complete {job.id}")
         try:

@@ -36,7 +36,7 @@ class Retry(Enum):
     """No further attempt is made, because the next answer would be too large again: the request ends with the error
     `answer_too_large`."""
     SOON = auto()
-    """Another attempt may help, and the pause before the first retry is short."""
+    """Another attempt may help, and the pause before the first retry is short (`RetryPolicy.floor_s`)."""
     BACK_OFF = auto()
     """Another attempt may help. The pause before the attempt is the one that `retry.py` computes, or the provider's
     `retry-after` if that is longer."""

@@ -29,7 +29,8 @@ from topology.codec.request import Request
 from topology.lanes import LaneSpec
 
 CLAIM_WITHIN_S = 60.0
-"""For how many seconds a delivery may wait for its claim while the store is unavailable."""
+"""For how many seconds a delivery may wait for its claim (the store's record that this worker works on its request)
+while the store is unavailable."""
 ATTEMPT_WITHIN_S = 1200.0
 """The longest time, in seconds, that one attempt of a request may take."""
 STORE_WITHIN_S = 180.0
@@ -59,7 +60,8 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """The provider and model that a job will call (`route`), and the budget that is reserved for the call."""
+    """The provider and model that will be called for a job (`route`), and the budget, that is, the part of the
+    account's rate limits, that is reserved for the call (`reservation`)."""
 
     route: Route
     reservation: Reservation
@@ -79,7 +81,8 @@ class Attempted:
     cost_usd: float | None = None
     """What the answer cost; None if there is no answer, or its model has no price."""
     lost: tuple[tuple[str, Amounts], ...] = ()
-    """The failed calls before the last call that may have to be paid for: the model and the used amounts of each."""
+    """The attempt's failed calls that may have to be paid for, without its last call: for each, the model, and the
+    requests and tokens that it used."""
     counts: bool = True
     """Whether the attempt counts against the request's limit of attempts. False if the provider was down."""
 
@@ -146,7 +149,8 @@ class Job:
         """Writes the progress of the request to the store, for clients that follow it; None if the progress is not
         written."""
         self.reserved: Reserved | None = None
-        """The budget that is reserved for the call to the provider; None while no budget is reserved."""
+        """The budget (a part of a provider's rate limits) that is reserved for the call to the provider; None while no
+        budget is reserved."""
         self.attempted: Attempted | None = None
         """What is known about this delivery's attempt; None until its first call to a provider has begun."""
         self.completion: Completion | None = None

@@ -25,8 +25,8 @@ class Parking:
         """How many invalid messages were answered with an error, but not kept in `lane.dead` or in the store."""
 
     def takes(self, tenant: str, size: int, *, code: str) -> bool:
-        """Whether an invalid message of `size` bytes is kept. If not, it is counted in `unparked`, and a log line is
-        written, at most one a minute. `code`: the error code of the message's problem."""
+        """Whether an invalid message of `size` bytes is kept. If not, it is counted in `unparked` and logged, with at
+        most one log line a minute for each tenant. `code`: the code of the error with which the message is answered."""
         if self._limit.take(tenant, 1 + size // UNIT_BYTES):
             return True
         self.unparked += 1

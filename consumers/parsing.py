@@ -1,8 +1,8 @@
 """Parses large bodies one at a time, and for at most half of the time, because parsing blocks the event loop.
 
 Each step of parsing is short (`topology/codec/bounds.py`), but many bodies can arrive at once. Without pauses, a sender
-of large bodies would leave the event loop little time for other work. So each step is followed by a pause that is as
-long as the step took.
+of large bodies would leave the event loop little time for other work. So a step is followed by a pause that is as long
+as the step took, unless little was parsed before it (`AT_ONCE_S`).
 """
 
 import asyncio

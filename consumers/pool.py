@@ -50,8 +50,8 @@ class Pool:
         slots: int | None = None,
     ) -> None:
         """`entrance`: decides which delivery gets one of the slots that several pools share; None: this pool shares no
-        slots, and has as many as its prefetch. `slots`: by how many slots the pool increases the number of requests
-        that its queue may work on at a time; None: by as many as its prefetch."""
+        slots, and has as many as its prefetch. `slots`: by how many this pool increases the number of its queue's
+        requests that are worked on at a time; None: by its prefetch."""
         self._deliveries = deliveries
         self._job_of = job_of
         self._handle = handle

@@ -1,4 +1,4 @@
-"""Computes what a call costs, from prices per million tokens of each model. Without I/O."""
+"""Computes what a call costs, from prices per million tokens of each model. Does no I/O."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Decides whether a failed attempt is retried, and when. No other code decides that. Without I/O or a clock."""
+"""Decides whether a failed attempt is retried, and when. No other code decides that. Does no I/O and reads no clock."""
 
 import math
 import random
@@ -13,8 +13,8 @@ JITTER = 0.5
 together do not come back together. Full jitter (a pause between zero and the computed value) made the pauses too short:
 four attempts took 0.8 to 2.7 s in all."""
 LEAST_FACTOR = 2.0
-"""Each pause before a retry is at least this many times as long as the pause before it, until the longest pause is
-reached."""
+"""Each pause before a retry, without its random part, is at least this many times as long as the pause before the
+previous retry, until `RetryPolicy.cap_s` or the request's deadline limits the pauses."""
 STEP_PART_OF_TIME_LEFT = 0.5
 """The pause before a retry, without its random part, is at most this share of the time left until the request's
 deadline, so that there is time for the next attempt and for one more after it."""

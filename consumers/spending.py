@@ -56,7 +56,7 @@ class Cap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapsSpec:
-    """The daily caps of lanes and of tenants, by name."""
+    """The daily caps of lanes and of tenants, by the name of the lane or tenant."""
 
     lanes: Mapping[str, Cap] = field(default_factory=dict)
     tenants: Mapping[str, Cap] = field(default_factory=dict)

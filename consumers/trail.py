@@ -129,7 +129,8 @@ class Trail:
 
 
 class Trails:
-    """Writes the progress of all requests that this process works on and clients can follow."""
+    """Writes the progress of all requests that this process works on and that clients follow. (The progress of one
+    request is a `Trail`.)"""
 
     def __init__(self, store: Following, background: Background) -> None:
         self._store = store
@@ -139,7 +140,7 @@ class Trails:
         self._writing: asyncio.Task[None] | None = None
         """The task that writes to the store while there are unwritten entries; None before the first entry."""
         self._hurry = asyncio.Event()
-        """Set to end the pause before the next write."""
+        """An event that is set to end the pause before the next write to the store."""
         self._round = asyncio.Event()
         """An event that is set when the next write to the store has ended. It is then replaced by a new one for the
         write after that."""

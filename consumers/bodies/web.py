@@ -1,8 +1,9 @@
 """Fetches bodies of requests by HTTP, only from URLs that the operator allows.
 
 The publisher of a request chooses the address that a worker calls, and could choose an internal one. So only allowed
-URLs are called, redirects are not followed, and a host name that resolves to a private address is refused. The
-connection uses the IP address that was checked, not the result of a second DNS look-up.
+URLs are called, redirects are not followed, and a host name that resolves to a private address is refused (unless the
+operator allows private addresses). The connection uses the IP address that was checked, not the result of a second DNS
+look-up.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
 """Reads a control message as a `Command`; if the message is invalid, it raises RequestProblem, which says what is
-wrong. Without I/O.
+wrong. Does no I/O.
 
 The routing key and the property `type` of the message both name the command. These are the commands with their bodies,
 in which `tenant` may be left out:
@@ -25,7 +25,7 @@ MESSAGE_BYTES = 4096
 """The maximum size, in bytes, of the body of a control message."""
 KNOWN = (*n.CONTROL_KEYS, n.STATUS_KEY)
 SHOWN = 80
-"""How many characters of an invalid value in a control message the text of an error quotes."""
+"""An error's text quotes at most this many characters of an invalid value in a control message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Works on control messages: records cancellations, and answers requests for results.
+"""Works on control messages: records cancellations of requests (`cancel`), and answers questions for their results
+(`result`).
 
 All workers share one queue, and each message goes to one of them. A cancellation is acknowledged only after it is
 stored. Many messages are worked on at once, so that the store writes several cancellations together. The queue is read
@@ -138,7 +139,7 @@ class Control:
                 await asyncio.sleep(0)
 
     def _acknowledge(self, delivery: Delivery, session: Session, reading: asyncio.TaskGroup) -> None:
-        """Acknowledge a control message within `GATHER_S`, together with others."""
+        """Acknowledge a control message within `GATHER_S`, together with the others that have finished by then."""
         if not self._done:
             reading.create_task(self._acknowledge_all(session), name="control acknowledging")
         self._done.append(delivery)

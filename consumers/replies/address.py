@@ -1,4 +1,4 @@
-"""Decides whether a reply may be sent to the address in a request's `reply_to`. Without I/O.
+"""Decides whether a reply may be sent to the address in a request's `reply_to`. Does no I/O.
 
 A worker may publish to every queue. So without this rule a requester could name, in `reply_to`, a queue to which the
 requester itself may not publish, and the worker would publish there (threat T1 in docs/security.md). The rule has two
@@ -28,7 +28,7 @@ _USER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """The pattern of the user names that `topology export` allows. Dots are excluded, because otherwise the queue
 `lane.reply.a.b` could belong to the user `a` or to the user `a.b`."""
 _SHOWN = 100
-"""How many characters of a forbidden reply address the text of an error quotes."""
+"""An error's text quotes at most this many characters of a forbidden reply address."""
 
 
 def is_direct(address: str) -> bool:

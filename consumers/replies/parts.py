@@ -18,7 +18,8 @@ from lanekeeper.telemetry import logs, signals
 UNCONFIRMED = 64
 """How many published parts of a stream may wait for their confirms at a time."""
 UNCONFIRMED_BYTES = 256 * 1024
-"""How many bytes the unconfirmed parts of a stream may have together. A single part may be larger."""
+"""How many bytes the unconfirmed parts of a stream may have together. A single part may be larger, but is sent only
+when no other part is unconfirmed."""
 FIRST_UNCONFIRMED = 4
 """How many published parts of a stream may wait for their confirms when the stream begins; the limit doubles each time
 it is reached, up to `UNCONFIRMED`. The first piece of the answer is the fourth part, because three other events come

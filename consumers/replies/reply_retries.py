@@ -44,7 +44,7 @@ class ReplyRetries:
         ("tenant", the tenant's name) or, without a tenant, ("queue", the reply queue's name)."""
         self._next_warning_ms = 0
         self.given_up = 0
-        """The number of replies that were given up because their queue stayed full."""
+        """The number of replies that were given up because their queue was full."""
 
     def pause_ms(self, job: Job, *, now_ms: int) -> int | None:
         """Return after how many ms the job's reply, which a full queue has refused, is sent again. Return None if the
