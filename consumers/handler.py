@@ -32,8 +32,8 @@ class Handler:
     async def handle(self, job: Job, *, lane: LaneSpec) -> Outcome:
         """Find the outcome of a delivery in these steps: check the delivery → decode its message → enter the gates (the
         checks before a call to a provider) → make one attempt → leave the gates, which give back what they took, such
-        as the claim of a request that has not ended. If a check or a gate refuses the request or lets it wait, that is
-        its outcome, and no attempt is made."""
+        as the claim of a request that has not ended. If a check or a gate already decides the outcome (the request is
+        refused, for example, or must wait), no attempt is made."""
         if (refused := self._refused(job)) is not None:
             return refused
         try:

@@ -58,9 +58,10 @@ async def sweeping(store: Store, bodies: BodyStore | None, *, owner: str) -> Non
 
 
 async def sweep_once(store: Store, *, owner: str, for_s: float) -> int | None:
-    """Remove all requests (with their results) and counters from the store whose retention time is over. Return how
-    many rows were removed; None if another process does this now. `owner`: the unique name under which this process
-    takes the lease (a lock that expires after `for_s` seconds). Raises StoreUnavailable."""
+    """Remove from the store all requests (with their results) and counters whose retention time is over and, if the
+    store is too large, the oldest results. Return how many rows were removed; None if another process does this now.
+    `owner`: the unique name under which this process takes the lease, a lock that expires after `for_s` seconds. Raises
+    StoreUnavailable."""
     if not await store.hold(LEASE, owner, for_s=for_s):
         return None
     removed = 0
