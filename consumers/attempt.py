@@ -1,9 +1,9 @@
 """Makes one attempt to answer a request: calls a provider and, if that call fails, perhaps another one.
 
-An attempt makes at most two calls, because each retry (`retry.py`) is a further attempt: more calls here would multiply
-with the retries. A second provider is called only if its circuit breaker allows it (`providers/breakers.py`) and its
-rate limits leave room for the call now, because an attempt waits for room only before its first call. The table in
-`failures.py` says after which failures another provider may be called.
+An attempt makes at most two calls, because each retry (`retry.py`) is a further attempt: more calls in one attempt
+would multiply with the number of retries. A second provider is called only if its circuit breaker allows it
+(`providers/breakers.py`) and its rate limits allow the call at once, because an attempt waits for its rate limits only
+before the first call. The table in `failures.py` says after which failures another provider may be called.
 """
 
 import asyncio
@@ -33,14 +33,15 @@ from topology.codec.request import Request
 
 SLACK_S = 1.0
 """By how many seconds the timeout of a call to a provider may be later than the request's deadline. It is later so that
-the deadline ends the call first, because a timeout would count as a failure of the provider."""
+the deadline, and not the timeout, ends the call, because a timeout would count as a failure of the provider."""
 LONG_RETRY_AFTER_S = 5.0
 """If a provider answers 429 with a `retry-after` longer than this many seconds, the attempt may call another model.
-Otherwise it may call another account only with the same model."""
+After any other 429 it may call another account (another provider, for example) only with the same model."""
 LEAST_LEFT_S = 1.0
 """An attempt calls a second provider only if at least this many seconds are left until the request's deadline."""
 DEADLINE_TOLERANCE_S = 0.1
-"""A call that was cancelled at most this many seconds before the request's deadline counts as ended by the deadline."""
+"""If a call was cancelled at most this many seconds before the request's deadline, or after it, the deadline counts as
+what ended the call."""
 DEADLINE_PASSED = TransientError("no answer before the request's deadline", type=TIMEOUT)
 """The error that is reported to the provider's circuit breaker if the request's deadline ended the call, because the
 provider may hang even if the call did not reach its timeout."""
@@ -48,7 +49,7 @@ log = logs.logger()
 
 
 class _FailedCall(NamedTuple):
-    """The first call of an attempt to a provider, which has failed: where it went, and its error."""
+    """The first call of an attempt, if it failed: the provider and model that were called (`route`), and the error."""
 
     route: Route
     error: ProviderError
@@ -73,8 +74,8 @@ class Attempts:
     rng: random.Random
 
     async def make(self, job: Job, decoded: Decoded) -> Outcome:
-        """Call the providers within the time left until the deadline, and return the outcome. When the method returns,
-        each part of a streamed answer was confirmed by the broker, or counts as lost."""
+        """Make one attempt within the time left until the request's deadline, and return its outcome. When this method
+        returns, the broker has confirmed each part of a streamed answer, or the part counts as lost."""
         parts = Parts(self.replies, job) if decoded.request.stream else None
         outcome = await self._attempt(job, decoded, parts)
         if parts is not None:
@@ -109,8 +110,9 @@ class Attempts:
         return self._ended_early(job, decoded, is_past_deadline=left_s <= ATTEMPT_WITHIN_S)
 
     async def _call_routes(self, job: Job, decoded: Decoded, parts: Parts | None) -> Answer:
-        """Call the first route (a provider and a model) whose circuit breaker and budget allow it, beginning with the
-        route for which budget is reserved. If that call fails, call one further route, if this may help.
+        """Call the first route (a provider and a model) whose circuit breaker and budget (rate limits) allow the call,
+        beginning with the route for which budget is reserved. If that call fails, call one further route, if the table
+        in `failures.py` says that this may help.
 
         Raises the ProviderError that decides the outcome, or BreakerOpen if no call was made.
         """
@@ -196,13 +198,13 @@ class Attempts:
 
     @staticmethod
     def _spent(job: Job, error: ProviderError | None) -> Amounts | None:
-        """How much a failed call has used of the budget that was reserved for it. None if no budget was reserved, or no
-        call was made (`error` is None)."""
+        """How much of the budget (the account's rate limits) that was reserved for a failed call the call has used.
+        None if no budget was reserved, or no call was made (`error` is None)."""
         return None if job.reserved is None or error is None else error.spent(job.reserved.reservation.amounts)
 
     def _ended_early(self, job: Job, decoded: Decoded, *, is_past_deadline: bool) -> Outcome:
-        """The outcome of an attempt that ended without an answer or an error of the provider: the job was stopped, its
-        deadline passed, or the attempt reached its time limit, `ATTEMPT_WITHIN_S`."""
+        """The outcome of an attempt that ended without an answer or an error of the provider, because the job was
+        stopped, the request's deadline passed, or the attempt reached its time limit, `ATTEMPT_WITHIN_S`."""
         if job.stopped is not None:
             return stopped_by(job.stopped, doing="ran")
         if is_past_deadline:
@@ -228,8 +230,8 @@ class Attempts:
 
 
 def _restart(failed: _FailedCall, route: Route, parts: Parts | None) -> None:
-    """Log the failover to `route`. If the answer is streamed, tell the requester to discard the parts that the failed
-    call has sent."""
+    """Log the failover to `route`. If the answer is streamed, number its parts from 0 again, so that the requester is
+    told to discard the parts of the failed call."""
     log.info(
         signals.FAILED_OVER,
         provider=failed.route.provider,
@@ -243,7 +245,8 @@ def _restart(failed: _FailedCall, route: Route, parts: Parts | None) -> None:
 
 
 def _may_help(failed: _FailedCall, other: Route) -> bool:
-    """Whether a call to the provider and model of the route `other` may succeed after the failed call."""
+    """Whether a call to the provider and model of the route `other` may succeed after the failed call, according to the
+    failure's row of the table in `failures.py`."""
     has_other_provider = other.provider != failed.route.provider
     has_other_account = other.account != failed.route.account
     has_same_model = other.model == failed.route.model
@@ -263,7 +266,7 @@ def _may_help(failed: _FailedCall, other: Route) -> bool:
 
 
 def _record_run(job: Job, seconds: float, **result: Any) -> None:
-    """If a call was made, record in `job.attempted` how long the attempt ran, and its result (fields of
-    `Attempted`)."""
+    """If the attempt made a call, record in `job.attempted` how long the attempt ran. `result`: further fields of
+    `Attempted` to set."""
     if job.attempted is not None:
         job.attempted = replace(job.attempted, run_ms=round(1000 * seconds), **result)

@@ -1,7 +1,7 @@
 """Helpers for asyncio: tasks that continue when the caller that awaits them is cancelled, and a periodic loop.
 
-An example of such a task: an answer is stored even if its delivery is lost meanwhile, because the call to the provider
-was paid for."""
+Storing an answer is such a task: the answer is stored even if its delivery is lost meanwhile, because the call to the
+provider was paid for."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -29,8 +29,8 @@ class Background:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def begin(self, coroutine: Coroutine[Any, Any, T], *, name: str) -> "asyncio.Task[T]":
-        """Start a task in the background. A caller that needs its result awaits it under `asyncio.shield`, so that the
-        caller's cancellation does not end the task."""
+        """Start a task in the background. A caller that needs the task's result awaits the task under `asyncio.shield`,
+        so that the caller's cancellation does not end the task."""
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._done)

@@ -14,17 +14,18 @@ class Route:
     name: str
     """The provider's own name for the model, which the call contains."""
     account: str
-    """The account whose budget (its rate limits) the call uses. A provider has one account for each class of models."""
+    """The account against whose rate limits the call counts. A provider has one account for each class of models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The providers that may be called for one request, in order; at least one unless its model is forbidden."""
+    """The providers that may be called for one request, in order of preference. There is at least one, unless the
+    request's model is forbidden."""
 
     routes: tuple[Route, ...] = ()
     forbidden: str = ""
-    """The text of the error `forbidden_model`, which says why the request's lane or tenant may not use the model; "" if
-    they may use it."""
+    """The text of the error `forbidden_model`, which says why the request's lane or tenant may not use the requested
+    model; "" if the model is allowed."""
 
     def starting_at(self, route: Route) -> tuple[Route, ...]:
         """The given route (a provider and model) and those after it in the chain."""

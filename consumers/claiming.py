@@ -1,9 +1,9 @@
 """Takes a claim before a provider is called, renews it during the call, and then completes or releases it.
 
 A claim is the store's record that one worker is working on a request; it ends with its lease (10 s by default) if it is
-not renewed. While the store is unavailable, deliveries are held until it answers or a time limit is over, because a
-call without a claim could be made and paid for twice, and a request whose outcome is sent but not stored could get a
-second, different outcome.
+not renewed. While the store is unavailable, deliveries are held until the store answers or a time limit is over,
+because a call without a claim could be made and paid for twice, and a request whose outcome is sent but not stored
+could get a second, different outcome.
 """
 
 import asyncio
@@ -30,9 +30,10 @@ from consumers.trail import Trail, Trails
 from lanekeeper.telemetry import logs, signals
 
 RENEW_EVERY_S = 0.5
-"""The seconds between two renewals of the claims: a twentieth of the time after which a claim ends without renewal. The
-store's answer to a renewal also says which requests were cancelled. So the call of a cancelled request ends within this
-time and one round trip to the store."""
+"""The seconds between two renewals of a process's claims. (A claim is the store's record that a worker works on a
+request.) This is a twentieth of the time after which a claim ends without renewal. The store's answer to a renewal also
+says which requests were cancelled, so the call to a provider for a cancelled request ends within this time and one
+round trip to the store."""
 RELEASE_WITHIN_S = 1.0
 """The time limit, in seconds, for releasing a request's claim in the store. A claim that is not released in time ends
 with its lease."""
@@ -40,8 +41,8 @@ DEFER_WITHIN_S = 1.0
 """The time limit, in seconds, for storing that a request is deferred, that is, waits in the broker until its due
 time."""
 DEFERRED_KEPT_MS = 60_000
-"""For how many ms after its deadline the store remembers a request that was deferred, that is, had to wait in the
-broker until its due time. By then the request's outcome is stored."""
+"""For how many ms after a request's deadline the store remembers that the request was deferred, that is, had to wait in
+the broker until its due time. It need not remember this for longer, because by then the request's outcome is stored."""
 PAUSE_CAP_S = 1.0
 """The longest pause, in seconds, between two tries of a call to a store that is unavailable."""
 T = TypeVar("T")
@@ -56,7 +57,7 @@ class Claiming:
         self._store = store
         self._held: dict[Held, Job] = {}
         self._claim_tasks: dict[asyncio.Task[ClaimAnswer], Identity] = {}
-        """The tasks that wait for the store's answer to a claim, each with the identity of its request."""
+        """The tasks that ask the store for a claim and have no answer yet, each with the identity of its request."""
         self._has_claims = asyncio.Event()
         self._background = Background()
         self._trails = Trails(store, self._background)
@@ -91,7 +92,8 @@ class Claiming:
                 job.stop(why)
 
     async def claim(self, job: Job) -> ClaimAnswer:
-        """Ask the store for the claim of a job's request. Raises StoreUnavailable after `CLAIM_WITHIN_S`.
+        """Ask the store for the claim of a job's request, that is, to record that this worker works on it. Raises
+        StoreUnavailable after `CLAIM_WITHIN_S`.
 
         If the caller is cancelled and the store then grants the claim, the claim is released in the background, because
         the store counts a worker as dead if its claim ends without a release.
@@ -110,9 +112,9 @@ class Claiming:
         return found
 
     def _follow(self, job: Job, held: Held, granted: Granted) -> None:
-        """Begin to write the request's progress to the store (`trail.py`), from where clients read it. This is done if
-        a client follows the request, or if the request is streamed without `reply_to`, because the parts of its answer
-        then go only to the store."""
+        """Begin to write the request's progress to the store (`trail.py`), from where clients read it, if a client
+        follows the request, or if the request is streamed without `reply_to`, because the parts of its answer can then
+        go only to the store. In other cases do nothing."""
         decoded = job.decoded
         if decoded is None or not (granted.followed or (decoded.request.stream and not job.message.reply_to)):
             return
@@ -136,9 +138,11 @@ class Claiming:
         await self._release_held(held, attempts=job.attempts, due_ms=due_ms)
 
     async def defer(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
-        """Store the due time of a request that waits without a claim; clients that ask for its result get this time.
-        Return False if the request has ended already and need not wait. Use it for short waits, where the answer may be
-        missing: if the store does not answer within a second, clients do not get the due time, and True is returned."""
+        """Store the due time of a request that will wait in the broker without a claim, so that clients that ask for
+        its result get this time. Return False if the request need not wait, because it has ended already.
+
+        This method is for short waits: if the store does not answer within a second, True is returned, and clients do
+        not get the due time."""
         try:
             async with asyncio.timeout(DEFER_WITHIN_S):
                 return await self._defer(job, due_ms, deadline_ms)
@@ -147,15 +151,15 @@ class Claiming:
             return True
 
     async def defer_for_long(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
-        """Like `defer`, but for long waits: repeat the call until the store answers, because the answer says whether
-        the request was cancelled before it arrived, and the store forgets such a cancellation before a long wait ends.
-        Raises StoreUnavailable after `CLAIM_WITHIN_S`."""
+        """Like `defer`, but for long waits: repeat the call until the store answers. The answer is needed because it
+        says whether the request was cancelled before it arrived, and the store forgets such a cancellation before a
+        long wait ends. Raises StoreUnavailable after `CLAIM_WITHIN_S`."""
         return await _until_stored(lambda: self._defer(job, due_ms, deadline_ms), within_s=CLAIM_WITHIN_S)
 
     async def reserve(self, job: Job, *, weight: int, until_ms: int) -> WaitingLimit:
-        """Count a request that will wait long in the broker against two limits on such requests: that of its tenant,
-        and that of all tenants together. The result says whether one of them is reached. `weight`: the number of
-        requests as which this one counts. Raises StoreUnavailable."""
+        """Count a request that will wait long in the broker against two limits of such requests: the limit of its
+        tenant, and the limit of all tenants together. The result says whether one of the limits is reached. `weight`:
+        as how many requests this one counts. `until_ms`: when the wait ends. Raises StoreUnavailable."""
         fingerprint = job.fingerprint
         return await _until_stored(
             lambda: self._store.reserve(job.identity, fingerprint, weight=weight, until_ms=until_ms),
@@ -189,8 +193,8 @@ class Claiming:
         one that was stored first. Return None if another worker holds the claim.
 
         Raises StoreUnavailable after `STORE_WITHIN_S`. If the caller is cancelled, storing continues in the background,
-        because an answer is paid for: if the delivery was lost, the worker that gets the message next sends the stored
-        answer.
+        because the provider's answer was paid for: if the delivery was lost, the worker that gets the message next can
+        then send the stored answer.
         """
         completing = self._background.begin(self._complete(job, completion, job.claim), name=f"complete {job.id}")
         try:
@@ -214,18 +218,20 @@ class Claiming:
             self.forget(job)
 
     async def finish(self, *, within_s: float) -> None:
-        """Wait for at most `within_s` until all completions (how requests ended) that are being stored are stored. If
-        one is not stored in time, its request is delivered again, and its provider is called again."""
+        """Wait for at most `within_s` until the store has all completions (how requests ended) that this process is
+        storing. A request whose completion is not stored in time is delivered again, and its provider is called
+        again."""
         await self._background.finish(within_s=within_s)
 
     async def note(self, job: Job, completion: Completion) -> None:
-        """Store how an invalid request ended, which was never claimed, so that clients can fetch its result. Raises
-        StoreUnavailable."""
+        """Store with which error an invalid request ended, so that clients can fetch its result. There is no claim to
+        complete, because invalid requests are never claimed. Raises StoreUnavailable."""
         await _until_stored(lambda: self._store.note(job.identity, completion))
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
         """Record in the store that a request is cancelled. If this process works on the request, the work stops at
-        once, even if the store has not granted the claim of the request yet. Raises StoreUnavailable."""
+        once; if this process is still asking the store for the request's claim, the work stops when the store has
+        answered. Raises StoreUnavailable."""
         result = await _until_stored(lambda: self._store.cancel(identity, completion))
         if result is Cancelling.TOLD:
             if claims := [task for task, claimed in self._claim_tasks.items() if claimed == identity]:
@@ -239,7 +245,8 @@ class Claiming:
         return await _until_stored(lambda: self._store.find(identity))
 
     def forget(self, job: Job) -> None:
-        """Stop renewing the job's claim, without releasing the claim in the store."""
+        """Stop renewing the job's claim, without releasing it in the store. If the request was not completed, the claim
+        then ends with its lease."""
         if job.claim is not None:
             self._held.pop(job.claim, None)
             job.claim = None
@@ -253,8 +260,8 @@ async def _trail_written(job: Job) -> None:
 
 
 def _log_lost_completion(completing: "asyncio.Task[Completion | None]") -> None:
-    """Log that the outcome of a cancelled job could not be stored, so that the provider will be called again for its
-    request."""
+    """If the outcome of a cancelled job could not be stored, log that; the request is then delivered again, and a
+    provider is called again."""
     if completing.cancelled() or completing.exception() is not None:
         why = "" if completing.cancelled() else str(completing.exception())
         log.warning(signals.COMPLETION_LOST, error=why)

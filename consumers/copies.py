@@ -1,5 +1,5 @@
 """Builds the message with which a worker publishes a request again: to the delay exchanges, to a side queue (for
-requests of tenants that use more than their share of a lane), or to `lane.dead`. Without I/O.
+requests of tenants that use more than their share of a lane), or to `lane.dead`. Does no I/O.
 
 Body and properties stay as the requester published them, except that `user_id` and `expiration` move into headers,
 because the broker closes a channel that publishes with another user's `user_id`, and would apply `expiration` again in
@@ -21,15 +21,15 @@ from topology.delays import Hop
 def delayed(job: Job, first_hop: Hop, past: HopHeaders, *, now_ms: int, names: Names) -> Message:
     """The copy of a request that is published to the delay exchanges, which bring it to its lane's due queue.
     `first_hop`: the first of these exchanges, and the headers that choose the length of the delay. `past`: what the
-    next worker must know (attempts, errors, due time)."""
+    worker that gets the request next must know (attempts, errors, due time)."""
     hop = replace(past, hop_ms=now_ms, back_ms=now_ms + first_hop.delay_ms)
     return _copy(job, {**_hop_headers(job, hop), **first_hop.headers}, names=names)
 
 
 def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
     """The copy of a request that is published to a side queue (a queue for requests of tenants that use more than their
-    share of a lane). Attempts, errors and due time are unchanged. A fresh request (one that was never delayed or
-    retried) keeps what is left of its `expiration`."""
+    share of a lane). Attempts, errors and due time are unchanged. If the request is fresh (was never delayed or
+    retried) and has an `expiration`, the copy's `expiration` is shorter by the time since the request was published."""
     since_ms = job.published.ms
     hop = replace(
         job.hop,
@@ -65,8 +65,8 @@ def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names
 
 def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
     """The headers with which a worker publishes a request again, for the worker that gets the request next. They give
-    the fields of `hop` (attempts, errors, due time, …), the time when the request was first seen, its user and its
-    tenant."""
+    the fields of `hop` (attempts, errors, due time, …), the time when a worker first received the request, and the
+    request's user and tenant."""
     hop = replace(
         hop,
         first_seen_ms=job.hop.first_seen_ms or job.published.ms or job.taken_ms,
@@ -82,7 +82,8 @@ def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
 
 
 def _copy(job: Job, headers: Mapping[str, Any], *, names: Names) -> Message:
-    """A persistent copy of the job's message with these headers, without the properties `user_id` and `expiration`."""
+    """A persistent copy of the job's message, without the properties `user_id` and `expiration`. Its headers are those
+    that the requester set, and `headers`."""
     return replace(
         job.message,
         exchange="",

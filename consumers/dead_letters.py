@@ -36,7 +36,7 @@ WRITTEN = (
     "message_id", "routing_key", "headers", "content_type", "content_encoding", "reply_to", "correlation_id",
     "priority", "type", "app_id",
 )  # fmt: skip
-"""The properties of a removed dead letter that are written to the file, besides its body."""
+"""The properties of a removed dead letter that are written, besides its body, to a file in `DeadSpec.folder`."""
 log = logs.logger()
 
 
@@ -54,8 +54,9 @@ class DeadSpec:
 
 @dataclass(slots=True)
 class DeadLetters:
-    """Keeps `lane.dead`, the queue of dead letters, within its limits, by removing the oldest letters. `exported`: how
-    many it removed and wrote to a file. `dropped`: how many it removed without that."""
+    """Keeps `lane.dead`, the queue of dead letters, within the limits in `spec`, by removing the oldest letters.
+    `exported`: how many letters were written to a file before they were removed. `dropped`: how many letters were
+    removed without being written to a file."""
 
     oldest: Callable[[], OldestMessages]
     store: Store
@@ -66,8 +67,9 @@ class DeadLetters:
     dropped: int = 0
 
     async def run(self, *, owner: str, every_s: float = LOOK_EVERY_S) -> None:
-        """Every `every_s` seconds, until cancelled, remove the dead letters that exceed the limits. `owner`: a name of
-        this process that is unique among the processes that share the store."""
+        """Every `every_s` seconds, until cancelled, remove the dead letters that exceed the limits, unless another
+        process holds the lease (a lock in the store that expires), because then that process does it. `owner`: the name
+        under which this process takes the lease; no other process that shares the store may have the same name."""
         while True:
             await asyncio.sleep(every_s)
             try:
@@ -77,8 +79,8 @@ class DeadLetters:
                 log.warning(signals.DEAD_LETTERS_UNKEPT, error=str(error))
 
     async def look(self) -> int:
-        """Remove the dead letters that exceed the limits, the oldest first; return how many were removed. Raises
-        BrokerError, OSError."""
+        """Remove the dead letters that exceed the limits in `spec`, the oldest first, but at most `MAX_REMOVED`. Return
+        how many were removed. Raises BrokerError, OSError."""
         removed = 0
         async with self.oldest() as oldest:
             held: list[FetchedMessage] = []
@@ -100,8 +102,8 @@ class DeadLetters:
         return removed
 
     def _excess(self, held: list[FetchedMessage]) -> int:
-        """How many dead letters exceed the limits of number and total size. `held`: the oldest letters, from whose
-        average size the total size is estimated."""
+        """How many dead letters must be removed so that the queue is within its limits of number and total size.
+        `held`: the oldest letters, from whose average size the total size is estimated."""
         if not held:
             return 0
         count = len(held) + held[-1].behind

@@ -11,8 +11,8 @@ from topology.lanes import LaneSpec, urgency
 
 
 class Decoding:
-    """Decodes the message of a job into its request, and adds the providers that may be called for it. `max_values`:
-    how many keys and values a body may have."""
+    """Decodes the message of a job (a delivery that is worked on) into its request, and adds the providers that may be
+    called for the request. `max_values`: how many JSON keys and values a body may have."""
 
     def __init__(self, parsing: Parsing, routes: Routes, *, max_values: int = bounds.VALUES) -> None:
         self._parsing = parsing
@@ -29,8 +29,8 @@ class Decoding:
         return await self.decode_body(raw, job, lane)
 
     async def decode_body(self, raw: bytes, job: Job, lane: LaneSpec) -> Decoded:
-        """Like `decode`, but with the body `raw`, which was unpacked (decompressed) or fetched, instead of the
-        message's own body. Raises RequestProblem if the request is invalid or too large."""
+        """Like `decode`, but with `raw` in place of the message's body: the body after decompression, or the body that
+        was fetched from outside the broker. Raises RequestProblem if the request is invalid or too large."""
         rank = (urgency(lane.name), len(raw))
         if (excess := await self._parsing.excess(raw, max_values=self._max_values, rank=rank)) is not None:
             raise decoding.too_large(excess)

@@ -1,8 +1,8 @@
 """Defines places in the processing of a request at which the worker can kill itself at random. Fault tests use them to
 check that no request is lost.
 
-A place is active only if a setting gives it a probability. The names of the places, in the order in which a request
-reaches them: before_claim, after_claim, after_call, after_keep, after_store, after_publish, after_confirm, after_ack
+A place is active only if a setting gives it a probability. A request reaches the places in this order: before_claim,
+after_claim, after_call, after_keep, after_store, after_publish, after_confirm, after_ack
 """
 
 import asyncio
@@ -24,8 +24,8 @@ NAMES = frozenset(
 )
 EXIT_CODE = 86
 SOON_S = 0.0005
-"""How many seconds after `Failpoints.reach_soon` the process dies: by then a publish is usually written to the socket,
-but not confirmed yet."""
+"""How many seconds after a call of `Failpoints.reach_soon` the process dies. By then a publish that began right after
+the call is usually written to the socket, but not confirmed yet."""
 
 
 class Failpoints:
@@ -36,12 +36,12 @@ class Failpoints:
         self._chances = dict(chances or {})
 
     def reach(self, name: str) -> None:
-        """Kill the process, with the probability of the place `name`, without any clean-up, as SIGKILL does."""
+        """With the probability of the place `name`, kill the process now, without any clean-up, as SIGKILL does."""
         if self._chances and random.random() < self._chances.get(name, 0):
             os._exit(EXIT_CODE)
 
     def reach_soon(self, name: str) -> None:
-        """Kill the process, with the probability of the place `name`, `SOON_S` from now, when the publish that the
-        caller begins next has been written to the socket."""
+        """With the probability of the place `name`, kill the process `SOON_S` from now: by then the publish that the
+        caller begins next is usually written to the socket."""
         if self._chances and random.random() < self._chances.get(name, 0):
             asyncio.get_running_loop().call_later(SOON_S, os._exit, EXIT_CODE)

@@ -12,8 +12,8 @@ ProviderError
 BreakerOpen                 no call was made: the circuit breakers of all providers that may be called are open
 
 The attribute `means` of each class is its row of the table. mypy reports three kinds of omissions: a class without
-`means`, where it is used; a row that lacks a column; and a new value of a column, if the code that reads the column
-does not handle it (`assert_never`).
+`means`, at the line that creates an object of the class; a row that lacks a column; and a new value of a column, if the
+code that reads the column does not handle it (`assert_never`).
 """
 
 from abc import ABC, abstractmethod
@@ -36,9 +36,9 @@ class Retry(Enum):
     """No further attempt is made, because the next answer would be too large again: the request ends with the error
     `answer_too_large`."""
     SOON = auto()
-    """Another attempt may help, and the pause before the first retry is short."""
+    """Another attempt may help, and the pause before the first retry is short (`RetryPolicy.floor_s`)."""
     BACK_OFF = auto()
-    """Another attempt may help. The pause before it is the one that `retry.py` computes, or the provider's
+    """Another attempt may help. The pause before the attempt is the one that `retry.py` computes, or the provider's
     `retry-after` if that is longer."""
     RETRY_AFTER = auto()
     """Another attempt may help when the provider's `retry-after` is over, even if that is shorter than the pause that
@@ -50,7 +50,8 @@ class Failover(Enum):
     reads it."""
 
     NOBODY = auto()
-    """Do not call another provider or model within this attempt: that call would fail for the same reason."""
+    """After the failed call, no other provider or model is called within the attempt, because that call would fail for
+    the same reason."""
     PROVIDER = auto()
     """After the failed call, another provider may be called, with any model."""
     SAME_MODEL = auto()
@@ -60,7 +61,7 @@ class Failover(Enum):
     model."""
     SAME_MODEL_FIRST = auto()
     """After the failed call, another account (one provider's limits for a class of models) may be called with the same
-    model. It may be called with another model only if the provider's `retry-after` is longer than 5 s."""
+    model; if the `retry-after` of the failed call is longer than 5 s, with any model."""
 
 
 class Trips(Enum):
@@ -72,8 +73,8 @@ class Trips(Enum):
     YES = auto()
     """The circuit breaker counts the error as a failure of the provider."""
     IN_TIME = auto()
-    """The call has timed out. The circuit breaker counts the timeout only if the call was given at least 5 s
-    (`FAIR_S`)."""
+    """The call has timed out. The circuit breaker counts this as a failure of the provider only if the call's timeout
+    was at least 5 s (`FAIR_S`)."""
     UNREACHED = auto()
     """No connection to the provider could be opened. The circuit breaker counts the error, and opens after a few such
     failures in a row."""
@@ -96,8 +97,8 @@ class Paid(Enum):
 class Meaning:
     """Says what follows from one kind of failed call: one row of the table of failures, such as `TIMED_OUT`. `retry`:
     whether another attempt may help. `failover`: which other provider may be called at once. `trips`: whether the
-    circuit breaker counts it. `paid`: what the provider may have counted against the account's limits. `says`: what the
-    failure tells the budget about the account."""
+    circuit breaker counts the failure. `paid`: what the provider may have counted against the account's limits. `says`:
+    the kind of response that is reported to the budget, which tracks the account's limits."""
 
     retry: Retry
     failover: Failover
@@ -126,17 +127,18 @@ after the request was sent, the type is `connection`.)"""
 TIMEOUT: Final = "timeout"
 """The error type of a call that was ended by its timeout or by its request's deadline."""
 _BY_TYPE: Final = {UNREACHABLE: UNSENT, "credentials": UNSENT, TIMEOUT: TIMED_OUT}
-"""The row of the table of failures for a TransientError without an HTTP status, by the error's type. The type
-`credentials` means that the request could not be signed for lack of credentials, so nothing was sent."""
+"""The row of the table of failures for a TransientError without an HTTP status of 400 or more, by the error's type. All
+other types have the row `BROKEN_OFF`. The type `credentials` means that the request could not be signed for lack of
+credentials, so nothing was sent."""
 _BY_STATUS: Final = {401: KEY_REFUSED, 403: FORBIDDEN}
 """The row of the table of failures for a RejectedError, by its HTTP status. All other statuses have the row
 `REJECTED`."""
 
 
 class ProviderError(LanekeeperError, ABC):
-    """A call to a provider failed. `detail`: one line for the requester; it may quote the request, because the provider
-    wrote it. `status`: the HTTP status; 0 if there was no response. `retry_after_s`: the response's `retry-after`; None
-    if it had none."""
+    """A call to a provider failed. `detail`: a line of text for the requester. It may quote the request, because the
+    provider may have written it. `status`: the HTTP status; 0 if there was no response. `retry_after_s`: the response's
+    header `retry-after`, in seconds; None if there is none."""
 
     def __init__(
         self,
@@ -168,8 +170,8 @@ class ProviderError(LanekeeperError, ABC):
 
     @property
     def paid(self) -> Paid:
-        """What the provider counted against the account's limits for this call: what the table of failures says, but
-        UNKNOWN if the answer had begun."""
+        """What the provider counted against the account's limits for this call. The table of failures says it, except
+        if the answer had begun: then it is UNKNOWN."""
         return Paid.UNKNOWN if self.had_begun else self.means.paid
 
     def spent(self, reserved: Amounts) -> Amounts:
@@ -187,8 +189,8 @@ class ProviderError(LanekeeperError, ABC):
 
     @property
     def is_outage(self) -> bool:
-        """Whether the provider itself failed, before it did anything that costs money. If the circuit breakers of all
-        usable providers are open after such a failure, the attempt does not count against the request's limit of
+        """Whether the failure is the provider's own, and nothing has to be paid for the call. If the circuit breakers
+        of all usable providers are open after such a failure, the attempt does not count against the request's limit of
         attempts."""
         is_its_own = self.means.trips is not Trips.NO and self.means.retry is not Retry.REJECTED
         return is_its_own and self.paid is not Paid.UNKNOWN
@@ -262,5 +264,5 @@ class BreakerOpen(LanekeeperError):
 
     def __init__(self, retry_in_s: float) -> None:
         self.retry_in_s = retry_in_s
-        """After how many seconds the first of the circuit breakers allows a call."""
+        """The time, in seconds, until one of the circuit breakers allows a call again."""
         super().__init__(f"no provider may be called for {retry_in_s:.1f} s: their last calls failed")

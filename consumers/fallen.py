@@ -1,8 +1,8 @@
 """Handles the messages in the queue `lane.fallen`: those that the broker dead-lettered from one of Lanekeeper's queues,
 or could not route.
 
-Each such request is answered with an error and, depending on the error, kept in `lane.dead`, like any other failed
-request."""
+Such a message is a request that has failed: its requester gets an error and, depending on the error, the request is
+kept in `lane.dead`."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -36,10 +36,10 @@ class Fallen:
 
     def job_of(self, delivery: Delivery) -> Job:
         """Make the job of a message in `lane.fallen`. The message's internal headers are trusted if a worker published
-        it. That is so if it was dead-lettered from a due queue or a side queue, to which only workers publish, or if it
-        could not be routed after a delay."""
+        the message. That is so if the message was dead-lettered from a due queue or a side queue, to which only workers
+        publish, or if it could not be routed after a delay."""
         message = delivery.message
-        # otherwise a publisher may have written the first entry of the header x-death
+        # the header x-death of a message that was not dead-lettered may be written by its publisher
         dead_lettered = message.exchange == self._names.fallen
         queue = str(_death(delivery).get("queue")) if dead_lettered else ""
         source = Source.DELAY if queue in self._lane_by_workers_queue else source_of(message, self._names)
@@ -52,8 +52,8 @@ class Fallen:
         return job
 
     async def handle(self, job: Job) -> Outcome:
-        """The outcome of a message in `lane.fallen` that expired, was delivered too often, or names no existing lane;
-        any other reason is an internal error."""
+        """The outcome of a message in `lane.fallen`: an error which says that the message expired, was delivered too
+        often, or names no existing lane. If the message is there for any other reason, the error is `internal`."""
         return ended_by(self._problem(job))
 
     def _problem(self, job: Job) -> RequestProblem:
@@ -79,8 +79,8 @@ class Fallen:
 
 
 def _death(delivery: Delivery) -> dict[str, Any]:
-    """The latest entry of the header `x-death`, with the queue and the reason of the last dead-lettering; an empty
-    dictionary if there is none."""
+    """The first entry of the header `x-death`, which gives the queue and the reason of the latest dead-lettering; an
+    empty dictionary if there is none."""
     deaths = delivery.message.headers.get(n.DEATH)
     first = deaths[0] if isinstance(deaths, list) and deaths else None
     return first if isinstance(first, dict) else {}

@@ -1,4 +1,4 @@
-"""START HERE: this file has the steps in which a worker handles one request. Read it from top to bottom."""
+"""START HERE: this file shows, from top to bottom, the steps in which a worker handles one request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +30,10 @@ class Handler:
     """Whether requests without the property `user_id` are refused, because their tenant is unknown."""
 
     async def handle(self, job: Job, *, lane: LaneSpec) -> Outcome:
-        """Check the delivery → decode it → enter the gates (the checks before a call) → make one attempt → leave the
-        gates, which give back what they took."""
+        """Find the outcome of a delivery in these steps: check the delivery → decode its message → enter the gates (the
+        checks before a call to a provider) → make one attempt → leave the gates, which give back what they took, such
+        as the claim of a request that has not ended. If a check or a gate already decides the outcome (the request is
+        refused, for example, or must wait), no attempt is made."""
         if (refused := self._refused(job)) is not None:
             return refused
         try:
@@ -78,8 +80,8 @@ class Handler:
 
 
 async def _leave(passed: list[Gate], job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-    """Call `leave` of each gate in `passed`, the last gate first. If one call raises or is cancelled, the others are
-    made all the same."""
+    """Call `leave` of each gate in `passed`, the last gate first. If one of these calls raises or is cancelled, `leave`
+    of the other gates is still called."""
     try:
         while passed:
             await passed.pop().leave(job, decoded, outcome)

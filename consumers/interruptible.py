@@ -16,10 +16,11 @@ class Waiter(Protocol):
 
 
 class Interruptible:
-    """Ends the wait inside its `async with` block when the job is stopped, or when the time limit is over.
+    """Ends the wait inside its `async with` block when the job (a delivery that is worked on) is stopped, or when
+    `seconds` (None: no limit) are over.
 
-    The block is then left without an exception, and execution continues after it. If a call to a provider was running
-    in the block, the call is cancelled and its socket is closed.
+    The block is then left without an exception, and execution continues after the block. If a call to a provider was
+    running in it, the call is cancelled and its socket is closed.
     """
 
     __slots__ = ("_job", "_limit")
@@ -47,7 +48,7 @@ class Interruptible:
 
     @property
     def until_s(self) -> float | None:
-        """The end of the time limit, by the event loop's clock; None: no limit."""
+        """When the wait ends by its time limit, by the event loop's clock; None: there is no limit."""
         return self._limit.when()
 
     def end(self) -> None:
@@ -56,7 +57,7 @@ class Interruptible:
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     def reschedule(self, until_s: float | None) -> None:
-        """Move the end of the time limit to `until_s`, by the event loop's clock (None: no limit), unless the wait has
-        ended already."""
+        """Change the time limit: the wait now ends at `until_s`, by the event loop's clock (None: no limit). Does
+        nothing if the job was stopped or the time limit is over already."""
         if self._job.stopped is None and not self._limit.expired():
             self._limit.reschedule(until_s)

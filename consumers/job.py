@@ -29,15 +29,16 @@ from topology.codec.request import Request
 from topology.lanes import LaneSpec
 
 CLAIM_WITHIN_S = 60.0
-"""For how many seconds a delivery may wait for its claim while the store is unavailable."""
+"""For how many seconds a delivery may wait for its claim (the store's record that this worker works on its request)
+while the store is unavailable."""
 ATTEMPT_WITHIN_S = 1200.0
 """The longest time, in seconds, that one attempt of a request may take."""
 STORE_WITHIN_S = 180.0
-"""For how many seconds the outcome of a request waits for a store that is unavailable. Together with the two steps
-before it (`CLAIM_WITHIN_S`, `ATTEMPT_WITHIN_S`) and the two publishes after it (up to 100 s each), this is less than
-the broker's consumer timeout of 1800 s. The broker takes back a delivery that is held longer, and delivers it again. It
-would do so without end, because it does not count such deliveries towards the delivery limit (docs/facts.md, section
-7)."""
+"""For how many seconds a worker tries to store the outcome of a request while the store is unavailable. Together with
+the two steps before it (`CLAIM_WITHIN_S`, `ATTEMPT_WITHIN_S`) and the two publishes after it (up to 100 s each), this
+is less than the broker's consumer timeout of 1800 s. The broker takes back a delivery that is held longer, and delivers
+it again. It would do so without end, because it does not count such deliveries towards the delivery limit
+(docs/facts.md, section 7)."""
 NowMs = Callable[[], int]
 """A function that returns the time in ms since 1970."""
 
@@ -49,8 +50,8 @@ def now_ms() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A decoded request, its lane, and the providers that may be called for it. This value is made once for a delivery,
-    and replaced only when a body that is not in the message was fetched."""
+    """A decoded request, its lane, and the providers that may be called for it (`chain`). A message is decoded once
+    for each delivery, and a second time only if its body is not in the message and had to be fetched."""
 
     request: Request
     lane: LaneSpec
@@ -59,7 +60,8 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """The provider and model that a job will call (`route`), and the budget that is reserved for the call."""
+    """The provider and model that will be called for a job (`route`), and the budget, that is, the part of the
+    account's rate limits, that is reserved for the call (`reservation`)."""
 
     route: Route
     reservation: Reservation
@@ -68,7 +70,7 @@ class Reserved:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempted:
     """What is known about the attempt that is made for a delivery, that is, about its one or two calls to providers.
-    The value exists from the first call on."""
+    It exists only once the first of these calls has begun."""
 
     started_ms: int
     run_ms: int = 0
@@ -79,14 +81,15 @@ class Attempted:
     cost_usd: float | None = None
     """What the answer cost; None if there is no answer, or its model has no price."""
     lost: tuple[tuple[str, Amounts], ...] = ()
-    """The failed calls before the last call that may have to be paid for: the model and the used amounts of each."""
+    """The attempt's failed calls that may have to be paid for, without its last call: for each, the model, and the
+    requests and tokens that it used."""
     counts: bool = True
     """Whether the attempt counts against the request's limit of attempts. False if the provider was down."""
 
 
 class Source(Enum):
-    """Where a message was published, which tells whether a worker published it, so that its internal headers can be
-    trusted."""
+    """Where a message was published. This tells whether a worker published the message: only then are its internal
+    headers trusted."""
 
     REQUESTER = auto()
     """The message was published to the exchange for requests, or to another one that is not for workers only. Its
@@ -131,8 +134,8 @@ class Job:
                 dead_at=dead_at if isinstance(dead_at, str) else None,
                 is_fresh=True,
             )
-        """What is known about the request's past (attempts, errors, due time, user). It is read from the headers of the
-        worker that published the message or, if its requester published it, from the message's properties."""
+        """What is known about the request's past (attempts, errors, due time, user). If a worker published the message,
+        this is read from the headers that the worker wrote; otherwise from the message's properties."""
         # a republished dead letter names its tenant in a header, which counts if its sender may speak for others
         stated = headers.get(n.TENANT) or (headers.get(n.USER_ID) if n.DEAD_AT in headers else None)
         self.identity = Identity(tenant_of(self.hop.user_id, stated, speakers), self.id)
@@ -146,17 +149,19 @@ class Job:
         """Writes the progress of the request to the store, for clients that follow it; None if the progress is not
         written."""
         self.reserved: Reserved | None = None
-        """The budget that is reserved for the call to the provider; None while no budget is reserved."""
+        """The budget (a part of a provider's rate limits) that is reserved for the call to the provider; None while no
+        budget is reserved."""
         self.attempted: Attempted | None = None
         """What is known about this delivery's attempt; None until its first call to a provider has begun."""
         self.completion: Completion | None = None
         """How the request ended, as it is stored and sent; None until it has ended."""
         self.span: Span = INVALID_SPAN
-        """The trace span of this delivery."""
+        """The trace span of this delivery; an invalid span until the work on it begins."""
         self.stopped: Stop | None = None
         """Why the job must stop; None: it may continue."""
         self.waiting: Interruptible | None = None
-        """The running wait of the job, which `stop` can end; None if the job is not waiting."""
+        """The wait that the job is in now (in an `interruptible` block) and that `stop` can end; None if there is
+        none."""
 
     def stop(self, why: Stop) -> None:
         """Stop the job: end its current wait now, and each later wait as soon as it begins."""
@@ -184,14 +189,14 @@ class Job:
 
     @property
     def redelivered(self) -> bool:
-        """True if this message was delivered before and not acknowledged, as AMQP's `redelivered` flag or a worker's
-        header says."""
+        """True if this message was delivered before and not acknowledged. This is known from AMQP's `redelivered` flag
+        or from a header that a worker wrote."""
         return self.delivery.redelivered or self.hop.redelivered
 
     @property
     def came_before(self) -> bool:
-        """True if a worker had this request before. So the request's outcome may be stored already, although its reply
-        was not yet published."""
+        """True if a worker had this request before. The request's outcome may then be stored already, although its
+        reply was not published yet."""
         return self.redelivered or not self.hop.is_fresh
 
     @cached_property
@@ -233,8 +238,8 @@ class Job:
 
     @property
     def wait_ms(self) -> int:
-        """How many ms the request waited: from its publishing (or its due time) to the start of this delivery's attempt
-        or, if there is no attempt, to the delivery."""
+        """How many ms the request waited: from when it was published (or was due) to the start of this delivery's
+        attempt or, if there is no attempt, to the delivery."""
         return self.waited_ms(self.taken_ms if self.attempted is None else self.attempted.started_ms)
 
     @property
@@ -284,8 +289,8 @@ def moment_text(ms: int) -> str:
 
 
 def dead_at_ms(text: object) -> int | None:
-    """When a request ended, in ms since 1970, from the text in its dead letter's header; None if that is missing or
-    malformed."""
+    """When the request of a dead letter ended, in ms since 1970. `text`: the value of the letter's header with that
+    time. None is returned if the header is missing or malformed."""
     if not isinstance(text, str):
         return None
     try:
@@ -295,7 +300,7 @@ def dead_at_ms(text: object) -> int | None:
 
 
 def source_of(message: Message, names: Names) -> Source:
-    """Where a message was published, as its exchange tells."""
+    """Where a message was published, according to its exchange."""
     if message.exchange.startswith(names.side_prefix):
         return Source.SIDE
     if message.exchange == names.due_exchange or message.exchange.startswith(names.delay_prefix):

@@ -34,8 +34,8 @@ EVENTS: Mapping[str, Set[str]] = {
 `COMMON`, which every event has."""
 COMMON = ("event", "id", "lane", "app", "attempt", "at_ms")
 APP_LENGTH = 64
-"""The maximum length, in characters, of an application's name, a lane's name and an error's code in a life-cycle
-event."""
+"""The maximum length, in characters, of an application's name in a life-cycle event; also of a lane's name and an
+error's code that are copied from a dead letter."""
 ID_LENGTH = 128
 """The maximum length, in characters, of a request's id in an event's routing key. With it, the key (lane, app, event
 and id) stays within AMQP's limit of 255 bytes."""
@@ -47,7 +47,7 @@ log = logs.logger()
 
 class Lifecycle:
     """Publishes life-cycle events: the steps of a request (deferred, started, retrying, completed, failed, dead, …),
-    and the changes of circuit breakers and daily caps that the request has caused."""
+    and what the request has caused: a change of a circuit breaker, or a daily cap of which 50, 80 or 100 % are used."""
 
     def __init__(self, notices: Notices, *, names: Names, now_ms: NowMs) -> None:
         self._notices = notices
@@ -120,9 +120,9 @@ class Lifecycle:
 
 
 def _is_first(job: Job, completion: Completion) -> bool:
-    """Whether no event about this completion (how the request ended) was published yet. That is so if the completion
-    was stored before the request arrived or while this message waited, or if the worker that had this message before
-    has died."""
+    """Whether no event about this cancellation (`completion`) was published yet. That is so if it was stored before the
+    request arrived or while its message waited, or if the worker that had this message before may have died before it
+    published the event."""
     return completion.mark is None or (job.came_before and completion.mark == job.fingerprint.mark)
 
 

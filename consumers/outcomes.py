@@ -9,13 +9,13 @@ from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.problems import RequestProblem
 
 LATER_MS = 1000
-"""If another worker already works on a request, or this worker's work is paused, the request is deferred by this many
-ms."""
+"""If a request cannot be worked on now, because another worker works on it or this worker is paused, it is deferred by
+this many ms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """The provider answered. Its answer goes to the requester."""
+    """The provider answered, and its answer is sent to the requester."""
 
     body: bytes
     """The provider's answer: Anthropic's Message object as JSON."""
@@ -35,14 +35,15 @@ class Deferred:
     due_ms: int | None = None
     """The new due time of the request, in ms since 1970; None if the due time does not change."""
     redelivered: bool = False
-    """True if the deferred message was redelivered from a classic queue. The copy says so in a header, because the
-    broker does not count the deliveries from such a queue, and the next worker must know that there was an earlier
-    one."""
+    """True if the deferred message was redelivered from a classic queue. The copy that is published to the delay queues
+    then says so in a header, because the broker does not count the deliveries from a classic queue, and the next worker
+    must know that there was an earlier delivery."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retried:
-    """The attempt failed, and counts as one. The request is delivered again after `delay_ms`, ahead of new requests."""
+    """The attempt failed, and counts against the request's limit of attempts. The request is delivered again after
+    `delay_ms`, ahead of new requests."""
 
     delay_ms: int
     error: str
@@ -99,9 +100,9 @@ def ended(code: str, detail: str, *, status: int | None = None, brief: str | Non
 
 
 def stopped_by(why: Stop, *, doing: str) -> Dropped | Deferred:
-    """The outcome of a job that was stopped, because its request was cancelled, or because another delivery has taken
-    over its claim (`FENCED`). `doing`: a verb in the past tense for the error's text, which says what the job was
-    doing."""
+    """The outcome of a job that was stopped: an error if its request was cancelled; a short delay if another delivery
+    has taken over the request's claim (`FENCED`). `doing`: a verb in the past tense which says in the error's text what
+    the job was doing, such as "ran"."""
     match why:
         case Stop.CANCELLED:
             return Dropped(RequestProblem("cancelled", f"cancelled by its owner while it {doing}"))

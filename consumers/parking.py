@@ -5,8 +5,8 @@ from consumers.rate_limit import LogThrottle, RateLimit
 from lanekeeper.telemetry import logs, signals
 
 UNIT_BYTES = 64 * 1024
-"""A message counts as one against the limit of kept invalid messages, and as one more for each full 64 KiB of its
-body."""
+"""A message counts once against the limit of kept invalid messages, and once more for each full 64 KiB (this many
+bytes) of its body."""
 INVALID_PER_HOUR = 1000
 """How many invalid messages of one tenant are kept in an hour by default; the others are answered with an error, but
 not kept."""
@@ -22,11 +22,11 @@ class Parking:
         self._limit = RateLimit(per_s=invalid_per_hour / HOUR_S, at_once=invalid_per_hour)
         self._log_throttle = LogThrottle()
         self.unparked = 0
-        """How many invalid messages were answered with an error but not kept in `lane.dead`."""
+        """How many invalid messages were answered with an error, but not kept in `lane.dead` or in the store."""
 
     def takes(self, tenant: str, size: int, *, code: str) -> bool:
-        """Whether an invalid message of `size` bytes is kept. If not, it is counted in `unparked`, and a log line is
-        written, at most one a minute. `code`: the error code of the message's problem."""
+        """Whether an invalid message of `size` bytes is kept. If not, it is counted in `unparked` and logged, with at
+        most one log line a minute for each tenant. `code`: the code of the error with which the message is answered."""
         if self._limit.take(tenant, 1 + size // UNIT_BYTES):
             return True
         self.unparked += 1

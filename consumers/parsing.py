@@ -1,8 +1,8 @@
 """Parses large bodies one at a time, and for at most half of the time, because parsing blocks the event loop.
 
 Each step of parsing is short (`topology/codec/bounds.py`), but many bodies can arrive at once. Without pauses, a sender
-of large bodies would leave the event loop little time for other work. So each step is followed by a pause that is as
-long as the step took.
+of large bodies would leave the event loop little time for other work. So a step is followed by a pause that is as long
+as the step took, unless little was parsed before it (`AT_ONCE_S`).
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from topology.codec import bounds
 
 T = TypeVar("T")
 AT_ONCE_S: Final = 0.01
-"""After this many seconds of parsing a process pauses, so that other tasks run. While the process does not parse, the
-time for which it may parse grows back to this value, which is enough for about twenty bodies of 100 KB."""
+"""A process that has parsed for this many seconds pauses, so that other tasks run. While it does not parse, the time
+for which it may parse next grows again, up to this value, which is enough for about twenty bodies of 100 KB."""
 TINY_BYTES: Final = 4096
 """A body up to this size is parsed at once, without waiting for others, because that takes at most a millisecond,
 whatever the body contains."""
@@ -36,7 +36,7 @@ class Parsing:
         self._clock = clock
         self._left_s = AT_ONCE_S
         """For how many seconds this process may still parse before it must pause. A value below 0 says for how many
-        seconds it must pause. The value grows with time."""
+        seconds it must pause. The value grows by one second each second, up to `AT_ONCE_S`."""
         self._at_s = clock()
         """When `_left_s` was last computed, by `_clock`."""
         self._is_taken = False
@@ -44,8 +44,9 @@ class Parsing:
         self._numbers = count()
 
     async def run(self, work: Callable[[], T], *, rank: tuple[int, int]) -> T:
-        """Run `work`, one step of parsing, and return its result. The step first waits for the steps before it and the
-        pauses after them, unless its body has at most `TINY_BYTES`."""
+        """Run `work`, one step of parsing, and return its result. A body of at most `TINY_BYTES` is parsed at once. For
+        a larger one, first wait until no other step runs, the pause after the last step is over, and no waiting step
+        has a lower rank."""
         if rank[1] <= TINY_BYTES:
             return work()
         if self._is_taken:
@@ -82,8 +83,8 @@ class Parsing:
             raise
 
     def _pass_on(self, began_s: float, ended_s: float) -> None:
-        """After a parsing step, let the next step run, at once or after a pause, so that parsing takes at most half of
-        the time."""
+        """After a parsing step, let the next step run: at once, or after a pause, if one is needed so that parsing
+        takes at most half of the time. `began_s` and `ended_s`: when the step began and ended."""
         self._left_s = min(AT_ONCE_S, self._left_s + began_s - self._at_s) - (ended_s - began_s)
         self._at_s = ended_s
         if self._left_s >= 0 and not self._waiting:

@@ -1,9 +1,10 @@
-"""A pool works on the deliveries of one queue, as many at a time as it has slots.
+"""A pool works on the deliveries of one queue, as many at a time as it has slots. (A slot is the right to work on one
+request at a time.)
 
-The prefetch of the consumer equals the slots, so that no delivery waits in a worker. Deliveries that waited in a worker
-would run before later ones of higher priority, which the broker still holds (docs/facts.md, section 2). Deliveries wait
-in a worker only if several tenants use a lane whose slots are all taken; `consumers/fairness/lane_slots.py` then
-decides whose delivery gets the next slot.
+The prefetch of the consumer equals the number of slots, so that no delivery waits in a worker: a delivery that waited
+there would run before later messages of higher priority, which the broker still holds (docs/facts.md, section 2). The
+exception is a lane that several tenants use: while all its slots are taken, deliveries may wait in the worker, and
+`consumers/fairness/lane_slots.py` decides whose delivery gets the next slot.
 """
 
 import asyncio
@@ -48,8 +49,9 @@ class Pool:
         entrance: Entrance | None = None,
         slots: int | None = None,
     ) -> None:
-        """`entrance`: decides which delivery gets a slot; None: the pool has slots of its own, as many as its prefetch.
-        `slots`: how many slots the pool adds to those of its lane; None: as many as its prefetch."""
+        """`entrance`: decides which delivery gets one of the slots that several pools share; None: this pool shares no
+        slots, and has as many as its prefetch. `slots`: by how many this pool increases the number of its queue's
+        requests that are worked on at a time; None: by its prefetch."""
         self._deliveries = deliveries
         self._job_of = job_of
         self._handle = handle
@@ -60,8 +62,8 @@ class Pool:
         self.queue = deliveries.queue
         self.slots = deliveries.prefetch if slots is None else slots
         self.in_hand = 0
-        """How many deliveries this pool has taken and not finished. These are at most as many as the prefetch; only
-        after pauses there can be more (see `resume`)."""
+        """How many deliveries this pool has taken and not finished. They are at most as many as its prefetch, except
+        after pauses (see `resume`)."""
         self.jobs: set[Job] = set()
         """The jobs of the deliveries that have a slot."""
         self._undecided: dict[asyncio.Task[Any], Job] = {}
@@ -82,8 +84,8 @@ class Pool:
         return len(self.jobs)
 
     async def run(self) -> None:
-        """Work until `stop` is called and all running jobs have ended. To end at once, cancel the task that runs
-        this."""
+        """Work on the queue's deliveries until `stop` is called and all running jobs have ended. To end at once, cancel
+        the task that runs this method."""
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
                 await self._work_session(session)
@@ -97,8 +99,8 @@ class Pool:
         """After `stop`: return to the broker each delivery whose call to a provider has not begun, and each one that
         arrives later.
 
-        This includes a job for which budget was just reserved: it is cancelled before its call, and gives the budget
-        back."""
+        This includes deliveries for which budget (a part of the provider's rate limits) is reserved already: the work
+        on such a delivery is cancelled before its call, and the budget is given back."""
         self._gives_back = True
         for task, job in self._undecided.items():
             if job.attempted is None:
@@ -109,7 +111,8 @@ class Pool:
         return self._deliveries.is_paused
 
     async def pause(self, reason: str) -> None:
-        """Take no new deliveries. The work on deliveries that were taken continues, as far as it can."""
+        """Take no new deliveries. The work on deliveries that were taken continues, as far as the cause of the pause
+        allows."""
         await self._deliveries.pause(reason)
 
     async def resume(self) -> None:
@@ -122,8 +125,8 @@ class Pool:
             await self._deliveries.resume()
 
     async def _work_session(self, session: Session) -> None:
-        """Work on the deliveries of one channel. If the channel is lost, work on them is cancelled, because the broker
-        delivers them again."""
+        """Work on the deliveries of one channel. If the channel is lost, the work on its deliveries is cancelled,
+        because the broker delivers them again."""
         try:
             async with asyncio.TaskGroup() as running:
                 async for delivery in session:
@@ -143,8 +146,8 @@ class Pool:
             self.in_hand -= 1
 
     async def _job(self, delivery: Delivery) -> Job | None:
-        """The job for a delivery. If its message cannot be read, the delivery is rejected, so that it does not stop the
-        lane, and None is returned."""
+        """Return the job for a delivery. If the delivery's message cannot be read, reject it, so that one unreadable
+        message does not stop the lane, and return None."""
         try:
             return self._job_of(delivery)
         except Exception:
@@ -156,8 +159,9 @@ class Pool:
             return None
 
     async def _take_job(self, job: Job) -> None:
-        """Wait until a job gets a slot, then work on it; or move it to a side queue, if its tenant uses more than its
-        share of the slots. All exceptions are caught here or in `_outcome`."""
+        """Wait until a job gets a slot, then work on it. If the job must be set aside, because its tenant uses more
+        than its share of the lane or the wait takes too long, move its request to a side queue instead. Exceptions are
+        caught here or in `_outcome`, except the cancellation of the task."""
         admission: Admission | None = None
         try:
             with self._undecided_yet(job):
@@ -259,8 +263,8 @@ class Pool:
             self._tracing.passed(wait.name, start_ns=wait.start_ns, end_ns=wait.end_ns)
 
     async def _outcome(self, job: Job) -> Outcome:
-        """The outcome that `handle` returns. After an unexpected exception the request ends with the error `internal`,
-        and is kept in `lane.dead`."""
+        """The outcome of a job: the one that `handle` returns or, if `handle` raises an unexpected exception, the error
+        `internal`, with which the request is kept in `lane.dead`. Raises StoreUnavailable."""
         try:
             return await self._handle(job)
         except StoreUnavailable:  # no outcome: the delivery is returned to its queue

@@ -1,4 +1,4 @@
-"""Computes what a call costs, from prices per million tokens of each model. Without I/O."""
+"""Computes what a call costs, from prices per million tokens of each model. Does no I/O."""
 
 import re
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ class Price:
     input: float
     output: float
     cache_read: float | None = None
-    """The price of input tokens read from the provider's prompt cache; None: a tenth of `input`."""
+    """The price of input tokens that are read from the provider's prompt cache; None: a tenth of `input`."""
     cache_write: float | None = None
-    """The price of input tokens written to the provider's prompt cache for five minutes; None: a quarter more than
-    `input`."""
+    """The price of input tokens that are written to the provider's prompt cache, to be kept there for five minutes;
+    None: 1.25 times `input`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """How many tokens a call used, as the provider counted them. `input_tokens` are those that were neither read from
-    the cache nor written to it."""
+    """How many tokens a call used, as the provider counted them. `input_tokens`: the input tokens that were neither
+    read from the provider's prompt cache nor written to it."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -51,8 +51,8 @@ DEFAULTS: Final[Mapping[str, Price]] = MappingProxyType(
 
 
 class Prices:
-    """The prices of all models: those in `DEFAULTS`, which `given` replaces and extends. `as_of`: the date on which the
-    prices were valid."""
+    """The prices of all models: those in `given`, and those in `DEFAULTS` for models that are not in `given`. `as_of`:
+    the date on which the prices were valid."""
 
     def __init__(self, given: Mapping[str, Price] | None = None, *, as_of: str = AS_OF) -> None:
         self.as_of = as_of

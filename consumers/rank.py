@@ -1,5 +1,6 @@
 """Computes the priority of a request in a side queue, that is, in a queue for requests of tenants that use more than
-their share of a lane. A request that was delayed or retried goes ahead of fresh requests, which were not.
+their share of a lane. A request that was delayed or retried goes ahead of fresh requests, that is, of those that were
+neither delayed nor retried.
 
 A fresh request keeps the priority that its requester set (0 to 9, or none). A delayed or retried request gets that
 priority plus 10, or 20 if the requester set none, so that the requester's priority can be computed from it.

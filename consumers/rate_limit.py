@@ -18,7 +18,7 @@ Clock = Callable[[], float]
 
 class RateLimit:
     """Limits how often something may happen for each name (a tenant, for example). Each name has a token bucket, which
-    holds at most `at_once` and gains `per_s` each second."""
+    holds at most `at_once` tokens and gains `per_s` tokens each second."""
 
     def __init__(self, *, per_s: float, at_once: float, clock: Clock = time.monotonic) -> None:
         self._per_s = per_s
@@ -28,7 +28,8 @@ class RateLimit:
         """For each name: what was left in its token bucket after the last call of `take`, and the time of that call."""
 
     def take(self, name: str, amount: float = 1) -> bool:
-        """Take `amount` from the token bucket of a name. Return False, and take nothing, if the bucket holds less."""
+        """Take `amount` tokens from the token bucket of a name. Return False, and take none, if the bucket holds
+        fewer."""
         now_s = self._clock()
         left, at_s = self._left.pop(name, (self._at_once, now_s))
         left = min(self._at_once, left + (now_s - at_s) * self._per_s)
@@ -49,8 +50,8 @@ class LogThrottle:
         """For each name: how many events were not logged yet, and when the last line was logged."""
 
     def count(self, name: str) -> int:
-        """Count one event for this name. If a log line is due now, return how many events there were since the last
-        line; otherwise 0."""
+        """Count one event for this name. If a log line is due now, return how many events there were since the last log
+        line for this name, including this event; otherwise return 0."""
         now_s = self._clock()
         count, logged_s = self._counted.pop(name, (0, -LOGGED_EVERY_S))
         is_due = now_s - logged_s >= LOGGED_EVERY_S

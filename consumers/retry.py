@@ -1,4 +1,4 @@
-"""Decides whether a failed attempt is retried, and when. No other code decides that. Without I/O or a clock."""
+"""Decides whether a failed attempt is retried, and when. No other code decides that. Does no I/O and reads no clock."""
 
 import math
 import random
@@ -13,21 +13,21 @@ JITTER = 0.5
 together do not come back together. Full jitter (a pause between zero and the computed value) made the pauses too short:
 four attempts took 0.8 to 2.7 s in all."""
 LEAST_FACTOR = 2.0
-"""Each pause before a retry is at least this many times as long as the pause before it, until the longest pause is
-reached."""
+"""Each pause before a retry, without its random part, is at least this many times as long as the pause before the
+previous retry, until `RetryPolicy.cap_s` or the request's deadline limits the pauses."""
 STEP_PART_OF_TIME_LEFT = 0.5
-"""The pause before a retry, without its random part, is at most this share of the time until the request's deadline, so
-that time is left for the next attempt and for one more after it."""
+"""The pause before a retry, without its random part, is at most this share of the time left until the request's
+deadline, so that there is time for the next attempt and for one more after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How long to wait between attempts. A step is a pause without its random part.
+    """How long to wait between the attempts of a request. A step is a pause without its random part.
 
-    The first step is `floor_s`, or `base_s` after a rate limit or an overload. Each further step is the one before it
-    times the same factor, which is at least 2. The factor is chosen so that all steps of a request together last
-    `span_s`, the length of a short outage. No step is shorter than `floor_s`, or longer than `cap_s` or than half of
-    the time left until the deadline.
+    The first step is `floor_s`, or `base_s` after a rate limit or an overload. Each further step is the step before it
+    times a factor, which is the same for all steps, and at least 2. The factor is chosen so that all steps of a request
+    together last at least `span_s`, the length of a short outage. No step is longer than `cap_s` or than half of the
+    time left until the deadline, and none is shorter than `floor_s`.
     """
 
     base_s: float = 1.0
@@ -53,8 +53,8 @@ def decide(
     """The outcome of a request whose attempt failed: a retry after a pause, or a final error.
 
     `attempts`: how many attempts were made, including the failed one. `left_ms`: the time until the request's deadline,
-    after which it is not retried. `has_other`: whether the retry can call another account than the one that failed; if
-    so, the `retry-after` of the failed call is ignored.
+    after which it is not retried. `has_other`: whether the retry can call another account than the failed call did; if
+    so, the `retry-after` of the failed call is ignored, because it concerns only the account that was called.
     """
     match error.means.retry:
         case Retry.REJECTED:
@@ -92,7 +92,8 @@ def decide(
 
 def _step_s(first_s: float, *, failures: int, pauses: int, left_s: float, policy: RetryPolicy) -> float:
     """The pause, without its random part, before the next attempt of a request that has failed `failures` times.
-    `first_s`: the request's first pause. `pauses`: how many pauses the request may have in all."""
+    `first_s`: the length of the first pause, without its random part. `pauses`: how many pauses the request may have in
+    all. `left_s`: the time left until its deadline."""
     factor = _factor(policy.span_s / first_s, pauses)
     exponent = min(failures - 1, 1000 / math.log2(factor))  # beyond this a float overflows
     step_s = first_s * math.pow(factor, exponent)
@@ -103,8 +104,8 @@ def _factor(total: float, count: int) -> float:
     """The smallest factor f for which the sum 1 + f + f² + … of `count` terms is at least `total`; but at least
     `LEAST_FACTOR`.
 
-    With a single term (`count` is 1, as with two attempts) the factor does not matter, because the first pause is the
-    only one.
+    With a single term the factor does not matter. `count` is 1 if a request may have two attempts, because there is
+    then only one pause.
     """
 
     def is_enough(factor: float) -> bool:
@@ -120,9 +121,10 @@ def _factor(total: float, count: int) -> float:
 
 
 def _with_retry_after(error: ProviderError, pause_s: float, *, policy: RetryPolicy, rng: random.Random) -> float:
-    """The pause, adapted to the provider's `retry-after`, if there is one. After a rate limit the pause is the time in
-    `retry-after`, but at least `floor_s`; after another error it is at least the time in `retry-after`. To that time,
-    up to a tenth of it (at most 1 s) is added at random."""
+    """The pause `pause_s`, adapted to the `retry-after` of the failed call, if it had one. After a rate limit the pause
+    is the time in `retry-after`, but at least `floor_s`; after another error it is `pause_s`, or the time in
+    `retry-after` if that is longer. The time in `retry-after` is first lengthened at random by up to a tenth of it (at
+    most 1 s)."""
     wanted_s = error.retry_after_s
     if wanted_s is None:
         return pause_s

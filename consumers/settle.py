@@ -1,9 +1,10 @@
 """Settles deliveries: stores the outcome, publishes the messages that it needs, waits for their confirms, and
 acknowledges the delivery. No other code acknowledges requests.
 
-A delivery is acknowledged only after the broker has confirmed the messages of its outcome: the reply, the delayed copy
-or the dead letter. After a crash between two steps the broker delivers the request again; a worker then reads the
-stored outcome and takes the remaining steps with it. So the requester always gets the outcome that was stored first.
+A delivery is acknowledged only after the broker has confirmed the messages that its outcome needs: the reply, the copy
+that is delivered again after a delay, or the dead letter. After a crash between two steps the broker delivers the
+request again; a worker then reads the stored outcome and takes the remaining steps with it. So the requester always
+gets the outcome that was stored first.
 """
 
 import asyncio
@@ -36,13 +37,13 @@ from topology.codec.headers import ERRORS_KEPT, HopHeaders
 from topology.delays import MAX_DELAY_MS, hop
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
-"""Errors with these codes are not stored as a request's outcome, because they concern a single message, and not the
-request to which the message's id already belongs."""
+"""Errors with these codes are not stored as a request's outcome: they answer a message that uses the id of another
+request, and under that id the other request's outcome is stored."""
 NOTED = frozenset(
     {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable"}
 )
-"""The codes of the errors with which messages end that are not valid requests. `Claiming.note` stores such an error,
-but in a way that a valid request may still use the same id."""
+"""The codes of the errors for messages that are not valid requests. `Claiming.note` stores such an error, but in a way
+that a valid request may still use the same id."""
 RETURN_AFTER_S = 1.0
 """The pause, in seconds, before a message that could not be settled is returned to its queue. The broker delivers a
 returned message again at once, so without this pause a message that always fails would keep the worker busy."""
@@ -112,8 +113,8 @@ class Settler:
             await delivery.ack()
 
     async def ack_together(self, session: Session, deliveries: Sequence[Delivery], *, in_hand: Collection[int]) -> None:
-        """Acknowledge several deliveries of one channel. `in_hand`: the delivery tags of the channel that must stay
-        unacknowledged."""
+        """Acknowledge several deliveries of one channel. `in_hand`: the delivery tags of the channel's other
+        deliveries, which are still worked on and must stay unacknowledged."""
         with suppress(ChannelLost):
             await session.ack(deliveries, in_hand=in_hand)
 
@@ -142,8 +143,9 @@ class Settler:
             )
 
     async def _stored(self, job: Job, outcome: Outcome) -> Outcome:
-        """Store the outcome of a request that has ended, and return the valid one: the first outcome that was stored
-        for the request. Raises StoreUnavailable."""
+        """Store the outcome of a request that has ended, and return the outcome that is valid: the one that was stored
+        first for the request. An outcome that is not the end of a request, or that was stored before, is returned
+        unchanged. Raises StoreUnavailable."""
         match outcome:
             case Deferred() | Retried() | Replayed():
                 return outcome
@@ -198,8 +200,8 @@ class Settler:
                 assert_never(outcome)
 
     def _completion(self, job: Job, outcome: Answered | Refused | Buried | Dropped) -> Completion:
-        """How the request ended, in the form that is stored and sent. The value is made only once for a job, so that
-        what is stored and what is sent are the same."""
+        """How the request ended, in the form in which it is stored and sent. It is computed only once for a job, so
+        that the stored and the sent outcome are the same, also in their times."""
         if job.completion is not None:
             return job.completion
         ended_ms = self.now_ms()
@@ -228,8 +230,9 @@ class Settler:
         return job.completion
 
     async def _answer(self, job: Job, completion: Completion, *, replayed: bool = False) -> None:
-        """Send the final reply. If the reply queue is full, send the request into a delay, after which the reply is
-        sent again (`reply_retries.py`)."""
+        """Send the final reply. If the reply queue is full, publish the request to the delay exchanges, so that a
+        worker gets it again after a pause and then sends the reply again. After several tries, or if too many replies
+        wait in this way, the reply is given up (`reply_retries.py`)."""
         if await self.replies.final(job, completion, replayed=replayed):
             return
         if (pause_ms := self.reply_retries.pause_ms(job, now_ms=self.now_ms())) is None:
@@ -245,8 +248,8 @@ class Settler:
 
     async def _delay(self, job: Job, delay_ms: int, past: HopHeaders, *, body: bytes | None = None) -> None:
         """Publish the request to the delay exchanges, which bring it to its lane's due queue after `delay_ms`. `past`:
-        what the next worker must know (attempts, errors, due time). `body`: replaces the request's body; None: the body
-        stays."""
+        what the worker that gets it next must know (attempts, errors, due time). `body`: the message's body; None: the
+        request's own body."""
         first_hop = hop(min(delay_ms, MAX_DELAY_MS), self.names)
         message = delayed(job, first_hop, past, now_ms=self.now_ms(), names=self.names)
         if body is not None:

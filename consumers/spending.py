@@ -25,8 +25,9 @@ LEVELS = (50, 80, 100)
 for each percentage, by only one of the processes."""
 EVERY_TENANT = "*"
 TENANTS_COUNTED = 10_000
-"""The totals are kept for this many lanes and tenants together, and the highest reported level for this many limits of
-caps: in each case for those that were used last."""
+"""For how many lanes and tenants (together) a process keeps the totals that they have used, and for how many limits of
+caps it remembers the highest percentage that was reported. If there are more, those that were updated longest ago are
+forgotten."""
 LANE, TENANT = "lane", "tenant"
 Publish = Callable[..., None]
 """A function that publishes a life-cycle event. Parameters: the event's name, and its fields as keyword arguments."""
@@ -55,7 +56,7 @@ class Cap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapsSpec:
-    """The daily caps of lanes and of tenants, by name."""
+    """The daily caps of lanes and of tenants, by the name of the lane or tenant."""
 
     lanes: Mapping[str, Cap] = field(default_factory=dict)
     tenants: Mapping[str, Cap] = field(default_factory=dict)
@@ -89,9 +90,9 @@ class Over:
 
     bound: Bound
     wanted: float
-    """The amount of the cap that the refused request was expected to use."""
+    """How much the refused request was expected to use, in the unit of the limit (`bound.what`)."""
     used: float
-    """The amount of the cap that the lane or tenant has used today, without the refused request."""
+    """How much the lane or tenant has used today, without the refused request, in the unit of the limit."""
     resets_in_s: float
     """The seconds until the end of the day (UTC), when the cap can be used in full again."""
 
@@ -105,13 +106,13 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The estimate that was counted against daily caps for one request before its call: the caps' limits (`bounds`) and
-    the estimated amounts (`spent`). It is corrected after the call."""
+    """What was counted against daily caps for one request before its call: the estimated amounts (`spent`), and the
+    limits against which they were counted (`bounds`). The estimate is corrected after the call."""
 
     bounds: tuple[Bound, ...]
     spent: Spent
     ends_s: float = inf
-    """When the day ends on which the estimate was counted, by the event loop's clock."""
+    """When the day (UTC) ends on which the estimate was counted, by the event loop's clock."""
 
 
 class Spending:
@@ -122,8 +123,8 @@ class Spending:
         self._allowances = allowances
         self._spec = spec
         self._reported: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """For each limit of a cap, by its name: the highest of `LEVELS` that was reported today, and when this day
-        ends, by the event loop's clock."""
+        """For each limit of a cap, by its name (`Bound.name`): the highest of `LEVELS` that was reported today, and
+        when this day ends, by the event loop's clock."""
         self._totals: OrderedDict[tuple[str, str], Spent] = OrderedDict()
         """What each lane and tenant has used. A key is a pair of "lane" or "tenant" and the name; the lane or tenant
         that was used last comes last."""
@@ -162,7 +163,7 @@ class Spending:
         await self._background.finish(within_s=within_s)
 
     def count(self, lane: str, tenant: str, spent: Spent) -> None:
-        """Add what the call for an answer has used to the totals of its request's lane and tenant."""
+        """Add what an answered call has used to the totals of its request's lane and tenant."""
         for key in ((LANE, lane), (TENANT, tenant)):
             before = self._totals.pop(key, Spent())
             self._totals[key] = Spent(*(x + y for x, y in zip(before, spent, strict=True)))
@@ -170,8 +171,8 @@ class Spending:
             self._totals.popitem(last=False)
 
     def totals(self) -> Mapping[str, Mapping[str, Spent]]:
-        """What requests have used in this process since it started. The outer keys are "lane" and "tenant", the inner
-        ones the names."""
+        """What requests have used in this process since it started, for each lane and each tenant. The keys of the
+        outer mapping are "lane" and "tenant"; the keys of the inner ones are names of lanes or tenants."""
         found: dict[str, dict[str, Spent]] = {LANE: {}, TENANT: {}}
         for (kind, name), spent in self._totals.items():
             found[kind][name] = spent
@@ -213,7 +214,7 @@ class Spending:
 
     async def _report(self, bound: Bound, used: float, *, is_full: bool, ends_s: float, publish: Publish) -> None:
         """Log and publish each percentage in `LEVELS` that the use of a cap has reached and that was not reported yet.
-        `is_full`: whether a request was refused for lack of the cap, which counts as 100 %."""
+        `is_full`: whether a request was refused because too little of the cap was left, which counts as 100 %."""
         reached = next((level for level in reversed(LEVELS) if is_full or used >= bound.limit * level / 100), 0)
         before, until_s = self._reported.get(bound.name, (0, inf))
         if asyncio.get_running_loop().time() >= until_s:  # a new day has begun

@@ -15,10 +15,10 @@ PROBE_AGAIN_S = 0.5
 """The pause, in seconds, between two checks of a store that is unavailable. A worker takes no requests while the store
 is unavailable, so only these checks notice that it works again."""
 SWEEP_EVERY_S = 60.0
-"""The seconds between two removals of expired results, on average. This is also the time limit for removing expired
-bodies."""
+"""The seconds between two removals of expired results and bodies, on average. It is also the time limit, in seconds,
+for one removal of expired bodies."""
 STEP_PAUSE_S = 0.05
-"""The pause, in seconds, between two steps of removing expired results, so that other writes are not blocked."""
+"""The pause, in seconds, between two steps of removing expired results. It lets other writes to the store through."""
 LEASE = "sweep"
 log = logs.logger()
 
@@ -40,9 +40,9 @@ async def probing(store: Store) -> None:
 
 
 async def sweeping(store: Store, bodies: BodyStore | None, *, owner: str) -> None:
-    """Remove expired results from the store, and expired bodies, regularly, until cancelled. Of the processes that
-    share the store, one at a time does this. `owner`: a name of this process that is unique among those that share the
-    store."""
+    """Remove expired results from `store`, and expired bodies from `bodies`, regularly, until cancelled. Of the
+    processes that share the store, one at a time does this: the one that holds a lease (a lock that expires). `owner`:
+    the name under which this process takes the lease; it must be unique among the processes that share the store."""
     while True:
         await asyncio.sleep(SWEEP_EVERY_S * random.uniform(0.8, 1.2))
         try:
@@ -58,8 +58,10 @@ async def sweeping(store: Store, bodies: BodyStore | None, *, owner: str) -> Non
 
 
 async def sweep_once(store: Store, *, owner: str, for_s: float) -> int | None:
-    """Remove from the store the requests and counts whose retention time is over. Return how many were removed; None if
-    another process does this now. Raises StoreUnavailable."""
+    """Remove from the store all requests (with their results) and counters whose retention time is over and, if the
+    store is too large, the oldest results. Return how many rows were removed; None if another process does this now.
+    `owner`: the unique name under which this process takes the lease, a lock that expires after `for_s` seconds. Raises
+    StoreUnavailable."""
     if not await store.hold(LEASE, owner, for_s=for_s):
         return None
     removed = 0

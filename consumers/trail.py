@@ -1,11 +1,11 @@
 """Writes the trail of a request: entries in the store, from which clients that follow the request over HTTP get its
 progress.
 
-Entries are steps (`started`, `retrying`), events of the answer's stream, and `restart`, after which clients discard the
-events before it. The work on a request does not wait until its entries are written. One write includes the entries of
-all requests: the first entry is written at once, and those that follow within `GATHER_S` are written together. If
-events cannot be written, or are too many, no more events are written, and an entry `truncated` says so. The client
-still gets the whole answer, because it is stored with the result.
+An entry is a step of the request (`started`, `retrying`), an event of the answer's stream, or `restart`, which tells
+clients to discard the events before it. The work on a request does not wait until its entries are written. One write
+contains the entries of many requests: the first entry is written at once, and those that follow within `GATHER_S` are
+written together. If events cannot be written, or are too many, no more events are written, and an entry `truncated`
+says so. The client still gets the whole answer, because the answer is stored with the request's result.
 """
 
 import asyncio
@@ -23,20 +23,22 @@ GATHER_S = 0.02
 AGAIN_S = 0.5
 """The pause, in seconds, after a write of entries to the store that failed."""
 FLUSH_WITHIN_S = 2.0
-"""For how many seconds the end of a request waits until the store has all its entries."""
+"""How many seconds a worker waits at most until the store has all entries of a request's progress, before it completes
+or releases the request's claim."""
 UNWRITTEN_BYTES = 1024 * 1024
-"""How many bytes of events of one request's answer may wait in memory until they are written. If there are more, these
-events are discarded."""
+"""How many bytes of stream events of one request's answer may wait in memory to be written. If there are more, the
+waiting events are discarded, and an entry `truncated` is written in their place."""
 PARTS_AT_ONCE = 100
-"""One write to the store includes entries of at most this many requests."""
+"""One write to the store contains the entries of at most this many requests."""
 TRUNCATED = NewEntry("truncated", b"{}")
 log = logs.logger()
 
 
 class Trail:
     """The progress of one request, which clients can follow: its steps and the events of its answer, which are written
-    as entries to the store. Only the worker that holds the claim (`held`) writes them. `is_takeover`: whether an
-    earlier worker had the claim and died, or was too slow, so that the store may have events of that worker's call."""
+    as entries to the store. Only the worker that holds the request's claim (`held`) may write them. `is_takeover`:
+    whether an earlier worker lost the claim, because it died or was too slow, so that the store may have events of that
+    worker's call."""
 
     def __init__(self, trails: "Trails", held: Held, submission: Submission, *, is_takeover: bool) -> None:
         self._trails = trails
@@ -48,7 +50,8 @@ class Trail:
         self._must_restart = is_takeover
         """True if an entry `restart` must be written before the first event of the answer."""
         self._has_stopped = False
-        """True if no more events of the answer are written, until an entry `restart`."""
+        """True if no more events of the answer are written until the next `restart`, because some could not be written
+        or were too many."""
         self._is_writing = False
         self._is_over = False
         """True if no more entries of any kind are written."""
@@ -84,8 +87,8 @@ class Trail:
             await self._trails.flush(self)
 
     def taken(self) -> Part:
-        """Return all unwritten entries and remove them from memory; the caller writes them now. After the write to the
-        store, call `written`, `failed` or `ended`."""
+        """Return all unwritten entries and remove them from this trail, because the caller writes them to the store
+        now. After that write, the caller calls `written`, `failed` or `ended`."""
         entries, self._unwritten, self._bytes, self._is_writing = self._unwritten, [], 0, True
         return Part(self._held, self._submission, entries)
 
@@ -100,8 +103,8 @@ class Trail:
 
     def failed(self, part: Part) -> None:
         """Note that the write of the entries in `part` has failed, or perhaps failed. Entries for steps of the request
-        are written again. Events of its answer are not written again: some may be missing now, so no more of them are
-        written."""
+        are written again. Events of its answer are not written again, so some may be missing in the store, and
+        therefore no more events are written until the next `restart`."""
         self._is_writing = False
         is_restarted = any(entry.kind == RESTART for entry in self._unwritten)  # clients forget the events before it
         self._unwritten[:0] = [entry for entry in part.entries if entry.kind != EVENT]
@@ -126,7 +129,8 @@ class Trail:
 
 
 class Trails:
-    """Writes the progress of all requests that this process works on and clients can follow."""
+    """Writes the progress of all requests that this process works on and that clients follow. (The progress of one
+    request is a `Trail`.)"""
 
     def __init__(self, store: Following, background: Background) -> None:
         self._store = store
@@ -134,11 +138,12 @@ class Trails:
         self._unwritten: dict[Trail, None] = {}
         """The trails with unwritten entries, in the order in which they are written."""
         self._writing: asyncio.Task[None] | None = None
-        """The task that writes to the store while there are unwritten entries; None before the first."""
+        """The task that writes to the store while there are unwritten entries; None before the first entry."""
         self._hurry = asyncio.Event()
-        """Set to end the pause before the next write."""
+        """An event that is set to end the pause before the next write to the store."""
         self._round = asyncio.Event()
-        """An event that is set when the next write to the store has ended; each write has an event of its own."""
+        """An event that is set when the next write to the store has ended. It is then replaced by a new one for the
+        write after that."""
 
     def write_soon(self, trail: Trail) -> None:
         """Write the new entries (steps and events) of this request's progress with the next write to the store."""

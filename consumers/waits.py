@@ -14,11 +14,11 @@ from lanekeeper.telemetry import signals
 
 MS: Final = 1_000_000
 SHORTEST_NS: Final = 1 * MS
-"""A wait outside a worker is recorded only if it is at least this many nanoseconds long, because its beginning is
-mostly known only in whole milliseconds."""
+"""A wait outside a worker is recorded only if it is at least this many nanoseconds (1 ms) long, because its beginning
+is usually known only to the millisecond."""
 SHORTEST_IN_WORKER_NS: Final = 5 * MS
-"""A wait inside a worker is recorded only if it is at least this many nanoseconds long. Every request needs about this
-time to get its claim (the right to be worked on) from the store, and that is not counted as waiting."""
+"""A wait inside a worker is recorded only if it is at least this many nanoseconds (5 ms) long, because every request
+needs about this time to get its claim (the right to be worked on) from the store, which is not counted as waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,9 @@ class Wait:
 
 
 def before_delivery(job: Job, taken_ns: int) -> Iterator[Wait]:
-    """The waits that ended with this delivery. They began when the requester published the request, or when a worker
-    published it again. `taken_ns`: when the request was delivered, in ns since 1970."""
+    """The waits of a request outside the worker that ended when the request was delivered. They began when its
+    requester published it, when a worker published it again, or when it became a dead letter. `taken_ns`: when the
+    request was delivered, in ns since 1970."""
     queue, hop = job.delivery.queue, job.hop
     if hop.hop_ms is not None and hop.back_ms is not None:
         back_ns = min(hop.back_ms * MS, taken_ns)

@@ -11,9 +11,9 @@ from lanekeeper.contract.messages import BodyAddress, Message, body_address_in
 
 
 class Fetching:
-    """Fetches bodies of requests that are not in the message, from stores (folders or buckets) and by HTTP. `own`: the
-    store from which a body is removed when its request has ended; from the `others`, bodies are only read.
-    `most_bytes`: the maximum size of a body; a larger one is refused."""
+    """Fetches bodies of requests that are not in the message, from stores (folders or buckets) and by HTTP. `own`: a
+    store from which a body is also removed when its request has ended; None: there is no such store. `others`: stores
+    and URLs from which bodies are only read. `most_bytes`: the maximum size of a body; a larger one is refused."""
 
     def __init__(self, own: BodyStore | None, *, others: Sequence[BodyStore | WebBodies] = (), most_bytes: int) -> None:
         self._own = own
@@ -30,8 +30,8 @@ class Fetching:
         raise BodyError("this address is not allowed (LANEKEEPER_BODIES__ALLOW)")
 
     def forget(self, message: Message) -> None:
-        """Begin to remove the stored body of a request that has ended. If the process dies before it is removed, the
-        body expires."""
+        """Begin to remove the body of a request that has ended from the store `own`, if the body is there. If the
+        process dies before the body is removed, it is removed when it expires."""
         if self._own is not None and (kept := body_address_in(message.headers)) is not None:
             self._background.begin(self._drop(self._own, kept), name=f"drop the body of {message.message_id}")
 

@@ -1,8 +1,9 @@
 """Fetches bodies of requests by HTTP, only from URLs that the operator allows.
 
 The publisher of a request chooses the address that a worker calls, and could choose an internal one. So only allowed
-URLs are called, redirects are not followed, and a host name that resolves to a private address is refused. The
-connection uses the IP address that was checked, not the result of a second DNS look-up.
+URLs are called, redirects are not followed, and a host name that resolves to a private address is refused (unless the
+operator allows private addresses). The connection uses the IP address that was checked, not the result of a second DNS
+look-up.
 """
 
 import asyncio
@@ -21,9 +22,10 @@ from lanekeeper.contract.messages import BodyAddress
 _PORTS: Final = {"https": 443, "http": 80}
 _NAT64: Final = ip_network("64:ff9b::/96")
 _GONE: Final = range(400, 500)
-"""The HTTP statuses with which a server says that it will not send the body, except those in `_TEMPORARY`."""
+"""If a server answers with one of these HTTP statuses, it will not send the body later either, except after those in
+`_TEMPORARY`."""
 _TEMPORARY: Final = frozenset({408, 425, 429})
-"""The HTTP statuses 4xx of a failed fetch after which another try may succeed."""
+"""The HTTP statuses among 400 to 499 after which another try to fetch the body may succeed."""
 
 
 class PrivateAddress(OSError):
@@ -32,7 +34,8 @@ class PrivateAddress(OSError):
 
 class WebBodies:
     """Fetches bodies of requests by HTTP, from URLs that the operator allows. `allowed`: the allowed URLs, each of
-    which also allows all URLs below it. `private`: whether hosts may have private IP addresses."""
+    which also allows all URLs whose paths are below its path. `private`: whether the URLs' hosts may have private IP
+    addresses."""
 
     def __init__(self, allowed: Sequence[str], *, private: bool = False) -> None:
         self._allowed = [urlsplit(url.rstrip("/")) for url in allowed]
@@ -74,7 +77,7 @@ class WebBodies:
 
 
 class _PublicResolver(AbstractResolver):
-    """Resolves host names; raises PrivateAddress for a name that has a private address."""
+    """Resolves host names. Raises PrivateAddress for a name if one of its addresses is not public."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
@@ -99,7 +102,8 @@ def _check(response: aiohttp.ClientResponse, most_bytes: int) -> None:
 
 
 def _is_private(host: str) -> bool:
-    """True if `host` is an address that is not public, or embeds one (IPv4 in IPv6). False for a name."""
+    """True if `host` is an IP address that is not public, or an IPv6 address that contains an IPv4 address that is not
+    public. False for a host name, which is checked when it is resolved."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:
@@ -111,7 +115,8 @@ def _is_private(host: str) -> bool:
 
 
 def _is_below(asked: SplitResult, allowed: SplitResult) -> bool:
-    """True if `asked` has the scheme, host and port of `allowed`, and a path at or below its path."""
+    """Whether the URL `asked` has the scheme, host and port of the URL `allowed`, and its path is that of `allowed` or
+    below it."""
     where = (asked.scheme, asked.hostname, asked.port or _PORTS.get(asked.scheme))
     if where != (allowed.scheme, allowed.hostname, allowed.port or _PORTS.get(allowed.scheme)):
         return False

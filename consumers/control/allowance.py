@@ -1,10 +1,11 @@
 """Limits how many control messages (to cancel a request or fetch a result) a tenant may send. Messages over the limit
 are refused.
 
-All messages wait in one queue, behind those of a tenant that sends too many, so refusing a message must be cheap. The
-answers that refuse a message have the same limit; above it, messages are only counted and logged, which takes a tenth
-of a millisecond for each. The decision does not need the message's body, unless the user of the message is one of
-`speakers`, the users that may act for other tenants, because they name the tenant in the body."""
+The control messages of all tenants are in one queue, where they wait behind those of a tenant that sends too many, so
+refusing a message must be cheap. The answers with which messages are refused have a limit of the same size; above it, a
+message is only counted and logged, which takes a tenth of a millisecond. The decision does not need the message's body,
+unless the user of the message is one of `speakers`, the users that may act for other tenants, because they name the
+tenant in the body."""
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -16,8 +17,8 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
 
 AT_ONCE_S = 5
-"""A tenant may send as many control messages at once as its limit allows in this number of seconds, so that it can
-cancel all of its requests at once."""
+"""A tenant may send at once as many control messages as its limit allows in this many seconds, so that it can cancel
+many requests at once."""
 
 
 class Verdict(Enum):

@@ -1,5 +1,6 @@
-"""Answers control messages (cancel, result). The answer to `result` about a request that has ended is the request's
-final reply, sent again. Any other answer has the header `x-lane-control`.
+"""Answers control messages, with which clients cancel a request (`cancel`) or ask for its result (`result`). If the
+request has ended, the answer to `result` is the request's final reply. Any other answer has the header
+`x-lane-control`.
 
 Answers are sent only to direct reply-to, to queues that the broker named, and to `lane.reply.<user_id>` of the
 message's user (threat T1 in docs/security.md). A message with any other `reply_to`, or without one, cannot be answered,
@@ -29,17 +30,19 @@ log = logs.logger()
 
 @dataclass(slots=True, eq=False)
 class Answers:
-    """Publishes the answers to control messages (cancel, result). `notices`: sends all answers except results, many of
-    them in one write and without waiting for confirms, because a client that gets no answer asks again."""
+    """Publishes the answers to control messages (cancel, result). `notices`: sends the answers that are not results,
+    many of them in one write, and without waiting for confirms, because a client that gets no answer asks again."""
 
     sender: ReplySender
     _: KW_ONLY
     rule: ReplyRule
     notices: Notices
     refused: int = field(default=0, init=False)
-    """How many control messages were malformed, over the limit, or about another tenant's request."""
+    """How many control messages were refused: they were malformed, exceeded their tenant's limit, were about another
+    tenant's request, or have failed."""
     unanswered: int = field(default=0, init=False)
-    """How many control messages should have been answered, but were not."""
+    """How many control messages were not answered although they should have been, because their `reply_to` is missing
+    or not allowed, or because too many of their user's messages exceeded the limit."""
     _log_throttle: LogThrottle = field(default_factory=LogThrottle, init=False)
 
     async def tell(self, message: Message, body: Mapping[str, Any], *, control: Literal["accepted", "pending"]) -> None:
@@ -81,7 +84,7 @@ class Answers:
             )
 
     async def replay(self, message: Message, completion: Completion, *, id: str) -> None:
-        """Answer a control message `result` with the final reply of the request, as its requester got it before."""
+        """Answer a control message `result` about a request that has ended with the request's final reply."""
         headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True, n.REQUEST_ID: id}
         content_type = PROBLEM if completion.status == "error" else JSON
         if not self._may_answer(message):
@@ -99,8 +102,8 @@ class Answers:
             await self._publish(message, answer)
 
     def _may_answer(self, message: Message, *, must_answer: bool = False) -> bool:
-        """Whether an answer may be sent to the `reply_to` of a control message. If it may not, count and log that. A
-        message without `reply_to` is counted and logged only if `must_answer` is true."""
+        """Whether an answer may be sent to the `reply_to` of a control message. If not, this is counted and logged; but
+        for a message without `reply_to` only if `must_answer` is true."""
         address = message.reply_to or ""
         may = self.rule.allows_control(address, user=message.user_id)
         if not may and (address or must_answer):

@@ -1,12 +1,13 @@
 """Reads a control message as a `Command`; if the message is invalid, it raises RequestProblem, which says what is
-wrong. Without I/O.
+wrong. Does no I/O.
 
-The routing key and the property `type` both name the command. In the body, `tenant` may be left out:
+The routing key and the property `type` of the message both name the command. These are the commands with their bodies,
+in which `tenant` may be left out:
 
 cancel      {"cancel": "<message_id>", "tenant": "…"}
 result      {"result": "<message_id>", "tenant": "…"}
-change      refused: it is not available in this version
-status      answered by every worker, from a queue of its own (service/worker/running.py)
+change      This command is refused, because it is not available in this version.
+status      Every worker answers this command: each gets it from a queue of its own (service/worker/running.py).
 """
 
 import json
@@ -24,7 +25,7 @@ MESSAGE_BYTES = 4096
 """The maximum size, in bytes, of the body of a control message."""
 KNOWN = (*n.CONTROL_KEYS, n.STATUS_KEY)
 SHOWN = 80
-"""How many characters of an invalid value in a control message the text of an error quotes."""
+"""An error's text quotes at most this many characters of an invalid value in a control message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ def read(message: Message, *, speakers: Collection[str], needs_user_id: bool) ->
 
 
 def id_of(message: Message) -> str | None:
-    """The id of the request that an invalid control message is about, for the answer to the message; None if the id
-    cannot be read."""
+    """The id of the request that a refused control message is about, so that the answer can name the request; None if
+    the message's body has no such id, or several."""
     body = _json_object(message) or {}
     ids = [id for kind in n.CONTROL_KEYS if isinstance(id := body.get(kind), str) and is_request_id(id)]
     return ids[0] if len(ids) == 1 else None

@@ -1,4 +1,5 @@
-"""Works on control messages: records cancellations, and answers requests for results.
+"""Works on control messages: records cancellations of requests (`cancel`), and answers questions for their results
+(`result`).
 
 All workers share one queue, and each message goes to one of them. A cancellation is acknowledged only after it is
 stored. Many messages are worked on at once, so that the store writes several cancellations together. The queue is read
@@ -28,23 +29,23 @@ from topology.broker.deliveries import Deliveries
 from topology.broker.session import ChannelLost, Delivery, Session
 
 FAULTS_AT_MOST = 5
-"""A control message that causes an internal error at each delivery is refused at the last of this many deliveries. It
-is not tried further, because a worker that has just connected takes no requests until the control queue is empty."""
+"""A control message that causes an internal error at each of this many deliveries is refused at the last of them. It is
+not delivered again, because a worker that has just connected takes no requests until the control queue is empty."""
 LOOK_EVERY_S = 0.05
 """The seconds between two checks whether the control queue is empty, after the worker has connected."""
 CATCH_UP_WITHIN_S = 5.0
-"""For at most how many seconds requests wait until the worker has stored the cancellations that were in the control
-queue when the worker connected. Thousands of cancellations are stored in that time. If there are more, the rest is
-stored while requests run, so that a request may run although it was cancelled."""
+"""After a worker has connected, its requests wait until it has stored the cancellations that are in the control queue,
+but at most for this many seconds, in which thousands of cancellations are stored. If there are more, the rest is stored
+while requests run, so that a request may run although it was cancelled."""
 QUIET_S = 0.5
 """If the worker's user may not read the length of the control queue, the queue counts as empty when nothing was
 delivered for this many seconds."""
 GATHER_S = 0.01
-"""For how many seconds a finished control message waits for others at most, so that one write acknowledges all of
-them."""
+"""A finished control message is acknowledged after at most this many seconds, in one write to the broker together with
+the others that have finished by then."""
 REFUSED_AT_A_TIME = 32
-"""After refusing this many control messages without an answer, the loop that reads them lets other tasks of the process
-run."""
+"""Each time the loop that reads control messages has refused this many of them without an answer, it lets other tasks
+of the process run."""
 Ready = Callable[[], Awaitable[Mapping[str, int]]]
 """A function that asks the broker how many messages wait in the control queue. It returns a mapping whose only key is
 the queue's name. Raises BrokerError."""
@@ -81,11 +82,11 @@ class Control:
         self._allowance = Allowance(per_tenant_s=per_tenant_s, speakers=speakers, read_command=self._read_command)
         self._displaced_throttle = LogThrottle()
         self.displaced = 0
-        """How many cancellations of requests that had not arrived yet were deleted from the store, because their tenant
-        sent more of them than the store keeps."""
+        """How many cancellations were deleted from the store before their request arrived, because their tenant sent
+        more such cancellations than the store keeps."""
         self._is_behind = True
-        """True while the control queue may have cancellations that were sent when no worker was connected, or when the
-        store was unavailable."""
+        """True while the control queue may have old cancellations, which were sent when no worker was connected or when
+        the store was unavailable, so that no request should be worked on yet."""
         self._received = 0
         """How many control messages have arrived in this process."""
         self._in_hand: set[int] = set()
@@ -138,7 +139,7 @@ class Control:
                 await asyncio.sleep(0)
 
     def _acknowledge(self, delivery: Delivery, session: Session, reading: asyncio.TaskGroup) -> None:
-        """Acknowledge a control message within `GATHER_S`, together with others."""
+        """Acknowledge a control message within `GATHER_S`, together with the others that have finished by then."""
         if not self._done:
             reading.create_task(self._acknowledge_all(session), name="control acknowledging")
         self._done.append(delivery)
@@ -151,16 +152,16 @@ class Control:
     async def _catch_up(self, session: Session) -> None:
         """Find out when the cancellations that waited in the control queue are recorded: set `_is_behind` to False when
         the queue was found empty, or `CATCH_UP_WITHIN_S` is over. If the store becomes unavailable, set `_is_behind` to
-        True and begin again. This runs until it is cancelled.
+        True and begin again. This method runs until it is cancelled.
 
         The broker is polled, because it does not announce that a queue is empty. The queue must be found empty twice,
-        with no message arriving in between, because a message on its way to this worker is counted neither by the
+        and no message may arrive in between, because a message on its way to this worker is counted neither by the
         broker nor by the worker."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + CATCH_UP_WITHIN_S
         empty_after: int | None = None
-        """The number of messages that had arrived when the queue was last found empty; None if it was not found
-        empty."""
+        """How many control messages had arrived (`_received`) when the queue was last found empty; None if the last
+        check did not find it empty."""
         while True:
             if self._claiming.is_away:
                 self._is_behind, end_s, empty_after = True, loop.time() + CATCH_UP_WITHIN_S, None
@@ -176,8 +177,8 @@ class Control:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _waiting(self, session: Session) -> int:
-        """How many control messages wait in the queue or are worked on; at least 1 if it is unknown whether any wait in
-        the queue."""
+        """How many control messages wait in the queue or are worked on. If it is unknown whether any wait in the queue,
+        the result is at least 1."""
         try:
             ready = sum((await self._ready()).values())
             return ready + session.waiting + len(self._in_hand)
@@ -206,8 +207,8 @@ class Control:
         """Carry out a control message. Return True if it may be acknowledged, False if it was returned to the queue.
 
         An invalid message is refused. A message is returned to the queue if the store is unavailable, or after an
-        internal error; if the error occurs at delivery number `FAULTS_AT_MOST` or later, the message is refused
-        instead, so that it is not redelivered without end."""
+        internal error. But if an internal error occurs when the message is delivered for the `FAULTS_AT_MOST`th time or
+        later, the message is refused, so that it is not redelivered without end."""
         message = delivery.message
         try:
             command = self._read_command(message)

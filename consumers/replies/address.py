@@ -1,14 +1,14 @@
-"""Decides to which addresses replies may be sent, by the request's `reply_to` and its user. Without I/O.
+"""Decides whether a reply may be sent to the address in a request's `reply_to`. Does no I/O.
 
 A worker may publish to every queue. So without this rule a requester could name, in `reply_to`, a queue to which the
 requester itself may not publish, and the worker would publish there (threat T1 in docs/security.md). The rule has two
 modes:
 
-open    the default. Allowed are names that no client can choose (`amq.gen-…`, direct reply-to), `lane.reply.…`, and any
-        queue outside `lane.` and `amq.`. A requester who knows the name of another client's queue can make a worker
-        send answers there
+open    The default. Allowed are addresses that the broker has named (queues `amq.gen-…`, direct reply-to), queues
+        `lane.reply.…`, and any queue whose name begins neither with `lane.` nor with `amq.`. A requester who knows the
+        name of another client's queue can make a worker send replies there.
 bound   Allowed are direct reply-to, and the queues `lane.reply.<user_id>` and `lane.reply.<user_id>.…` of the
-        request's user, because the owner of any other queue is unknown
+        request's user. Other queues are not allowed, because it is unknown to which user they belong.
 """
 
 import re
@@ -28,7 +28,7 @@ _USER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """The pattern of the user names that `topology export` allows. Dots are excluded, because otherwise the queue
 `lane.reply.a.b` could belong to the user `a` or to the user `a.b`."""
 _SHOWN = 100
-"""How many characters of a forbidden reply address the text of an error quotes."""
+"""An error's text quotes at most this many characters of a forbidden reply address."""
 
 
 def is_direct(address: str) -> bool:
@@ -39,8 +39,8 @@ def is_direct(address: str) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyRule:
     """The rule that says to which addresses replies may be sent, with its settings. `bound`: whether the rule's mode is
-    `bound`; otherwise it is `open`. `allow`: patterns; an allowed address must also match one of them. None: there is
-    no such condition."""
+    `bound`; otherwise the mode is `open`. `allow`: patterns, one of which an address must match, in addition to what
+    the mode demands; None: there is no such condition."""
 
     names: Names
     allow: Sequence[re.Pattern[str]] | None = None
@@ -55,8 +55,9 @@ class ReplyRule:
         return may and (self.allow is None or any(pattern.fullmatch(address) for pattern in self.allow))
 
     def allows_control(self, address: str, *, user: str | None) -> bool:
-        """Whether the answer to a control message may be sent to an address: to direct reply-to, a queue of the user,
-        or (in mode `open`) a queue that the broker named."""
+        """Whether the answer to a control message (cancel, result) may be sent to an address. Allowed are direct
+        reply-to, the user's own reply queues (`lane.reply.<user_id>`) and, in mode `open`, queues that the broker has
+        named. `user`: the `user_id` of the control message."""
         if len(address) > LONGEST:
             return False
         return self._is_bound(address, user) or (not self.bound and _BROKER_NAMED.fullmatch(address) is not None)

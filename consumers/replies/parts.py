@@ -1,9 +1,9 @@
 """Sends the parts of a streamed answer to the requester, one message for each event of the provider.
 
-A part is published without waiting for the confirms of earlier parts, because waiting would delay the first piece of
-the answer by three round trips to the broker: three other events come before it. Parts keep their order, because they
-are published on one channel. A lost part does not fail the attempt, because the final reply has the whole answer. The
-final reply is sent only after each part is confirmed or counts as lost.
+A part is published without waiting for the confirms of earlier parts. Waiting would delay the first piece of the answer
+by three round trips to the broker, because a stream begins with three other events. Parts keep their order, because
+they are published on one channel. A lost part does not fail the attempt, because the final reply has the whole answer.
+The final reply is sent only after each part is confirmed or counts as lost.
 """
 
 import asyncio
@@ -18,11 +18,13 @@ from lanekeeper.telemetry import logs, signals
 UNCONFIRMED = 64
 """How many published parts of a stream may wait for their confirms at a time."""
 UNCONFIRMED_BYTES = 256 * 1024
-"""How many bytes the unconfirmed parts of a stream may have together. A single part may be larger."""
+"""How many bytes the unconfirmed parts of a stream may have together. A single part may be larger, but is sent only
+when no other part is unconfirmed."""
 FIRST_UNCONFIRMED = 4
-"""How many published parts of a stream may wait for their confirms when the stream begins. The limit doubles each time
-it is reached, up to `UNCONFIRMED`. A stream begins with three events and then the first piece of the answer. With this
-limit that piece reaches the client early, even if the provider sends the whole answer at once."""
+"""How many published parts of a stream may wait for their confirms when the stream begins; the limit doubles each time
+it is reached, up to `UNCONFIRMED`. The first piece of the answer is the fourth part, because three other events come
+before it. So the first wait for a confirm follows that piece, which thereby reaches the client early, even if the
+provider sends the whole answer at once."""
 log = logs.logger()
 
 
@@ -30,9 +32,9 @@ class Parts:
     """Sends the parts of one attempt's stream to the requester, numbered from 0. Call this object with each event of
     the provider.
 
-    If the requester may already have events of an earlier call, a part `restart` is sent first: it tells the requester
-    to discard them. That can happen in a second or later attempt, in the second call of an attempt, and after a
-    redelivery.
+    If the requester may already have events of an earlier call to a provider, a part `restart` is sent first, which
+    tells the requester to discard those events. That is so in a second or later attempt, in the second call of an
+    attempt, and after a redelivery of the request.
     """
 
     def __init__(self, replies: Replies, job: Job) -> None:
@@ -44,8 +46,8 @@ class Parts:
         self._bytes = 0
         self._most = FIRST_UNCONFIRMED
         self.has_sent = False
-        """Whether an event of the answer was sent to the requester, who must discard the event if another attempt
-        follows."""
+        """Whether an event of the answer was sent to the requester. (If another attempt follows, the requester must
+        discard it.)"""
 
     async def __call__(self, event: bytes, /) -> None:
         address, trail = self._job.message.reply_to, self._job.trail
@@ -86,8 +88,8 @@ class Parts:
         self._bytes += len(body)
 
     async def _make_room(self, size: int) -> None:
-        """Wait until one more part of the stream, of `size` bytes, may be sent. The wait is needed because the parts
-        that the broker has not confirmed yet are limited in number and bytes."""
+        """Wait until one more part of the stream, of `size` bytes, may be sent: until the parts that the broker has not
+        confirmed yet are few enough, in number and in bytes."""
         while self._unconfirmed:
             oldest, _ = self._unconfirmed[0]
             if not oldest.done():
@@ -99,8 +101,7 @@ class Parts:
             self._take_oldest()
 
     def _take_oldest(self) -> None:
-        """Remove the oldest part of the stream from the unconfirmed ones; if it was not confirmed, log that it is
-        lost."""
+        """Remove the oldest part from `_unconfirmed`. If the broker did not confirm this part, log that it is lost."""
         answer, size = self._unconfirmed.popleft()
         self._bytes -= size
         if not answer.done():

@@ -1,5 +1,5 @@
-"""Builds and sends replies. The final reply is persistent and confirmed. The parts of a streamed answer, which come
-before it (`parts.py`), are not persistent."""
+"""Builds and sends replies. The final reply is a persistent message, and the worker waits for its confirm. The parts of
+a streamed answer (`parts.py`), which are sent before the final reply, are not persistent."""
 
 import asyncio
 import uuid
@@ -27,7 +27,7 @@ from lanekeeper.telemetry import logs, signals
 JSON = "application/json"
 PROBLEM = "application/problem+json"
 PART_TIMEOUT_S = 5.0
-"""The time limit, in seconds, for publishing one part of a stream, and for its confirm."""
+"""The time limit, in seconds, for publishing one part of a stream, and again for the wait for its confirm."""
 log = logs.logger()
 
 
@@ -60,7 +60,7 @@ class Replies:
         """
         if completion.code and not PROBLEMS[completion.code].answered:
             return True
-        # a cancellation that was stored before the request arrived has no headers about its wait: add them here
+        # the completion of a request that was cancelled before it arrived has no headers about its wait: add them here
         wait = {n.WAIT_MS: job.wait_ms, n.RUN_MS: job.run_ms, n.WAIT_FROM: job.published.by}
         headers: dict[str, Any] = {n.STATUS: completion.status, n.REQUEST_ID: job.id, **wait, **completion.headers}
         if replayed:
@@ -99,9 +99,9 @@ class Replies:
     async def part(self, job: Job, address: str, *, part: str, seq: int, body: bytes) -> "asyncio.Future[Answer]":
         """Publish one part of a stream, and return the broker's confirm as a future.
 
-        Raises BrokerError if the part was not sent, and RequestProblem if the address is forged. For a part that is too
-        large for a message it raises MessageTooLarge, a BrokerError, if `loses_large_parts`, and RequestProblem
-        otherwise.
+        Raises BrokerError if the part was not sent, and RequestProblem if the address is forged. If the part is too
+        large for a message, raises MessageTooLarge (a BrokerError) if `loses_large_parts` is true, otherwise
+        RequestProblem.
         """
         headers: dict[str, Any] = {n.REQUEST_ID: job.id, n.ATTEMPT: job.attempts, n.PART: part, n.SEQ: seq}
         if job.lane is not None:

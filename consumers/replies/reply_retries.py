@@ -1,10 +1,10 @@
-"""Sends a reply again if the reply queue was full. Meanwhile the request waits in a delay, so that the worker can work
-on others.
+"""Sends a reply again if the reply queue was full. Until then the request waits in the broker's delay queues, so that
+the worker can work on other requests.
 
 The request is published to the delay exchanges, with a header which says that only its reply remains to be sent. When
-the request comes back, its completion (how it ended) is read from the store. If the completion is not stored under the
-request's id, because the request is invalid or the id belongs to another request, a header carries it. A minute after
-the first try the reply is given up, but a stored result can still be fetched.
+the request is delivered again, its completion (how it ended) is read from the store. If the completion is not stored
+under the request's id, because the request is invalid or the id belongs to another request, a header of the message
+contains it. A minute after the first try the reply is given up, but a stored result can still be fetched.
 """
 
 import json
@@ -18,13 +18,14 @@ from lanekeeper.contract import names as n
 from lanekeeper.telemetry import logs, signals
 
 PAUSES_S = (1, 2, 4, 8, 16, 30)
-"""The pauses, in seconds, before each further try to send a reply to a full queue: a minute in total. Within a minute,
-a requester that was slow or was restarted has usually emptied its queue."""
+"""The pauses, in seconds, before the second and each later try to send a reply to a full queue. Together they last a
+minute, in which a requester that was slow or was restarted has usually emptied its queue."""
 MAX_WAITING = 1000
-"""How many replies of one process may wait at a time because their reply queue is full. Further ones are given up."""
+"""How many replies of one process may wait at a time because their reply queue is full. If there are more, the further
+replies are given up at once."""
 MOST_OF_ONE = 10
-"""At most one in this many of the replies that may wait because their queue is full (`MAX_WAITING`) may belong to one
-tenant or, for requests without a tenant (no `user_id`), to one reply queue."""
+"""One tenant may have at most `MAX_WAITING` divided by this number of replies that wait because their queue is full.
+For requests without a tenant (without `user_id`) the same limit applies to each reply queue."""
 WARN_EVERY_MS = 1000
 """The shortest time, in ms, between two warnings in the log about replies that are given up."""
 Handle = Callable[[Job], Awaitable[Outcome]]
@@ -32,21 +33,21 @@ log = logs.logger()
 
 
 class ReplyRetries:
-    """Sends a reply again later if its queue is full, limits how many requests wait in a delay for that, and counts the
-    replies that are given up."""
+    """Decides whether a reply that a full queue has refused is sent again later, and when; limits how many replies wait
+    in this way; and counts the replies that are given up."""
 
     def __init__(self, claiming: Claiming, *, max_waiting: int = MAX_WAITING) -> None:
         self._claiming = claiming
         self._max_waiting = max_waiting
         self._waiting: list[tuple[int, tuple[str, str]]] = []
-        """For each waiting reply: when its request comes back, in ms since 1970, and whose it is: ("tenant", name) or
-        ("queue", name)."""
+        """For each waiting reply: when its request is delivered again, in ms since 1970, and to whom the reply belongs:
+        ("tenant", the tenant's name) or, without a tenant, ("queue", the reply queue's name)."""
         self._next_warning_ms = 0
         self.given_up = 0
-        """The number of replies that were given up because their queue stayed full."""
+        """The number of replies that were given up because their queue was full."""
 
     def pause_ms(self, job: Job, *, now_ms: int) -> int | None:
-        """Decide how many ms a reply that its full queue has refused waits before it is sent again. Return None if the
+        """Return after how many ms the job's reply, which a full queue has refused, is sent again. Return None if the
         reply is given up, which is counted and logged."""
         tenant = job.identity.tenant
         whose = ("tenant", tenant) if tenant else ("queue", job.message.reply_to or "")
@@ -72,7 +73,7 @@ class ReplyRetries:
 
     def wrap(self, handle: Handle) -> Handle:
         """Return a function that calls `handle` for each delivery, except if the request has ended and only its reply
-        must be sent again: then the function returns how the request ended.
+        must be sent again: then the function returns the outcome `Replayed`, with how the request ended.
         """
 
         async def reply_or_handle(job: Job) -> Outcome:
@@ -83,8 +84,8 @@ class ReplyRetries:
         return reply_or_handle
 
     async def _completion(self, job: Job) -> Completion | None:
-        """How the request ended whose reply must be sent again. This is read from the header of the delivery that
-        carries it or, if there is none, from the store; None if the store does not have it any more. Raises
+        """How the job's request ended, whose reply must be sent again. This is read from a header of the message or, if
+        the message has no such header, from the store; None if the store does not have it any more. Raises
         StoreUnavailable."""
         if (error := job.hop.reply_error) is None:
             found = await self._claiming.find(job.identity)

@@ -1,6 +1,6 @@
-"""Brings a request's outcome into a form that can be sent, before the outcome is stored. A large answer is stored
-outside the broker (if a store for bodies is configured), and the outcome contains its address instead. If an answer is
-too large for an AMQP message and cannot be stored, the outcome becomes an error."""
+"""Brings a request's outcome into a form that can be sent, before the outcome is stored. If a store for bodies (a
+folder or a bucket) is configured, a large answer is stored there, and the outcome contains its address instead. If an
+answer is too large for an AMQP message and cannot be stored in this way, the outcome becomes an error."""
 
 import asyncio
 import json
@@ -18,14 +18,14 @@ from lanekeeper.telemetry import logs, signals
 from topology.codec.bounds import ANSWER_BYTES
 
 SOON_S: Final = 5.0
-"""For how many seconds a worker tries to store a large answer outside the broker. If that fails, the answer is sent in
-a message, if the broker accepts its size."""
+"""For how many seconds a worker at first tries to store a large answer outside the broker. If that fails, and the
+broker accepts a message of this size, the answer is sent in a message."""
 KEEP_WITHIN_S: Final = 60.0
-"""If the broker does not accept a message of an answer's size, a worker tries for this many seconds longer to store the
-answer outside the broker, because the provider's call was paid for."""
+"""If an answer could not be stored outside the broker within `SOON_S`, and the broker does not accept a message of its
+size, a worker tries again for this many seconds to store it, because the call to the provider was paid for."""
 MARGIN_S: Final = 3600.0
-"""A large answer is kept for this many seconds longer than the stored result that has its address, because a client may
-read the answer some time after the result."""
+"""A large answer that is stored outside the broker is kept for this many seconds longer than the result that contains
+its address, because a client may read the answer some time after it has read the result."""
 PAUSE_S: Final = 0.5
 """The pause, in seconds, between two tries to store an answer outside the broker."""
 log = logs.logger()
@@ -33,8 +33,8 @@ log = logs.logger()
 
 class Sendable:
     """Brings outcomes into a form that can be sent. An answer of more than `over_bytes` is stored in `bodies` (a folder
-    or a bucket; None: every answer is sent in a message), for a little longer than `keep_s`, the time for which results
-    are kept. An answer of more than `answer_bytes` becomes an error."""
+    or a bucket; None: every answer is sent in a message). It is kept there for `MARGIN_S` longer than `keep_s`, the
+    time for which results are kept. An answer of more than `answer_bytes` becomes an error."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Sendable:
             return outcome if limit is None else Buried(answer_too_large(size, limit, setting="LANEKEEPER_BODIES__URL"))
         kept = await self._keep(bodies, outcome.body, within_s=SOON_S)
         if kept is None:
-            # the broker is asked only now, because the question is a message of that size
+            # the broker is asked only now, because it is asked by sending it a message of that size
             if (limit := await self._publisher.exceeded_limit(size)) is None:
                 return outcome
             if (kept := await self._keep(bodies, outcome.body, within_s=KEEP_WITHIN_S)) is None:
@@ -75,9 +75,9 @@ class Sendable:
         return replace(outcome, body=place_of(kept, size), kept=kept)
 
     def forget(self, outcome: Outcome) -> None:
-        """Begin to delete the stored answer of this outcome. The outcome is not used, because the store of results
-        already had another outcome of the request. If the process dies before the answer is deleted, the answer
-        expires."""
+        """Begin to delete the answer of this outcome from the store of bodies, because the outcome is not used: the
+        store of results already had another outcome of the request. If the process dies before the answer is deleted,
+        the answer is removed when it expires."""
         if self._bodies is not None and isinstance(outcome, Answered) and outcome.kept is not None:
             self._background.begin(_drop(self._bodies, outcome.kept), name="drop an answer")
 
@@ -106,7 +106,7 @@ async def _drop(bodies: BodyStore, kept: BodyAddress) -> None:
 
 
 def place_of(kept: BodyAddress, size: int) -> bytes:
-    """The body of a reply whose answer of `size` bytes is stored outside the broker: a JSON object with the answer's
-    address, as docs/contract.md describes it."""
+    """The body of the reply if the answer, of `size` bytes, is stored outside the broker: a JSON object with the
+    answer's address (`kept`), as docs/contract.md describes it."""
     place = {"type": "urn:lanekeeper:body", "address": kept.address, "sha256": kept.sha256, "bytes": size}
     return json.dumps(place).encode()

@@ -1,10 +1,10 @@
-"""Sends replies to queues, and by RabbitMQ's direct reply-to, that is, without a queue to the channel on which the
+"""Sends replies to queues, and by RabbitMQ's direct reply-to, that is, without a queue, to the channel on which the
 request was published.
 
 A broker before RabbitMQ 4.3.5 closes the connection that publishes to a forged direct reply-to address (docs/facts.md,
-section 6). With such a broker the first reply to each of these addresses is sent over a separate connection, one reply
-at a time, so that it is known which address was forged if the connection is closed. If the broker confirms that reply,
-the address is genuine, and further replies to it use the ordinary connection.
+section 6). With such a broker the first reply to each direct reply-to address is sent over a separate connection. This
+connection carries one reply at a time, so if the broker closes it, it is known which address was forged. If the broker
+confirms the reply, the address is genuine, and further replies to this address use the ordinary connection.
 """
 
 import asyncio
@@ -19,13 +19,14 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
 
 KILLED_WITHIN_S = 2.0
-"""How many seconds to wait, if the confirm of a direct reply to an untested address does not come, to learn whether the
-broker has closed the connection, because the address is forged."""
+"""If the confirm of a direct reply to an untested address does not come, the worker waits for at most this many seconds
+for the reason why the connection was lost, which shows whether the broker closed it because the address is forged."""
 TRIES = 3
-"""A direct reply is published at most this many times if the connection is lost each time."""
+"""To a broker before RabbitMQ 4.3.5, a direct reply is published at most this many times if the connection is lost each
+time."""
 KEPT = 1000
-"""How many direct reply-to addresses are remembered as forged, so that each of them closes the connection only once,
-and how many are remembered as genuine."""
+"""How many direct reply-to addresses a process remembers as forged (so that each of them closes the connection only
+once), and how many it remembers as genuine; in both cases those that were tested last."""
 
 
 class ReplySender:
@@ -45,8 +46,8 @@ class ReplySender:
         self._genuine: dict[str, None] = {}
 
     def needs_own_connection(self, address: str) -> bool:
-        """Whether the first reply to this address is sent over a separate connection, because the broker would close
-        the connection if the address were forged."""
+        """Whether the first reply to this address is sent over the separate connection, because the broker would close
+        the ordinary one if the address were forged."""
         return self._own is not None and is_direct(address)
 
     def refusal(self, address: str) -> RequestProblem | None:
@@ -68,7 +69,8 @@ class ReplySender:
 
     async def write(self, message: Message, address: str, *, timeout_s: float) -> "asyncio.Future[Answer]":
         """Publish a message once without waiting for its confirm, and return the confirm as a future. If the address
-        must be tested over the separate connection, the future is already done. Raises the same errors as `send`."""
+        must first be tested over the separate connection, wait for the confirm there, and return a future that is
+        already done. Raises the same errors as `send`."""
         if self._own is not None and self._is_unknown(address):
             await self.send(message, address, timeout_s=timeout_s, traced=False)
             confirmed: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -110,9 +112,9 @@ class ReplySender:
             _remember(address, self._genuine)
 
     async def send_surely(self, message: Message, address: str) -> None:
-        """Publish a message, repeatedly if necessary, until the broker confirms it; but at most `TRIES` times to an
-        address for which this broker would close the connection if it were forged. Raises PublishRefused as soon as the
-        queue refuses the message, and the errors of `send`."""
+        """Publish a message, repeatedly if necessary, until the broker confirms it. If this broker closes connections
+        that publish to forged addresses, a direct reply is published at most `TRIES` times. Raises PublishRefused as
+        soon as the queue refuses the message, and the errors of `send`."""
         if not self.needs_own_connection(address):
             return await self._publisher.publish_surely(
                 message, exchange="", routing_key=address, mandatory=not is_direct(address), refused_within_s=0
@@ -134,8 +136,8 @@ def _forged() -> RequestProblem:
 
 
 async def _killed_by_the_broker(loss: asyncio.Future[str]) -> bool:
-    """Whether the broker closed the connection with 541 INTERNAL_ERROR, as it does after a forged address. `loss`: a
-    future for the reason why the connection was lost."""
+    """Whether the broker closed the connection with the error 541 INTERNAL_ERROR, as it does if a client publishes to a
+    forged direct reply-to address. `loss`: a future for the reason why the connection was lost."""
     try:
         async with asyncio.timeout(KILLED_WITHIN_S):
             return "INTERNAL_ERROR" in await asyncio.shield(loss)
