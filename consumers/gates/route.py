@@ -25,8 +25,8 @@ down. So in a long outage the request does not come back every few seconds, and 
 for long."""
 MOST_TARGETS = 5
 """A request that waits for a provider to recover is deferred by at most this many times its lane's target wait (the
-setting `target_wait_s`): in the lane `critical`, whose target is a second, by at most five seconds. (`SPREAD` lengthens
-this time at random.)"""
+setting `target_wait_s`): in the lane `critical`, whose target is a second, by at most five seconds. `SPREAD` lengthens
+this time at random."""
 SPREAD = 0.5
 """The delay of a request that waits for a provider to recover is lengthened at random by up to this share of the delay,
 so that one request makes the first call before the others come back."""

@@ -105,8 +105,7 @@ class Settings(BaseSettings):
     requests, and fetch results. A gateway's user is an example. Example: gateway"""
     profile: Literal["production"] | None = None
     """`production`: a worker does not start while `lanekeeper check` finds any of the risks in docs/production.md.
-    None: the check only warns of these risks, and a starting process logs unencrypted connections. Example: production
-    """
+    None: the check only warns of them, and a starting process logs unencrypted connections. Example: production"""
     require_user_id: bool | None = None
     """Whether requests without the AMQP property `user_id` are refused. If they are accepted, they all belong to one
     common tenant. None: true with the profile `production`, else false. Example: true"""
