@@ -57,8 +57,8 @@ class Failover(Enum):
     SAME_MODEL = auto()
     """After the failed call, another provider may be called, but only with the same model."""
     ACCOUNT = auto()
-    """After the failed call, another account (the limits of one provider for a class of models) may be called, with any
-    model."""
+    """After the failed call, any model of another account may be called. An account stands for the limits of one
+    provider for one class of models."""
     SAME_MODEL_FIRST = auto()
     """After the failed call, another account (one provider's limits for a class of models) may be called with the same
     model; if the `retry-after` of the failed call is longer than 5 s, with any model."""

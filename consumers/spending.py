@@ -131,7 +131,7 @@ class Spending:
         self._background = Background()
 
     def bounds(self, lane: str, tenant: str) -> tuple[Bound, ...]:
-        """The limits of the daily caps that apply to requests of this lane and this tenant."""
+        """The daily caps (requests, tokens and dollars a day) that apply to requests of this lane and this tenant."""
         of_tenant = self._spec.tenants.get(tenant) or self._spec.tenants.get(EVERY_TENANT)
         caps = ((LANE, lane, self._spec.lanes.get(lane)), (TENANT, tenant, of_tenant))
         return tuple(

@@ -19,7 +19,8 @@ from consumers.state.following import EVENT, RESTART, Following, NewEntry, Part,
 from lanekeeper.telemetry import logs, signals
 
 GATHER_S = 0.02
-"""The pause, in seconds, between two writes of entries to the store."""
+"""The pause, in seconds, between two writes to the store of what clients follow (steps of requests, events of
+answers)."""
 AGAIN_S = 0.5
 """The pause, in seconds, after a write of entries to the store that failed."""
 FLUSH_WITHIN_S = 2.0
@@ -103,8 +104,8 @@ class Trail:
 
     def failed(self, part: Part) -> None:
         """Note that the write of the entries in `part` has failed, or perhaps failed. Entries for steps of the request
-        are written again. Events of its answer are not written again, so some may be missing in the store, and
-        therefore no more events are written until the next `restart`."""
+        are written again. Entries with events of its answer are not written again, because the store may have some of
+        them, so there may be a gap; therefore no more events are written until the answer begins anew (`restart`)."""
         self._is_writing = False
         is_restarted = any(entry.kind == RESTART for entry in self._unwritten)  # clients forget the events before it
         self._unwritten[:0] = [entry for entry in part.entries if entry.kind != EVENT]

@@ -235,7 +235,8 @@ class Account:
 
     def begin(self, waiter: Waiter, *, from_savings: Amounts, now_s: float) -> bool:
         """Give a waiting request the reservation that the script in Redis has granted. `from_savings`: how much of the
-        reservation came from the lane's savings. Returns False if the request no longer waits."""
+        reservation came from the part of the budget that the lane has saved up. Returns False if the request no longer
+        waits."""
         if waiter not in self.lines:
             return False
         self._begin(waiter, from_savings, now_s)

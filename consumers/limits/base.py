@@ -71,7 +71,7 @@ class WaitTooLong(LanekeeperError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """How many requests of one lane wait for the budget of one account, and why."""
+    """How many requests of one lane wait until the limits of one account at the provider allow their calls, and why."""
 
     count: int
     reason: str

@@ -46,8 +46,8 @@ class ReplySender:
         self._genuine: dict[str, None] = {}
 
     def needs_own_connection(self, address: str) -> bool:
-        """Whether the first reply to this address is sent over the separate connection, because the broker would close
-        the ordinary one if the address were forged."""
+        """Whether a reply to this address is sent over a connection of its own, apart from all other publishes, because
+        the broker would close the connection if the address were forged."""
         return self._own is not None and is_direct(address)
 
     def refusal(self, address: str) -> RequestProblem | None:

@@ -205,8 +205,9 @@ def invalid_request(detail: str) -> RequestProblem:
 def answer_too_large(size: int, limit: int, *, setting: str = "", is_away: bool = False) -> RequestProblem:
     """Make the error for a provider's answer that is too large to be sent back to the requester.
 
-    `size` and `limit` are in bytes. `setting` is the name of a setting that allows larger answers. `is_away`: whether
-    the limit is that of a message, because the store for large answers could not be used.
+    `size` and `limit` are in bytes. `setting` is the name of a setting that allows larger answers. `is_away`: True
+    if the store for large answers could not be used, so that the answer would have had to fit into one message, and
+    `limit` is the largest message that the broker accepts.
     """
     here = " in a message, and the store for larger ones could not be used" if is_away else ""
     more = f", or set {setting} for the workers" if setting else ""

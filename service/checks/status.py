@@ -111,8 +111,8 @@ class Status:
     letters."""
     control: Mapping[str, int] = field(default_factory=dict)
     """Counts since the workers started. `refused`: control messages that were refused. `unanswered`: control messages
-    that could not be answered. `displaced`: cancellations of ids that no worker had seen, which were deleted in favour
-    of newer ones."""
+    that could not be answered. `displaced`: cancellations of ids that no worker had seen, which the store deleted
+    because their tenant sent newer ones and had too many."""
     simulated: tuple[str, ...] = ()
     """The workers whose provider is simulated, so that calls cost nothing."""
 

@@ -37,7 +37,8 @@ class Forwarding:
 
     def part(self, part: Part) -> bytes:
         """Process one part of the streamed answer. Returns the bytes to write to the client now, which may be none.
-        Raises ApiError if events that the client already has are no longer valid."""
+        Raises ApiError if the worker began the answer anew, so that events which the client already has are not part of
+        it."""
         if part.kind == "restart":
             self._start_over("an attempt failed in the middle of the answer, and another one has begun")
             self._next_seq = 1
