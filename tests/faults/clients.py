@@ -125,13 +125,13 @@ class Load:
     async def _one(self, wish: Wish) -> None:
         question = self._ask_for(wish, question=wish.identity)
         answered = self._waiting.get(question)
+        if answered is None:
+            self._unheard.append(wish)  # before it is sent: it may be sent again after `fetched` was called
         await self._publish(wish, question)
         if wish.is_sent_twice:
             await asyncio.sleep(self._rng.uniform(0, 1))
             await self._publish(wish, question)
-        if answered is None:
-            self._unheard.append(wish)
-        elif wish.is_contradicted:
+        if answered is not None and wish.is_contradicted:
             await answered.wait()
             body = {"prompt": f"{wish.body['prompt']} and more"}
             other = replace(wish, body=body, headers={}, expects=("idempotency_conflict",), delay_s=0.0)
