@@ -60,7 +60,7 @@ def test_in_the_price_list_output_costs_five_times_the_input_and_the_cache_what_
 
 def test_the_price_list_is_what_the_facts_say() -> None:
     facts = " ".join((Path(__file__).parents[2] / "docs/facts.md").read_text().split())
-    listed = facts[facts.index("Dollars per million") :]
+    listed = facts[facts.index("Prices in dollars per million") :]
     found = re.findall(r"([A-Z]\w+) ([\d.]+)(?: and ([\d.]+))? ([\d.]+)/([\d.]+)", listed)
     told = {
         f"claude-{family.lower()}-{version.replace('.', '-')}": (float(for_input), float(for_output))
