@@ -35,10 +35,8 @@ ATTEMPT_WITHIN_S = 1200.0
 """The longest time, in seconds, that one attempt of a request may take."""
 STORE_WITHIN_S = 180.0
 """For how many seconds a worker tries to store the outcome of a request while the store is unavailable. Together with
-the two steps before it (`CLAIM_WITHIN_S`, `ATTEMPT_WITHIN_S`) and the two publishes after it (up to 100 s each), this
-is less than the broker's consumer timeout of 1800 s. The broker takes back a delivery that is held longer, and delivers
-it again. It would do so without end, because it does not count such deliveries towards the delivery limit
-(docs/facts.md, section 7)."""
+`CLAIM_WITHIN_S`, `ATTEMPT_WITHIN_S` and two publishes (up to 100 s each), this is less than the broker's consumer
+timeout of 1800 s, after which the broker would deliver the request again, without end (docs/facts.md, section 7)."""
 NowMs = Callable[[], int]
 """A function that returns the time in ms since 1970."""
 
@@ -76,8 +74,7 @@ class Attempted:
     run_ms: int = 0
     """How many ms the attempt ran; 0 while it runs."""
     usage: Amounts | None = None
-    """How many requests and tokens the provider counted for the call that decided the attempt's outcome; None:
-    unknown."""
+    """What the provider counted (requests, tokens) for the call that decided the attempt's outcome; None: unknown."""
     cost_usd: float | None = None
     """What the answer cost; None if there is no answer, or its model has no price."""
     lost: tuple[tuple[str, Amounts], ...] = ()
@@ -95,18 +92,14 @@ class Source(Enum):
     """The message was published to the exchange for requests, or to another one that is not for workers only. Its
     internal headers are ignored, because anyone may have set them."""
     DELAY = auto()
-    """The message was published to a delay exchange or a due queue, where only workers may publish, so its internal
-    headers are trusted."""
+    """A worker published the message to a delay exchange or a due queue, so its internal headers are trusted."""
     SIDE = auto()
-    """The message was published to a side queue, where only workers may publish, so its internal headers are trusted.
-    (Side queues are for requests of tenants that use more than their share of a lane.)"""
+    """A worker published the message to a side queue, so its internal headers are trusted."""
 
 
 class Job:
-    """A delivery while a worker works on it: its message, and what is known about its request so far.
-
-    `speakers`: the users that may publish for other tenants.
-    """
+    """A delivery while a worker works on it: its message, and what is known about its request so far. `speakers`: the
+    users that may publish for other tenants."""
 
     def __init__(
         self,
@@ -171,8 +164,7 @@ class Job:
 
     def interruptible(self, seconds: float | None) -> Interruptible:
         """A context manager that ends the wait in its block when `stop` is called, or after `seconds` (None: no time
-        limit). Execution then continues after the block, without an exception. Example: `async with
-        job.interruptible(30): …`"""
+        limit). Execution then continues after the block, without an exception."""
         return Interruptible(self, seconds)
 
     def log_fields(self) -> dict[str, str | int]:

@@ -1,5 +1,4 @@
-"""The interface of the store, a database beside the broker in which workers keep facts about requests. It is
-implemented with SQLite and with Redis.
+"""The interface of the store, a database beside the broker, which is implemented with SQLite and with Redis.
 
 The store keeps which worker has claimed a request and how the request ended (at most one result for each request), how
 many requests wait in the broker for a delay, how much of an allowance (such as a tenant's dollars) was used in a
@@ -74,8 +73,7 @@ class Completion:
     """When the request ended, by the clock of the worker that ended it; ms since 1970."""
     mark: bytes | None = field(default=None, compare=False, repr=False)
     """The `Fingerprint.mark` of the message that ended the request; the store sets it. If the request was cancelled
-    before any message of it arrived, it is the mark of the first message that arrived. None: no message has arrived
-    yet."""
+    before any message of it arrived, it is the mark of the first message that arrived. None: none has arrived."""
 
     @property
     def is_untried(self) -> bool:
@@ -217,11 +215,8 @@ class Leases(Protocol):
 
 
 class Store(Allowances, Leases, Protocol):
-    """The interface of a store for claims and results. A store is open from `__aenter__` to `__aexit__`.
-
-    `__aenter__` never raises an error. If the SQLite file or the Redis server cannot be used, every later call tries
-    again to use it.
-    """
+    """The interface of a store for claims and results. A store is open from `__aenter__` to `__aexit__`. `__aenter__`
+    never raises an error: if the SQLite file or the Redis server cannot be used, every later call tries it again."""
 
     @property
     def trouble(self) -> str | None:
@@ -243,17 +238,13 @@ class Store(Allowances, Leases, Protocol):
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
         """Renew several claims, so that they do not expire. Returns the claims whose holder must stop, with the reason;
-        the others are valid for another lease.
-
-        A claim that the store has lost is not returned: no other worker holds it, so the outcome of its request can
-        still be stored.
-        """
+        the others are valid for another lease. A claim that the store has lost is not returned: no other worker holds
+        it, so the outcome of its request can still be stored."""
 
     async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
         """Give up a claim although the request has not ended, because the request waits for its next attempt, which may
         begin at `due_ms`. If another delivery has taken the claim over, the caller was counted as dead
-        (`Granted.deaths`); this is corrected now.
-        """
+        (`Granted.deaths`); this is corrected now."""
 
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
         """Store that an unclaimed request waits until `due_ms`, so that status questions can be answered.

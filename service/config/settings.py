@@ -72,11 +72,9 @@ class Settings(BaseSettings):
     arguments of queues and the bindings. None: port 15672 of the AMQP host is tried. A URL without user and password
     uses those of the AMQP URL. Example: https://rabbit.example.com:15671"""
     namespace: Namespace = "lane"
-    """The prefix of every name on the broker. Installations of Lanekeeper with different prefixes can share a virtual
-    host. Example: staging"""
+    """The prefix of all names on the broker, so that installations can share a virtual host. Example: staging"""
     anthropic_api_key: Key | None = Field(default=None, alias="ANTHROPIC_API_KEY")
-    """The API key of the first provider, which is named `anthropic`. `serve --simulate` needs none. Example:
-    sk-ant-secret"""
+    """The API key of the provider named `anthropic`. `serve --simulate` needs none. Example: sk-ant-secret"""
     anthropic_base_url: HttpUrl | None = Field(default=None, alias="ANTHROPIC_BASE_URL")
     """The URL of the first provider, which is named `anthropic`. None: https://api.anthropic.com. Example:
     https://gateway.example.com/anthropic"""
@@ -101,8 +99,7 @@ class Settings(BaseSettings):
     waiting: WaitingSettings = WaitingSettings()
     dead: DeadSettings = DeadSettings()
     speakers: UserNames = ()
-    """AMQP users that may act for tenants other than themselves: publish requests with `x-lane-tenant`, cancel
-    requests, and fetch results. A gateway's user is an example. Example: gateway"""
+    """AMQP users (such as a gateway's) that may publish, cancel and fetch for other tenants. Example: gateway"""
     profile: Literal["production"] | None = None
     """`production`: a worker does not start while `lanekeeper check` finds any of the risks in docs/production.md.
     None: the check only warns of them, and a starting process logs unencrypted connections. Example: production"""
@@ -110,20 +107,17 @@ class Settings(BaseSettings):
     """Whether requests without the AMQP property `user_id` are refused. If they are accepted, they all belong to one
     common tenant. None: true with the profile `production`, else false. Example: true"""
     failpoints: Chances = {}
-    """For tests of crashes: the places in the code at which the process kills itself, each with a probability
-    (`consumers/failpoints.py` lists the places). Example: after_store:0.2"""
+    """For tests: places (`consumers/failpoints.py`) at which the process kills itself. Example: after_store:0.2"""
     json_values: Number[int] = Field(default=VALUES, ge=1000, le=10_000_000)
     """How many keys and values together the JSON of a request or an answer may have. Parsing 100,000 of them blocks the
     process for 50 ms. If the JSON of a request has more, the request ends with the error `too_large`; if the JSON of
     its answer has more, it ends with `answer_too_large`."""
     grace_s: Number[float] = Field(default=25, ge=0, le=3600)
-    """How long running requests may take to finish when the process is stopped. The default is shorter than the 30 s
-    after which Kubernetes kills a process."""
+    """How long running requests may take to finish when the process is stopped; Kubernetes kills it after 30 s."""
     log_format: Literal["auto", "json", "console"] = "auto"
     """`auto`: `console` (readable lines) on a terminal, else `json`. Example: json"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The lowest level of Lanekeeper's own events that is logged. Messages of libraries are logged from `warning` on.
-    Example: debug"""
+    """The lowest level of our events that is logged; libraries are logged from `warning` on. Example: debug"""
     log_content: bool = False
     """Whether prompts and answers may appear in the log. They never appear in spans or metrics. Example: true"""
     otel_endpoint: HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_ENDPOINT")
