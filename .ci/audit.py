@@ -1,4 +1,5 @@
-"""Look the locked packages up among known vulnerabilities: fails for one that is known, says so where it cannot look.
+"""Look the locked packages up among known vulnerabilities: exit code 1 for one that is known, 3 if one could not be
+looked up.
 
     .cache/audit/bin/python .ci/audit.py [what pip-audit takes]
 
@@ -16,6 +17,7 @@ WITHIN_S = 120
 """Some 120 packages, a request each; a network that is away ends it at the first."""
 SOCKET_S = 5
 SHOWN = 3  # names of packages
+SKIPPED = 3  # the exit code
 
 
 def judge(out: str, err: str) -> tuple[int, str]:
@@ -24,7 +26,7 @@ def judge(out: str, err: str) -> tuple[int, str]:
         packages = json.loads(out)["dependencies"]
     except (ValueError, KeyError, TypeError):
         why = err.strip().splitlines()[-1:] or ["pip-audit said nothing"]
-        return 0, f"audit SKIPPED, nothing was looked up: {why[0][:200]}"
+        return SKIPPED, f"audit SKIPPED, nothing was looked up: {why[0][:200]}"
     known = [f"{each['name']} {each['version']}: {vuln['id']}" for each in packages for vuln in each.get("vulns", ())]
     if known:
         return 1, "audit FAILED, known vulnerabilities: " + "; ".join(known)
@@ -32,7 +34,7 @@ def judge(out: str, err: str) -> tuple[int, str]:
     if unknown:
         names = ", ".join(unknown[:SHOWN])
         return (
-            0,
+            SKIPPED,
             f"audit SKIPPED for {len(unknown)} of {len(packages)} packages ({names}, …): no data of them",
         )
     return 0, f"audit ok: no known vulnerability in {len(packages)} packages"
@@ -47,7 +49,7 @@ def main(more: list[str]) -> int:
         done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=WITHIN_S, check=False)
         code, line = judge(done.stdout, done.stderr)
     except subprocess.TimeoutExpired:
-        code, line = 0, f"audit SKIPPED: no answer within {WITHIN_S} s"
+        code, line = SKIPPED, f"audit SKIPPED: no answer within {WITHIN_S} s"
     print(line)
     return code
 

@@ -7,36 +7,167 @@ other frameworks.
 
 The contestants take turns in one run. Every contestant's handler makes the same SDK call to the same provider. The plan
 is run in rounds, as many as fit into the time. A run that lost or repeated a message yields no figure. The raw figures
-are written to benchmarks/results/. --write also puts the tables into README.md and docs/performance.md, and draws the
-plots.
+are written to benchmarks/results/. --write also puts the tables into docs/performance.md.
 """
 
 import argparse
 import math
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from datetime import UTC, datetime
-from importlib.metadata import version
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvloop
-from suite import planned, report, results
-from suite.contestants import FLOOR, PEERS, PEERS_PYTHON, Contestant, lanekeeper
-from suite.planned import Scenario
-from suite.results import Results, Run
-from suite.scenarios import Figures, drain
-from suite.stage import Stage, stage
 
+from benchmarks.harness import report, results
+from benchmarks.harness.contestants import FLOOR, PEERS, PEERS_PYTHON, Contestant, floor_with_lanes, lanekeeper
+from benchmarks.harness.report import OURS, PAGE, Aim, ratio, value
+from benchmarks.harness.results import Median, Results
+from benchmarks.harness.stage import Stage, stage
+from benchmarks.scenarios import Figures, drain, flood, memory, publish, rpc
 from lanekeeper.contract.problems import BrokerUnreachable
 
+COMMAND = "./dev bench"
 FOLDER = Path(__file__).parent / "results"
 WITHIN_S = 19 * 60
-OURS = ("aio-pika", "anthropic", "uvloop")
+PACKAGES = ("aio-pika", "anthropic", "uvloop")
 THEIRS = ("celery", "dramatiq", "faststream", "taskiq", "taskiq-aio-pika")
+TRACED = "traces at 10 %"
+STORELESS = "no store"
+DEPTHS = (1000, 2000, 10_000, 100_000)
+ABOUT = (
+    " The frameworks take turns in one run, and every handler calls the same provider through the same SDK;"
+    " Lanekeeper's worker uses it to build the first call, and sends later calls itself with that call's URL and"
+    " headers."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One scenario of the plan."""
+
+    name: str
+    run: Callable[[Stage, Contestant], Awaitable[Figures]]
+    contestants: Sequence[Contestant]
+    rounds: int
+
+
+def plan(*, quick: bool) -> list[Scenario]:
+    """The whole suite, in the order in which it runs."""
+    ours = lanekeeper()
+    # spans of every tenth request are sent to the provider's process, which drops them
+    traced = lanekeeper(
+        TRACED,
+        OTEL_EXPORTER_OTLP_ENDPOINT="BASE_URL",
+        OTEL_TRACES_SAMPLER="parentbased_traceidratio",
+        OTEL_TRACES_SAMPLER_ARG="0.1",
+    )
+    variants = (lanekeeper(STORELESS, module="benchmarks.storeless"), traced)
+    # the same number of slots as the floor: lanes lend their idle slots, but critical never lends its last one
+    lanes = lanekeeper(
+        lanes=("critical", "batch"),
+        LANEKEEPER_LANES__CRITICAL__SLOTS="1",
+        LANEKEEPER_LANES__BATCH__SLOTS="7",
+        LANEKEEPER_LANES__CRITICAL__SLOTS_MIN="1",
+        LANEKEEPER_LANES__BATCH__SLOTS_MIN="0",
+    )
+
+    def scenario(
+        name: str, run: Callable[..., Awaitable[Figures]], contestants: Sequence[Contestant], rounds: int, **how: int
+    ) -> Scenario:
+        rounds = 1 if quick else rounds
+        return Scenario(name=name, run=lambda on, who: run(on, who, **how), contestants=contestants, rounds=rounds)
+
+    asking = {"alone": 100, "callers": 400, "idle": 3} if quick else {"alone": 300, "callers": 1500, "idle": 7}
+    return [
+        scenario("drain", drain, (FLOOR, ours, *variants, *PEERS), 3, requests=800 if quick else 3000),
+        scenario("publish", publish, (FLOOR, ours, *PEERS), 3, requests=1000 if quick else 5000),
+        scenario("rpc", rpc, (FLOOR, ours, *PEERS), 3, **asking),
+        *(
+            scenario(
+                f"flood {jobs}",
+                flood,
+                (floor_with_lanes(critical=1, batch=7), lanes, *(PEERS if jobs == 2000 else ())),
+                2,
+                jobs=jobs,
+                asks=30 if quick else 100,
+            )
+            for jobs in (DEPTHS[:1] if quick else DEPTHS)
+        ),
+        scenario("memory", memory, (ours,), 2, requests=3000 if quick else 100_000),
+    ]
+
+
+def _closest_peer(found: Results) -> Median | None:
+    """The lowest of the ratios to the peers, so that to the fastest peer."""
+    ratios = [found.ratio("drain", "per_core_s", of=OURS, to=peer.name) for peer in PEERS]
+    return min((each for each in ratios if each is not None), key=lambda each: each.value, default=None)
+
+
+def _deepest_to_shallowest(found: Results) -> Median | None:
+    shallow, deep = (found.median(f"flood {depth}", OURS, "critical_p99_ms") for depth in (DEPTHS[0], DEPTHS[-1]))
+    return Median.of([deep.value / shallow.value]) if shallow and deep else None
+
+
+def _floods(jobs: int) -> tuple[Aim, Aim]:
+    waits, used = (f"{what} under {jobs:,} batch jobs" for what in ("critical wait p99", "slots used"))
+    return (
+        Aim(f"{waits}, to the floor's", 1.0, True, ratio(f"flood {jobs}", "critical_p99_ms", to="floor")),
+        Aim(used, 95, False, value(f"flood {jobs}", "slots_used"), " %"),
+    )
+
+
+AIMS = (
+    Aim("CPU a request, everything on, to the floor's", 1.4, True, ratio("drain", "cpu_ms", to="floor")),
+    Aim("drain, to the floor's", 0.7, False, ratio("drain", "per_s", to="floor")),
+    Aim("50 callers, to the floor's", 0.85, False, ratio("rpc", "callers_per_s", to="floor")),
+    Aim("RPC p50, to the floor's", 1.25, True, ratio("rpc", "rpc_p50_ms", to="floor")),
+    Aim("wake-up when idle, to the floor's", 1.25, True, ratio("rpc", "idle_p50_ms", to="floor")),
+    Aim("requests/s a core, to the closest of the peers'", 1.0, False, _closest_peer),
+    *_floods(2000),
+    *_floods(100_000),
+    Aim("critical wait p99 under 100,000 batch jobs, to that under 1,000", 1.25, True, _deepest_to_shallowest),
+    Aim("drain with the store, to that without", 0.9, False, ratio("drain", "per_s", to=STORELESS)),
+    Aim("our client's confirmed publishing, to aio-pika's", 0.9, False, ratio("publish", "per_s", to="floor")),
+    Aim("memory, idle", 120, True, value("memory", "idle_mib"), " MiB"),
+    Aim("memory, 200 in flight", 160, True, value("memory", "in_flight_mib"), " MiB"),
+    Aim("growth of memory, from 10,000 to 100,000 requests", 5, True, value("memory", "growth_percent"), " %"),
+    Aim("drain with traces at 10 %, to that without", 0.9, False, ratio("drain", "per_s", of=TRACED, to=OURS)),
+)
+COLUMNS = {
+    "drain/s": ("drain", "per_s"),
+    "CPU-ms a request": ("drain", "cpu_ms"),
+    "requests/s a core": ("drain", "per_core_s"),
+    "confirmed publishes/s": ("publish", "per_s"),
+    "RPC p50 ms": ("rpc", "rpc_p50_ms"),
+    "idle wake-up ms": ("rpc", "idle_p50_ms"),
+    "50 callers/s": ("rpc", "callers_per_s"),
+    "critical wait p50 ms": ("flood 2000", "critical_p50_ms"),
+    "p99 ms": ("flood 2000", "critical_p99_ms"),
+    "slots used %": ("flood 2000", "slots_used"),
+}
+
+
+def tables(found: Results) -> str:
+    """All tables: conditions, aims, all contestants side by side, waits under batch jobs."""
+    rows = ("floor", OURS, STORELESS, TRACED, *(peer.name for peer in PEERS))
+    floods = [["batch jobs", "", "critical wait p50 ms", "p99 ms", "slots used %"]]
+    for jobs in DEPTHS:
+        for name in ("floor", OURS):
+            figures = ("critical_p50_ms", "critical_p99_ms", "slots_used")
+            medians = [found.median(f"flood {jobs}", name, figure) for figure in figures]
+            if any(medians):
+                floods.append([f"{jobs:,}", name, *map(report.cell, medians)])
+    parts = (
+        report.head(found, COMMAND, ABOUT),
+        report.aims(found, AIMS),
+        report.side_by_side(found, rows, COLUMNS),
+        report.aligned(floods) if len(floods) > 1 else "",
+        report.missing(found),
+    )
+    return "\n\n".join(part for part in parts if part)
 
 
 async def measure(plan: Sequence[Scenario], found: Results, *, within_s: float = math.inf) -> None:
@@ -45,87 +176,31 @@ async def measure(plan: Sequence[Scenario], found: Results, *, within_s: float =
     end_s, took_s = time.monotonic() + within_s, dict[str, float]()
     async with stage() as on:
         found.versions["RabbitMQ"] = on.version
-        if on.redis_url is None:
-            found.left_out.append("dramatiq and taskiq, which answer through Redis: no redis-server is installed")
-        left_out = {who.name for who in PEERS if not _can_run(who, on)}
         for number in range(max(scenario.rounds for scenario in plan)):
-            for scenario in plan:
+            for scenario in (each for each in plan if number < each.rounds):
                 began_s = time.monotonic()
-                if number >= scenario.rounds:
-                    continue
                 if began_s + took_s.get(scenario.name, 0.0) > end_s:
                     found.left_out.append(f"round {number + 1} of {scenario.name}: no time was left")
                     continue
                 for who in scenario.contestants:
-                    if who.name not in left_out:
-                        found.runs.append(await _run(on, scenario, who, number))
-                        _report(found.runs[-1])
+                    if _can_run(who, on):
+                        await found.add(scenario.name, who.name, number, scenario.run(on, who))
                 took_s[scenario.name] = time.monotonic() - began_s
 
 
 def _can_run(who: Contestant, on: Stage) -> bool:
     """Whether a framework is installed, and has the Redis that it needs."""
-    return PEERS_PYTHON.exists() and (on.redis_url is not None or not who.in_redis)
+    return who not in PEERS or (PEERS_PYTHON.exists() and (on.redis_url is not None or not who.in_redis))
 
 
-async def _run(on: Stage, scenario: Scenario, who: Contestant, number: int) -> Run:
-    figures: Figures = {}
-    error = None
-    try:
-        figures = await scenario.run(on, who)
-    except BrokerUnreachable:
-        raise
-    except Exception as caught:  # one run without a figure must not cost those of the others
-        error = f"{type(caught).__name__}: {caught}"
-    return Run(scenario=scenario.name, contestant=who.name, round=number, figures=figures, error=error)
-
-
-def _report(run: Run) -> None:
-    result = run.error or "  ".join(f"{name} {value:.4g}" for name, value in run.figures.items())
-    print(f"{run.scenario:<16} {run.contestant:<15} {result}", file=sys.stderr, flush=True)
-
-
-def no_runs_yet(*, quick: bool = False) -> Results:
-    """Results without runs, with the machine, the versions, and what cannot be measured here."""
-    found = Results(
-        at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        machine=results.machine(),
-        versions={name: version(name) for name in OURS},
-        quick=quick,
-    )
-    if PEERS_PYTHON.exists():
-        code = "import sys, importlib.metadata as m; print(*(m.version(name) for name in sys.argv[1:]))"
-        printed = subprocess.run([PEERS_PYTHON, "-c", code, *THEIRS], capture_output=True, text=True, check=False)
-        found.versions |= dict(zip(THEIRS, printed.stdout.split(), strict=False))
-    else:
+def _peers(found: Results) -> None:
+    """Add the other frameworks' versions."""
+    if not PEERS_PYTHON.exists():
         found.left_out.append("Celery, Dramatiq, FastStream and taskiq: their environment could not be set up")
-    if shutil.which("docker") is None:
-        found.left_out.append("a broker in Docker: the installed one is used")
-    return found
-
-
-def floor_and_ours(about: str | None) -> None:
-    """`./dev bench floor`: runs the scenario `drain` for the floor, Lanekeeper and the checkouts of `--against` in
-    turns, and prints their ratios to the floor. `about`: the help text of the command."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument(
-        "--against", type=Path, action="append", default=[], help="another checkout, set up; repeatable"
-    )
-    options = parser.parse_args()
-    trees = [lanekeeper(path.name, code=path.resolve()) for path in options.against]
-    contestants = (FLOOR, *trees, lanekeeper())
-
-    async def run(on: Stage, who: Contestant) -> Figures:
-        return await drain(on, who, requests=options.requests)
-
-    found = no_runs_yet()
-    plan = [Scenario(name="drain", run=run, contestants=contestants, rounds=options.rounds)]
-    uvloop.run(measure(plan, found))
-    print(report.against_floor(found))
-    if list(found.errors()):
-        sys.exit("some runs lost or repeated a message: they have no figure")
+        return
+    code = "import sys, importlib.metadata as m; print(*(m.version(name) for name in sys.argv[1:]))"
+    printed = subprocess.run([PEERS_PYTHON, "-c", code, *THEIRS], capture_output=True, text=True, check=False)
+    found.versions |= dict(zip(THEIRS, printed.stdout.split(), strict=False))
 
 
 def main() -> None:
@@ -134,30 +209,34 @@ def main() -> None:
     parser.add_argument("--only", action="append", metavar="WORD", help="scenarios with this word in their name")
     parser.add_argument("--contestants", metavar="NAME,…", help="these alone; by default all")
     parser.add_argument("--rounds", type=int, help="how often each scenario runs, instead of the plan's number")
-    parser.add_argument("--write", action="store_true", help="put tables and plots into README.md and docs/")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md")
     parser.add_argument("--report", nargs="?", const="", metavar="FILE", help="measure nothing: show these results")
     options = parser.parse_args()
     if options.report is None:
-        found = no_runs_yet(quick=options.quick)
-        plan = planned.plan(quick=options.quick)
+        found = Results.none_yet(PACKAGES, quick=options.quick)
+        _peers(found)
+        scenarios = plan(quick=options.quick)
         if options.only:
-            plan = [each for each in plan if any(word in each.name for word in options.only)]
+            scenarios = [each for each in scenarios if any(word in each.name for word in options.only)]
         if options.contestants:
-            plan = [each.only(options.contestants.split(",")) for each in plan]
+            names = options.contestants.split(",")
+            scenarios = [
+                replace(each, contestants=[who for who in each.contestants if who.name in names]) for each in scenarios
+            ]
         if options.rounds:
-            plan = [replace(each, rounds=options.rounds) for each in plan]
+            scenarios = [replace(each, rounds=options.rounds) for each in scenarios]
         began = time.monotonic()
         try:
-            uvloop.run(measure(plan, found, within_s=WITHIN_S))
+            uvloop.run(measure(scenarios, found, within_s=WITHIN_S))
         except BrokerUnreachable as lost:
             found.left_out.append(f"everything after the broker was lost: {lost}")
         found.took_s = time.monotonic() - began
         print(f"written to {found.save(FOLDER)}", file=sys.stderr)
     else:
         found = results.load(Path(options.report) if options.report else max(FOLDER.glob("*.json")))
-    print(report.whole(found))
+    print(tables(found))
     if options.write:
-        report.write(found)
+        report.between(PAGE, tables(found), command=COMMAND)
 
 
 if __name__ == "__main__":

@@ -1,141 +1,194 @@
 """Compares how a small budget is spent by Lanekeeper, without a gate, by a semaphore and by LiteLLM's proxy.
 
-    ./dev bench budget [--minutes 5] [--speed 10] [--only gate,semaphore] [--scenarios all]
+    ./dev bench budget [--minutes 5] [--quick] [--only lanekeeper,semaphore]
 
-All contestants get the same load in the same run. Each has its own simulated provider, which enforces 60 requests and
+All contestants get the same load at the same time. Each has its own simulated provider, which enforces 60 requests and
 40,000 input tokens a minute. 500 batch jobs wait, and a critical request comes every two seconds. A wait is the time
 until the answer, without the provider's own time; for a request without an answer, the time that it has waited at the
-end. "Used" is a percentage of what could be used: what the provider's buckets held at the beginning, plus the refill.
-`--speed 10` scales all rates and intervals, so that ten minutes take one; delays by CPU and network then weigh ten
-times as much.
+end. "Used" is a part of what could be used: what the provider's buckets held at the beginning, plus the refill.
+Contestants without a queue of their own have as many slots for each lane as Lanekeeper, so that no critical request
+waits behind batch jobs; all but Lanekeeper repeat a refused call after its `retry-after`.
 """
 
 import argparse
 import asyncio
-import os
-from collections import Counter
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
-import ground
+import aiohttp
 import uvloop
-from contest import gate, litellm, plot, rivals, workers
-from contest.load import Load
-from contest.running import Contestant, run
-from contest.scenarios import SCENARIOS
-from contest.score import Row, table
 
-RIVALS: dict[str, tuple[str, Contestant]] = {
-    "nogate": ("No gate, retries on 429", rivals.no_gate),
-    "semaphore": (f"Semaphore of {rivals.AT_ONCE}, retries on 429", rivals.semaphore),
+from benchmarks import litellm
+from benchmarks.harness import report
+from benchmarks.harness.contestants import lanekeeper
+from benchmarks.harness.load import Spec, send
+from benchmarks.harness.processes import simulated
+from benchmarks.harness.requesters import HEADERS, Noted, Own
+from benchmarks.harness.results import Results, quantile
+from benchmarks.harness.stage import Stage, stage
+from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES
+
+REQUESTS, INPUT_TOKENS, BURST_S, LATENCY_S = 60, 40_000, 10, 1.0
+JOBS = 500
+EVERY_S = 2.0
+SIZES = tuple(4 * tokens for tokens in random.Random(1).choices(range(400, 901), k=JOBS))
+"""In bytes; the simulated API counts four to a token. Requests and tokens run out at about the same time."""
+AT_ONCE = 8
+AGAIN_S = 1.0
+COLUMNS = {
+    "critical wait: p50, s": ("budget", "p50_s"),
+    "p99, s": ("budget", "p99_s"),
+    "critical answered": ("budget", "critical"),
+    "asked": ("budget", "asked"),
+    "batch answered": ("budget", "batch"),
+    "429s": ("budget", "refused"),
+    "requests used, %": ("budget", "requests_used"),
+    "input used, %": ("budget", "input_used"),
+    "calls for each answer": ("budget", "calls"),
 }
-NAMES = ("lanekeeper", "gate", *RIVALS, "litellm")
+Asking = Callable[[str], AbstractAsyncContextManager[Any]]
+"""Gets the provider's URL; yields a requester."""
 
 
-async def main(load: Load, *, only: list[str], scenarios: list[str], program: Path, picture: Path) -> None:
-    async with ground.broker() as broker_url:
-        ours: Contestant = partial(workers.lanekeeper, broker_url=broker_url)
-        if only:
-            print(_described(load))
-            rows = await _contest(load, only=only, ours=ours, program=program)
-            print(table(rows))
-            picture.parent.mkdir(parents=True, exist_ok=True)
-            picture.write_text(plot.svg(rows, load))
-            print(f"Waits over time: {picture}")
-        for name in scenarios:
-            await _scenario(name, load, broker_url=broker_url)
-    print(f"Load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.")
+class Rival:
+    """Calls over HTTP, and repeats a call that was refused. `slots`: how many requests of a lane run at a time."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        slots: Mapping[str, asyncio.Semaphore],
+        priorities: Mapping[str, int] | None = None,
+    ) -> None:
+        self._session, self._url, self._slots, self._priorities = session, url, slots, priorities
+
+    async def ask(self, body: bytes, *, lane: str, **_: object) -> None:
+        if self._priorities:
+            body = json.dumps({**json.loads(body), "priority": self._priorities[lane]}).encode()
+        async with self._slots[lane]:
+            while (again_s := await self._refused(body)) is not None:
+                await asyncio.sleep(again_s)
+
+    async def _refused(self, body: bytes) -> float | None:
+        """Make the call. Returns the seconds until the next try; None if it was answered."""
+        async with self._session.post(self._url, data=body) as response:
+            await response.read()
+            return None if response.status == 200 else float(response.headers.get("retry-after", AGAIN_S))
 
 
-async def _contest(load: Load, *, only: list[str], ours: Contestant, program: Path) -> list[Row]:
-    """Run the chosen contestants at the same time."""
-    known: dict[str, tuple[str, Contestant]] = {
-        "lanekeeper": ("Lanekeeper", ours),
-        "gate": ("Lanekeeper's gate alone", gate.gate_alone),
-        **RIVALS,
+def _slots() -> dict[str, asyncio.Semaphore]:
+    return {lane.name: asyncio.Semaphore(lane.slots) for lane in DEFAULT_LANES}
+
+
+@asynccontextmanager
+async def _session(**headers: str) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers={**HEADERS, **headers},
+    ) as session:
+        yield session
+
+
+def contestants(on: Stage) -> dict[str, Asking]:
+    @asynccontextmanager
+    async def ours(base_url: str) -> AsyncIterator[Own]:
+        who = lanekeeper()
+        await on.reset(who)
+        async with on.workers(who, slots=0, base_url=base_url), Own(on.environment(who)) as own:
+            yield own
+
+    @asynccontextmanager
+    async def no_gate(base_url: str) -> AsyncIterator[Rival]:
+        async with _session() as session:
+            yield Rival(session, f"{base_url}/v1/messages", _slots())
+
+    @asynccontextmanager
+    async def semaphore(base_url: str) -> AsyncIterator[Rival]:
+        async with _session() as session:
+            one = asyncio.Semaphore(AT_ONCE)
+            yield Rival(session, f"{base_url}/v1/messages", dict.fromkeys(_slots(), one))
+
+    def proxy(further: str) -> Asking:
+        @asynccontextmanager
+        async def made(base_url: str) -> AsyncIterator[Rival]:
+            settings = litellm.LIMITED.format(requests=REQUESTS, input_tokens=INPUT_TOKENS) + further
+            async with (
+                litellm.proxy(on.folder, base_url, settings) as (url, headers, _),
+                _session(**headers) as session,
+            ):
+                yield Rival(session, f"{url}/v1/chat/completions", _slots(), litellm.PRIORITIES)
+
+        return made
+
+    known: dict[str, Asking] = {"lanekeeper": ours, "nogate": no_gate, "semaphore": semaphore}
+    return {**known, "litellm": proxy(""), "litellm-strict": proxy(litellm.STRICT)}
+
+
+async def spend(on: Stage, asking: Asking, *, seconds: float) -> dict[str, float]:
+    """Send the load through one contestant. Returns its figures."""
+    limits = ("--requests-per-minute", str(REQUESTS), "--input-tokens-per-minute", str(INPUT_TOKENS))
+    speed = ("--burst", f"{BURST_S}s", "--latency", f"{LATENCY_S:g}s", "--output-tokens", "200")
+    async with simulated(on.folder, *limits, *speed) as (base_url, _), asking(base_url) as requester:
+        noted, began_s = Noted(requester), time.monotonic()
+        jobs = Spec(do="ask", last=JOBS, at_once=JOBS, lanes=(BATCH.name,), sizes=SIZES)
+        last = JOBS + int((seconds - EVERY_S) / EVERY_S)
+        critical = Spec(do="ask", first=JOBS, last=last, every_s=EVERY_S, lanes=(CRITICAL.name,), sizes=SIZES)
+        tasks = [asyncio.create_task(send(noted, jobs))]
+        await asyncio.sleep(EVERY_S)  # all batch jobs are waiting by then
+        tasks.append(asyncio.create_task(send(noted, critical)))
+        await asyncio.sleep(began_s + seconds - time.monotonic())
+        end_s, answered = time.monotonic(), dict(noted.answered)
+        async with _session() as session, session.get(f"{base_url}/simulated/stats") as response:
+            stats = await response.json()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if noted.failed:
+        print(f"{len(noted.failed)} requests failed: {noted.failed[0]}")
+    asked = {number: at_s for number, at_s in noted.asked.items() if number >= JOBS}
+    waits = [max(0.0, answered.get(number, end_s) - at_s - LATENCY_S) for number, at_s in asked.items()]
+    settled, running = sum(stats["models"].values()), stats["running"]
+    input_tokens = stats["input_tokens"] * (1 + running / max(1, settled))  # of running calls: as of the others
+    minutes = (seconds + BURST_S) / 60
+    return {
+        "p50_s": quantile(waits, 0.5),
+        "p99_s": quantile(waits, 0.99),
+        "critical": len(answered.keys() & asked.keys()),
+        "asked": len(asked),
+        "batch": len(answered.keys() - asked.keys()),
+        "refused": stats["outcomes"].get("rate_limited", 0),
+        "requests_used": 100 * (settled + running) / REQUESTS / minutes,
+        "input_used": 100 * input_tokens / INPUT_TOKENS / minutes,
+        "calls": (stats["calls"] - running) / max(1, len(answered)),
     }
-    rows = [run(*known[name], load) for name in known if name in only]
-    if "litellm" in only:
-        rows += [_litellm(load, program), _litellm(load, program, further=litellm.STRICT)]
-    return list(await asyncio.gather(*rows))
 
 
-async def _litellm(load: Load, program: Path, *, further: str = "") -> Row:
-    kind = "priorities, strict" if further else "priorities"
-    if (reason := litellm.why_not(load, program)) is not None:
-        return Row(name=f"LiteLLM's proxy, {kind}", why_not=reason)
-    name = f"LiteLLM {await litellm.version(program)}, {kind}"
-    try:
-        return await run(name, partial(litellm.proxy, program=program, further=further), load)
-    except TimeoutError:
-        return Row(name=name, why_not=f"did not start within {litellm.START_WITHIN_S} s")
-
-
-async def _scenario(name: str, load: Load, *, broker_url: str) -> None:
-    scenario, events = SCENARIOS[name], Counter[str]()
-    load = scenario.load(load)
-    async with ground.redis() as redis_url:
-        if scenario.workers > 1 and redis_url is None:
-            print(f"\n{name}: not run: no redis-server is installed")
-            return
-        store = redis_url if scenario.workers > 1 else None
-        contestant = partial(
-            workers.lanekeeper, broker_url=broker_url, workers=scenario.workers, redis_url=store, events=events
-        )
-        row = await run("Lanekeeper", contestant, load, options=scenario.options, trouble=scenario.trouble)
-    print(f"\n{name}: {scenario.fault_in(row) or 'as it must be'}; {_described(load)}\n{table([row])}")
-    print(
-        "Logged by the workers: "
-        + (", ".join(f"{each} {count}" for each, count in sorted(events.items())) or "nothing")
-    )
-
-
-def _described(load: Load) -> str:
-    scaled = "" if load.speed == 1 else f" (clock {load.speed:g} times as fast: {load.real_s:g} s)"
-    critical = f"a critical request every {load.critical_every_s:g} s" if load.critical_every_s else "none is critical"
-    return (
-        f"{load.window_s:g} s{scaled}; provider: {load.requests_per_minute} requests and "
-        f"{load.input_tokens_per_minute:,} input tokens a minute, buckets of {load.burst_s:g} s, an answer in "
-        f"{load.latency_s:g} s; {load.jobs} batch jobs wait, {critical}; {load.tokens[0]} to {load.tokens[1]} input "
-        "tokens each."
-    )
-
-
-def _names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    def names(text: str) -> list[str]:
-        found = [name for name in text.split(",") if name]
-        if unknown := [name for name in found if name not in (*known, "all", "none")]:
-            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; known are {', '.join(known)}, all, none")
-        return list(known) if "all" in found else [name for name in found if name != "none"]
-
-    return names
+async def main(seconds: float, only: list[str]) -> None:
+    found = Results.none_yet(())
+    async with stage() as on:
+        found.versions["RabbitMQ"] = on.version
+        runs: list[Awaitable[None]] = []
+        for name, asking in contestants(on).items():
+            if name not in only and only:
+                continue
+            if name.startswith("litellm") and not litellm.PROGRAM.exists():
+                found.left_out.append(litellm.WHY_NOT)
+                continue
+            runs.append(found.add("budget", name, 0, spend(on, asking, seconds=seconds)))
+        await asyncio.gather(*runs)
+        names = list(contestants(on))
+    print(report.side_by_side(found, names, COLUMNS), report.missing(found), sep="\n\n")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=1)
-    parser.add_argument("--speed", type=float, default=1)
-    parser.add_argument("--burst", type=float, default=10, help="seconds' worth that the provider's buckets hold")
-    parser.add_argument("--latency", type=float, default=1, help="seconds that the provider takes for an answer")
-    parser.add_argument("--only", type=_names(NAMES), default=list(NAMES), help=", ".join(NAMES))
-    parser.add_argument(
-        "--scenarios", type=_names(tuple(SCENARIOS)), default=[], help=", ".join(SCENARIOS).replace("%", "%%")
-    )
-    parser.add_argument("--litellm", type=Path, default=litellm.PROGRAM, help="its program")
-    parser.add_argument("--plot", type=Path, default=Path(".cache/budget.svg"))
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--quick", action="store_true", help="half a minute")
+    parser.add_argument("--only", default="", help="names of contestants, separated by commas")
     options = parser.parse_args()
-    uvloop.run(
-        main(
-            Load(
-                window_s=60 * options.minutes,
-                speed=options.speed,
-                burst_s=options.burst,
-                latency_s=options.latency,
-            ),
-            only=options.only,
-            scenarios=options.scenarios,
-            program=options.litellm,
-            picture=options.plot,
-        )
-    )
+    uvloop.run(main(30 if options.quick else 60 * options.minutes, [name for name in options.only.split(",") if name]))

@@ -1,64 +1,117 @@
 """Replays recorded traffic against the budget gate, in virtual time. The recording is half an hour of chat and of code
 completion.
 
-    ./dev bench replay [--quick] [--scenario full-104,1s-104] [--json FILE] [--plot FILE.svg [--before FILE]]
-    ./dev bench replay --real [--minutes 4] [--processes 1]
+    ./dev bench replay [--quick] [--scenario full-104,1s-104] [--plot FILE.svg]
 
 A quarter of the recorded chat requests is sent as critical, a quarter of the code completion requests as normal, and
 batch jobs of the size of chats always wait. The provider's limits have the ratio 180 requests : 240,000 input tokens :
 40,000 output tokens a minute. The number in a scenario's name says how high they are: in `full-104`, critical and
 normal together ask for 104 % of them.
+
+In the scenarios `weather-12` and `narrow-4` the load is steady and the provider has no limits per minute, but answers
+529 (overloaded): to 12 % of the calls at random, or to each call beyond four at a time.
 """
 
 import argparse
-import json
 import time
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import uvloop
-
-from benchmarks.replaying import plot, table, traces
+from benchmarks.harness.report import aligned
+from benchmarks.replaying import guarantees, plot
 from benchmarks.replaying.replay import run
-from benchmarks.replaying.scenarios import LARGEST, QUICK, SCENARIOS
+from benchmarks.replaying.result import Result, Spread
+from benchmarks.replaying.scenarios import LANES, LARGEST, QUICK, SCENARIOS
+from consumers.limits.base import REASONS
 
 
-def main(options: argparse.Namespace) -> None:
-    """Run scenarios in virtual time, or one in real time (`--real`)."""
-    if options.real:
-        from benchmarks.replaying import real  # the contest's provider and workers, which take a while to import
+def waits(results: Sequence[Result]) -> str:
+    """A table of all scenarios: waits, used budget, and the longest times without a grant."""
+    head = ["", *(f"{lane} p50 / p95 / p99, s" for lane in LANES), "429s", "used: rpm / itpm / otpm, %", "lost, %"]
+    rows = [
+        [
+            each.scenario.name,
+            *(_short(each.waits(lane)) for lane in LANES),
+            str(each.refused),
+            " / ".join(f"{100 * used:.1f}" for used in each.use),
+            f"{100 * each.lost[REASONS.index(each.binding)]:.1f} {each.binding}",
+            " / ".join(f"{each.longest_nothing_s(lane):.1f}" for lane in LANES),
+        ]
+        for each in results
+    ]
+    return aligned([[*head, "longest nothing: critical / normal / batch, s"], *rows])
 
-        scenario = SCENARIOS[options.scenario[0] if options.scenario else "full-104"]
-        measured = uvloop.run(real.run(scenario, seconds=60 * options.minutes, processes=options.processes))
-        print(real.table(measured))
-        _keep(options, [measured.as_json()])
-        return
+
+def overloads(results: Sequence[Result]) -> str:
+    """A table of the scenarios whose provider answers 529: what is answered, how long requests wait, and how many calls
+    are refused."""
+    head = ["", "asked, 1/s", "answered, 1/s", "calls at a time", *(f"{lane} p50 / p95 / p99, s" for lane in LANES)]
+    rows = [
+        [
+            each.scenario.name,
+            f"{len(each.asks) / each.load.ends_s:.1f}",
+            f"{each.answers_per_s:.1f}",
+            f"{each.busy_calls:.1f}",
+            *(_short(each.waits(lane)) for lane in LANES),
+            f"{100 * each.overloaded:.1f}",
+        ]
+        for each in results
+    ]
+    return aligned([[*head, "529s, %"], *rows])
+
+
+def bounds(results: Sequence[Result]) -> str:
+    """A table of each lane's waits beside those at other gates, and of the comparison, request by request, with an
+    account of the lane's own."""
+    head = ["", "lane", "waits p50 / p95 / p99, s", "clairvoyant", "strict order", "own account"]
+    more = ["later than in its own (at most, s)", "least of its reserve in 4 min, %"]
+    return aligned([[*head, *more], *(row for each in results for row in _beside(each))])
+
+
+def _beside(result: Result) -> Iterator[list[str]]:
+    clairvoyant, strict = guarantees.clairvoyant(result), guarantees.without_reserves(result, by_lane=True)
+    for lane in LANES:
+        reserve = guarantees.reserve(result, lane)
+        least = "-" if reserve.least is None else f"{100 * reserve.least:.0f} of {reserve.windows} windows"
+        row = [result.scenario.name, lane, _short(result.waits(lane)), "-", "-", "-", "-", least]
+        if lane in clairvoyant:
+            own = guarantees.beside_own(result, lane)
+            row[3:7] = [
+                _short(clairvoyant[lane]),
+                _short(Spread.of(strict[lane])),
+                f"{_short(own.waits)} ({own.own})",
+                f"{own.late} of {own.count} ({own.latest_s:.2f})",
+            ]
+        yield row
+
+
+def _short(found: Spread) -> str:
+    return " / ".join(f"{value:.2f}" for value in (found.p50, found.p95, found.p99))
+
+
+def picture(result: Result) -> str:
+    """The wait of each critical request by when it came: first come, first served, and with Lanekeeper."""
+    asks = [ask for ask in result.of(LANES[0]) if ask.counts]
+    served = guarantees.without_reserves(result, by_lane=False)[LANES[0]]
+    drawn = {
+        "first come, first served": [(ask.arrived_s, wait_s) for ask, wait_s in zip(asks, served, strict=True)],
+        "Lanekeeper": [(ask.arrived_s, ask.wait_s) for ask in asks if ask.wait_s is not None],
+    }
+    title = f"Wait of each critical request by when it came ({result.scenario.name})"
+    return plot.svg(title, result.load.ends_s, drawn)
+
+
+def main(names: Sequence[str], drawn: Path | None) -> None:
+    """Run scenarios and print their tables; draw the first one."""
     began_s = time.monotonic()
-    names = options.scenario or (QUICK if options.quick else [name for name in SCENARIOS if name != LARGEST])
-    scenarios = [SCENARIOS[name] for name in names]
-    if options.traces is not None:
-        recorded = traces.read(options.traces, options.quarter)
-        scenarios = [replace(each, traces=recorded) for each in scenarios]
-    results = [run(each) for each in scenarios]
-    print(table.waits(results), table.bounds(results), table.predictions(results), sep="\n\n")
-    _keep(options, [each.as_json() for each in results])
+    results = [run(SCENARIOS[name]) for name in names]
+    if recorded := [each for each in results if each.scenario.steady is None]:
+        print(waits(recorded), bounds(recorded), "", sep="\n\n")
+    if steady := [each for each in results if each.scenario.steady is not None]:
+        print(overloads(steady))
+    if drawn is not None:
+        drawn.write_text(picture(results[0]))
     print(f"\n{len(results)} scenarios in {time.monotonic() - began_s:.1f} s")
-
-
-def _keep(options: argparse.Namespace, figures: list[dict[str, Any]]) -> None:
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures))
-    if options.plot is not None:
-        options.plot.write_text(plot.svg(figures[0], _earlier(options.before, figures[0]["scenario"])))
-
-
-def _earlier(file: Path | None, scenario: str) -> dict[str, Any] | None:
-    """The figures of an earlier run of the same scenario."""
-    if file is None:
-        return None
-    found: list[dict[str, Any]] = json.loads(file.read_text())
-    return next((each for each in found if each["scenario"] == scenario), None)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -72,12 +125,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=", ".join(QUICK))
     parser.add_argument("--scenario", type=_names, help=", ".join(SCENARIOS))
-    parser.add_argument("--real", action="store_true", help="in real time: broker, worker, simulated API")
-    parser.add_argument("--minutes", type=float, default=4, help="of --real; more than one")
-    parser.add_argument("--processes", type=int, default=1, help="workers of --real; several need a redis-server")
-    parser.add_argument("--json", type=Path, help="the raw figures go there")
     parser.add_argument("--plot", type=Path, help="the waits of critical in the first scenario, as SVG")
-    parser.add_argument("--before", type=Path, help="the --json of an earlier run, to be drawn beside it")
-    parser.add_argument("--traces", type=Path, help="the whole recordings, instead of the quarter in benchmarks/traces")
-    parser.add_argument("--quarter", type=int, choices=range(4), default=0, help="which of the whole recordings")
-    main(parser.parse_args())
+    given = parser.parse_args()
+    every = [name for name in SCENARIOS if name != LARGEST]
+    main(given.scenario or (QUICK if given.quick else every), given.plot)

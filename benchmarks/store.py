@@ -3,7 +3,7 @@
 CPU is that of this process. It includes SQLite, which runs in this process, but not the Redis server. `./dev bench`
 shows the store's part of a whole request.
 
-    ./dev bench store [--steps 4000]
+    ./dev bench store [--steps 4000] [--quick]
 """
 
 import argparse
@@ -12,13 +12,13 @@ import tempfile
 import time
 import uuid
 from contextlib import AsyncExitStack
+from pathlib import Path
 
-import ground
 import uvloop
 
-from consumers.state.base import Completion, Fingerprint, Granted, Identity, Store
-from consumers.state.opening import open_store
-from consumers.state.spec import DEFAULT
+from benchmarks.harness.processes import redis
+from consumers.state import open_store
+from consumers.state.base import DEFAULT, Completion, Fingerprint, Granted, Identity, Store
 
 ANSWER = b"x" * 1000
 
@@ -61,11 +61,10 @@ async def main(steps: int) -> None:
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lanekeeper-bench-"))
         stores = {"sqlite": f"sqlite:///{folder}/store.sqlite"}
-        redis = await stack.enter_async_context(ground.redis())
-        if redis is None:
-            print("no redis-server is installed: Redis is left out")
+        if redis_url := await stack.enter_async_context(redis(Path(folder))):
+            stores["redis"] = redis_url
         else:
-            stores["redis"] = redis
+            print("no redis-server is installed: Redis is left out")
         print("a claim and a completion of 1 kB")
         for name, url in stores.items():
             namespace = f"bench-{uuid.uuid4().hex[:8]}"
@@ -77,4 +76,6 @@ async def main(steps: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4000)
-    uvloop.run(main(parser.parse_args().steps))
+    parser.add_argument("--quick", action="store_true", help="400 steps")
+    options = parser.parse_args()
+    uvloop.run(main(400 if options.quick else options.steps))

@@ -9,27 +9,27 @@ before the first call. The table in `failures.py` says after which failures anot
 import asyncio
 import random
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, assert_never
 
 from consumers import retry
-from consumers.capacity.pausing import Pausing
-from consumers.chain import Route
-from consumers.failures import TIMEOUT, BreakerOpen, Failover, ProviderError, Retry, TransientError
+from consumers.clock import NowMs
+from consumers.failures import TIMEOUT, AccountError, BreakerOpen, Failover, ProviderError, Retry, TransientError, Trips
 from consumers.gates.budget import BudgetGate
-from consumers.gates.deadline import exceeded
-from consumers.gates.route import RouteGate
-from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Job, NowMs
+from consumers.gates.route import later
+from consumers.gates.timing import exceeded
+from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Interruptible, Job, Route
 from consumers.lifecycle import Lifecycle
-from consumers.limits.base import Amounts
-from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended_by, stopped_by
-from consumers.providers.base import Answer
+from consumers.limits.base import Amounts, Underway
+from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended, ended_by, stopped_by
 from consumers.providers.breakers import Breakers, Change, Permit
-from consumers.providers.registry import Registry
+from consumers.providers.registry import Answer, Registry
 from consumers.replies.parts import Parts
 from consumers.replies.reply import Replies
+from consumers.slots.pausing import Pausing
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
-from topology.codec.request import Request
+from topology.codec.decoding import Request
 
 SLACK_S = 1.0
 """By how many seconds the timeout of a call to a provider may be later than the request's deadline. It is later so that
@@ -40,8 +40,6 @@ After any other 429 it may call another account (another provider, for example) 
 LEAST_LEFT_S = 1.0
 """An attempt calls a second provider only if at least this many seconds are left until the request's deadline."""
 DEADLINE_TOLERANCE_S = 0.1
-"""If a call was cancelled at most this many seconds before the request's deadline, or after it, the deadline counts as
-what ended the call."""
 DEADLINE_PASSED = TransientError("no answer before the request's deadline", type=TIMEOUT)
 """The error that is reported to the provider's circuit breaker if the request's deadline ended the call, because the
 provider may hang even if the call did not reach its timeout."""
@@ -49,8 +47,6 @@ log = logs.logger()
 
 
 class _FailedCall(NamedTuple):
-    """The first call of an attempt, if it failed: the provider and model that were called (`route`), and the error."""
-
     route: Route
     error: ProviderError
 
@@ -58,13 +54,11 @@ class _FailedCall(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Attempts:
     """Makes one attempt to get an answer for a job (a delivery that is worked on) that has passed the gates (the checks
-    before a call): calls a provider, and another one if that call fails. The delivery is acknowledged later, by
-    `settle.py`."""
+    before a call): calls a provider, and another one if that call fails."""
 
     registry: Registry
     _: KW_ONLY
     breakers: Breakers
-    route_gate: RouteGate
     budget_gate: BudgetGate
     replies: Replies
     lifecycle: Lifecycle
@@ -85,40 +79,45 @@ class Attempts:
     async def _attempt(self, job: Job, decoded: Decoded, parts: Parts | None) -> Outcome:
         left_s = (decoded.request.deadline_ms - self.now_ms()) / 1000
         if left_s <= 0:  # waiting for the store took too long
-            return Refused(exceeded(job, decoded))
+            return Refused(exceeded(job, decoded, self.breakers, now_ms=self.now_ms()))
         clock = asyncio.get_running_loop().time
         began_s = clock()
+        longest_s = began_s + ATTEMPT_WITHIN_S
         try:
-            async with job.interruptible(min(left_s, ATTEMPT_WITHIN_S)):
+            async with job.interruptible(min(left_s, ATTEMPT_WITHIN_S)) as limit:
+                if parts is not None:  # the deadline bounds only the time until a stream flows
+                    parts.on_flow = partial(limit.reschedule, longest_s)
                 await self.pausing.opened()  # make no call whose answer could not be sent
                 began_s = clock()
-                answer = await self._call_routes(job, decoded, parts)
+                answer = await self._call_routes(job, decoded, parts, limit)
                 _record_run(job, clock() - began_s, usage=answer.counted, cost_usd=answer.cost_usd)
                 return Answered(body=answer.body, model=answer.model, provider=answer.provider)
         except RequestProblem as forbidden:  # raised while streaming, for a part that may not be sent
             _record_run(job, clock() - began_s)
             return ended_by(forbidden)
         except BreakerOpen as breaker:
-            return self.route_gate.later(job, decoded, breaker.retry_in_s)
+            return self._later(job, decoded, breaker.retry_in_s)
         except ProviderError as error:
-            has_sent = parts is not None and parts.has_sent
-            wait_s = self.breakers.least_wait_s(decoded.chain.routes) if error.is_outage and not has_sent else 0.0
-            # while all breakers are open, the provider is down: the attempt does not count
-            _record_run(job, clock() - began_s, usage=self._spent(job, error), counts=wait_s <= 0)
-            return self.route_gate.later(job, decoded, wait_s) if wait_s > 0 else self._decide(error, job, decoded)
+            is_outage = error.is_outage and not (parts is not None and parts.has_sent)
+            wait_s = self.breakers.least_wait_s(decoded.chain.routes) if is_outage else 0.0
+            # while no provider may be called, or the account is what is wrong, the attempt does not count
+            is_free = wait_s > 0 or (is_outage and error.means.trips is Trips.ACCOUNT)
+            _record_run(job, clock() - began_s, usage=self._spent(job, error), error=error, counts=not is_free)
+            return self._later(job, decoded, wait_s) if is_free else self._decide(error, job, decoded)
         _record_run(job, clock() - began_s)
+        if parts is not None and parts.flow and job.stopped is None:
+            return ended(
+                "deadline_exceeded", f"its stream was cut after {ATTEMPT_WITHIN_S:g} s, the most that one lasts"
+            )
         return self._ended_early(job, decoded, is_past_deadline=left_s <= ATTEMPT_WITHIN_S)
 
-    async def _call_routes(self, job: Job, decoded: Decoded, parts: Parts | None) -> Answer:
+    async def _call_routes(self, job: Job, decoded: Decoded, parts: Parts | None, limit: Interruptible) -> Answer:
         """Call the first route (a provider and a model) whose circuit breaker and budget (rate limits) allow the call,
-        beginning with the route for which budget is reserved. If that call fails, call one further route, if the table
-        in `failures.py` says that this may help.
-
-        Raises the ProviderError that decides the outcome, or BreakerOpen if no call was made.
-        """
+        beginning with the route for which budget is reserved."""
         request, chain, clock = decoded.request, decoded.chain, asyncio.get_running_loop().time
         left_s = (request.deadline_ms - self.now_ms()) / 1000
-        until_s, timeout_s = clock() + left_s, min(decoded.lane.call_timeout_s, left_s + SLACK_S)
+        until_s, timeout_s = clock() + left_s, min(request.call_s, left_s + SLACK_S)
+        ends_s = limit.until_s
         failed: _FailedCall | None = None
         for route in chain.routes if job.reserved is None else chain.starting_at(job.reserved.route):
             if failed is not None and not _may_help(failed, route):
@@ -129,10 +128,11 @@ class Attempts:
             if failed is None:
                 job.attempted = Attempted(started_ms=self.now_ms())
                 self.lifecycle.publish(job, "started", wait_ms=job.wait_ms)
-                if job.trail is not None:
-                    job.trail.tell("started", attempt=job.attempts, wait_ms=job.wait_ms)
+                if job.progress is not None:
+                    job.progress.tell("started", attempt=job.attempts, wait_ms=job.wait_ms)
             else:
                 _restart(failed, route, parts)
+                limit.reschedule(ends_s)
             try:
                 return await self._call(job, permit, request, timeout_s=timeout_s, parts=parts, until_s=until_s)
             except ProviderError as error:
@@ -150,9 +150,6 @@ class Attempts:
         raise failed.error
 
     async def _enter(self, job: Job, decoded: Decoded, route: Route, error: ProviderError | None) -> Permit | None:
-        """Ask the route's circuit breaker for a permit to call its provider, and reserve budget of the route's account,
-        unless budget is reserved already. Return the permit, or None if the breaker or the budget refuses the call.
-        `error`: how the attempt's first call failed; None before that call."""
         clock = asyncio.get_running_loop().time
         permit = await self.breakers.enter(route, clock(), request=job.id)
         if permit is None:
@@ -173,17 +170,16 @@ class Attempts:
     async def _call(
         self, job: Job, permit: Permit, request: Request, *, timeout_s: float, parts: Parts | None, until_s: float
     ) -> Answer:
-        """Make one call to the provider that `permit` names, and report the result to the provider's circuit
-        breaker."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
+        job.underway = Underway(began_s)
         try:
-            answer = await self.registry.call(permit.route, request, timeout_s=timeout_s, parts=parts)
+            answer = await self._answer(job, permit.route, request, timeout_s=timeout_s, parts=parts)
         except ProviderError as error:
             self._publish_change(job, await self.breakers.failed(permit, error, clock(), timeout_s=timeout_s))
             raise
         except BaseException:  # cancelled, or an internal error
-            if parts is None and clock() >= until_s - DEADLINE_TOLERANCE_S:
+            if (parts is None or not parts.flow) and clock() >= until_s - DEADLINE_TOLERANCE_S:
                 change = await self.breakers.failed(permit, DEADLINE_PASSED, clock(), timeout_s=clock() - began_s)
                 self._publish_change(job, change)
             else:
@@ -192,30 +188,50 @@ class Attempts:
         self._publish_change(job, await self.breakers.answered(permit, clock()))
         return answer
 
+    async def _answer(
+        self, job: Job, route: Route, request: Request, *, timeout_s: float, parts: Parts | None
+    ) -> Answer:
+        """Call the provider. If the request would end because of an error that could be the account's, call it again
+        first: an operator may have mended the account between the call and the check that found it well."""
+        underway = job.underway
+        try:
+            return await self.registry.call(route, request, timeout_s=timeout_s, parts=parts, underway=underway)
+        except ProviderError as error:
+            judged = await self.breakers.pauses.judge(route, error)
+            if judged is error:
+                raise
+            if judged.means.retry is not Retry.REJECTED:
+                raise judged from error
+        try:
+            return await self.registry.call(route, request, timeout_s=timeout_s, parts=parts, underway=underway)
+        except AccountError as again:
+            if again.otherwise is None:
+                raise
+            raise again.otherwise from again
+
     def _publish_change(self, job: Job, change: Change | None) -> None:
         if change is not None:
-            self.lifecycle.publish(job, "breaker", **change.figures())
+            self.lifecycle.publish(job, change.event, **change.fields)
 
-    @staticmethod
-    def _spent(job: Job, error: ProviderError | None) -> Amounts | None:
-        """How much of the budget (the account's rate limits) that was reserved for a failed call the call has used.
-        None if no budget was reserved, or no call was made (`error` is None)."""
-        return None if job.reserved is None or error is None else error.spent(job.reserved.reservation.amounts)
+    def _spent(self, job: Job, error: ProviderError | None) -> Amounts | None:
+        return (
+            None if job.reserved is None or error is None else error.spent(self.budget_gate.likely(job, job.reserved))
+        )
 
     def _ended_early(self, job: Job, decoded: Decoded, *, is_past_deadline: bool) -> Outcome:
-        """The outcome of an attempt that ended without an answer or an error of the provider, because the job was
-        stopped, the request's deadline passed, or the attempt reached its time limit, `ATTEMPT_WITHIN_S`."""
         if job.stopped is not None:
             return stopped_by(job.stopped, doing="ran")
         if is_past_deadline:
-            return Refused(exceeded(job, decoded))
+            return Refused(exceeded(job, decoded, self.breakers, now_ms=self.now_ms()))
         if job.attempted is None:
             return Deferred(delay_ms=LATER_MS, reason="paused")
         late = TransientError(f"the answer was not whole after {ATTEMPT_WITHIN_S:g} s", type=TIMEOUT)
         return self._decide(late, job, decoded)
 
+    def _later(self, job: Job, decoded: Decoded, wait_s: float) -> Outcome:
+        return later(job, decoded, wait_s, breakers=self.breakers, now_ms=self.now_ms, rng=self.rng)
+
     def _decide(self, error: ProviderError, job: Job, decoded: Decoded) -> Outcome:
-        """The outcome of a request whose attempt failed with `error`: a retry, or a final error."""
         usable, reserved = self.breakers.usable(decoded.chain.routes), job.reserved
         has_other = reserved is not None and any(route.account != reserved.route.account for route in usable)
         return retry.decide(
@@ -230,8 +246,6 @@ class Attempts:
 
 
 def _restart(failed: _FailedCall, route: Route, parts: Parts | None) -> None:
-    """Log the failover to `route`. If the answer is streamed, number its parts from 0 again, so that the requester is
-    told to discard the parts of the failed call."""
     log.info(
         signals.FAILED_OVER,
         provider=failed.route.provider,
@@ -245,8 +259,6 @@ def _restart(failed: _FailedCall, route: Route, parts: Parts | None) -> None:
 
 
 def _may_help(failed: _FailedCall, other: Route) -> bool:
-    """Whether a call to the provider and model of the route `other` may succeed after the failed call, according to the
-    failure's row of the table in `failures.py`."""
     has_other_provider = other.provider != failed.route.provider
     has_other_account = other.account != failed.route.account
     has_same_model = other.model == failed.route.model
@@ -266,7 +278,5 @@ def _may_help(failed: _FailedCall, other: Route) -> bool:
 
 
 def _record_run(job: Job, seconds: float, **result: Any) -> None:
-    """If the attempt made a call, record in `job.attempted` how long the attempt ran. `result`: further fields of
-    `Attempted` to set."""
     if job.attempted is not None:
         job.attempted = replace(job.attempted, run_ms=round(1000 * seconds), **result)

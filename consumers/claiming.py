@@ -8,25 +8,27 @@ could get a second, different outcome.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from consumers.background import Background
-from consumers.job import CLAIM_WITHIN_S, STORE_WITHIN_S, Job
+from consumers.background import Background, ended
+from consumers.job import ASK_WITHIN_S, CLAIM_WITHIN_S, STORE_WITHIN_S, Job
+from consumers.progress import Progress, ProgressWriter
 from consumers.state.base import (
     Cancelling,
     ClaimAnswer,
     Completion,
+    FollowedStore,
     Found,
     Granted,
     Held,
     Identity,
     StoreUnavailable,
+    Submission,
     WaitingLimit,
 )
-from consumers.state.following import FollowedStore, Submission
-from consumers.trail import Trail, Trails
+from lanekeeper.contract.problems import PROBLEMS
 from lanekeeper.telemetry import logs, signals
 
 RENEW_EVERY_S = 0.5
@@ -34,49 +36,42 @@ RENEW_EVERY_S = 0.5
 request.) This is a twentieth of the time after which a claim ends without renewal. The store's answer to a renewal also
 says which requests were cancelled, so the call to a provider for a cancelled request ends within this time and one
 round trip to the store."""
-RELEASE_WITHIN_S = 1.0
-"""The time limit, in seconds, for releasing a request's claim in the store. A claim that is not released in time ends
-with its lease."""
+RELEASE_AWAITED_S = 1.0
+RELEASE_WITHIN_S = 60.0
+"""For how many seconds a worker tries to release a request's claim. This is longer than a lease, because a release that
+comes after the lease still says that the worker has not died."""
+RELEASES_AT_MOST = 1000
+SHELTER_WITHIN_S = 1.0
 DEFER_WITHIN_S = 1.0
-"""The time limit, in seconds, for storing that a request is deferred, that is, waits in the broker until its due
-time."""
 DEFERRED_KEPT_MS = 60_000
-"""For how many ms after a request's deadline the store remembers that the request was deferred, that is, had to wait in
-the broker until its due time. It need not remember this for longer, because by then the request's outcome is stored."""
 PAUSE_CAP_S = 1.0
-"""The longest pause, in seconds, between two tries of a call to a store that is unavailable."""
 T = TypeVar("T")
 log = logs.logger()
 
 
 class Claiming:
-    """Takes, renews and releases the claims of one process. A claim is the store's record that a worker works on a
-    request, so that no other worker does. `run` renews the claims until it is cancelled."""
+    """Takes, renews and releases the claims of one process."""
 
     def __init__(self, store: FollowedStore) -> None:
         self._store = store
         self._held: dict[Held, Job] = {}
         self._claim_tasks: dict[asyncio.Task[ClaimAnswer], Identity] = {}
-        """The tasks that ask the store for a claim and have no answer yet, each with the identity of its request."""
         self._has_claims = asyncio.Event()
         self._background = Background()
-        self._trails = Trails(store, self._background)
+        self._releasing = 0
+        self._writer = ProgressWriter(store, self._background)
 
     @property
     def is_away(self) -> bool:
-        """Whether the store counts as unavailable, because the last call to it failed."""
         return self._store.trouble is not None
 
     async def run(self) -> None:
-        """Renew the claims of this process regularly, and stop jobs whose request was cancelled or whose claim was
-        taken over by another worker. (A job is a delivery that is worked on.)"""
         while True:
             await self._has_claims.wait()
             await asyncio.sleep(RENEW_EVERY_S)
             await self.renew()
 
     async def renew(self) -> None:
-        """Renew all claims of this process once, now. (A claim is the record that a worker works on a request.)"""
         if not self._held:
             self._has_claims.clear()
             return
@@ -102,40 +97,64 @@ class Claiming:
         self._claim_tasks[claiming] = job.identity
         claiming.add_done_callback(self._claim_tasks.pop)
         try:
-            found = await asyncio.shield(claiming)
+            has_answer = await ended(claiming, within_s=CLAIM_WITHIN_S)
         except asyncio.CancelledError:
             self._background.begin(self._release_if_granted(job, claiming), name=f"give back {job.id}")
             raise
+        if not has_answer:
+            self._background.begin(self._release_if_granted(job, claiming), name=f"give back {job.id}")
+            raise StoreUnavailable(self._store.trouble or f"the store has not answered within {CLAIM_WITHIN_S:g} s")
+        found = claiming.result()
         if isinstance(found, Granted):
             job.claim = Held(job.identity, found.token)
             self._follow(job, job.claim, found)
         return found
 
     def _follow(self, job: Job, held: Held, granted: Granted) -> None:
-        """Begin to write the request's progress to the store (`trail.py`), from where clients read it, if a client
+        """Begin to write the request's progress to the store (`progress.py`), from where clients read it, if a client
         follows the request, or if the request is streamed without `reply_to`, because the parts of its answer can then
         go only to the store. In other cases do nothing."""
         decoded = job.decoded
         if decoded is None or not (granted.followed or (decoded.request.stream and not job.message.reply_to)):
             return
         submission = Submission.of(decoded.request, job.fingerprint.body_hash)
-        job.trail = Trail(self._trails, held, submission, is_takeover=granted.deaths > 0)
+        job.progress = Progress(self._writer, held, submission, is_takeover=granted.deaths > 0)
 
     async def release(self, job: Job, *, due_ms: int | None = None) -> None:
         """Release the claim of a request that has not ended and will be delivered again. `due_ms`: the time of that
-        delivery; None if unknown. If the store is unavailable, the claim ends with its lease.
+        delivery; None if unknown.
 
-        If the caller is cancelled, the release continues in the background, because the store counts a worker as dead
-        if its claim ends without a release.
+        If that takes long, or the caller is cancelled, the release continues in the background, because the store
+        counts a worker as dead if its claim ends without a release.
         """
         if job.claim is None:
             return
         held, job.claim = job.claim, None
-        await asyncio.shield(self._background.begin(self._release(job, held, due_ms), name=f"let go {job.id}"))
+        releasing = self._begin_release(job, held, due_ms)
+        await ended(releasing, within_s=RELEASE_AWAITED_S)
+        if self._releasing > RELEASES_AT_MOST:
+            releasing.cancel()
+
+    def _begin_release(self, job: Job, held: Held, due_ms: int | None = None) -> "asyncio.Task[None]":
+        return self._background.begin(self._release(job, held, due_ms), name=f"let go {job.id}")
 
     async def _release(self, job: Job, held: Held, due_ms: int | None) -> None:
-        await _trail_written(job)
-        await self._release_held(held, attempts=job.attempts, due_ms=due_ms)
+        self._releasing += 1
+        is_survived = job.attempted is not None
+        try:
+            if job.progress is not None:
+                await job.progress.flushed()  # only the holder of the claim may write it
+            self._held.pop(held, None)
+            async with asyncio.timeout(RELEASE_WITHIN_S):
+                await _until_stored(
+                    lambda: self._store.release(held, attempts=job.attempts, due_ms=due_ms, is_survived=is_survived),
+                    within_s=RELEASE_WITHIN_S,
+                )
+        except (StoreUnavailable, TimeoutError) as error:
+            log.warning(signals.CLAIM_UNRELEASED, error=str(error))
+        finally:
+            self._held.pop(held, None)
+            self._releasing -= 1
 
     async def defer(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
         """Store the due time of a request that will wait in the broker without a claim, so that clients that ask for
@@ -153,18 +172,17 @@ class Claiming:
     async def defer_for_long(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
         """Like `defer`, but for long waits: repeat the call until the store answers. The answer is needed because it
         says whether the request was cancelled before it arrived, and the store forgets such a cancellation before a
-        long wait ends. Raises StoreUnavailable after `CLAIM_WITHIN_S`."""
-        return await _until_stored(lambda: self._defer(job, due_ms, deadline_ms), within_s=CLAIM_WITHIN_S)
+        long wait ends. Raises StoreUnavailable after `ASK_WITHIN_S`."""
+        return await _answered(lambda: self._defer(job, due_ms, deadline_ms))
 
     async def reserve(self, job: Job, *, weight: int, until_ms: int) -> WaitingLimit:
-        """Count a request that will wait long in the broker against two limits of such requests: the limit of its
-        tenant, and the limit of all tenants together. The result says whether one of the limits is reached. `weight`:
-        as how many requests this one counts. `until_ms`: when the wait ends. Raises StoreUnavailable."""
         fingerprint = job.fingerprint
-        return await _until_stored(
-            lambda: self._store.reserve(job.identity, fingerprint, weight=weight, until_ms=until_ms),
-            within_s=CLAIM_WITHIN_S,
-        )
+        return await _answered(lambda: self._store.reserve(job.identity, fingerprint, weight=weight, until_ms=until_ms))
+
+    async def has_ended(self, job: Job) -> bool:
+        found = await self.find(job.identity)
+        completion = None if found is None else found.completion
+        return completion is not None and (not completion.code or PROBLEMS[completion.code].kept)
 
     async def _defer(self, job: Job, due_ms: int, deadline_ms: int) -> bool:
         may_wait = await self._store.defer(job.identity, due_ms=due_ms, keep_until_ms=deadline_ms + DEFERRED_KEPT_MS)
@@ -180,13 +198,29 @@ class Claiming:
     async def _release_if_granted(self, job: Job, claiming: "asyncio.Task[ClaimAnswer]") -> None:
         with suppress(StoreUnavailable):
             if isinstance(found := await claiming, Granted):
-                await self._release_held(Held(job.identity, found.token), attempts=job.attempts)
+                await self._release(job, Held(job.identity, found.token), None)
 
-    async def _release_held(self, held: Held, *, attempts: int, due_ms: int | None = None) -> None:
-        self._held.pop(held, None)
-        with suppress(StoreUnavailable, TimeoutError):
-            async with asyncio.timeout(RELEASE_WITHIN_S):
-                await self._store.release(held, attempts=attempts, due_ms=due_ms)
+    async def sheltered(self, job: Job, storing: Coroutine[Any, Any, T]) -> T:
+        """Await `storing`, which brings a paid answer into a form that can be sent, and completes the job's claim. If
+        the caller is cancelled because the delivery was lost, this goes on in the background with the claim held, and
+        the redelivery waits until it has ended (`Store.shelter`)."""
+        return await self._background.sheltered(
+            self._shelter(job, storing), name=f"keep {job.id}", if_left=_log_lost_completion
+        )
+
+    async def _shelter(self, job: Job, storing: Coroutine[Any, Any, T]) -> T:
+        held = job.claim
+        try:
+            if held is not None:
+                with suppress(StoreUnavailable, TimeoutError):
+                    async with asyncio.timeout(SHELTER_WITHIN_S):
+                        await self._store.shelter(held)
+            return await storing
+        finally:
+            storing.close()
+            if job.claim is not None and held is not None:  # it was not completed
+                job.claim = None
+                self._begin_release(job, held)
 
     async def complete(self, job: Job, completion: Completion) -> Completion | None:
         """Store how the request ended (its completion). Return the completion that is valid: this one, or an earlier
@@ -196,36 +230,34 @@ class Claiming:
         because the provider's answer was paid for: if the delivery was lost, the worker that gets the message next can
         then send the stored answer.
         """
-        completing = self._background.begin(self._complete(job, completion, job.claim), name=f"complete {job.id}")
-        try:
-            return await asyncio.shield(completing)
-        except asyncio.CancelledError:
-            completing.add_done_callback(_log_lost_completion)
-            raise
+        return await self._background.sheltered(
+            self._complete(job, completion, job.claim), name=f"complete {job.id}", if_left=_log_lost_completion
+        )
 
     async def _complete(self, job: Job, completion: Completion, held: Held | None) -> Completion | None:
         token = None if held is None else held.token
         try:
-            await _trail_written(job)
+            if job.progress is not None:
+                await job.progress.flushed()  # only the holder of the claim may write it
             valid = await _until_stored(
                 lambda: self._store.complete(job.identity, job.fingerprint, completion, token=token)
             )
             if valid is None and held is not None:
                 # the claim was taken over; releasing it says that this holder has not died
-                await self._release_held(held, attempts=job.attempts)
+                await self._release(job, held, None)
             return valid
+        except StoreUnavailable:
+            if held is not None:
+                job.claim = None
+                self._begin_release(job, held)
+            raise
         finally:
             self.forget(job)
 
     async def finish(self, *, within_s: float) -> None:
-        """Wait for at most `within_s` until the store has all completions (how requests ended) that this process is
-        storing. A request whose completion is not stored in time is delivered again, and its provider is called
-        again."""
         await self._background.finish(within_s=within_s)
 
     async def note(self, job: Job, completion: Completion) -> None:
-        """Store with which error an invalid request ended, so that clients can fetch its result. There is no claim to
-        complete, because invalid requests are never claimed. Raises StoreUnavailable."""
         await _until_stored(lambda: self._store.note(job.identity, completion))
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
@@ -240,36 +272,30 @@ class Claiming:
         return result
 
     async def find(self, identity: Identity) -> Found | None:
-        """Return what the store knows about a request; None if the store does not know the request. Raises
-        StoreUnavailable."""
-        return await _until_stored(lambda: self._store.find(identity))
+        return await _answered(lambda: self._store.find(identity))
 
     def forget(self, job: Job) -> None:
-        """Stop renewing the job's claim, without releasing it in the store. If the request was not completed, the claim
-        then ends with its lease."""
+        """Stop renewing the job's claim, without releasing it in the store."""
         if job.claim is not None:
             self._held.pop(job.claim, None)
             job.claim = None
 
 
-async def _trail_written(job: Job) -> None:
-    """Write the remaining progress of the job's request to the store before its claim ends, because only the holder of
-    the claim may write it."""
-    if job.trail is not None:
-        await job.trail.flushed()
-
-
-def _log_lost_completion(completing: "asyncio.Task[Completion | None]") -> None:
-    """If the outcome of a cancelled job could not be stored, log that; the request is then delivered again, and a
-    provider is called again."""
+def _log_lost_completion(completing: "asyncio.Task[Any]") -> None:
     if completing.cancelled() or completing.exception() is not None:
         why = "" if completing.cancelled() else str(completing.exception())
         log.warning(signals.COMPLETION_LOST, error=why)
 
 
+async def _answered(call: Callable[[], Awaitable[T]]) -> T:
+    try:
+        async with asyncio.timeout(ASK_WITHIN_S):
+            return await _until_stored(call, within_s=ASK_WITHIN_S)
+    except TimeoutError as error:
+        raise StoreUnavailable(f"the store has not answered within {ASK_WITHIN_S:g} s") from error
+
+
 async def _until_stored(call: Callable[[], Awaitable[T]], *, within_s: float | None = None) -> T:
-    """Call the store; while it is unavailable, repeat the call after a pause. Raises StoreUnavailable if the store is
-    still unavailable after `within_s` seconds (None: `STORE_WITHIN_S`)."""
     loop = asyncio.get_running_loop()
     end = loop.time() + (STORE_WITHIN_S if within_s is None else within_s)
     pause_s = 0.05

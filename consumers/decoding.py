@@ -1,31 +1,49 @@
-"""Decodes requests without blocking the event loop for long: a small body is decoded in one step, a larger one in
-several."""
+"""Decodes requests without blocking the event loop for long: small bodies at once, larger ones in several steps,
+one at a time and for at most half of the time.
 
+Each step is short (`topology/codec/bounds.py`), but many bodies can arrive at once. Without pauses, a sender of large
+bodies would leave the event loop little time for other work.
+"""
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable
 from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from typing import Final, TypeVar
 
-from consumers.job import Decoded, Job
-from consumers.parsing import Parsing
-from consumers.providers.routes import Routes
+from consumers.job import Chain, Decoded, Job
 from topology.codec import bounds, decoding
 from topology.lanes import LaneSpec, urgency
 
+T = TypeVar("T")
+AT_ONCE_S: Final = 0.01
+"""A process that has parsed for this many seconds pauses, so that other tasks run. While it does not parse, the time
+for which it may parse next grows again, up to this value, which is enough for about twenty bodies of 100 KB."""
+TINY_BYTES: Final = 4096
+"""A body up to this size is parsed at once, without waiting for others, because that takes at most a millisecond,
+whatever the body contains."""
+_WITHIN_LIMITS: Final = ""
+
 
 class Decoding:
-    """Decodes the message of a job (a delivery that is worked on) into its request, and adds the providers that may be
-    called for the request. `max_values`: how many JSON keys and values a body may have."""
+    """Decodes the message of a job into its request, and adds the providers that may be called for the request
+    (`chain_of`: by lane, tenant and model). `max_values`: how many JSON keys and values a body may have."""
 
-    def __init__(self, parsing: Parsing, routes: Routes, *, max_values: int = bounds.VALUES) -> None:
+    def __init__(
+        self, parsing: "Parsing", chain_of: Callable[[str, str, str], Chain], *, max_values: int = bounds.VALUES
+    ) -> None:
         self._parsing = parsing
-        self._routes = routes
+        self._chain_of = chain_of
         self._max_values = max_values
 
     async def decode(self, job: Job, lane: LaneSpec) -> Decoded:
-        """Decode the job's message. Raises RequestProblem if the request is invalid or too large."""
-        message = job.message
-        rank = (urgency(lane.name), decoding.weight(message))
+        rank = (urgency(lane.name), decoding.weight(job.message))
         if rank[1] <= bounds.SMALL_BYTES:
             return await self._parsing.run(partial(self._decode, job, lane), rank=rank)
-        raw = await self._parsing.run(partial(decoding.unpacked, message), rank=rank)
+        raw = await self._parsing.run(partial(decoding.unpacked, job.message), rank=rank)
         return await self.decode_body(raw, job, lane)
 
     async def decode_body(self, raw: bytes, job: Job, lane: LaneSpec) -> Decoded:
@@ -46,4 +64,76 @@ class Decoding:
             raw=raw,
             max_values=self._max_values,
         )
-        return Decoded(request, lane, self._routes.of(lane.name, job.identity.tenant, request.model))
+        return Decoded(request, lane, self._chain_of(lane.name, job.identity.tenant, request.model))
+
+
+class Parsing:
+    """Runs the steps in which this process parses large JSON bodies, one step at a time, with pauses between them for
+    the event loop. If several steps wait, the one with the lowest `rank` runs first: the urgency of the lane (0: the
+    most urgent), then the size of the body in bytes."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._left_s = AT_ONCE_S
+        """For how many seconds this process may still parse before it must pause."""
+        self._at_s = clock()
+        self._is_taken = False
+        self._waiting: list[tuple[tuple[int, int], int, asyncio.Future[None]]] = []
+        self._numbers = count()
+
+    async def run(self, work: Callable[[], T], *, rank: tuple[int, int]) -> T:
+        """Run `work`, one step of parsing, and return its result. A body of at most `TINY_BYTES` is parsed at once; a
+        larger one waits for the running step, the pause after it, and all waiting steps with a lower rank."""
+        if rank[1] <= TINY_BYTES:
+            return work()
+        if self._is_taken:
+            await self._wait(rank)
+        self._is_taken = True
+        began_s = self._clock()
+        collects = gc.isenabled()
+        gc.disable()  # parsing creates many objects; the collections that they start take longer than the parsing
+        try:
+            return work()
+        finally:
+            if collects:
+                gc.enable()
+            self._pass_on(began_s, self._clock())
+
+    async def excess(self, raw: bytes, *, max_values: int, rank: tuple[int, int]) -> str | None:
+        """Return a text that names the limit which the body exceeds (see `bounds.excess`); None if it exceeds none. A
+        large body is checked in steps, so that other work can run between them."""
+        steps = bounds.excess_in_steps(raw, max_values=max_values)
+        while True:
+            # each step yields the exceeded limit, or None if it found none so far
+            found = await self.run(lambda: next(steps, _WITHIN_LIMITS), rank=rank)
+            if found is not None:
+                return None if found == _WITHIN_LIMITS else found
+
+    async def _wait(self, rank: tuple[int, int]) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        heappush(self._waiting, (rank, next(self._numbers), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._next()
+            raise
+
+    def _pass_on(self, began_s: float, ended_s: float) -> None:
+        """Let the next step run: at once, or after a pause, if one is needed so that parsing takes at most half of the
+        time."""
+        self._left_s = min(AT_ONCE_S, self._left_s + began_s - self._at_s) - (ended_s - began_s)
+        self._at_s = ended_s
+        if self._left_s >= 0 and not self._waiting:
+            self._is_taken = False
+        else:
+            asyncio.get_running_loop().call_later(max(0.0, -self._left_s), self._next)
+
+    def _next(self) -> None:
+        self._is_taken = False
+        while self._waiting:
+            *_, turn = heappop(self._waiting)
+            if not turn.done():
+                self._is_taken = True
+                turn.set_result(None)
+                return

@@ -8,28 +8,29 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from consumers.job import Job, NowMs, Source, source_of
-from consumers.outcomes import Outcome, ended_by
+from consumers.clock import NowMs
+from consumers.job import Job, Source, source_of
+from consumers.outcomes import Outcome, ended
 from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import RequestProblem
-from topology.broker.session import Delivery
+from topology.broker.consume import Delivery
 from topology.lanes import LaneSpec
 
 
 class Fallen:
     """Finds the outcome of each message in the queue `lane.fallen`, which the broker has dead-lettered or could not
-    route. The broker's headers say why a message is there. `speakers`: the users that may publish for other tenants."""
+    route."""
 
     def __init__(
         self, lanes: Sequence[LaneSpec], *, names: Names, now_ms: NowMs, speakers: Collection[str] = ()
     ) -> None:
-        self._lane_by_queue = {names.intake(lane.name): lane for lane in lanes}
+        self._lanes = {lane.name: lane for lane in lanes}
+        self._lane_by_intake = {names.intake(lane.name): lane for lane in lanes}
         self._lane_by_workers_queue = {names.due(lane.name): lane for lane in lanes}
         self._lane_by_workers_queue |= {
             names.side(lane.name, number): lane for lane in lanes for number in range(lane.side_queues)
         }
-        self._lane_by_name = {lane.name: lane for lane in lanes}
         self._names = names
         self._now_ms = now_ms
         self._speakers = speakers
@@ -40,47 +41,38 @@ class Fallen:
         publish, or if it could not be routed after a delay."""
         message = delivery.message
         # the header x-death of a message that was not dead-lettered may be written by its publisher
-        dead_lettered = message.exchange == self._names.fallen
-        queue = str(_death(delivery).get("queue")) if dead_lettered else ""
+        death = _death(message) if message.exchange == self._names.fallen else {}
+        queue = str(death.get("queue"))
         source = Source.DELAY if queue in self._lane_by_workers_queue else source_of(message, self._names)
-        lane = self._lane_by_queue.get(queue) or self._lane_by_workers_queue.get(queue)
+        lane = self._lane_by_intake.get(queue) or self._lane_by_workers_queue.get(queue)
         if lane is None and source is not Source.REQUESTER:
-            lane = self._lane_by_name.get(message.routing_key.split(".", 1)[0])
+            lane = self._lanes.get(message.routing_key.split(".", 1)[0])
         job = Job(delivery, lane=lane, source=source, taken_ms=self._now_ms(), speakers=self._speakers)
-        if dead_lettered and _death(delivery).get("reason") == "delivery_limit":
+        if death.get("reason") == "delivery_limit":
             job.hop = replace(job.hop, redelivered=True)  # the worker that holds its claim has died
         return job
 
     async def handle(self, job: Job) -> Outcome:
-        """The outcome of a message in `lane.fallen`: an error which says that the message expired, was delivered too
-        often, or names no existing lane. If the message is there for any other reason, the error is `internal`."""
-        return ended_by(self._problem(job))
-
-    def _problem(self, job: Job) -> RequestProblem:
         message = job.message
         if message.exchange == self._names.requests:
-            known = ", ".join(sorted(self._lane_by_name))
-            return RequestProblem(
+            known = ", ".join(sorted(self._lanes))
+            return ended(
                 "unroutable", f"no lane for routing key {message.routing_key[:120]!r}: it begins with one of {known}"
             )
-        death = _death(job.delivery)
-        if message.exchange == self._names.fallen and death.get("reason") == "expired":
+        death = _death(message)
+        queue, reason = death.get("queue"), death.get("reason")
+        if message.exchange == self._names.fallen and reason == "expired":
             bound = job.hop.expiration or death.get("original-expiration")
-            return RequestProblem(
-                "deadline_exceeded",
-                f"expired in {death.get('queue')}" + (f" after its expiration of {bound} ms" if bound else ""),
+            return ended(
+                "deadline_exceeded", f"expired in {queue}" + (f" after its expiration of {bound} ms" if bound else "")
             )
-        if message.exchange == self._names.fallen and death.get("reason") == "delivery_limit":
-            return RequestProblem("poison", f"delivered from {death.get('queue')} again and again, and never settled")
-        return RequestProblem(
-            "internal",
-            f"fell out of exchange {message.exchange!r}, queue {death.get('queue')!r}, reason {death.get('reason')!r}",
-        )
+        if message.exchange == self._names.fallen and reason == "delivery_limit":
+            return ended("poison", f"delivered from {queue} again and again, and never settled")
+        return ended("internal", f"fell out of exchange {message.exchange!r}, queue {queue!r}, reason {reason!r}")
 
 
-def _death(delivery: Delivery) -> dict[str, Any]:
-    """The first entry of the header `x-death`, which gives the queue and the reason of the latest dead-lettering; an
-    empty dictionary if there is none."""
-    deaths = delivery.message.headers.get(n.DEATH)
+def _death(message: Message) -> dict[str, Any]:
+    """The first entry of the header `x-death`, which gives the queue and the reason of the latest dead-lettering."""
+    deaths = message.headers.get(n.DEATH)
     first = deaths[0] if isinstance(deaths, list) and deaths else None
     return first if isinstance(first, dict) else {}

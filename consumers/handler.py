@@ -5,14 +5,12 @@ from dataclasses import dataclass
 
 from consumers.attempt import Attempts
 from consumers.decoding import Decoding
-from consumers.failpoints import Failpoints
-from consumers.gates.base import Gate
-from consumers.job import Decoded, Job
+from consumers.gates import Gate, Leave
+from consumers.job import Decoded, Job, user_id_missing
 from consumers.outcomes import Deferred, Outcome, ended, ended_by
 from consumers.replies.reply import Replies
-from lanekeeper.contract.names import Names
+from consumers.settle import Failpoints
 from lanekeeper.contract.problems import RequestProblem
-from topology.lanes import LaneSpec
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,21 +21,23 @@ class Handler:
     gates: Sequence[Gate]
     attempts: Attempts
     replies: Replies
-    names: Names
     failpoints: Failpoints
     decoding: Decoding
+    exchange: str
+    """The exchange for requests: what requesters published to another one is refused."""
     needs_user_id: bool = False
     """Whether requests without the property `user_id` are refused, because their tenant is unknown."""
 
-    async def handle(self, job: Job, *, lane: LaneSpec) -> Outcome:
+    async def handle(self, job: Job) -> Outcome:
         """Find the outcome of a delivery in these steps: check the delivery → decode its message → enter the gates (the
         checks before a call to a provider) → make one attempt → leave the gates, which give back what they took, such
         as the claim of a request that has not ended. If a check or a gate already decides the outcome (the request is
         refused, for example, or must wait), no attempt is made."""
         if (refused := self._refused(job)) is not None:
             return refused
+        assert job.lane is not None
         try:
-            job.decoded = decoded = await self.decoding.decode(job, lane)
+            job.decoded = decoded = await self.decoding.decode(job, job.lane)
         except RequestProblem as problem:
             return ended_by(problem)
         if job.delivery.times_delivered is None:
@@ -45,13 +45,14 @@ class Handler:
             return Deferred(delay_ms=0, reason="redelivered", redelivered=True)
         self.failpoints.reach("before_claim")
         outcome: Outcome | None = None
-        passed: list[Gate] = []
+        passed: list[Leave] = []
         try:
             for gate in self.gates:
                 outcome = await gate.enter(job, decoded)
                 if outcome is not None:
                     return outcome
-                passed.append(gate)
+                if gate.leave is not None:
+                    passed.append(gate.leave)
                 decoded = job.decoded or decoded  # the body gate replaces it by one with the fetched body
             self.failpoints.reach("after_claim")
             outcome = await self.attempts.make(job, decoded)
@@ -61,30 +62,23 @@ class Handler:
             await _leave(passed, job, decoded, outcome)
 
     def _refused(self, job: Job) -> Outcome | None:
-        """The outcome of a delivery that is refused because of its exchange, its user or its reply address; None if the
-        delivery is not refused."""
-        if not job.trusted and job.message.exchange != self.names.requests:
+        if not job.trusted and job.message.exchange != self.exchange:
             return ended(
                 "invalid_request",
-                f"published to exchange {job.message.exchange[:80]!r}: allowed is {self.names.requests!r}",
+                f"published to exchange {job.message.exchange[:80]!r}: allowed is {self.exchange!r}",
             )
         if self.needs_user_id and not job.hop.user_id:
-            return ended(
-                "invalid_request",
-                "user_id: missing; publish with the property user_id, the name of the user that is connected: "
-                "without it nobody can tell whose the request is",
-            )
+            return ended_by(user_id_missing())
         if (forbidden := self.replies.refusal(job)) is not None:
             return ended_by(forbidden)
         return None
 
 
-async def _leave(passed: list[Gate], job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-    """Call `leave` of each gate in `passed`, the last gate first. If one of these calls raises or is cancelled, `leave`
-    of the other gates is still called."""
+async def _leave(passed: list[Leave], job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
+    """Leave the gates, the last first. If one of these calls raises or is cancelled, the others are still left."""
     try:
         while passed:
-            await passed.pop().leave(job, decoded, outcome)
+            await passed.pop()(job, decoded, outcome)
     finally:
         if passed:
             await _leave(passed, job, decoded, outcome)

@@ -1,55 +1,78 @@
 """Defines `Job`: one delivery while a worker works on it. The result of a job is an outcome (`outcomes.py`)."""
 
+import asyncio
 import os
-import time
 import uuid
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
 from hashlib import blake2b
+from types import TracebackType
+from typing import Final, Self
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from consumers.chain import Chain, Route
-from consumers.interruptible import Interruptible
-from consumers.limits.base import Amounts, Reservation
-from consumers.rank import original_priority
+from consumers.clock import moment_ms
+from consumers.failures import AccountError, ProviderError
+from consumers.limits.base import Amounts, Reservation, Underway
+from consumers.progress import Progress
 from consumers.state.base import Completion, Fingerprint, Held, Identity, Stop
-from consumers.trail import Trail
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
-from lanekeeper.telemetry import propagation
-from topology.broker.session import Delivery
-from topology.codec.headers import HopHeaders, read_hop
-from topology.codec.published import Published, published
-from topology.codec.request import Request
+from lanekeeper.contract.problems import RequestProblem, invalid_request
+from lanekeeper.telemetry import tracing
+from topology.broker.consume import Delivery
+from topology.codec.decoding import Published, Request, published
+from topology.codec.headers import read_hop, read_replay
 from topology.lanes import LaneSpec
 
+CONSUMER_TIMEOUT_S = 1800.0
+"""RabbitMQ's default consumer timeout, in seconds: the broker takes a delivery back that is not settled within this
+time, and delivers it again, without end (docs/facts.md, section 7). `tests/consumers/test_held_deliveries.py` adds up
+the limits of all waits between delivery and acknowledgement, and compares the sum with this."""
+ASK_WITHIN_S = 20.0
 CLAIM_WITHIN_S = 60.0
-"""For how many seconds a delivery may wait for its claim (the store's record that this worker works on its request)
-while the store is unavailable."""
 ATTEMPT_WITHIN_S = 1200.0
-"""The longest time, in seconds, that one attempt of a request may take."""
 STORE_WITHIN_S = 180.0
-"""For how many seconds a worker tries to store the outcome of a request while the store is unavailable. Together with
-`CLAIM_WITHIN_S`, `ATTEMPT_WITHIN_S` and two publishes (up to 100 s each), this is less than the broker's consumer
-timeout of 1800 s, after which the broker would deliver the request again, without end (docs/facts.md, section 7)."""
-NowMs = Callable[[], int]
-"""A function that returns the time in ms since 1970."""
+SETTLE_WITHIN_S = 200.0
+"""For how many seconds a worker tries to settle a delivery: to store its outcome, and to publish its reply. After that
+the delivery is returned to its queue, and its next worker continues with what was stored."""
+HIGHEST_PRIORITY: Final = 9
+"""The highest priority that a requester may set."""
+_DELAYED_BASE: Final = HIGHEST_PRIORITY + 1
+_DELAYED_WITHOUT_PRIORITY: Final = _DELAYED_BASE + HIGHEST_PRIORITY + 1
 
 
-def now_ms() -> int:
-    """The time of the system clock, in ms since 1970."""
-    return time.time_ns() // 1_000_000
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One provider that may be called for a request, and the model that is requested from it."""
+
+    provider: str
+    model: str
+    """Anthropic's name for the model, which the table of prices uses too."""
+    name: str
+    """The provider's own name for the model, which the call contains."""
+    account: str
+    """The account against whose rate limits the call counts. A provider has one account for each class of models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The providers that may be called for one request, in order of preference. There is at least one, unless the
+    request's model is forbidden."""
+
+    routes: tuple[Route, ...] = ()
+    forbidden: str = ""
+
+    def starting_at(self, route: Route) -> tuple[Route, ...]:
+        return self.routes[self.routes.index(route) :]
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A decoded request, its lane, and the providers that may be called for it (`chain`). A message is decoded once
-    for each delivery, and a second time only if its body is not in the message and had to be fetched."""
+    """A decoded request, its lane, and the providers that may be called for it."""
 
     request: Request
     lane: LaneSpec
@@ -58,8 +81,8 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """The provider and model that will be called for a job (`route`), and the budget, that is, the part of the
-    account's rate limits, that is reserved for the call (`reservation`)."""
+    """The provider and model that will be called for a job, and the part of the account's rate limits that is reserved
+    for the call."""
 
     route: Route
     reservation: Reservation
@@ -72,29 +95,23 @@ class Attempted:
 
     started_ms: int
     run_ms: int = 0
-    """How many ms the attempt ran; 0 while it runs."""
     usage: Amounts | None = None
     """What the provider counted (requests, tokens) for the call that decided the attempt's outcome; None: unknown."""
     cost_usd: float | None = None
-    """What the answer cost; None if there is no answer, or its model has no price."""
     lost: tuple[tuple[str, Amounts], ...] = ()
     """The attempt's failed calls that may have to be paid for, without its last call: for each, the model, and the
     requests and tokens that it used."""
+    error: ProviderError | None = None
     counts: bool = True
     """Whether the attempt counts against the request's limit of attempts. False if the provider was down."""
 
 
 class Source(Enum):
-    """Where a message was published. This tells whether a worker published the message: only then are its internal
-    headers trusted."""
+    """Where a message was published. Only if a worker published it are its internal headers trusted."""
 
     REQUESTER = auto()
-    """The message was published to the exchange for requests, or to another one that is not for workers only. Its
-    internal headers are ignored, because anyone may have set them."""
     DELAY = auto()
-    """A worker published the message to a delay exchange or a due queue, so its internal headers are trusted."""
     SIDE = auto()
-    """A worker published the message to a side queue, so its internal headers are trusted."""
 
 
 class Job:
@@ -112,7 +129,7 @@ class Job:
     ) -> None:
         self.delivery = delivery
         self.lane = lane
-        """The lane of the request; None if the message's routing key names no lane."""
+        """None if the message's routing key names no lane."""
         self.source = source
         self.id = delivery.message.message_id or uuid.uuid4().hex
         message, headers = delivery.message, delivery.message.headers
@@ -120,41 +137,27 @@ class Job:
             self.hop = read_hop(headers)
             message.priority = original_priority(message.priority)
         else:
-            dead_at = headers.get(n.DEAD_AT)
-            self.hop = HopHeaders(
-                user_id=message.user_id,
-                expiration=message.expiration,
-                dead_at=dead_at if isinstance(dead_at, str) else None,
-                is_fresh=True,
+            self.hop = replace(
+                read_replay(headers), user_id=message.user_id, expiration=message.expiration, is_fresh=True
             )
-        """What is known about the request's past (attempts, errors, due time, user). If a worker published the message,
-        this is read from the headers that the worker wrote; otherwise from the message's properties."""
+        """What is known about the request's past (attempts, errors, due time, user)."""
         # a republished dead letter names its tenant in a header, which counts if its sender may speak for others
         stated = headers.get(n.TENANT) or (headers.get(n.USER_ID) if n.DEAD_AT in headers else None)
         self.identity = Identity(tenant_of(self.hop.user_id, stated, speakers), self.id)
         self.taken_ms = taken_ms
         self.decoded: Decoded | None = None
-        """The request, decoded from the message; None until the message is decoded."""
         self.claim: Held | None = None
         """The claim that this process holds for the request, that is, the store's record that no other worker may work
         on it; None if the process holds none."""
-        self.trail: Trail | None = None
-        """Writes the progress of the request to the store, for clients that follow it; None if the progress is not
-        written."""
+        self.progress: Progress | None = None
         self.reserved: Reserved | None = None
-        """The budget (a part of a provider's rate limits) that is reserved for the call to the provider; None while no
-        budget is reserved."""
         self.attempted: Attempted | None = None
-        """What is known about this delivery's attempt; None until its first call to a provider has begun."""
+        self.underway: Underway | None = None
         self.completion: Completion | None = None
         """How the request ended, as it is stored and sent; None until it has ended."""
         self.span: Span = INVALID_SPAN
-        """The trace span of this delivery; an invalid span until the work on it begins."""
         self.stopped: Stop | None = None
-        """Why the job must stop; None: it may continue."""
         self.waiting: Interruptible | None = None
-        """The wait that the job is in now (in an `interruptible` block) and that `stop` can end; None if there is
-        none."""
 
     def stop(self, why: Stop) -> None:
         """Stop the job: end its current wait now, and each later wait as soon as it begins."""
@@ -162,21 +165,19 @@ class Job:
         if self.waiting is not None:
             self.waiting.end()
 
-    def interruptible(self, seconds: float | None) -> Interruptible:
+    def interruptible(self, seconds: float | None) -> "Interruptible":
         """A context manager that ends the wait in its block when `stop` is called, or after `seconds` (None: no time
         limit). Execution then continues after the block, without an exception."""
         return Interruptible(self, seconds)
 
     def log_fields(self) -> dict[str, str | int]:
-        """The fields of each log line about this job, among them `trace_id` if there is a trace."""
         fields: dict[str, str | int] = {"request": self.id, "lane": self.lane_name, "attempt": self.attempts}
-        if (trace_id := propagation.trace_id(self.span, self.message.headers)) is not None:
+        if (trace_id := tracing.trace_id_of(self.span, self.message.headers)) is not None:
             fields["trace_id"] = trace_id
         return fields
 
     @property
     def trusted(self) -> bool:
-        """Whether a worker published the message, so that its internal headers are genuine."""
         return self.source is not Source.REQUESTER
 
     @property
@@ -196,17 +197,18 @@ class Job:
         """The properties of this message (such as the hash of its body) by which the store recognises that another
         message with the same id is a different request."""
         message = self.message
+        sha256 = message.headers.get(n.BODY_SHA256)
         compared = (
             message.reply_to, message.correlation_id, message.routing_key, message.timestamp_s, message.priority,
             message.app_id, message.headers.get(n.SENT_MS), message.headers.get(n.TRACEPARENT),
         )  # fmt: skip
         return Fingerprint(
-            body_hash=_body_hash(message),
+            body_hash=content_hash(sha256 if isinstance(sha256, str) else message.body),
             mark=blake2b(repr(compared).encode(errors="replace"), digest_size=16).digest(),
             # a message in a side queue that was not delivered before has no claim; only its original may have one
             redelivered=self.delivery.redelivered if self.source is Source.SIDE else self.redelivered,
             nonce=(b"s" if self.source is Source.SIDE else b"q") + os.urandom(7),
-            dead_at_ms=dead_at_ms(self.hop.dead_at),
+            dead_at_ms=moment_ms(self.hop.dead_at),
         )
 
     @property
@@ -219,8 +221,6 @@ class Job:
 
     @property
     def routing_key(self) -> str:
-        """The routing key with which the requester published the request. It stays the same when the request is delayed
-        or moved to a side queue."""
         return self.message.routing_key
 
     @property
@@ -236,22 +236,83 @@ class Job:
 
     @property
     def run_ms(self) -> int:
-        """How many ms the attempt of this delivery ran; 0 if there is no attempt or while it runs."""
         return 0 if self.attempted is None else self.attempted.run_ms
 
+    @property
+    def ran_ms(self) -> int:
+        """How many ms all attempts of the request ran so far, as far as it is known: of an attempt whose worker died it
+        is not."""
+        return self.hop.ran_ms + self.run_ms
+
+    @property
+    def last_failure(self) -> str:
+        """The end of a final error's text: the error of the latest attempt, or nothing if that did not fail."""
+        if self.attempted is None:
+            return f"; {self.hop.errors[0]}" if self.hop.errors else ""
+        return "" if self.failure is None else f"; {self.failure}"
+
+    @property
+    def failure(self) -> str | None:
+        """The error of this delivery's attempt, for the requester; None if no call of it failed. What a provider says
+        about the service's account is not told."""
+        if self.attempted is None or (error := self.attempted.error) is None:
+            return None
+        told = error.reason if isinstance(error, AccountError) else error.detail
+        return f"attempt {max(1, self.attempts)}: {told}"
+
     def waited_ms(self, until_ms: int) -> int:
-        """How many ms the request had waited at the time `until_ms`, since it was published or since its due time."""
         if self.decoded is not None:
             return max(0, until_ms - self.decoded.request.start_ms)
         return max(0, until_ms - max(self.published.ms, self.hop.due_ms or 0))
 
     @property
     def published(self) -> Published:
-        """When the request was published, and where that time comes from: a header, the time stamp of the message, or
-        only the time of the delivery. It is known for invalid requests too."""
+        """When the request was published, and where that time comes from."""
         if self.decoded is not None:
             return self.decoded.request.published
         return published(self.message, self.hop, now_ms=self.taken_ms)
+
+
+class Interruptible:
+    """The wait of a job inside a block (`Job.interruptible`). If a call to a provider runs in it when it ends, the call
+    is cancelled and its socket is closed."""
+
+    __slots__ = ("_job", "_limit")
+
+    def __init__(self, job: Job, seconds: float | None) -> None:
+        self._job = job
+        self._limit = asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> Self:
+        await self._limit.__aenter__()
+        self._job.waiting = self
+        if self._job.stopped is not None:
+            self.end()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._job.waiting = None  # from now on there is no wait that `Job.stop` could end
+        try:
+            await self._limit.__aexit__(kind, error, trace)
+        except TimeoutError:
+            return True
+        return isinstance(error, TimeoutError) and self._limit.expired()
+
+    @property
+    def until_s(self) -> float | None:
+        return self._limit.when()
+
+    def end(self) -> None:
+        if not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+    def reschedule(self, until_s: float | None) -> None:
+        """Change the time limit: the wait now ends at `until_s`, by the event loop's clock (None: no limit). Does
+        nothing if the job was stopped or the time limit is over already."""
+        if self._job.stopped is None and not self._limit.expired():
+            self._limit.reschedule(until_s)
 
 
 def content_hash(content: bytes | str) -> bytes:
@@ -259,11 +320,6 @@ def content_hash(content: bytes | str) -> bytes:
     is not in the message."""
     known = content if isinstance(content, bytes) else content.lower().encode()
     return blake2b(known, digest_size=16).digest()
-
-
-def _body_hash(message: Message) -> bytes:
-    sha256 = message.headers.get(n.BODY_SHA256)
-    return content_hash(sha256 if isinstance(sha256, str) else message.body)
 
 
 def tenant_of(user_id: str | None, stated: object, speakers: Collection[str]) -> str:
@@ -274,21 +330,12 @@ def tenant_of(user_id: str | None, stated: object, speakers: Collection[str]) ->
     return user_id or ""
 
 
-def moment_text(ms: int) -> str:
-    """A time as text (RFC 3339, UTC)."""
-    when = datetime.fromtimestamp(ms / 1000, tz=UTC)
-    return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def dead_at_ms(text: object) -> int | None:
-    """When the request of a dead letter ended, in ms since 1970. `text`: the value of the letter's header with that
-    time. None is returned if the header is missing or malformed."""
-    if not isinstance(text, str):
-        return None
-    try:
-        return round(1000 * datetime.fromisoformat(text).timestamp())
-    except (ValueError, OverflowError):
-        return None
+def user_id_missing() -> RequestProblem:
+    """The error for a message without the property `user_id`, where this is required."""
+    return invalid_request(
+        "user_id: missing; publish with the property user_id, the name of the user that is connected: "
+        "without it nobody can tell whose request this is"
+    )
 
 
 def source_of(message: Message, names: Names) -> Source:
@@ -298,3 +345,19 @@ def source_of(message: Message, names: Names) -> Source:
     if message.exchange == names.due_exchange or message.exchange.startswith(names.delay_prefix):
         return Source.DELAY
     return Source.REQUESTER
+
+
+def side_priority(priority: int | None, *, is_fresh: bool) -> int | None:
+    """The priority with which a request is published to a side queue: `priority`, which its requester set (0 to 9, or
+    none) or, after a delay or a retry, that plus 10 (20 without one). So it goes ahead of fresh requests, and the
+    requester's priority can be computed from it."""
+    if is_fresh:
+        return priority
+    return _DELAYED_WITHOUT_PRIORITY if priority is None else _DELAYED_BASE + min(priority, HIGHEST_PRIORITY)
+
+
+def original_priority(priority: int | None) -> int | None:
+    """The priority that the requester set, computed from the request's priority in a side queue."""
+    if priority is None or priority < _DELAYED_BASE:
+        return priority
+    return None if priority >= _DELAYED_WITHOUT_PRIORITY else priority - _DELAYED_BASE

@@ -1,11 +1,13 @@
-"""Publishes events about the life cycle of requests (such as `started`) to the exchange `lane.events`, for dashboards
-and audit. The events are not persistent, and no request waits until they are published."""
+"""Tells what happens to requests: as life-cycle events (such as `started`) on the exchange `lane.events`, for
+dashboards and audit, as log lines, and in the trace. The events are not persistent, and no request waits until they
+are published."""
 
 import json
-from collections.abc import Mapping, Set
-from typing import Any, assert_never
+from collections import deque
+from typing import Any, Final, NamedTuple, assert_never
 
-from consumers.job import Job, NowMs
+from consumers.clock import NowMs, moment_ms
+from consumers.job import Job
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.state.base import Completion
 from lanekeeper.contract import names as n
@@ -13,32 +15,19 @@ from lanekeeper.contract.identity import shown
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry.tracing import Tracing, record_outcome, record_request
 from topology.broker.notices import Notices
 from topology.codec.decoding import app_of
 
-EVENTS: Mapping[str, Set[str]] = {
-    "deferred": {"delay_ms", "reason"},
-    "started": {"wait_ms"},
-    "retrying": {"delay_ms", "error"},
-    "completed": {"model", "provider", "wait_ms", "run_ms"},
-    "failed": {"code", "status"},
-    "dead": {"code"},
-    "removed": {"code", "exported"},
-    "cancelled": {"status"},
-    "replayed": {"status"},
-    "undelivered": {"status"},
-    "breaker": {"provider", "model", "state", "error", "retry_in_s"},
-    "cap": {"cap", "percent", "used", "limit"},
-}
-"""All life-cycle events of requests (such as `started`), and the fields that each may have in addition to those in
-`COMMON`, which every event has."""
-COMMON = ("event", "id", "lane", "app", "attempt", "at_ms")
 APP_LENGTH = 64
-"""The maximum length, in characters, of an application's name in a life-cycle event; also of a lane's name and an
-error's code that are copied from a dead letter."""
 ID_LENGTH = 128
-"""The maximum length, in characters, of a request's id in an event's routing key. With it, the key (lane, app, event
-and id) stays within AMQP's limit of 255 bytes."""
+"""The maximum length, in characters, of a request's id in an event's routing key."""
+MS: Final = 1_000_000
+SHORTEST_NS: Final = 1 * MS
+"""A wait outside a worker has a span only if it is at least this long, because its beginning is usually known only to
+the millisecond."""
+SHORTEST_IN_WORKER_NS: Final = 5 * MS
+FAILURES: Final = 20
 _as_json = json.JSONEncoder(default=str).encode
 """Encodes events as JSON. One encoder is used for all events, because `json.dumps` with an option creates a new encoder
 at each call."""
@@ -47,16 +36,17 @@ log = logs.logger()
 
 class Lifecycle:
     """Publishes life-cycle events: the steps of a request (deferred, started, retrying, completed, failed, dead, …),
-    and what the request has caused: a change of a circuit breaker, or a daily cap of which 50, 80 or 100 % are used."""
+    and what the request has caused: a change of a circuit breaker, the pause of a provider, or a daily cap of which 50,
+    80 or 100 % are used."""
 
     def __init__(self, notices: Notices, *, names: Names, now_ms: NowMs) -> None:
         self._notices = notices
         self._names = names
         self._now_ms = now_ms
+        self.failures: deque[dict[str, Any]] = deque(maxlen=FAILURES)
+        """The last requests that failed here for good, without anything of their content, for the live page."""
 
     def publish(self, job: Job, event: str, **detail: Any) -> None:
-        """Publish one life-cycle event of a job's request, as a JSON object with the fields in `COMMON` and those in
-        `detail`."""
         self._publish(
             event,
             id=_ascii(job.id, ID_LENGTH),
@@ -67,7 +57,6 @@ class Lifecycle:
         )
 
     def publish_outcome(self, job: Job, outcome: Outcome) -> None:
-        """Publish the life-cycle event that belongs to the outcome of a settled delivery, and log the outcome."""
         match outcome:
             case Answered(model=model, provider=provider):
                 model, wait_ms, run_ms = shown(model), job.wait_ms, job.run_ms
@@ -79,8 +68,12 @@ class Lifecycle:
             case Retried(delay_ms=delay_ms, brief=brief):
                 log.info(signals.REQUEST_RETRIED, delay_ms=delay_ms, error=brief)
                 self.publish(job, "retrying", delay_ms=delay_ms, error=brief)
+            case Refused(problem, is_repeat=True):
+                log.info(signals.REQUEST_REFUSED, code=problem.code, reason=problem.brief)
             case Refused(problem) | Buried(problem):
                 self.publish(job, "failed", code=problem.code, status=problem.status)
+                self.failures.append({"at_ms": self._now_ms(), "id": _ascii(job.id, ID_LENGTH), "lane": job.lane_name})
+                self.failures[-1] |= {"code": problem.code, "app": _ascii(app_of(job.routing_key), APP_LENGTH)}
                 if isinstance(outcome, Buried):
                     log.info(signals.REQUEST_BURIED, code=problem.code, reason=problem.brief)
                     self.publish(job, "dead", code=problem.code)
@@ -99,7 +92,6 @@ class Lifecycle:
                 assert_never(outcome)
 
     def publish_for_letter(self, letter: Message, event: str, **detail: Any) -> None:
-        """Publish one life-cycle event about a dead letter: a message of `lane.dead`, for which there is no job."""
         self._publish(
             event,
             id=_ascii(letter.message_id or "", ID_LENGTH),
@@ -127,6 +119,73 @@ def _is_first(job: Job, completion: Completion) -> bool:
 
 
 def _ascii(text: str, length: int) -> str:
-    """The text as ASCII, cut to `length` characters, because the routing key or id of a refused request can be any
-    text."""
     return text[:length].encode("ascii", "replace").decode()
+
+
+def record(tracing: Tracing, job: Job, outcome: Outcome, *, taken_ns: int) -> None:
+    """Write into the span of a delivery what its request is and how the delivery ended, and, as spans of their own,
+    where the request waited before."""
+    record_request(
+        job.span,
+        lane=job.lane_name,
+        app=app_of(job.routing_key),
+        attempt=job.attempts,
+        wait_ms=job.wait_ms,
+        redelivered=job.delivery.redelivered,
+    )
+    name = type(outcome).__name__.lower()
+    match outcome:
+        case Deferred(delay_ms=delay_ms):
+            record_outcome(job.span, name, delay_ms=delay_ms)
+        case Retried(delay_ms=delay_ms):
+            record_outcome(job.span, name, delay_ms=delay_ms, error="attempt_failed")
+        case Refused(problem) | Buried(problem) | Dropped(problem):
+            record_outcome(job.span, name, error=problem.code)
+        case Replayed(completion=completion) if completion.code:
+            record_outcome(job.span, name, error=completion.code)
+        case Answered() | Replayed():
+            record_outcome(job.span, name)
+        case _:
+            assert_never(outcome)
+    for wait in waits(job, taken_ns):
+        came_by = None if wait.is_in_worker else job.message
+        tracing.passed(wait.name, start_ns=wait.start_ns, end_ns=wait.end_ns, came_by=came_by)
+
+
+class Wait(NamedTuple):
+    """One wait of a request: the name of its span, and its beginning and end in ns since 1970."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    is_in_worker: bool = False
+
+
+def waits(job: Job, taken_ns: int) -> list[Wait]:
+    """The waits of a request before its call to a provider, as far as they are long enough for a span: those outside
+    the worker, which began when its requester published it, when a worker published it again, or when it became a dead
+    letter, and the one between its delivery and its call."""
+    queue, hop, found = job.delivery.queue, job.hop, list[Wait]()
+    if hop.hop_ms is not None and hop.back_ms is not None:
+        back_ns = min(hop.back_ms * MS, taken_ns)
+        found += [Wait(f"{signals.DELAY} {queue}", hop.hop_ms * MS, back_ns)]
+        found += [Wait(f"{signals.WAIT} {queue}", back_ns, taken_ns)]
+    elif not job.trusted and (sent_ns := _sent_ns(job, taken_ns)) is not None:
+        if (parked_ms := moment_ms(hop.dead_at)) is not None:
+            found += [Wait(f"{signals.WAIT} {signals.DEAD_LETTER}", parked_ms * MS, sent_ns)]
+        found += [Wait(f"{signals.WAIT} {queue}", sent_ns, taken_ns)]
+    if job.attempted is not None:
+        found += [Wait(f"{signals.WAIT} {signals.TURN}", taken_ns, job.attempted.started_ms * MS, is_in_worker=True)]
+    return [
+        each
+        for each in found
+        if each.end_ns - each.start_ns >= (SHORTEST_IN_WORKER_NS if each.is_in_worker else SHORTEST_NS)
+    ]
+
+
+def _sent_ns(job: Job, taken_ns: int) -> int | None:
+    if job.decoded is not None:
+        sent_ms = job.decoded.request.published.ms
+        return taken_ns if sent_ms == job.taken_ms else sent_ms * MS
+    header = job.message.headers.get(n.SENT_MS)  # an expired message was not decoded, so its header is not validated
+    return header * MS if isinstance(header, int) and not isinstance(header, bool) and header > 0 else None

@@ -18,7 +18,6 @@ class Answered:
     """The provider answered, and its answer is sent to the requester."""
 
     body: bytes
-    """The provider's answer: Anthropic's Message object as JSON."""
     model: str
     provider: str
     kept: BodyAddress | None = None
@@ -33,11 +32,7 @@ class Deferred:
     delay_ms: int
     reason: str
     due_ms: int | None = None
-    """The new due time of the request, in ms since 1970; None if the due time does not change."""
     redelivered: bool = False
-    """True if the deferred message was redelivered from a classic queue. The copy that is published to the delay queues
-    then says so in a header, because the broker does not count the deliveries from a classic queue, and the next worker
-    must know that there was an earlier delivery."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +42,6 @@ class Retried:
 
     delay_ms: int
     error: str
-    """The error of the failed attempt in one line, for the requester."""
     brief: str = ""
     """The error of the failed attempt for logs and events, without content of the request."""
 
@@ -57,6 +51,9 @@ class Refused:
     """The request ended with an error, and its message is not kept as a dead letter."""
 
     problem: RequestProblem
+    is_repeat: bool = False
+    """True if the same message was published twice and the first one waits: then only this one ends, without a reply,
+    because the reply to the first one is the reply to both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +92,13 @@ def ended_by(problem: RequestProblem) -> Refused | Buried:
 
 
 def ended(code: str, detail: str, *, status: int | None = None, brief: str | None = None) -> Refused | Buried:
-    """The outcome of a request that ends with the error `code`. The parameters are those of `RequestProblem`."""
+    """The outcome of a request that ends with the error `code`."""
     return ended_by(RequestProblem(code, detail, status=status, brief=brief))
 
 
 def stopped_by(why: Stop, *, doing: str) -> Dropped | Deferred:
     """The outcome of a job that was stopped: an error if its request was cancelled; a short delay if another delivery
-    has taken over the request's claim (`FENCED`). `doing`: a verb in the past tense which says in the error's text what
-    the job was doing, such as "ran"."""
+    has taken over the request's claim (`FENCED`)."""
     match why:
         case Stop.CANCELLED:
             return Dropped(RequestProblem("cancelled", f"cancelled by its owner while it {doing}"))

@@ -8,11 +8,10 @@ if (count := throttle.count(tenant)): …   log that it happened `count` times s
 import time
 from collections.abc import Callable
 
+from lanekeeper.telemetry import logs, signals
+
 NAMES_KEPT = 10_000
-"""For how many names (of tenants, for example) a `RateLimit` or a `LogThrottle` keeps its state. When there are more,
-the state of the name that was used longest ago is deleted."""
 LOGGED_EVERY_S = 60.0
-"""The shortest time, in seconds, between two log lines that a `LogThrottle` allows for one name, such as a tenant's."""
 Clock = Callable[[], float]
 
 
@@ -25,7 +24,6 @@ class RateLimit:
         self._at_once = at_once
         self._clock = clock
         self._left: dict[str, tuple[float, float]] = {}
-        """For each name: what was left in its token bucket after the last call of `take`, and the time of that call."""
 
     def take(self, name: str, amount: float = 1) -> bool:
         """Take `amount` tokens from the token bucket of a name. Return False, and take none, if the bucket holds
@@ -47,7 +45,6 @@ class LogThrottle:
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._counted: dict[str, tuple[int, float]] = {}
-        """For each name: how many events were not logged yet, and when the last line was logged."""
 
     def count(self, name: str) -> int:
         """Count one event for this name. If a log line is due now, return how many events there were since the last log
@@ -59,3 +56,30 @@ class LogThrottle:
         if len(self._counted) > NAMES_KEPT:
             del self._counted[next(iter(self._counted))]
         return count + 1 if is_due else 0
+
+
+UNIT_BYTES = 64 * 1024
+"""A message counts once against the limit of kept invalid messages, and once more for each full 64 KiB (this many
+bytes) of its body."""
+INVALID_PER_HOUR = 1000
+HOUR_S = 3600
+log = logs.logger()
+
+
+class Parking:
+    """Decides whether an invalid message is kept in `lane.dead` and in the store, by a limit for each tenant. The limit
+    does not apply to valid requests that failed."""
+
+    def __init__(self, *, invalid_per_hour: float = INVALID_PER_HOUR) -> None:
+        self._limit = RateLimit(per_s=invalid_per_hour / HOUR_S, at_once=invalid_per_hour)
+        self._log_throttle = LogThrottle()
+        self.unparked = 0
+        """How many invalid messages were answered with an error, but not kept in `lane.dead` or in the store."""
+
+    def takes(self, tenant: str, size: int, *, code: str) -> bool:
+        if self._limit.take(tenant, 1 + size // UNIT_BYTES):
+            return True
+        self.unparked += 1
+        if count := self._log_throttle.count(tenant):
+            log.warning(signals.INVALID_UNPARKED, tenant=tenant, code=code, count=count, unparked=self.unparked)
+        return False

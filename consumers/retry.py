@@ -13,8 +13,6 @@ JITTER = 0.5
 together do not come back together. Full jitter (a pause between zero and the computed value) made the pauses too short:
 four attempts took 0.8 to 2.7 s in all."""
 LEAST_FACTOR = 2.0
-"""Each pause before a retry, without its random part, is at least this many times as long as the pause before the
-previous retry, until `RetryPolicy.cap_s` or the request's deadline limits the pauses."""
 STEP_PART_OF_TIME_LEFT = 0.5
 """The pause before a retry, without its random part, is at most this share of the time left until the request's
 deadline, so that there is time for the next attempt and for one more after it."""
@@ -36,7 +34,6 @@ class RetryPolicy:
 
     @property
     def floor_s(self) -> float:
-        """The shortest pause before a retry, after which a momentary fault is usually over."""
         return self.base_s / 4
 
 
@@ -71,7 +68,8 @@ def decide(
     if attempts >= max_attempts:
         return ended(
             "attempts_exhausted",
-            f"all {attempts} attempts failed; the last: {error.detail}",
+            f"all {attempts} attempts failed; the last: {error.detail}"
+            + ("" if error.retry_after_s is None else f" (retry-after: {math.ceil(error.retry_after_s)})"),
             brief=f"after {attempts} attempts: {error.brief}",
         )
     pause_s = _step_s(
@@ -91,9 +89,6 @@ def decide(
 
 
 def _step_s(first_s: float, *, failures: int, pauses: int, left_s: float, policy: RetryPolicy) -> float:
-    """The pause, without its random part, before the next attempt of a request that has failed `failures` times.
-    `first_s`: the length of the first pause, without its random part. `pauses`: how many pauses the request may have in
-    all. `left_s`: the time left until its deadline."""
     factor = _factor(policy.span_s / first_s, pauses)
     exponent = min(failures - 1, 1000 / math.log2(factor))  # beyond this a float overflows
     step_s = first_s * math.pow(factor, exponent)
@@ -101,12 +96,6 @@ def _step_s(first_s: float, *, failures: int, pauses: int, left_s: float, policy
 
 
 def _factor(total: float, count: int) -> float:
-    """The smallest factor f for which the sum 1 + f + f² + … of `count` terms is at least `total`; but at least
-    `LEAST_FACTOR`.
-
-    With a single term the factor does not matter. `count` is 1 if a request may have two attempts, because there is
-    then only one pause.
-    """
 
     def is_enough(factor: float) -> bool:
         return sum(factor**n for n in range(count)) >= total

@@ -9,41 +9,39 @@ gets the outcome that was stored first.
 
 import asyncio
 import json
-from collections.abc import Collection, Sequence
+import os
+import random
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
-from typing import assert_never
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, assert_never
 
-from consumers.bodies.fetching import Fetching
+from consumers.bodies import Fetching
 from consumers.claiming import Claiming
-from consumers.copies import dead_letter, delayed
-from consumers.failpoints import Failpoints
-from consumers.job import Job, NowMs
+from consumers.clock import NowMs, moment_text
+from consumers.job import SETTLE_WITHIN_S, Job, side_priority
 from consumers.lifecycle import Lifecycle
 from consumers.outcomes import LATER_MS, Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
-from consumers.parking import Parking
-from consumers.replies.reply import Replies
-from consumers.replies.reply_retries import ReplyRetries
-from consumers.replies.sendable import Sendable
+from consumers.rate_limit import Parking
+from consumers.replies.reply import LargeAnswers, Replies, ReplyRetries
 from consumers.state.base import Completion, StoreUnavailable
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
-from topology.broker.session import ChannelLost, Delivery, Session
-from topology.codec.headers import ERRORS_KEPT, HopHeaders
-from topology.delays import MAX_DELAY_MS, hop
+from topology.broker.consume import ChannelLost, Delivery, Session
+from topology.codec.headers import ERRORS_KEPT, HopHeaders, carried, hop_headers
+from topology.delays import MAX_DELAY_MS, Hop, hop
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
 """Errors with these codes are not stored as a request's outcome: they answer a message that uses the id of another
 request, and under that id the other request's outcome is stored."""
-NOTED = frozenset(
-    {"invalid_request", "unsupported_media", "too_large", "forbidden_reply_to", "forbidden_model", "unroutable"}
-)
-"""The codes of the errors for messages that are not valid requests. `Claiming.note` stores such an error, but in a way
-that a valid request may still use the same id."""
+NOTED = frozenset(code for code, problem in PROBLEMS.items() if not problem.kept) - NEVER_KEPT
+"""The codes of the errors that concern one message. `Claiming.note` stores such an error, but in a way that a valid
+request may still use the same id."""
 RETURN_AFTER_S = 1.0
 """The pause, in seconds, before a message that could not be settled is returned to its queue. The broker delivers a
 returned message again at once, so without this pause a message that always fails would keep the worker busy."""
@@ -64,9 +62,9 @@ class Settler:
     names: Names
     tracing: Tracing
     now_ms: NowMs
-    failpoints: Failpoints
+    failpoints: "Failpoints"
     parking: Parking
-    sendable: Sendable
+    large_answers: LargeAnswers
     bodies: Fetching
 
     async def settle(self, job: Job, outcome: Outcome) -> Outcome | None:
@@ -74,25 +72,28 @@ class Settler:
         ended already, if another worker has taken the request over, or if the given one could not be stored or sent as
         it was. Return None if the delivery could not be settled, so that the broker delivers it again."""
         try:
-            sendable = await self.sendable.of(outcome)
-            self.failpoints.reach("after_keep")
-            outcome = await self._stored(job, sendable)
-            if outcome is not sendable:
-                self.sendable.forget(sendable)
-            self.failpoints.reach("after_store")
-            try:
-                await self._carry_out(job, outcome)
-            except RequestProblem as forbidden:  # the reply could not be sent, for instance to a forged address
-                if not isinstance(outcome, Buried):
-                    await self._bury(job, forbidden.code, forbidden.detail, ended_ms=self.now_ms())
-                outcome = Buried(forbidden)
-        except (BrokerError, StoreUnavailable) as error:
-            log.error(signals.HANDLER_FAILED, where="settle", error=str(error))
-            await self.claiming.release(job)
+            async with asyncio.timeout(SETTLE_WITHIN_S):
+                if self.large_answers.is_slow(outcome):
+                    outcome = await self.claiming.sheltered(job, self._kept_and_stored(job, outcome))
+                else:
+                    outcome = await self._kept_and_stored(job, outcome)
+                self.failpoints.reach("after_store")
+                try:
+                    await self._carry_out(job, outcome)
+                except RequestProblem as forbidden:  # the reply could not be sent, for instance to a forged address
+                    if not isinstance(outcome, Buried):
+                        await self._bury(job, forbidden.code, forbidden.detail, ended_ms=self.now_ms())
+                    outcome = Buried(forbidden)
+        except (BrokerError, StoreUnavailable, TimeoutError) as error:
+            why = str(error) or f"not settled within {SETTLE_WITHIN_S:g} s"
+            log.error(signals.HANDLER_FAILED, where="settle", error=why)
+            if not isinstance(error, TimeoutError):  # then its outcome may still be on its way to the store
+                await self.claiming.release(job)
             await self.nack_later(job.delivery)
             return None
-        finally:
+        except Exception:
             self.claiming.forget(job)
+            raise
         self.failpoints.reach("after_confirm")
         try:
             with self.tracing.settle("ack", job.message, queue=job.delivery.queue, delivery_tag=job.delivery.tag):
@@ -105,6 +106,31 @@ class Settler:
             self.bodies.forget(job.message)
         self.lifecycle.publish_outcome(job, outcome)
         return outcome
+
+    async def _kept_and_stored(self, job: Job, outcome: Outcome) -> Outcome:
+        sendable = await self.large_answers.sendable(outcome, tenant=job.identity.tenant)
+        self.failpoints.reach("after_keep")
+        stored = await self._stored(job, sendable)
+        if stored is not sendable:
+            self.large_answers.forget(sendable)
+        return stored
+
+    async def reply_only(self, job: Job) -> Replayed | None:
+        """The outcome of a delivery whose request has ended, and of which only the reply is left to be sent (`_answer`
+        published it for that); None for any other. Raises StoreUnavailable."""
+        if not job.hop.reply_try:
+            return None
+        if (error := job.hop.reply_error) is None:
+            found = await self.claiming.find(job.identity)
+            if found is None or found.completion is None:  # the store forgot it: the request is worked on again
+                return None
+            return Replayed(completion=found.completion, is_reply_only=True)
+        headers: dict[str, str | int] = {n.ATTEMPT: job.attempts}
+        if job.lane is not None:
+            headers[n.LANE_NAME] = job.lane.name
+        code = str(json.loads(error)["code"])
+        completion = Completion(status="error", code=code, body=error.encode(), headers=headers, ended_ms=job.taken_ms)
+        return Replayed(completion=completion, is_reply_only=True)
 
     async def ack(self, delivery: Delivery) -> None:
         """Acknowledge a delivery that has no outcome: the request was moved to a side queue, or the message is a
@@ -126,7 +152,7 @@ class Settler:
 
     async def nack_later(self, delivery: Delivery) -> None:
         """Return a delivery to its queue after a pause, because it could not be settled while the broker or the store
-        failed. RabbitMQ 4.3 does not count this towards the delivery limit."""
+        failed."""
         await asyncio.sleep(RETURN_AFTER_S)
         await self.nack(delivery)
 
@@ -147,7 +173,7 @@ class Settler:
         first for the request. An outcome that is not the end of a request, or that was stored before, is returned
         unchanged. Raises StoreUnavailable."""
         match outcome:
-            case Deferred() | Retried() | Replayed():
+            case Deferred() | Retried() | Replayed() | Refused(is_repeat=True):
                 return outcome
             case Answered() | Refused() | Buried() | Dropped():
                 completion = self._completion(job, outcome)
@@ -155,11 +181,13 @@ class Settler:
                 assert_never(outcome)
         if completion.code in NEVER_KEPT:
             return outcome
-        if completion.code in NOTED and job.claim is None and job.hop.is_fresh:
+        is_parked = bool(completion.code) and PROBLEMS[completion.code].parked
+        if completion.code in NOTED and job.claim is None and (job.hop.is_fresh or not is_parked):
             if job.redelivered and (before := await self.claiming.find(job.identity)) and before.completion:
                 # an earlier delivery of the message has stored an outcome, which stays the valid one
                 return Replayed(completion=before.completion, buries=True)
-            if not self.parking.takes(job.identity.tenant, len(job.message.body), code=completion.code):
+            size = len(job.message.body)
+            if is_parked and not self.parking.takes(job.identity.tenant, size, code=completion.code):
                 return Refused(outcome.problem) if isinstance(outcome, Buried) else outcome
             await self.claiming.note(job, completion)
             return outcome
@@ -173,17 +201,20 @@ class Settler:
         return outcome
 
     async def _carry_out(self, job: Job, outcome: Outcome) -> None:
-        """Publish the messages that the outcome needs (a reply, a delayed copy, a dead letter), and wait for their
-        confirms."""
         match outcome:
             case Deferred(delay_ms=delay_ms, due_ms=due_ms, redelivered=redelivered):
                 due_ms = job.hop.due_ms if due_ms is None else due_ms
-                past = HopHeaders(attempts=job.attempts, errors=job.hop.errors, due_ms=due_ms, redelivered=redelivered)
+                errors = job.hop.errors
+                if job.failure is not None:  # it did not count
+                    errors = (job.failure, *errors)[:ERRORS_KEPT]
+                past = HopHeaders(attempts=job.attempts, errors=errors, due_ms=due_ms, redelivered=redelivered)
                 await self._delay(job, delay_ms, past)
             case Retried(delay_ms=delay_ms, error=error):
                 errors = (f"attempt {job.attempts}: {error}", *job.hop.errors)[:ERRORS_KEPT]
                 past = HopHeaders(attempts=job.attempts, errors=errors, due_ms=job.hop.due_ms)
                 await self._delay(job, delay_ms, past)
+            case Refused(is_repeat=True):
+                pass
             case Answered() | Refused() | Dropped():
                 await self._answer(job, self._completion(job, outcome))
             case Buried(problem):
@@ -207,7 +238,7 @@ class Settler:
         ended_ms = self.now_ms()
         headers: dict[str, str | int] = {
             n.ATTEMPT: job.attempts,
-            n.WAIT_MS: job.waited_ms(ended_ms if job.attempted is None else job.attempted.started_ms),
+            n.WAIT_MS: job.wait_ms,
             n.RUN_MS: job.run_ms,
             n.WAIT_FROM: job.published.by,
         }
@@ -218,6 +249,8 @@ class Settler:
                 headers |= {n.MODEL: model, n.PROVIDER: provider, **({} if kept is None else kept.headers)}
                 job.completion = Completion(status="ok", body=body, headers=headers, ended_ms=ended_ms)
             case Refused(problem) | Buried(problem) | Dropped(problem):
+                headers[n.WAIT_MS] = max(0, job.waited_ms(ended_ms) - job.ran_ms)
+                headers[n.RUN_MS] = job.ran_ms  # of all attempts: none of them answered
                 job.completion = Completion(
                     status="error",
                     code=problem.code,
@@ -231,8 +264,8 @@ class Settler:
 
     async def _answer(self, job: Job, completion: Completion, *, replayed: bool = False) -> None:
         """Send the final reply. If the reply queue is full, publish the request to the delay exchanges, so that a
-        worker gets it again after a pause and then sends the reply again. After several tries, or if too many replies
-        wait in this way, the reply is given up (`reply_retries.py`)."""
+        worker gets it again after a pause and then sends the reply again (`reply_only`). After several tries, or if too
+        many replies wait in this way, the reply is given up."""
         if await self.replies.final(job, completion, replayed=replayed):
             return
         if (pause_ms := self.reply_retries.pause_ms(job, now_ms=self.now_ms())) is None:
@@ -247,9 +280,6 @@ class Settler:
         await self._delay(job, pause_ms, past, body=None if error is None else b"")
 
     async def _delay(self, job: Job, delay_ms: int, past: HopHeaders, *, body: bytes | None = None) -> None:
-        """Publish the request to the delay exchanges, which bring it to its lane's due queue after `delay_ms`. `past`:
-        what the worker that gets it next must know (attempts, errors, due time). `body`: the message's body; None: the
-        request's own body."""
         first_hop = hop(min(delay_ms, MAX_DELAY_MS), self.names)
         message = delayed(job, first_hop, past, now_ms=self.now_ms(), names=self.names)
         if body is not None:
@@ -258,8 +288,6 @@ class Settler:
         await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=job.routing_key)
 
     async def _bury(self, job: Job, code: str, detail: str, *, ended_ms: int) -> None:
-        """Publish the request to `lane.dead`, the queue of dead letters, with the error's code and detail in
-        headers."""
         letter = dead_letter(job, code, detail, ended_ms=ended_ms, names=self.names)
         self.failpoints.reach_soon("after_publish")
         try:
@@ -271,10 +299,8 @@ class Settler:
 
 
 def _is_needed_again(outcome: Outcome) -> bool:
-    """Whether a request body that the requester stored outside the broker is still needed after this outcome: for a
-    later attempt, or when the dead letter is published again."""
     match outcome:
-        case Deferred() | Retried() | Buried():
+        case Deferred() | Retried() | Buried() | Refused(is_repeat=True):
             return True
         case Replayed(completion=completion):
             return bool(completion.code) and PROBLEMS[completion.code].parked
@@ -282,3 +308,106 @@ def _is_needed_again(outcome: Outcome) -> bool:
             return False
         case _:
             assert_never(outcome)
+
+
+def delayed(job: Job, first_hop: Hop, past: HopHeaders, *, now_ms: int, names: Names) -> Message:
+    """The copy of a request that is published to the delay exchanges, which bring it to its lane's due queue."""
+    hop = replace(past, hop_ms=now_ms, back_ms=now_ms + first_hop.delay_ms)
+    return _copy(job, {**_hop_headers(job, hop), **first_hop.headers}, names=names)
+
+
+def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
+    """The copy of a request that is published to a side queue (a queue for requests of tenants that use more than their
+    share of a lane). If the request is fresh (was never delayed or
+    retried) and has an `expiration`, the copy's `expiration` is shorter by the time since the request was published."""
+    since_ms = job.published.ms
+    hop = replace(
+        job.hop,
+        redelivered=job.redelivered,
+        hop_ms=job.hop.hop_ms or since_ms,
+        back_ms=job.hop.back_ms or since_ms,
+    )
+    copy = _copy(job, _hop_headers(job, hop), names=names)
+    copy.priority = side_priority(job.message.priority, is_fresh=hop.is_fresh)
+    expiration = hop.expiration
+    if hop.is_fresh and expiration is not None and expiration.isdecimal():
+        copy.expiration = str(max(0, int(expiration) - (now_ms - since_ms)))
+    return copy
+
+
+def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names) -> Message:
+    """The copy of a failed request that is published to `lane.dead`."""
+    headers: dict[str, Any] = {
+        n.DEAD_CODE: code,
+        n.DEAD_DETAIL: detail,
+        n.DEAD_AT: moment_text(ended_ms),
+        n.ATTEMPT: job.attempts,
+        n.ROUTING_KEY: job.routing_key,
+        n.ERRORS: [f"{code}: {detail}", *job.hop.errors][:ERRORS_KEPT],
+    }
+    if job.hop.user_id:
+        headers[n.USER_ID] = job.hop.user_id
+    if job.hop.expiration:
+        headers[n.EXPIRATION] = job.hop.expiration
+    if job.hop.replays:
+        headers |= {n.REPLAYS: job.hop.replays, n.REPLAYED_AT: job.hop.replayed_at or headers[n.DEAD_AT]}
+    if n.TENANT in job.message.headers or job.identity.tenant != (job.hop.user_id or ""):
+        # whoever publishes it again may speak for others, so a tenant that the requester only claimed must not stay
+        headers[n.TENANT] = job.identity.tenant
+    return _copy(job, headers, names=names)
+
+
+def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
+    hop = replace(
+        hop,
+        first_seen_ms=job.hop.first_seen_ms or job.published.ms or job.taken_ms,
+        user_id=job.hop.user_id,
+        expiration=job.hop.expiration,
+        dead_at=job.hop.dead_at,
+        replays=job.hop.replays,
+        replayed_at=job.hop.replayed_at,
+        ran_ms=job.ran_ms,
+    )
+    headers = hop_headers(hop)
+    if job.identity.tenant != (job.hop.user_id or ""):
+        # the tenant of a republished dead letter: the header USER_ID now names who republished it
+        headers[n.TENANT] = job.identity.tenant
+    return headers
+
+
+def _copy(job: Job, headers: Mapping[str, Any], *, names: Names) -> Message:
+    return replace(
+        job.message,
+        exchange="",
+        routing_key="",
+        headers={**carried(job.message.headers, of=names), **headers},
+        message_id=job.id,
+        user_id=None,  # the broker closes a channel that publishes with another user's; a header keeps it
+        expiration=None,  # the broker would apply it again in each queue; a header keeps it
+        persistent=True,
+    )
+
+
+FAILPOINTS = frozenset({
+    "before_claim", "after_claim", "after_call", "after_keep", "after_store", "after_publish", "after_confirm",
+    "after_ack",
+})  # fmt: skip
+"""The places at which fault tests let a worker kill itself, in the order in which a request reaches them."""
+FAILPOINT_EXIT_CODE = 86
+SOON_S = 0.0005
+"""How many seconds after a call of `Failpoints.reach_soon` the process dies."""
+
+
+class Failpoints:
+    """For tests: kills the process with a certain probability when a request reaches a named place."""
+
+    def __init__(self, chances: Mapping[str, float] | None = None) -> None:
+        self._chances = dict(chances or {})
+
+    def reach(self, name: str) -> None:
+        if self._chances and random.random() < self._chances.get(name, 0):
+            os._exit(FAILPOINT_EXIT_CODE)
+
+    def reach_soon(self, name: str) -> None:
+        if self._chances and random.random() < self._chances.get(name, 0):
+            asyncio.get_running_loop().call_later(SOON_S, os._exit, FAILPOINT_EXIT_CODE)

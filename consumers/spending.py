@@ -9,28 +9,23 @@ Adding an estimate and correcting it run in tasks of their own. So the estimate 
 again, and an answer does not wait for the correction of its estimate, and is not lost if the correction fails."""
 
 import asyncio
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from consumers.background import Background
-from consumers.state.base import Allowances, StoreUnavailable
-from consumers.state.spec import DAY_S
+from consumers.state.base import DAY_S, Allowances, StoreUnavailable
 from lanekeeper.telemetry import logs, signals
 
 LEVELS = (50, 80, 100)
-"""When the use of a daily cap reaches one of these percentages, that is logged and published as an event, once a day
-for each percentage, by only one of the processes."""
 EVERY_TENANT = "*"
 TENANTS_COUNTED = 10_000
-"""For how many lanes and tenants (together) a process keeps the totals that they have used, and for how many limits of
-caps it remembers the highest percentage that was reported. If there are more, those that were updated longest ago are
-forgotten."""
 LANE, TENANT = "lane", "tenant"
 Publish = Callable[..., None]
-"""A function that publishes a life-cycle event. Parameters: the event's name, and its fields as keyword arguments."""
 log = logs.logger()
 
 
@@ -64,7 +59,6 @@ class CapsSpec:
 
     @property
     def in_money(self) -> bool:
-        """Whether any cap is in dollars. If so, every model needs a price."""
         return any(cap.usd is not None for cap in (*self.lanes.values(), *self.tenants.values()))
 
 
@@ -72,11 +66,8 @@ class Bound(NamedTuple):
     """One of the limits of a daily cap: of requests, tokens or dollars, for one lane or tenant."""
 
     reason: str
-    """Whether the cap belongs to a lane or to a tenant: "lane" or "tenant"."""
     who: str
-    """The name of the lane or tenant that has the cap."""
     what: str
-    """The limited amount (requests, tokens or dollars), as a field of `Spent`."""
     limit: float
 
     @property
@@ -90,11 +81,8 @@ class Over:
 
     bound: Bound
     wanted: float
-    """How much the refused request was expected to use, in the unit of the limit (`bound.what`)."""
     used: float
-    """How much the lane or tenant has used today, without the refused request, in the unit of the limit."""
     resets_in_s: float
-    """The seconds until the end of the day (UTC), when the cap can be used in full again."""
 
     def __str__(self) -> str:
         bound = self.bound
@@ -107,12 +95,11 @@ class Over:
 @dataclass(frozen=True, slots=True)
 class Hold:
     """What was counted against daily caps for one request before its call: the estimated amounts (`spent`), and the
-    limits against which they were counted (`bounds`). The estimate is corrected after the call."""
+    limits against which they were counted (`bounds`)."""
 
     bounds: tuple[Bound, ...]
     spent: Spent
     ends_s: float = inf
-    """When the day (UTC) ends on which the estimate was counted, by the event loop's clock."""
 
 
 class Spending:
@@ -123,15 +110,11 @@ class Spending:
         self._allowances = allowances
         self._spec = spec
         self._reported: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """For each limit of a cap, by its name (`Bound.name`): the highest of `LEVELS` that was reported today, and
-        when this day ends, by the event loop's clock."""
         self._totals: OrderedDict[tuple[str, str], Spent] = OrderedDict()
-        """What each lane and tenant has used. A key is a pair of "lane" or "tenant" and the name; the lane or tenant
-        that was used last comes last."""
+        self._used: OrderedDict[Bound, tuple[float, float]] = OrderedDict()
         self._background = Background()
 
     def bounds(self, lane: str, tenant: str) -> tuple[Bound, ...]:
-        """The daily caps (requests, tokens and dollars a day) that apply to requests of this lane and this tenant."""
         of_tenant = self._spec.tenants.get(tenant) or self._spec.tenants.get(EVERY_TENANT)
         caps = ((LANE, lane, self._spec.lanes.get(lane)), (TENANT, tenant, of_tenant))
         return tuple(
@@ -145,12 +128,8 @@ class Spending:
     async def take(self, bounds: tuple[Bound, ...], spent: Spent, *, publish: Publish) -> Hold | Over:
         """Count a request's estimated use against all limits in `bounds`, or against none if it would exceed one of
         them. `publish` is called for each percentage in `LEVELS` that is reached. Raises StoreUnavailable."""
-        taking = self._background.begin(self._take(bounds, spent, publish), name="caps")
-        try:
-            return await asyncio.shield(taking)
-        except asyncio.CancelledError:
-            taking.add_done_callback(self._give_back)
-            raise
+        taking = self._take(bounds, spent, publish)
+        return await self._background.sheltered(taking, name="caps", if_left=self._give_back)
 
     def correct(self, hold: Hold, used: Spent) -> None:
         """Replace a request's estimate by the amounts that its call used. If the store is unavailable or the day is
@@ -158,12 +137,9 @@ class Spending:
         self._background.begin(self._correct(hold, used), name="caps")
 
     async def finish(self, *, within_s: float) -> None:
-        """Wait for at most `within_s` until the corrections of estimates that have begun are stored. An estimate that
-        is not corrected by then stays counted."""
         await self._background.finish(within_s=within_s)
 
     def count(self, lane: str, tenant: str, spent: Spent) -> None:
-        """Add what an answered call has used to the totals of its request's lane and tenant."""
         for key in ((LANE, lane), (TENANT, tenant)):
             before = self._totals.pop(key, Spent())
             self._totals[key] = Spent(*(x + y for x, y in zip(before, spent, strict=True)))
@@ -171,12 +147,15 @@ class Spending:
             self._totals.popitem(last=False)
 
     def totals(self) -> Mapping[str, Mapping[str, Spent]]:
-        """What requests have used in this process since it started, for each lane and each tenant. The keys of the
-        outer mapping are "lane" and "tenant"; the keys of the inner ones are names of lanes or tenants."""
         found: dict[str, dict[str, Spent]] = {LANE: {}, TENANT: {}}
         for (kind, name), spent in self._totals.items():
             found[kind][name] = spent
         return found
+
+    def used(self) -> Mapping[Bound, float]:
+        """How much of each limit was used today, in all processes, when this one last took from it."""
+        now_s = asyncio.get_running_loop().time()
+        return {bound: used if now_s < ends_s else 0.0 for bound, (used, ends_s) in self._used.items()}
 
     async def _take(self, bounds: tuple[Bound, ...], spent: Spent, publish: Publish) -> Hold | Over:
         hold = Hold((), spent)
@@ -185,6 +164,9 @@ class Spending:
                 wanted = getattr(spent, bound.what)
                 taken = await self._allowances.take(bound.name, wanted, limit=bound.limit, period_s=DAY_S)
                 ends_s = asyncio.get_running_loop().time() + taken.resets_in_s
+                self._used[bound] = taken.used, ends_s
+                if len(self._used) > TENANTS_COUNTED:
+                    self._used.popitem(last=False)
                 is_full = not taken.granted and wanted <= bound.limit
                 await self._report(bound, taken.used, is_full=is_full, ends_s=ends_s, publish=publish)
                 if not taken.granted:
@@ -208,13 +190,10 @@ class Spending:
                 return
 
     def _give_back(self, taking: "asyncio.Task[Hold | Over]") -> None:
-        """Subtract a request's estimate again, if it was counted, because the caller of `take` was cancelled."""
         if not taking.cancelled() and taking.exception() is None and isinstance(hold := taking.result(), Hold):
             self.correct(hold, Spent())
 
     async def _report(self, bound: Bound, used: float, *, is_full: bool, ends_s: float, publish: Publish) -> None:
-        """Log and publish each percentage in `LEVELS` that the use of a cap has reached and that was not reported yet.
-        `is_full`: whether a request was refused because too little of the cap was left, which counts as 100 %."""
         reached = next((level for level in reversed(LEVELS) if is_full or used >= bound.limit * level / 100), 0)
         before, until_s = self._reported.get(bound.name, (0, inf))
         if asyncio.get_running_loop().time() >= until_s:  # a new day has begun
@@ -232,7 +211,6 @@ class Spending:
                 publish("cap", **figures)
 
     async def _is_first_report(self, bound: Bound, level: int) -> bool:
-        """Whether no process has reported this percentage of the cap today. True if the store is unavailable."""
         try:
             return (await self._allowances.take(f"told {level} {bound.name}", 1, limit=1, period_s=DAY_S)).granted
         except StoreUnavailable:
@@ -241,3 +219,74 @@ class Spending:
 
 def _figure(amount: float, bound: Bound) -> str:
     return f"${amount:.4f}" if bound.what == "usd" else f"{amount:.0f} {bound.what}"
+
+
+AS_OF: Final = "2026-11-21"
+"""The date on which the default prices were valid (docs/facts.md, section 10)."""
+MILLION: Final = 1_000_000
+_DATE_SUFFIX: Final = re.compile(r"[-@]\d{8}$")
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """The prices of one model, in US dollars per million tokens."""
+
+    input: float
+    output: float
+    cache_read: float | None = None
+    """The price of input tokens that are read from the provider's prompt cache; None: a tenth of `input`."""
+    cache_write: float | None = None
+    """The price of input tokens that are written to the provider's prompt cache, to be kept there for five minutes;
+    None: 1.25 times `input`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """How many tokens a call used, as the provider counted them. `input_tokens`: the input tokens that were neither
+    read from the provider's prompt cache nor written to it."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+DEFAULTS: Final[Mapping[str, Price]] = MappingProxyType(
+    {
+        "claude-fable-5-2": Price(8, 40),  # this price is from a reseller
+        "claude-fable-5-1": Price(10, 50),
+        "claude-opus-5-5": Price(4, 20, 0.20, 5),
+        "claude-opus-5": Price(5, 25),
+        "claude-sonnet-5-5": Price(2, 10, 0.20, 2.50),
+        "claude-sonnet-5": Price(2, 10, 0.20, 2.50),
+        "claude-haiku-5-5": Price(0.10, 0.50),  # the list says "from" this price; further tiers are unknown
+        "claude-haiku-4-5": Price(1, 5),
+    }
+)
+
+
+class Prices:
+    """The prices of all models: those in `given`, and those in `DEFAULTS` for models that are not in `given`."""
+
+    def __init__(self, given: Mapping[str, Price] | None = None, *, as_of: str = AS_OF) -> None:
+        self.as_of = as_of
+        self._table = {**DEFAULTS, **(given or {})}
+
+    @property
+    def models(self) -> frozenset[str]:
+        return frozenset(self._table)
+
+    def of(self, model: str) -> Price | None:
+        return self._table.get(model) or self._table.get(_DATE_SUFFIX.sub("", model))
+
+    def cost_usd(self, model: str, usage: Usage) -> float | None:
+        if (price := self.of(model)) is None:
+            return None
+        cache_read = price.input / 10 if price.cache_read is None else price.cache_read
+        cache_write = price.input * 1.25 if price.cache_write is None else price.cache_write
+        return (
+            usage.input_tokens * price.input
+            + usage.output_tokens * price.output
+            + usage.cache_read_input_tokens * cache_read
+            + usage.cache_creation_input_tokens * cache_write
+        ) / MILLION

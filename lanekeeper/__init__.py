@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lanekeeper.amqp.depth import Depth
-    from lanekeeper.bodies import BodiesUnavailable, BodyError
+    from lanekeeper.amqp.connection import Depth
+    from lanekeeper.bodies import BodiesFull, BodiesUnavailable, BodyError
     from lanekeeper.client import Client
     from lanekeeper.contract.names import Names
     from lanekeeper.contract.problems import (
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
         BrokerBlocked,
         BrokerError,
         BrokerUnreachable,
+        ClientMisused,
         ConfirmUnknown,
+        InvalidArgument,
+        InvalidUrl,
         LanekeeperError,
         PublishRefused,
         ReplyLost,
@@ -25,28 +28,31 @@ if TYPE_CHECKING:
         Unroutable,
     )
     from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded
-    from lanekeeper.options import Options
     from lanekeeper.replies import Final, Part, Problem
+    from lanekeeper.requests import Options
     from lanekeeper.telemetry.tracing import Tracing
 
+__version__ = "0.3.0"
+"""Of both distributions, lanekeeper-client and lanekeeper-service."""
 __all__ = [
-    "AccessRefused", "BodiesUnavailable", "BodyError", "BrokerBlocked", "BrokerError", "BrokerUnreachable",
-    "Cancelled", "Client", "ConfirmUnknown", "ControlRefused", "Depth", "Final", "LanekeeperError", "Names",
-    "NoReply", "NotEnded", "Options", "Part", "Problem", "PublishRefused", "ReplyLost", "TopologyMismatch",
-    "Tracing", "Unroutable",
+    "AccessRefused", "BodiesFull", "BodiesUnavailable", "BodyError", "BrokerBlocked", "BrokerError",
+    "BrokerUnreachable", "Cancelled", "Client", "ClientMisused", "ConfirmUnknown", "ControlRefused", "Depth",
+    "Final", "InvalidArgument", "InvalidUrl", "LanekeeperError", "Names", "NoReply", "NotEnded", "Options", "Part",
+    "Problem", "PublishRefused", "ReplyLost", "TopologyMismatch", "Tracing", "Unroutable",
 ]  # fmt: skip
 
 _NAMES_OF = {
-    "amqp.depth": ("Depth",),
-    "bodies": ("BodiesUnavailable", "BodyError"),
+    "amqp.connection": ("Depth",),
+    "bodies": ("BodiesFull", "BodiesUnavailable", "BodyError"),
     "client": ("Client",),
     "contract.names": ("Names",),
     "contract.problems": (
-        "AccessRefused", "BrokerBlocked", "BrokerError", "BrokerUnreachable", "ConfirmUnknown", "LanekeeperError",
-        "PublishRefused", "ReplyLost", "TopologyMismatch", "Unroutable",
+        "AccessRefused", "BrokerBlocked", "BrokerError", "BrokerUnreachable", "ClientMisused", "ConfirmUnknown",
+        "InvalidArgument", "InvalidUrl", "LanekeeperError", "PublishRefused", "ReplyLost", "TopologyMismatch",
+        "Unroutable",
     ),
     "errors": ("Cancelled", "ControlRefused", "NoReply", "NotEnded"),
-    "options": ("Options",),
+    "requests": ("Options",),
     "replies": ("Final", "Part", "Problem"),
     "telemetry.tracing": ("Tracing",),
 }  # fmt: skip

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -23,23 +24,23 @@ from lanekeeper.contract.problems import LanekeeperError
 
 MIB: Final = 1024 * 1024
 OVER_BYTES: Final = MIB
-"""A body of more bytes than this is not sent in a message but put into the store for large bodies."""
+"""A larger body is not sent in a message but put into the store."""
 MOST_BYTES: Final = 32 * MIB
-"""The largest request body, in bytes, that Anthropic's API accepts, and so the default limit for a body that is read
-from the store."""
+"""The largest request body that Anthropic's API accepts, and so the default limit for reading one."""
 IN_ALL_BYTES: Final = 10 * 1024 * MIB
-"""The default limit, in bytes, for all bodies in a store together."""
+"""The default limit for all bodies in a store together."""
 KEEP_S: Final = 7 * 86_400.0
-"""After how many seconds the stored body of a request is removed, if nothing removed it earlier."""
+"""After this the body of a request is removed, if nothing removed it earlier."""
 PIECE_BYTES: Final = MIB
-"""How many bytes of a body are read or written at a time."""
 THREADS: Final = 4
 """How many bodies a process reads or writes at the same time; each of them blocks one thread."""
 SCAN_EVERY_S: Final = 60.0
-"""The shortest time, in seconds, between two scans of the store of bodies, which remove expired bodies and add up the
-sizes of the others."""
+"""The shortest time between two scans, which remove expired bodies and add up the sizes of the others."""
+RESCAN_EVERY_S: Final = 2.0
+"""The shortest time between two scans that are made because a body would not fit in."""
+OWNER_DIGITS: Final = 8
+"""The name of a body ends with 32 hexadecimal digits. So many of them are a hash of the tenant, the others random."""
 LONGEST_CAUSE: Final = 1000
-"""The maximum length, in characters, of a file system driver's error text in the log; longer texts are cut."""
 _IN_URL: Final = re.compile(r"(://)[^\s\"'<>]*(@)|(?<=\?)[^\s\"'<>]+")
 """Matches the parts of a URL that may contain secrets: user and password, and the query."""
 _NAMED_SECRET: Final = re.compile(
@@ -48,14 +49,14 @@ _NAMED_SECRET: Final = re.compile(
     re.IGNORECASE,
 )
 _RELATIVE_PATH: Final = re.compile(r"[A-Za-z0-9_=@+-][A-Za-z0-9._=@+-]*(/[A-Za-z0-9_=@+-][A-Za-z0-9._=@+-]*)*")
-_REQUEST_NAME: Final = re.compile(r"(?P<kept_s>[0-9]{10,12})-[0-9a-f]{32}")
-_ANSWER_NAME: Final = re.compile(r"answer-(?P<until_s>[0-9]{10,12})-[0-9a-f]{32}")
+_REQUEST_NAME: Final = re.compile(r"(?P<kept_s>[0-9]{10,12})-(?P<random>[0-9a-f]{32})")
+_ANSWER_NAME: Final = re.compile(r"answer-(?P<until_s>[0-9]{10,12})-(?P<random>[0-9a-f]{32})")
 T = TypeVar("T")
 
 
 class BodyError(LanekeeperError):
-    """A stored body is missing, or its SHA-256 differs from the one that the message announced, so trying again does
-    not help. The error's text never quotes the body."""
+    """A stored body is missing, or its SHA-256 is not the announced one: trying again does not help. The text never
+    quotes the body."""
 
 
 class BodyTooLarge(BodyError):
@@ -71,9 +72,16 @@ class BodiesUnavailable(LanekeeperError):
         self.cause = detail if cause is None else cause
 
 
+class BodiesFull(BodiesUnavailable):
+    """The tenant's share of the store for large bodies is full: try again when some of its requests have ended."""
+
+
 class BodyStore:
     """A folder or bucket for bodies of requests and answers that are too large for a message. It holds at most
     `in_all_bytes` bytes in total, and keeps the body of a request for at most `keep_s` seconds.
+
+    A tenant may fill it only as far as at least as much as it has stays free: one alone may use half, of several that
+    take what they can, each gets the same, and there is always room for another one.
 
     The folder is scanned for sizes and expired bodies at most once a minute, when a body is added. Several processes
     may use the same folder.
@@ -85,19 +93,24 @@ class BodyStore:
         self._keep_s = keep_s
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="bodies")
         self._free_threads = asyncio.Semaphore(THREADS)
-        self._bytes = 0
+        self._used = Counter[str]()
+        """The bytes in the store by owner (`_owner_of`), without those of the files in `_writing`."""
+        self._writing: set[str] = set()
         self._scanned_s: float | None = None
 
-    async def keep(self, pieces: Iterable[bytes]) -> BodyAddress:
-        """Write the body of a request, and return its address. In a local folder the file is synced to disk. `pieces`,
-        the parts of the body, are read in another thread. Raises BodiesUnavailable."""
-        return await self._in_thread(lambda: self._keep(pieces, f"{int(time.time())}-{secrets.token_hex(16)}"))
+    async def keep(self, pieces: Iterable[bytes], *, tenant: str = "") -> BodyAddress:
+        """Write the body of a tenant's request, and return its address. In a local folder the file is synced to disk.
+        `pieces` are read in another thread. Raises BodiesFull, BodiesUnavailable."""
+        return await self._in_thread(lambda: self._keep(pieces, str(int(time.time())), tenant))
 
-    async def keep_answer(self, body: bytes, *, for_s: float) -> BodyAddress:
+    async def keep_answer(self, body: bytes, *, for_s: float, tenant: str = "") -> BodyAddress:
         """Write the body of an answer, and return its address. The body is removed after `for_s` seconds. Raises
-        BodiesUnavailable."""
-        name = f"answer-{int(time.time() + for_s)}-{secrets.token_hex(16)}"
-        return await self._in_thread(lambda: self._keep([body], name))
+        BodiesFull, BodiesUnavailable."""
+        return await self._in_thread(lambda: self._keep([body], f"answer-{int(time.time() + for_s)}", tenant))
+
+    async def size(self, kept: BodyAddress) -> int:
+        """The size of a body in bytes. Raises BodyError, BodiesUnavailable."""
+        return await self._in_thread(lambda: int(self._files.size(self._path(kept.address)) or 0))
 
     async def fetch(self, kept: BodyAddress, *, most_bytes: int = MOST_BYTES) -> bytes:
         """Read a body and check its digest. Raises BodyError, BodyTooLarge, BodiesUnavailable."""
@@ -109,24 +122,20 @@ class BodyStore:
         return await self._in_thread(lambda: self._fetch_into(file, kept, most_bytes))
 
     async def drop(self, kept: BodyAddress) -> None:
-        """Remove the body of a request. Does nothing if the address is not that of a request's body in this store, or
-        if the body was removed already. Raises BodiesUnavailable."""
+        """Remove the body of a request, if it is in this store. Raises BodiesUnavailable."""
         await self._drop(kept, _REQUEST_NAME)
 
     async def drop_answer(self, kept: BodyAddress) -> None:
-        """Remove the body of an answer from the store. Does nothing if the address is not that of an answer in this
-        store, or if the body was removed already. Raises BodiesUnavailable."""
+        """Remove the body of an answer, if it is in this store. Raises BodiesUnavailable."""
         await self._drop(kept, _ANSWER_NAME)
 
     async def sweep(self) -> None:
-        """Search the store for expired bodies and remove them, even if the last search was a moment ago. Raises
-        BodiesUnavailable."""
+        """Remove expired bodies, even if the last scan was a moment ago. Raises BodiesUnavailable."""
         self._scanned_s = None
         await self._in_thread(self._scan)
 
     def holds(self, address: str) -> bool:
-        """Whether an address belongs to this store: whether it begins with the store's URL. An address with `..` or
-        with %-encoded characters never does. The store itself is not accessed."""
+        """Whether an address is below the store's URL. One with `..` or with %-encoded characters never is."""
         return address.startswith(f"{self.url}/") and _RELATIVE_PATH.fullmatch(address[len(self.url) + 1 :]) is not None
 
     def close(self) -> None:
@@ -158,47 +167,73 @@ class BodyStore:
             with suppress(BodyError):
                 await self._in_thread(lambda: self._files.rm_file(self._path(kept.address)))
 
-    def _keep(self, pieces: Iterable[bytes], name: str) -> BodyAddress:
+    def _keep(self, pieces: Iterable[bytes], begin: str, tenant: str) -> BodyAddress:
+        owner = hashlib.sha256(tenant.encode()).hexdigest()[:OWNER_DIGITS]
         self._scan()
-        if self.url.startswith("file:"):
+        if self._is_local:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
-        address = f"{self.url}/{name}"
+        address = f"{self.url}/{begin}-{owner}{secrets.token_hex(12)}"
         path, digest, size = self._path(address), hashlib.sha256(), 0
+        self._writing.add(path)
         try:
-            # without a block size, drivers of object stores would collect 50 MB for each part that they upload
-            with self._files.open(path, "wb", block_size=5 * PIECE_BYTES) as file:
+            with self._created(path) as file:
                 for piece in pieces:
                     size += len(piece)
-                    if self._bytes + size > self._in_all_bytes:
-                        raise BodiesUnavailable(f"the store of bodies is full: it holds {self._in_all_bytes} bytes")
+                    self._check_room(owner, size)
                     digest.update(piece)
                     file.write(piece)
-                if self.url.startswith("file:"):
+                if self._is_local:
                     file.flush()
                     os.fsync(file.fileno())
-            if self.url.startswith("file:"):
+            if self._is_local:
                 sync_folder(self._folder)
         except BaseException:
             with suppress(Exception):
                 self._files.rm_file(path)
             raise
-        self._bytes += size
+        finally:
+            self._writing.discard(path)
+        self._used[owner] += size
         return BodyAddress(address, digest.hexdigest())
 
-    def _scan(self) -> None:
-        """Remove the expired bodies, and add up the sizes of the others. Does nothing if the last scan was less than
-        `SCAN_EVERY_S` (one minute) ago."""
+    @property
+    def _is_local(self) -> bool:
+        return self.url.startswith("file:")
+
+    def _created(self, path: str) -> Any:
+        if self._is_local:
+            return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+        # without a block size, drivers of object stores would collect 50 MB for each part that they upload
+        return self._files.open(path, "wb", block_size=5 * PIECE_BYTES)
+
+    def _check_room(self, owner: str, size: int) -> None:
+        for every_s in (SCAN_EVERY_S, RESCAN_EVERY_S):  # what was removed since the last scan may make room
+            self._scan(every_s)
+            free = self._in_all_bytes - self._used.total() - size
+            if free >= self._used[owner] + size:
+                return
+        if free < 0:
+            raise BodiesUnavailable(f"the store of bodies is full: it holds {self._in_all_bytes} bytes")
+        raise BodiesFull(
+            f"the tenant's share of the store for large bodies is full: with this one it would have "
+            f"{self._used[owner] + size} bytes there, and {free} of {self._in_all_bytes} would be left for others; "
+            "try again when some of its requests with large bodies have ended"
+        )
+
+    def _scan(self, every_s: float = SCAN_EVERY_S) -> None:
         now_s = time.monotonic()
-        if self._scanned_s is not None and now_s < self._scanned_s + SCAN_EVERY_S:
+        if self._scanned_s is not None and now_s < self._scanned_s + every_s:
             return
-        self._scanned_s, self._bytes = now_s, 0
+        self._scanned_s, used = now_s, Counter[str]()
         with suppress(FileNotFoundError):
             for path, found in self._files.find(self._folder, detail=True).items():
-                if self._is_expired(path.rsplit("/", 1)[-1]):
+                name = path.rsplit("/", 1)[-1]
+                if self._is_expired(name):
                     with suppress(FileNotFoundError):  # another process was quicker
                         self._files.rm_file(path)
-                else:
-                    self._bytes += found.get("size") or 0
+                elif path not in self._writing:
+                    used[_owner_of(name)] += found.get("size") or 0
+        self._used = used
 
     def _is_expired(self, name: str) -> bool:
         now_s = time.time()
@@ -246,9 +281,13 @@ class BodyStore:
             ) from None  # a log of the exception would have the driver's text
 
 
+def _owner_of(name: str) -> str:
+    found = _REQUEST_NAME.fullmatch(name) or _ANSWER_NAME.fullmatch(name)
+    return "" if found is None else found["random"][:OWNER_DIGITS]
+
+
 def checked(body: bytes, kept: BodyAddress, *, most_bytes: int) -> bytes:
-    """Return a fetched body if it has at most `most_bytes` and the announced SHA-256. Raises BodyError,
-    BodyTooLarge."""
+    """Return a fetched body if it is as announced. Raises BodyError, BodyTooLarge."""
     if len(body) > most_bytes:
         raise BodyTooLarge(f"more than {most_bytes} bytes are there")
     _check_digest(hashlib.sha256(body).hexdigest(), kept)
@@ -256,8 +295,7 @@ def checked(body: bytes, kept: BodyAddress, *, most_bytes: int) -> bytes:
 
 
 def without_secrets(text: str) -> str:
-    """Remove from an error's text everything that may be a password, key or signature, and cut the text to
-    `LONGEST_CAUSE` characters."""
+    """Remove from an error's text everything that may be a password, key or signature, and cut it."""
     return _NAMED_SECRET.sub(r"\1…", _IN_URL.sub(r"\1…\2", text[:LONGEST_CAUSE]))
 
 

@@ -10,37 +10,42 @@ async with Client("amqp://guest:guest@localhost:5672/") as client:
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, Unpack
 
-from lanekeeper.abandoned import Abandoned
 from lanekeeper.contract import names as n
 from lanekeeper.contract.names import Names
-from lanekeeper.errors import Cancelled, no_answer
-from lanekeeper.options import Options, bound_s, message_of
+from lanekeeper.contract.problems import AccessRefused, BrokerError, ClientMisused, InvalidArgument, InvalidUrl
+from lanekeeper.errors import Cancelled, ControlRefused, no_answer
 from lanekeeper.replies import Final, Part
-from lanekeeper.telemetry.tracing import Tracing
-from lanekeeper.transport import OutgoingRequest, Transport, time_in
+from lanekeeper.requests import Options, OutgoingRequest, bound_s, check_argument, request_message, time_in
+from lanekeeper.telemetry import logs, signals
 
 if TYPE_CHECKING:
-    from lanekeeper.amqp.depth import Depth
+    from lanekeeper.amqp.connection import Depth
     from lanekeeper.bodies import BodyStore
+    from lanekeeper.over_amqp import OverAmqp
+    from lanekeeper.over_http import OverHttp
+    from lanekeeper.telemetry.tracing import Tracing
 
 Body = Mapping[str, Any] | bytes | BinaryIO
 """The body of a request: a mapping, JSON text as bytes, or an open binary file of JSON text. If a file is copied to the
 store for large bodies, it is read in pieces, so that it is never in memory as a whole."""
 PUBLISH_WITHIN_S = 30.0
-"""The default time limit, in seconds, for publishing one request, including all repetitions."""
 FULL_WITHIN_S = 2.0
-"""For how many seconds, by default, a client tries to publish to a lane whose queue is full. The time is short because
-a full queue seldom has room soon."""
+"""Short, because a full queue seldom has room soon."""
+CANCEL_WITHIN_S = 3.0
+log = logs.logger()
 
 
 class Client:
-    """Publishes requests and receives their replies: over a connection to RabbitMQ (`over_amqp.py`), which is opened
-    again when it is lost, or by calls to Lanekeeper's HTTP gateway (`over_http.py`), which are repeated while the
-    gateway cannot be reached."""
+    """Sends requests and receives their replies: over a connection to RabbitMQ, which is opened again when it is lost,
+    or by calls to an HTTP gateway, which are repeated while it cannot be reached."""
+
+    _transport: "OverHttp | OverAmqp"
+    amqp: "OverAmqp | None" = None
+    """How it reaches the workers over AMQP; None over HTTP."""
 
     def __init__(
         self,
@@ -49,7 +54,7 @@ class Client:
         api_key: str | None = None,
         names: Names | None = None,
         ssl_context: ssl.SSLContext | None = None,
-        tracing: Tracing | None = None,
+        tracing: "Tracing | None" = None,
         publish_within_s: float = PUBLISH_WITHIN_S,
         absent_within_s: float | None = None,
         cancel_abandoned: bool = True,
@@ -77,40 +82,53 @@ class Client:
         Without `bodies`, a body may have at most 1 MiB. Large answers, which workers put into the same store, are
         fetched and checked. If `fetches_answers` is false, they are not fetched, and `Final.kept` has their address.
 
-        Raises ValueError if a gateway cannot have this URL, or if `api_key` is given for a broker."""
-        tracing = tracing or Tracing()
+        Raises InvalidUrl and InvalidArgument."""
+        tracing = _global_tracing() if tracing is None else tracing
+        scheme = url.strip().partition("://")[0].lower() if isinstance(url, str) and "://" in url else ""
+        if scheme not in ("http", "https", "amqp", "amqps"):
+            raise InvalidUrl(
+                f"url: found {f'the scheme {scheme[:20]}://' if scheme else 'no scheme'}, allowed are amqp:// and "
+                "amqps:// (a broker), http:// and https:// (a gateway)"
+            )
+        check_argument("publish_within_s", publish_within_s, int, float)
+        if absent_within_s is not None:
+            check_argument("absent_within_s", absent_within_s, int, float)
+        if api_key is not None:
+            check_argument("api_key", api_key, str)
         # only the library that the URL needs is imported
-        if url.lstrip().lower().startswith(("http://", "https://")):
+        if scheme in ("http", "https"):
             from lanekeeper.over_http import OverHttp
 
-            self._transport: Transport = OverHttp(
-                url.strip(), api_key=api_key, ssl_context=ssl_context, tracing=tracing
-            )
+            self._transport = OverHttp(url.strip(), api_key=api_key, ssl_context=ssl_context, tracing=tracing)
         elif api_key is not None:
-            raise ValueError(
+            raise InvalidArgument(
                 "api_key: it is for the http(s):// address of a gateway; a broker's URL has user and password"
             )
         else:
-            from lanekeeper.large_bodies import LargeBodies
-            from lanekeeper.over_amqp import OverAmqp
+            from lanekeeper.over_amqp import LargeBodies, OverAmqp
 
             large = LargeBodies(bodies, fetches=fetches_answers)
-            self._transport = OverAmqp(
+            self._transport = self.amqp = OverAmqp(
                 url, names=names or Names(), ssl_context=ssl_context, tracing=tracing, bodies=large
             )
         self._publish_within_s = publish_within_s
         self._absent_within_s = absent_within_s
         self._own = self._transport.user or None if identified else None
-        self._abandoned = Abandoned(self._transport, is_on=cancel_abandoned)
+        self._cancels_abandoned = cancel_abandoned
+        self._cancelling: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
         """Connect to the broker or gateway. Raises BrokerUnreachable, AccessRefused."""
         await self._transport.__aenter__()
+        self._loop = asyncio.get_running_loop()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._loop = None
         try:
-            await self._abandoned.finish()
+            if self._cancelling:
+                await asyncio.wait(self._cancelling, timeout=CANCEL_WITHIN_S)
         finally:
             await self._transport.__aexit__()
 
@@ -118,10 +136,12 @@ class Client:
         """Publish without waiting for the answer. Returns the request's id, with which `result` fetches the answer.
 
         Raises PublishRefused (the lane was full for all of `full_within_s`), BrokerBlocked, BrokerUnreachable,
-        ConfirmUnknown, AccessRefused, TopologyMismatch, MessageTooLarge, and Problem for a wrong priority.
+        ConfirmUnknown, AccessRefused, TopologyMismatch, MessageTooLarge, ClientMisused, and Problem for a wrong
+        priority. The `message_id` of the error is the request's id: published again under it, it is the same request.
         """
         outgoing = self._outgoing(body, key, options, stream=False)
-        await self._transport.publish(outgoing)
+        with _naming(outgoing):
+            await self._transport.publish(outgoing)
         return outgoing.id
 
     async def request(
@@ -142,11 +162,12 @@ class Client:
         """
         outgoing = self._outgoing(body, key, options, stream=False, timeout_s=timeout_s)
         try:
-            return await self._transport.answer(outgoing)
+            with _naming(outgoing):
+                return await self._transport.answer(outgoing)
         except TimeoutError:
             raise no_answer(outgoing.id, outgoing.timeout_s) from None
         except asyncio.CancelledError:
-            self._abandon(outgoing, options)
+            self.abandon(outgoing.id, options)
             raise
 
     async def stream(
@@ -157,61 +178,70 @@ class Client:
         If the caller leaves before the end (`break`, `aclose`, cancellation), the request is cancelled (see
         `cancel_abandoned`).
 
-        Raises the errors of `publish`, and Problem, NoReply (after `timeout_s`), and ReplyLost: parts are missing,
-        because the connection was lost or the caller reads too slowly. `result` can fetch the whole answer.
+        Raises the errors of `publish`, and Problem, NoReply (no part came for `timeout_s`), and ReplyLost: parts are
+        missing, because the connection was lost or the caller reads too slowly. `result` can fetch the whole answer.
         """
         outgoing = self._outgoing(body, key, options, stream=True, timeout_s=timeout_s)
         reply: Part | Final | None = None
         try:
-            async with aclosing(self._transport.replies(outgoing)) as replies:
-                async for reply in replies:
-                    yield reply
+            with _naming(outgoing):
+                async with aclosing(self._transport.replies(outgoing)) as replies:
+                    async for reply in replies:
+                        yield reply
         except TimeoutError:
             raise no_answer(outgoing.id, outgoing.timeout_s) from None
         except (asyncio.CancelledError, GeneratorExit):
             if not isinstance(reply, Final):
-                self._abandon(outgoing, options)
+                self.abandon(outgoing.id, options)
             raise
 
     async def cancel(self, id: str, *, tenant: str | None = None) -> Cancelled:
-        """Cancel a request, whether it waits or runs. Returns how far the cancellation got: a word that `Cancelled`
-        (errors.py) explains.
-
-        Raises ControlRefused, NoReply (no worker runs; the next worker that starts records the cancellation),
-        AccessRefused, TopologyMismatch, BrokerUnreachable.
-        """
+        """Cancel a request, whether it waits or runs. Returns how far that got (see `Cancelled`). Raises
+        ControlRefused, NoReply (no worker runs; the next one records it), AccessRefused, TopologyMismatch,
+        BrokerUnreachable."""
+        self._check_open()
         return await self._transport.cancel(id, tenant=tenant or self._own)
 
     async def result(self, id: str, *, tenant: str | None = None, wait_s: float = 0) -> Final:
-        """Fetch the final reply to a request. If the request has not ended, wait for up to `wait_s` seconds until it
-        has.
-
-        Raises Problem if the request ended in an error, NotEnded, ControlRefused, NoReply (no worker runs),
-        AccessRefused, TopologyMismatch, BrokerUnreachable.
-        """
+        """Fetch the final reply; wait up to `wait_s` for it. Raises Problem if the request ended in an error, NotEnded,
+        ControlRefused, NoReply (no worker runs), AccessRefused, TopologyMismatch, BrokerUnreachable."""
+        self._check_open()
+        check_argument("wait_s", wait_s, int, float)
         return await self._transport.result(id, tenant=tenant or self._own, end=time_in(wait_s))
 
     async def depth(self, lane: str) -> "Depth | None":
-        """How many messages wait in a lane's intake queue (that of its new requests), and how many consumers the queue
-        has. Returns None if this cannot be read, for example because the user has no right to the queue."""
+        """How many requests wait in a lane's intake, and how many consumers it has; None if this cannot be read."""
+        self._check_open()
         return await self._transport.depth(lane)
 
     @property
     def trouble(self) -> str | None:
-        """The reason why nothing can be published at present; None if publishing is possible."""
+        """Why nothing can be published at present; None if it can."""
         return self._transport.trouble
+
+    def _check_open(self) -> None:
+        if self._loop is None:
+            raise ClientMisused("the client is not open: use it inside `async with Client(…) as client:`")
+        if self._loop is not asyncio.get_running_loop():
+            raise ClientMisused("the client was opened in another event loop: open one in each event loop")
 
     def _outgoing(
         self, body: Body, key: str, options: Options, *, stream: bool, timeout_s: float | None = None
     ) -> OutgoingRequest:
         if self._own is not None:
             options.setdefault("tenant", self._own)
+        check_argument("key", key, str)
+        if timeout_s is not None:
+            check_argument("timeout_s", timeout_s, int, float)
         content: BinaryIO | None = None
         if not isinstance(body, (Mapping, bytes)):
-            if not hasattr(body, "read"):
-                raise TypeError(f"body: found {type(body).__name__}, allowed are an object, bytes, and an open file")
+            if not hasattr(body, "read") or hasattr(body, "encoding"):
+                raise InvalidArgument(
+                    f"body: found {type(body).__name__}, allowed are an object, bytes, and a file opened in binary mode"
+                )
             content, body = body, b""
-        message = message_of(body, options, stream=stream, user=self._transport.user)
+        message = request_message(body, options, stream=stream, user=self._transport.user)
+        self._check_open()
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
         full_within_s = options.get("full_within_s")
         within_s = max(self._publish_within_s, full_within_s or 0)
@@ -231,7 +261,42 @@ class Client:
             end=time_in(timeout_s),
         )
 
-    def _abandon(self, outgoing: OutgoingRequest, options: Options) -> None:
-        """Cancel a request whose caller does not wait for the answer any more."""
-        if options.get("cancel_abandoned", True):
-            self._abandoned.cancel(outgoing.id, tenant=outgoing.tenant)
+    def abandon(self, id: str, options: Options) -> None:
+        """Cancel a request in the background: a cancelled caller must not wait. Closing waits until it is sent."""
+        if self._cancels_abandoned and options.get("cancel_abandoned", True):
+            cancelling = self._send_cancellation(id, options.get("tenant", self._own))
+            task = asyncio.create_task(cancelling, name=f"cancel {id}")
+            self._cancelling.add(task)
+            task.add_done_callback(self._cancelling.discard)
+
+    async def _send_cancellation(self, id: str, tenant: str | None) -> None:
+        try:
+            async with asyncio.timeout(CANCEL_WITHIN_S):
+                await self._transport.send_cancellation(id, tenant=tenant, within_s=CANCEL_WITHIN_S)
+        except AccessRefused as error:
+            # a refusal closes the channel that other control messages share, so send no further cancellations
+            self._cancels_abandoned = False
+            log.warning(
+                signals.CANCELLATION_UNSENT, request=id, error=str(error), hint="its user needs the role client"
+            )
+        except (BrokerError, ControlRefused, TimeoutError) as error:
+            why = str(error) or f"not within {CANCEL_WITHIN_S:g} s"
+            log.warning(signals.CANCELLATION_UNSENT, request=id, error=why)
+
+
+def _global_tracing() -> "Tracing | None":
+    try:
+        from lanekeeper.telemetry.tracing import Tracing
+    except ImportError:  # OpenTelemetry's API is not installed
+        return None
+    return Tracing()
+
+
+@contextmanager
+def _naming(outgoing: OutgoingRequest) -> Iterator[None]:
+    """Set the request's id in errors."""
+    try:
+        yield
+    except BrokerError as error:
+        error.message_id = outgoing.id
+        raise

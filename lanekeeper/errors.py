@@ -7,42 +7,40 @@ from typing import Any, Literal, TypeAlias
 from lanekeeper.contract.problems import LanekeeperError
 
 Cancelled: TypeAlias = Literal["recorded", "told", "ended", "unseen"]
-"""What a cancellation did. `recorded`: the request was waiting, and will end as cancelled. `told`: the request is
-running, and its worker got the cancellation and will stop it. `ended`: the request had ended before the cancellation
-came. `unseen`: no worker knows the request; if a worker receives it within the longest deadline of all lanes, it ends
-as cancelled."""
+"""`recorded`: it was waiting, and will end as cancelled. `told`: it runs, and its worker will stop it. `ended`: it had
+ended before. `unseen`: no worker knows it; if one gets it within the longest deadline, it ends as cancelled."""
 
 
 class NoReply(LanekeeperError):
-    """No final reply to a request, or no worker's answer to a control message, came in time."""
+    """No final reply, or no worker's answer to a control message, came in time."""
+
+    message_id: str | None = None
+    """The id of the request; None for a control message."""
 
 
 class ControlRefused(LanekeeperError):
-    """A worker refused a control message, for example because the id is not valid or the tenant not allowed."""
+    """A worker refused a control message. `fields`: the problem document."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.fields = document
-        """The fields of the problem document, as received."""
         super().__init__(f"refused by the worker: {document.get('detail', 'no detail')}")
 
     @property
     def is_passing(self) -> bool:
-        """Whether the control message was refused only because the tenant has sent too many of them: the same message
-        may be accepted later."""
+        """Whether the tenant only sent too many: it may be accepted later."""
         return bool(self.fields.get("retryable"))
 
 
 class NotEnded(LanekeeperError):
-    """The request has no result yet. `status` says whether it is `running` or `waiting`, or `unknown` to the
-    workers."""
+    """The request has no result yet: it is `running`, `waiting` or `unknown` to the workers."""
 
     def __init__(self, id: str, status: str, *, attempts: int = 0, due_at: str | None = None) -> None:
         self.id = id
         self.status = status
         self.attempts = attempts
-        """How many attempts to call the provider have ended; one that runs now is not counted."""
+        """Those that have ended."""
         self.due_at = None if due_at is None else datetime.fromisoformat(due_at)
-        """The earliest time at which the next attempt starts; None if this time is not known."""
+        """The earliest start of the next attempt, if known."""
         super().__init__(
             f"request {id} has no result yet: {status}, {self._hint()}; to wait: lanekeeper result --wait 20s {id}"
         )
@@ -62,8 +60,10 @@ class NotEnded(LanekeeperError):
 
 
 def no_answer(id: str, timeout_s: float | None) -> NoReply:
-    """Make the error to raise if a request was not answered in time."""
-    return NoReply(
+    """Not answered in time."""
+    error = NoReply(
         f"no answer to {id} within {timeout_s:g} s; it may still come, and is kept: lanekeeper result {id}. "
         "Is a worker running? Ask: lanekeeper status"
     )
+    error.message_id = id
+    return error

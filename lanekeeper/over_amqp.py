@@ -5,22 +5,35 @@ permission to send control messages, the broker closes only the channel for cont
 is lost.
 
 Replies arrive by direct reply-to, so the user needs no right to declare queues.
+
+A control message cancels a request or fetches its result:
+
+    key     body of the message            answer of a worker: value of its header `x-lane-control`, and then its body
+    cancel  {"cancel": id, "tenant": "…"}  accepted: {"id", "outcome": "recorded" | "told" | "ended" | "unseen"}
+    result  {"result": id, "tenant": "…"}  pending: {"id", "status": "running" | "waiting" | "unknown", "due_at": "…"}
+    cancel or result, if it is refused     error: a problem document
+
+If the request has ended, the answer to `result` is its final reply. The broker keeps a cancellation until a worker has
+recorded it, and drops a question for a result after `ANSWERED_WITHIN_S`. Workers accept a tenant only from a message
+that also has a `user_id`, which the broker checks.
 """
 
 import asyncio
+import json
 import ssl
-from collections.abc import AsyncGenerator
+import uuid
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing, suppress
-from typing import Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, BinaryIO, Self
 from urllib.parse import unquote, urlsplit
 
-from lanekeeper import control
-from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.depth import Depth, depths
-from lanekeeper.amqp.direct import DirectReplies
-from lanekeeper.amqp.driver.urls import urls_of
+from lanekeeper.amqp.connection import Connection, Depth, depths
 from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.amqp.replies import DirectReplies
+from lanekeeper.bodies import MIB, OVER_BYTES, PIECE_BYTES, BodiesUnavailable, BodyStore
 from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import urls_of
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import (
@@ -33,49 +46,63 @@ from lanekeeper.contract.problems import (
     Unroutable,
 )
 from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded
-from lanekeeper.large_bodies import LargeBodies
 from lanekeeper.replies import Final, Part, final_of, part_of
-from lanekeeper.telemetry.tracing import Tracing
-from lanekeeper.transport import OutgoingRequest, until_ended
+from lanekeeper.requests import OutgoingRequest, time_in, until_ended
+from lanekeeper.telemetry import logs, signals
+
+if TYPE_CHECKING:
+    from lanekeeper.telemetry.tracing import Tracing
 
 WORKERS_COUNTED_AFTER_S = 0.5
-"""If a client has sent a cancellation, and no answer came within this many seconds, the client asks the broker whether
-any worker runs."""
+"""If a cancellation has no answer after this time, the broker is asked whether any worker runs."""
 _START_ONE = "start one with `lanekeeper serve` or `lanekeeper consume`"
+ANSWERED_WITHIN_S = 5.0
+"""A worker answers from its store within milliseconds."""
+DROP_WITHIN_S = 10.0
+FETCH_WITHIN_S = 60.0
+LARGEST_ANSWER_BYTES = 512 * MIB
+"""Also the highest value of the setting `LANEKEEPER_RESULTS__ANSWER_BYTES`."""
+log = logs.logger()
 
 
 class OverAmqp:
-    """The `Transport` of a `Client` with the URL of a broker: `amqp://` or `amqps://`."""
+    """How a `Client` with the URL of a broker reaches the workers. The methods are those of `Client`; `answer` and
+    `replies` (its `request` and `stream`) raise TimeoutError at `outgoing.end`."""
 
     def __init__(
-        self, url: str, *, names: Names, ssl_context: ssl.SSLContext | None, tracing: Tracing, bodies: LargeBodies
+        self,
+        url: str,
+        *,
+        names: Names,
+        ssl_context: ssl.SSLContext | None,
+        tracing: "Tracing | None",
+        bodies: "LargeBodies",
     ) -> None:
         self._bodies = bodies
         self._names = names
         self.user = unquote(urlsplit(urls_of(url)[0]).username or "guest")
-        self._connection = Connection(url, name="lanekeeper client", ssl_context=ssl_context)
+        self.connection = Connection(url, name="lanekeeper client", ssl_context=ssl_context)
         self._replies = DirectReplies()
-        self._publisher = Publisher(self._connection, tracing=tracing, on_channel=self._replies.consume)
+        self.publisher = Publisher(self.connection, tracing=tracing, on_channel=self._replies.consume)
         self._answers = DirectReplies()
-        self._asking = Publisher(self._connection, tracing=tracing, on_channel=self._answers.consume)
+        self._asking = Publisher(self.connection, tracing=tracing, on_channel=self._answers.consume)
 
     @property
     def trouble(self) -> str | None:
-        return self._connection.trouble or self._connection.blocked
+        return self.connection.trouble or self.connection.blocked
 
     async def __aenter__(self) -> Self:
-        """Connect to the broker. Raises BrokerUnreachable, AccessRefused."""
-        await self._connection.__aenter__()
+        await self.connection.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._connection.__aexit__(*_)
+        await self.connection.__aexit__(*_)
         self._bodies.close()
 
     async def publish(self, outgoing: OutgoingRequest) -> None:
         await self._bodies.store_body(outgoing)
         try:
-            await self._publisher.publish_surely(
+            await self.publisher.publish_surely(
                 outgoing.message,
                 exchange=self._names.requests,
                 routing_key=outgoing.key,
@@ -122,28 +149,28 @@ class OverAmqp:
                 if n.STATUS in reply.headers:
                     yield await self._bodies.whole(final_of(reply), end=outgoing.end)
                     return
+                outgoing.end = time_in(outgoing.timeout_s)
                 yield part_of(reply)
 
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
         return await self._bodies.whole(await self._result(id, tenant=tenant, end=end), end=None)
 
     async def cancel(self, id: str, *, tenant: str | None) -> Cancelled:
-        return control.outcome_of(await self._ask(control.cancellation(id, tenant=tenant, user=self.user)))
+        return outcome_of(await self._ask(cancellation(id, tenant=tenant, user=self.user)))
 
     async def send_cancellation(self, id: str, *, tenant: str | None, within_s: float) -> None:
-        await self._send(control.cancellation(id, tenant=tenant, user=self.user), within_s=within_s)
+        await self._send(cancellation(id, tenant=tenant, user=self.user), within_s=within_s)
 
     async def depth(self, lane: str) -> Depth | None:
         return await self._depth_of(self._names.intake(lane))
 
     async def _depth_of(self, queue: str) -> Depth | None:
         try:
-            return (await depths(self._connection, [queue]))[queue]
+            return (await depths(self.connection, [queue]))[queue]
         except BrokerError:
             return None
 
     async def _send(self, message: Message, *, within_s: float) -> None:
-        """Publish a control message."""
         try:
             await self._asking.publish_surely(
                 message,
@@ -156,10 +183,8 @@ class OverAmqp:
             raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
 
     async def _ask(self, message: Message) -> Message:
-        """Publish a control message and return the worker's answer. Raises NoReply, ReplyLost, and the BrokerErrors of
-        `publish_surely`."""
         with self._answers.expecting(message) as arrived:
-            await self._send(message, within_s=control.ANSWERED_WITHIN_S)
+            await self._send(message, within_s=ANSWERED_WITHIN_S)
             self._answers.published(arrived)
             began_s = asyncio.get_running_loop().time()
             if message.persistent:
@@ -170,27 +195,20 @@ class OverAmqp:
                 if depth is not None and not depth.consumers:
                     raise NoReply(f"no worker runs; it is recorded as soon as one runs: {_START_ONE}")
             try:
-                return await arrived.next(end=began_s + control.ANSWERED_WITHIN_S)
+                return await arrived.next(end=began_s + ANSWERED_WITHIN_S)
             except TimeoutError:
                 kept = "; it is recorded as soon as one runs" if message.persistent else ""
-                raise NoReply(
-                    f"no worker answered within {control.ANSWERED_WITHIN_S:g} s{kept}: {_START_ONE}"
-                ) from None
+                raise NoReply(f"no worker answered within {ANSWERED_WITHIN_S:g} s{kept}: {_START_ONE}") from None
 
     async def _result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
-        """Ask for a request's final reply, repeatedly until the request has ended, or until `end` (see `until_ended`).
-        If the answer was too large for a message, the reply has only the address of its body."""
 
         async def ask(_: float | None) -> Final:
-            return control.result_of(await self._ask(control.question(id, tenant=tenant, user=self.user)))
+            return result_of(await self._ask(question(id, tenant=tenant, user=self.user)))
 
         return await until_ended(ask, end=end)
 
     async def _stored_result(self, outgoing: OutgoingRequest, lost: ReplyLost) -> Final:
-        """Wait for the stored result of a request whose reply was lost.
-
-        Raises Problem, TimeoutError, AccessRefused, ReplyLost, BodyError, BodiesUnavailable.
-        """
+        """Raises Problem, TimeoutError, AccessRefused, ReplyLost, BodyError, BodiesUnavailable."""
         try:
             final = await self._result(outgoing.id, tenant=outgoing.tenant, end=outgoing.end)
         except (NotEnded, NoReply):
@@ -200,3 +218,120 @@ class OverAmqp:
         except (BrokerError, ControlRefused) as error:
             raise ReplyLost(f"{lost}; fetching its result failed: {error}") from error
         return await self._bodies.whole(final, end=outgoing.end)
+
+
+# ---- control messages ------------------------------------------------------------------------------------------------
+
+
+def cancellation(id: str, *, tenant: str | None, user: str) -> Message:
+    """The control message that cancels a request. `user`: the connection's."""
+    return _control_message(n.CANCEL_KEY, id, tenant=tenant, user=user)
+
+
+def question(id: str, *, tenant: str | None, user: str) -> Message:
+    """The broker drops it after `ANSWERED_WITHIN_S`, when nobody waits any more."""
+    message = _control_message(n.RESULT_KEY, id, tenant=tenant, user=user)
+    message.persistent = False
+    message.expiration = str(round(ANSWERED_WITHIN_S * 1000))
+    return message
+
+
+def outcome_of(reply: Message) -> Cancelled:
+    """The outcome in a worker's answer. Raises ControlRefused."""
+    _raise_if_refused(reply)
+    outcome: Cancelled = json.loads(reply.body)["outcome"]
+    return outcome
+
+
+def result_of(reply: Message) -> Final:
+    """The final reply in a worker's answer. Raises Problem, NotEnded, ControlRefused."""
+    _raise_if_refused(reply)
+    if n.STATUS in reply.headers:
+        return final_of(reply)
+    found = json.loads(reply.body)
+    attempts = int(found.get("attempts", 0))
+    raise NotEnded(str(found["id"]), str(found["status"]), attempts=attempts, due_at=found.get("due_at"))
+
+
+def _control_message(key: str, id: str, *, tenant: str | None, user: str) -> Message:
+    return Message(
+        body=json.dumps({key: id} if tenant is None else {key: id, "tenant": tenant}).encode(),
+        content_type="application/json",
+        type=key,
+        message_id=uuid.uuid4().hex,
+        user_id=None if tenant is None else user,
+    )
+
+
+def _raise_if_refused(reply: Message) -> None:
+    if reply.headers.get(n.CONTROL) == "error":
+        raise ControlRefused(json.loads(reply.body))
+
+
+# ---- large bodies ----------------------------------------------------------------------------------------------------
+
+
+class LargeBodies:
+    """Puts large bodies of requests into a store, and fetches large answers from it. Without a store, bodies are sent
+    in the message, and the worker refuses large ones."""
+
+    def __init__(self, store: BodyStore | str | None, *, fetches: bool) -> None:
+        self._store = BodyStore(store) if isinstance(store, str) else store
+        self._fetches = fetches
+
+    async def store_body(self, outgoing: OutgoingRequest) -> None:
+        """Raises BodiesUnavailable."""
+        message = outgoing.message
+        if outgoing.content is None and len(message.body) <= OVER_BYTES:
+            return
+        if self._store is None:
+            if outgoing.content is not None:
+                message.body, outgoing.content = await asyncio.to_thread(outgoing.content.read), None
+            return
+        try:
+            kept = await self._store.keep(
+                [message.body] if outgoing.content is None else _pieces(outgoing.content),
+                tenant=outgoing.tenant or message.user_id or "",
+            )
+        except BodiesUnavailable as error:
+            log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
+            raise
+        message.body, outgoing.content = b"", None
+        message.headers = {**message.headers, **kept.headers}
+        outgoing.kept = kept
+
+    async def remove_body(self, outgoing: OutgoingRequest) -> None:
+        if outgoing.kept is not None and self._store is not None:
+            with suppress(BodiesUnavailable, TimeoutError):
+                async with asyncio.timeout(DROP_WITHIN_S):
+                    await self._store.drop(outgoing.kept)
+
+    async def whole(self, final: Final, *, end: float | None) -> Final:
+        """The final reply, with an answer fetched that was too large for a message. Raises BodyError,
+        BodiesUnavailable, and TimeoutError at `end`."""
+        if (kept := final.kept) is None or not self._fetches:
+            return final
+        if self._store is None or not self._store.holds(kept.address):
+            raise BodiesUnavailable(
+                f"the answer is too large for a message; it lies at {kept.address}: give the client `bodies`, "
+                "its store (commands: LANEKEEPER_BODIES__URL)"
+            )
+        try:
+            async with asyncio.timeout_at(end):
+                try:
+                    async with asyncio.timeout(FETCH_WITHIN_S):
+                        body = await self._store.fetch(kept, most_bytes=LARGEST_ANSWER_BYTES)
+                except TimeoutError:
+                    raise BodiesUnavailable(f"the answer could not be fetched within {FETCH_WITHIN_S:g} s") from None
+        except BodiesUnavailable as error:
+            log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
+            raise
+        return replace(final, body=body)
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+
+def _pieces(content: BinaryIO) -> Iterable[bytes]:
+    return iter(lambda: content.read(PIECE_BYTES), b"")

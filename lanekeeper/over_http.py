@@ -5,48 +5,63 @@ answer is lost if the connection breaks or the gateway restarts, and the next ca
 """
 
 import asyncio
+import json
+import re
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
-from lanekeeper.amqp.driver.backoff import pause_s
+from lanekeeper.backoff import pause_s
+from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
-from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, ReplyLost
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import (
+    PROBLEMS,
+    AccessRefused,
+    BrokerError,
+    BrokerUnreachable,
+    ReplyLost,
+    TopologyMismatch,
+)
 from lanekeeper.errors import Cancelled, ControlRefused, NotEnded
-from lanekeeper.http.calls import FIRST_PAUSE_S, PAUSE_CAP_S, Calls
-from lanekeeper.http.documents import check_accepted, check_access, final_of_status
-from lanekeeper.http.events import Event, Events, EventTooLarge
-from lanekeeper.http.posting import body_of, headers_of
-from lanekeeper.replies import Final, Part
-from lanekeeper.telemetry.tracing import Tracing
-from lanekeeper.transport import OutgoingRequest, until_ended
+from lanekeeper.http import FIRST_PAUSE_S, PAUSE_CAP_S, Calls, Event, Events, EventTooLarge, document_of
+from lanekeeper.replies import Final, Part, Problem, final_of
+from lanekeeper.requests import PRIORITY, OutgoingRequest, time_in, until_ended
 
 if TYPE_CHECKING:
-    from lanekeeper.amqp.depth import Depth
+    from lanekeeper.amqp.connection import Depth
+    from lanekeeper.telemetry.tracing import Tracing
 
 REQUESTS = "/v1/requests"
 WAIT_S = 20.0
-"""For how many seconds one HTTP call waits for a request to end. The time is short enough that proxies do not close the
-silent connection."""
+"""Of one call; so short that proxies do not close the silent connection."""
 CONTROL_WITHIN_S = 5.0
-"""The time limit, in seconds, for a call that cancels a request or reads its result, in addition to the time for which
-the call asks the gateway to wait."""
+"""For a cancellation or a result, besides the time for which the gateway is asked to wait."""
 AWAY_S = 30.0
-"""If a client waits for an answer without a time limit, and the gateway cannot be reached for this many seconds, the
-client gives up."""
+"""Without a time limit of the caller: how long the gateway may be away."""
+IDEMPOTENCY_KEY = "idempotency-key"
+PREFIX = "x-lane-"
+CARRIED = n.TRACE_CONTEXT | {n.ANTHROPIC_BETA}
+_SPACE = re.compile(r"[ \t\r\n]*")
+_STATUS = {"queued": "waiting", "delayed": "waiting", "retrying": "waiting", "running": "running"}
+_FIELDS = {
+    "lane": n.LANE_NAME, "model": n.MODEL, "provider": n.PROVIDER, "attempts": n.ATTEMPT, "wait_ms": n.WAIT_MS,
+    "run_ms": n.RUN_MS, "replayed": n.REPLAYED,
+}  # fmt: skip
 
 
 class OverHttp:
-    """The `Transport` of a `Client` with the URL of a gateway: `http://` or `https://`."""
+    """How a `Client` with the URL of a gateway reaches the workers. The methods are those of `Client`; `answer` and
+    `replies` (its `request` and `stream`) raise TimeoutError at `outgoing.end`."""
 
     user = ""
 
-    def __init__(self, url: str, *, api_key: str | None, ssl_context: ssl.SSLContext | None, tracing: Tracing) -> None:
-        """`url`: the gateway's address. `api_key`: sent with each call. Raises ValueError if no gateway can have this
-        URL."""
+    def __init__(
+        self, url: str, *, api_key: str | None, ssl_context: ssl.SSLContext | None, tracing: "Tracing | None"
+    ) -> None:
         self._calls = Calls(url, api_key=api_key, ssl_context=ssl_context)
         self._tracing = tracing
 
@@ -55,8 +70,7 @@ class OverHttp:
         return self._calls.trouble
 
     async def __aenter__(self) -> Self:
-        """Open an HTTP session, and check with one call that the gateway can be reached and accepts the API key. Raises
-        BrokerUnreachable, AccessRefused."""
+        """Checks that the gateway can be reached, and takes the key. Raises BrokerUnreachable and AccessRefused."""
         await self._calls.__aenter__()
         try:
             answer = await self._calls.call("GET", f"{REQUESTS}/-", within_s=0)
@@ -73,7 +87,8 @@ class OverHttp:
         _path(outgoing.id)
         if outgoing.content is not None:
             outgoing.message.body, outgoing.content = await asyncio.to_thread(outgoing.content.read), None
-        self._tracing.carry(outgoing.message)
+        if self._tracing is not None:
+            self._tracing.carry(outgoing.message)
         answer = await self._calls.call(
             "POST",
             REQUESTS,
@@ -100,6 +115,7 @@ class OverHttp:
                     event = await anext(events, None)
                 if event is None:
                     break
+                outgoing.end = time_in(outgoing.timeout_s)
                 match event.kind:
                     case "event":
                         yield Part(kind="event", seq=seq, body=event.data)
@@ -138,7 +154,6 @@ class OverHttp:
             failures += 1
 
     async def depth(self, lane: str) -> "Depth | None":
-        """Always None: a gateway of this version does not report the length of queues."""
         return None
 
     async def _cancel(self, id: str, *, within_s: float) -> Cancelled:
@@ -151,8 +166,7 @@ class OverHttp:
         return outcome
 
     async def _fetch_result(self, id: str, left_s: float | None) -> Final:
-        """Ask the gateway for a request's result once. The gateway answers when the request has ended, or after
-        `WAIT_S` or `left_s`, whichever is shorter. Raises the errors of `result`."""
+        """Ask once; the gateway answers at the end, or after `WAIT_S` or `left_s`."""
         waits_s = WAIT_S if left_s is None else min(WAIT_S, left_s)
         within_s = AWAY_S if left_s is None else min(CONTROL_WITHIN_S, left_s)
         path = _path(id)
@@ -162,8 +176,7 @@ class OverHttp:
         return final_of_status(id, answer.status, answer.body)
 
     async def _wait_for_result(self, outgoing: OutgoingRequest) -> Final:
-        """Wait for the result of a request that was accepted. Raises Problem, AccessRefused, ReplyLost, TimeoutError at
-        `outgoing.end`."""
+        """Raises Problem, AccessRefused, ReplyLost, TimeoutError at `outgoing.end`."""
 
         async def ask(left_s: float | None) -> Final:
             try:
@@ -183,8 +196,7 @@ class OverHttp:
             raise ReplyLost(f"the result could not be fetched: {error}; `result` can fetch it later") from error
 
     async def _events(self, outgoing: OutgoingRequest) -> AsyncGenerator[Event, None]:
-        """Yield each event of a request's event stream once. A lost connection is opened again, and the stream
-        continues after the last event received. Raises ReplyLost, AccessRefused."""
+        """Each event once: a lost stream continues after the last one received. Raises ReplyLost, AccessRefused."""
         last = ""
         failures = 0
         lost_at: float | None = None
@@ -214,17 +226,133 @@ class OverHttp:
 
 
 def _path(id: str) -> str:
-    """The URL path of the request with this id. Raises ControlRefused for an id that no request can have."""
-    if not is_request_id(id) or not id.strip("."):  # `.` and `..` would name another path
+    """Raises ControlRefused for an id that no request can have."""
+    if not isinstance(id, str) or not is_request_id(id) or not id.strip("."):  # `.` and `..` would name another path
         raise _refused(f"the request's id: {REQUEST_ID}")
     return f"{REQUESTS}/{quote(id, safe='')}"
 
 
 def _refuse_tenant(tenant: str | None) -> None:
-    """Raise ControlRefused if a tenant is given: over HTTP, the gateway derives it from the API key."""
+    """Over HTTP it follows from the key."""
     if tenant:
         raise _refused("tenant: over HTTP it follows from the key, and cannot be named")
 
 
 def _refused(detail: str) -> ControlRefused:
     return ControlRefused({"code": "invalid_request", "status": 400, "detail": detail})
+
+
+# ---- a request as an HTTP call ---------------------------------------------------------------------------------------
+
+
+def headers_of(outgoing: OutgoingRequest) -> dict[str, str]:
+    """Raises Problem for options that a gateway does not accept."""
+    message = outgoing.message
+    if message.priority != PRIORITY:
+        raise _invalid(f"priority: found {message.priority}; over HTTP only {PRIORITY} is available")
+    if outgoing.tenant is not None or n.TENANT in message.headers:
+        raise _invalid("tenant: over HTTP it follows from the key, and cannot be named")
+    found = {
+        "content-type": "application/json",
+        IDEMPOTENCY_KEY: outgoing.id,
+        n.LANE_NAME: outgoing.key.partition(".")[0],
+    }
+    for name, value in message.headers.items():
+        if name == n.STREAM:
+            continue  # over HTTP, the body has the field `stream`
+        if not name.startswith(PREFIX) and name not in CARRIED:
+            raise _invalid(f"header {name}: not passed on over HTTP")
+        found[name] = text = _text(value)
+        if not text.isprintable() or (isinstance(value, bytes) and not value.isascii()):
+            raise _invalid(f"header {name}: has a line break, or another character that HTTP does not allow")
+    return found
+
+
+def body_of(message: Message) -> bytes:
+    """With `"stream": true` if the parts are wanted; Problem if the body says the contrary."""
+    if not message.headers.get(n.STREAM):
+        return message.body
+    try:
+        found = json.loads(message.body)
+    except ValueError:
+        return message.body  # the gateway's error says what is wrong with it
+    if not isinstance(found, dict) or found.get("stream") is True:
+        return message.body
+    if "stream" in found:
+        raise _invalid(f"stream: found {found['stream']!r}, and the parts are asked for")
+    begin, _, rest = message.body.partition(b"{")  # all other bytes stay as the caller gave them
+    return b'%b{"stream":true%b%b' % (begin, b"," if found else b"", rest)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value.decode("latin-1") if isinstance(value, bytes) else str(value)
+
+
+def _invalid(detail: str) -> Problem:
+    return Problem({"code": "invalid_request", "status": 400, "detail": detail})
+
+
+# ---- answers as values and errors ------------------------------------------------------------------------------------
+
+
+def check_accepted(status: int, body: bytes) -> None:
+    """Raises Problem if the gateway refuses the request, AccessRefused if it refuses the key, TopologyMismatch if there
+    is no gateway at this address."""
+    if status < 300:
+        return
+    document = document_of(body)
+    check_access(status, document)
+    if status < 400 or (status in (404, 405) and document.get("code") not in PROBLEMS):
+        raise TopologyMismatch(
+            f"answered {status}: no requests are taken at this address; is it a gateway's, of a version that has "
+            "/v1/requests? " + str(document.get("detail", ""))
+        )
+    code = "too_large" if status == 413 else "invalid_request"
+    raise Problem({"code": code, "status": status, **document})
+
+
+def check_access(status: int, document: Mapping[str, Any]) -> None:
+    """AccessRefused, unless the code is in `PROBLEMS`: then it concerns this request, not the key."""
+    if status == 401 or (status == 403 and document.get("code") not in PROBLEMS):
+        raise AccessRefused(f"the gateway answered {status}: {document.get('detail', 'no detail')}")
+
+
+def final_of_status(id: str, status: int, body: bytes) -> Final:
+    """The answer to `GET /v1/requests/{id}`. Raises Problem, NotEnded, AccessRefused, ControlRefused."""
+    document = document_of(body)
+    check_access(status, document)
+    if status == 404:
+        raise NotEnded(id, "unknown")
+    if status != 200:
+        raise ControlRefused(document or {"status": status, "detail": f"the gateway answered {status}"})
+    headers = {name: document[field] for field, name in _FIELDS.items() if field in document}
+    headers[n.REQUEST_ID] = document.get("id", id)
+    if "result" in document:
+        return final_of(Message(body=_member_bytes(body, "result"), headers={**headers, n.STATUS: "ok"}))
+    if isinstance(problem := document.get("problem"), dict):
+        raise Problem(problem)
+    named = str(document.get("status"))
+    attempts = int(document.get("attempts", 0))
+    raise NotEnded(id, _STATUS.get(named, named), attempts=attempts, due_at=document.get("due_at"))
+
+
+def _member_bytes(body: bytes, name: str) -> bytes:
+    """Cut out of the text, because parsing the value and encoding it again could change its bytes."""
+    text = body.decode()
+    decode = json.JSONDecoder().raw_decode
+    at = _skip_space(text, 0) + 1
+    while True:
+        key, at = decode(text, _skip_space(text, at))
+        start = _skip_space(text, _skip_space(text, at) + 1)
+        _, end = decode(text, start)
+        if key == name:
+            return text[start:end].encode()
+        at = _skip_space(text, end) + 1
+
+
+def _skip_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None
+    return found.end()

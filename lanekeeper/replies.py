@@ -11,8 +11,7 @@ from lanekeeper.contract.problems import PROBLEMS, RequestProblem
 
 
 class Problem(RequestProblem):
-    """The error of a request that failed or was refused. `fields` has the members of the problem document, as
-    received."""
+    """The error of a request that failed or was refused. `fields`: the problem document."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         code = str(document.get("code"))
@@ -33,37 +32,33 @@ class Problem(RequestProblem):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A part of a streamed answer. It is sent as a reply of its own, before the final reply."""
+    """A part of a streamed answer."""
 
     kind: Literal["event", "restart"]
-    """`event`: the part is one event of Anthropic's stream. `restart`: the requester must discard all earlier events,
-    because an attempt failed or another worker took the request over."""
+    """`restart`: all earlier events must be discarded, because an attempt failed or another worker took over."""
     seq: int
-    """The part's position in the stream, from 0."""
     body: bytes
-    """The JSON of one event of Anthropic's stream; `{}` for a restart."""
+    """One event of Anthropic's stream; `{}` for a restart."""
 
     @property
     def event(self) -> Mapping[str, Any]:
-        """The JSON of this part, parsed: one event of Anthropic's stream."""
         found = json.loads(self.body)
         assert isinstance(found, dict)
         return found
 
     @property
     def text(self) -> str:
-        """The text that this part of the answer adds; an empty string if it adds none."""
+        """The text that this part adds, if any."""
         delta = self.event.get("delta")
         return str(delta.get("text", "")) if isinstance(delta, Mapping) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Final:
-    """The final reply to a request that succeeded: the answer and its metadata."""
+    """The final reply to a request that succeeded."""
 
     body: bytes
-    """The JSON of Anthropic's Message. If the answer is in the store for large bodies and was not fetched, this is JSON
-    that contains the answer's address (see `kept`)."""
+    """Anthropic's Message; an answer in the store for large bodies that was not fetched: JSON with its address."""
     request_id: str
     lane: str
     model: str
@@ -76,8 +71,7 @@ class Final:
 
     @property
     def kept(self) -> BodyAddress | None:
-        """The address and digest of an answer that was too large for a message, so that it was put into the store for
-        large bodies; None for any other answer."""
+        """Where an answer is that was too large for a message."""
         return body_address_in(self.headers)
 
     @property
@@ -93,7 +87,7 @@ class Final:
 
 
 def part_of(message: Message) -> Part:
-    """Convert the AMQP message of a reply that was sent before the final reply to a `Part`."""
+    """A reply before the final one."""
     kind = message.headers.get(n.PART)
     return Part(
         kind="restart" if kind == "restart" else "event",
@@ -103,7 +97,7 @@ def part_of(message: Message) -> Part:
 
 
 def final_of(message: Message) -> Final:
-    """Convert the AMQP message of a final reply to a `Final`. Raises Problem if the request ended in an error."""
+    """Raises Problem if the request ended in an error."""
     headers = message.headers
     if headers.get(n.STATUS) != "ok":
         raise Problem(json.loads(message.body))

@@ -14,21 +14,23 @@ skipped; in CI they fail. If there is none at all they run on the broker above.
 import gc
 import json
 import os
+import signal
 from collections.abc import AsyncIterator, Generator, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from service.private_broker.broker import PrivateBroker, guarded_broker, private_broker
-from service.private_broker.source import Unavailable
+from service.private_broker import PrivateBroker, private_broker
 from tests.support import keeper
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
+from tests.support.engine import Unavailable
 from tests.support.examples import examples
 from tests.support.lanes import DELAY_LEVELS
 from tests.support.memory import use_memory
 from tests.support.stores import stores
+from tests.support.with_broker import private_broker_beside
 from topology import delays
 
 DEFAULT = "default"
@@ -50,6 +52,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Set how properties are tested. In the session's first process, also start the keeper of brokers and have images
     made, so that no test's time limit includes that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `./dev test &`; processes that tests start inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # How long an example takes depends on how busy the machine is.
     settings.register_profile(
         "any machine", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -60,7 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
     use_memory()
     if _in_containers(config) and not hasattr(config, "workerinput"):
         stack = config.stash[_STACK] = ExitStack()
-        os.environ[KEEPER] = stack.enter_context(keeper.keeping())
+        with _on_screen(config):
+            os.environ[KEEPER] = stack.enter_context(keeper.keeping())
         os.environ[MISSING] = json.dumps({each: why for each in keeper.VERSIONS if (why := _missing(each))})
 
 
@@ -90,6 +95,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             ring = "with a broker" if item.nodeid.startswith(ON_EVERY_VERSION) else "without"
             item.add_marker(pytest.mark.xdist_group(ring))
+
+
+def _on_screen(config: pytest.Config) -> AbstractContextManager[object]:
+    """A process that is started inside writes to the terminal, and not into what pytest keeps of the output."""
+    capturing = config.pluginmanager.getplugin("capturemanager")
+    return nullcontext() if capturing is None else capturing.global_and_fixture_disabled()
 
 
 def _in_containers(config: pytest.Config) -> bool:
@@ -163,7 +174,7 @@ def broker(broker_version: str) -> Iterator[RunningBroker]:
     elif url := os.environ.get("LANEKEEPER_AMQP_URL"):
         yield RunningBroker.at(url, os.environ.get("LANEKEEPER_MANAGEMENT_URL"))
     else:
-        with guarded_broker() as started:
+        with private_broker_beside() as started:
             yield RunningBroker(started.amqp_url, started.management_url, started.version)
 
 

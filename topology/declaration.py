@@ -12,28 +12,104 @@ Only `Broker` knows the differences between RabbitMQ versions.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from lanekeeper.contract.names import CONTROL_BINDING_KEYS, Names
 from topology import delays
 from topology.lanes import LaneSpec
-from topology.model import QUORUM, Arguments, Binding, Exchange, Queue, Topology
+
+Kind = Literal["queue", "exchange"]
+Value = str | int | float | bool
+Arguments = Mapping[str, Value]
+QUORUM: Arguments = {"x-queue-type": "quorum", "x-queue-leader-locator": "balanced"}
+"""Without `balanced`, the leaders of all quorum queues, such as the 29 wait queues for delays, would be on the node
+where they are declared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An exchange, declared by us or found on a broker."""
+
+    name: str
+    type: str
+    internal: bool = False
+    """True: no client can publish to it, whatever its rights; messages come only through bindings and
+    dead-lettering."""
+    arguments: Arguments = field(default_factory=dict)
+    durable: bool = True
+    auto_delete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """A queue, declared by us or found on a broker."""
+
+    name: str
+    arguments: Arguments = field(default_factory=dict)
+    durable: bool = True
+    auto_delete: bool = False
+    exclusive: bool = False
+    policy: Arguments = field(default_factory=dict)
+    """What policies add, and the nodes with a replica (`members`): empty in a declared topology. The management API
+    shows a change after about 5 s."""
+    members: tuple[str, ...] = ()
+
+    @property
+    def type(self) -> str:
+        return str(self.arguments.get("x-queue-type", "classic"))
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A binding from an exchange to a queue or another exchange."""
+
+    source: str
+    destination: str
+    destination_kind: Kind = "queue"
+    routing_key: str = ""
+    arguments: Arguments = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """One line of text that identifies the binding: `lane.due → queue lane.batch.due, key 'batch.#'`."""
+        text = f"{self.source} → {self.destination_kind} {self.destination}, key {self.routing_key!r}"
+        matches = ", ".join(f"{key}={str(value).lower()}" for key, value in sorted(self.arguments.items()))
+        return f"{text}, {matches}" if matches else text
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Exchanges, queues and bindings: those that one installation declares, or those found in a virtual host."""
+
+    exchanges: tuple[Exchange, ...] = ()
+    queues: tuple[Queue, ...] = ()
+    bindings: tuple[Binding, ...] = ()
+    namespace: str = ""
+    """Empty, like `lanes` and `broker_version`, in a topology found on a broker."""
+    lanes: tuple[str, ...] = ()
+    broker_version: str = ""
+    nodes: tuple[str, ...] = ()
+    """All nodes of the cluster, running or not. Empty in a declared topology, or if the user may not see the nodes."""
+    note: str = ""
+    """A line for people: which features of queues this RabbitMQ version offers or lacks."""
+
+    def queue(self, name: str) -> Queue:
+        """The queue with this name. Raises KeyError."""
+        return {queue.name: queue for queue in self.queues}[name]
+
 
 OLDEST = (3, 10)
 RECOMMENDED = (4, 3, 5)
-"""The oldest RabbitMQ version that Lanekeeper recommends. Earlier versions have security holes; for example, a publish
-to a forged direct reply-to address kills the connection of the publisher."""
+"""Earlier versions have security holes; for example, a publish to a forged direct reply-to address kills the connection
+of the publisher."""
 DELIVERY_LIMIT = 20
-"""After this many deliveries of a message, the broker moves it to the queue `lane.fallen`. This limit is for requests
-that kill their worker before it has recorded in the store that it works on them. If workers die after they have made
-this record, the request is ended earlier: at its fifth delivery."""
+"""After this many deliveries the broker moves a message to `lane.fallen`: for requests that kill their worker before it
+has recorded in the store that it works on them. Later deaths of workers end a request at its fifth delivery."""
 LIMITED: Arguments = {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-strategy": "at-least-once"}
-"""The queue arguments for a delivery limit. A message that exceeds the limit is dead-lettered to `lane.fallen`; with
-the strategy `at-least-once` it is not lost on the way if the broker fails."""
+"""With `at-least-once`, a message over the limit is not lost on its way to `lane.fallen` if the broker fails."""
 CLASSIC_PRIORITIES = 9
-"""The highest message priority that the lanes' intake queues distinguish (`x-max-priority`), if they are classic
-queues."""
 _VERSION = re.compile(r"\d+\.\d+")
 
 
@@ -55,21 +131,17 @@ class Broker:
 
     @property
     def quorum_intake(self) -> bool:
-        """Whether the lanes' intake queues are quorum queues. Before RabbitMQ 4.0, only classic queues support
-        priorities."""
+        """Before RabbitMQ 4.0, only classic queues support priorities."""
         return not is_before(self.version, (4,))
 
     @property
     def priorities(self) -> str:
-        """A phrase for people to read: how the property `priority` orders requests inside a lane (docs/contract.md)."""
         if not self.quorum_intake:
             return f"strict, 0 to {CLASSIC_PRIORITIES}"
         return "two classes, above 4 is high" if is_before(self.version, (4, 3)) else "strict, 0 to 31"
 
     @property
     def note(self) -> str:
-        """A line for people to read: the types of the queues, on how many nodes of a cluster they are kept, and the
-        order by priority."""
         intakes = "quorum intakes" if self.quorum_intake else "classic intakes, each on one node alone"
         return f"{intakes}, priorities {self.priorities}; in a cluster, quorum queues are kept on three nodes"
 
@@ -83,7 +155,7 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
     """Compute the exchanges, queues and bindings that `lanes` need on a broker of this version; nothing is sent to a
     broker. Raises ValueError if the version is too old."""
     broker = Broker(broker_version)
-    cascade = delays.cascade(names)
+    cascade = _cascade(names)
     sides = [(lane, number) for lane in lanes for number in range(lane.side_queues)]
     return Topology(
         exchanges=(
@@ -132,9 +204,8 @@ def _exchanges(names: Names) -> tuple[Exchange, ...]:
 
 
 def _intake(lane: LaneSpec, names: Names, broker: Broker) -> Queue:
-    """The intake of a lane: the queue for the requests that applications publish to it. When it is full, it refuses
-    publishes, and drops no message. The lane's side queues, to which workers move requests of tenants that have many
-    waiting requests, have the same arguments."""
+    """The queue for the requests that applications publish. When it is full, it refuses publishes. Side queues are
+    alike."""
     bounds: Arguments = {
         "x-max-length": lane.max_length,
         "x-max-length-bytes": lane.max_length_bytes,
@@ -158,8 +229,7 @@ def _intake(lane: LaneSpec, names: Names, broker: Broker) -> Queue:
 
 
 def _due(lane: LaneSpec, names: Names) -> Queue:
-    """The due queue of a lane, for the requests that return to the lane after a delay or a retry pause. It has no
-    length limit, because a request that was accepted once must not be refused."""
+    """What returns after a delay. It has no length limit, because a request that was accepted must not be refused."""
     return Queue(
         names.due(lane.name),
         {
@@ -180,9 +250,39 @@ def _lane_bindings(lane: str, names: Names) -> tuple[Binding, Binding]:
 
 
 def _unlimited(broker: Broker) -> Arguments:
-    """The arguments of a queue that must never lose a message: it has neither a length limit nor a delivery limit.
-
-    From RabbitMQ 4.0 on, the default delivery limit is 20, and -1 means no limit. Before 4.0, no limit is the default,
-    and with -1 the broker would discard a message when it is returned for the first time.
-    """
+    """For a queue that must never lose a message. From RabbitMQ 4.0 on, the default delivery limit is 20, and -1 means
+    none. Before, none is the default, and with -1 a message would be discarded at its first return."""
     return {**QUORUM, "x-delivery-limit": -1} if broker.quorum_intake else QUORUM
+
+
+def _cascade(names: Names) -> Topology:
+    """Each level has a headers exchange, a wait queue of the same name, and two bindings: a message whose delay bit is
+    true goes to the wait queue, one whose bit is false to the exchange of the next lower level.
+
+    - Without an alternate exchange, a message whose delay bit is absent could not leave the wait queue of the level
+      above, and would block all messages behind it, of every lane (docs/facts.md, section 3).
+    - Without at-least-once dead-lettering (which needs `reject-publish`), messages that expire while the broker is down
+      are lost (640 of 680 in a test). There is no length limit, because each wait queue is a dead-letter target.
+    - The delay bits are booleans: a number would get another AMQP type if it is imported as a definition, and the
+      broker would have two bindings, of which neither way could remove the other's.
+    """
+    exchanges: list[Exchange] = []
+    queues: list[Queue] = []
+    bindings: list[Binding] = []
+    for level in range(delays.LEVELS):
+        name, bit = names.delay(level), names.delay_bit(level)
+        next_lower = names.delay(level - 1) if level else names.due_exchange
+        exchanges.append(Exchange(name, "headers", arguments={"alternate-exchange": names.fallen}))
+        arguments: Arguments = {
+            **QUORUM,
+            "x-message-ttl": delays.wait_ms(level),
+            "x-dead-letter-exchange": next_lower,
+            "x-dead-letter-strategy": "at-least-once",
+            "x-overflow": "reject-publish",
+        }
+        queues.append(Queue(name, arguments))
+        bindings += (
+            Binding(name, name, arguments={"x-match": "all", bit: True}),
+            Binding(name, next_lower, destination_kind="exchange", arguments={"x-match": "all", bit: False}),
+        )
+    return Topology(tuple(exchanges), tuple(queues), tuple(bindings))

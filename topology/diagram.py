@@ -2,7 +2,7 @@
 
 from lanekeeper.contract.names import Names
 from topology import delays
-from topology.model import Arguments, Exchange, Topology
+from topology.declaration import Arguments, Exchange, Topology
 
 
 def mermaid(topology: Topology) -> str:
@@ -49,15 +49,14 @@ def mermaid(topology: Topology) -> str:
 
 
 def _side_queues_of_a_lane(topology: Topology) -> int:
-    """The number of side queues of the lane that has the most of them. It equals the number of side exchanges: the side
-    queues of all lanes have numbers from 0, and there is one exchange for each number."""
+    """How many side queues the lane with the most of them has: as many as there are side exchanges."""
     prefix = Names(topology.namespace).side_prefix
     return sum(exchange.name.startswith(prefix) for exchange in topology.exchanges)
 
 
 def render(topology: Topology) -> str:
-    """List all exchanges, queues and bindings as text, one per line. All levels of the delay cascade share a line, and
-    so do all side queues of a lane."""
+    """List all exchanges, queues and bindings as text. The levels of the delay cascade share a line, and so do the side
+    queues of a lane."""
     names = Names(topology.namespace)
     on_one_line = (names.delay_prefix, names.side_prefix)
     cascade = f"{names.delay(0)} … {names.delay(delays.LEVELS - 1)}"
@@ -95,8 +94,6 @@ def _exchange(exchange: Exchange) -> str:
 
 
 def _format_arguments(arguments: Arguments) -> str:
-    """Format the arguments of a queue or exchange: the queue's type first, then each other argument as its name,
-    without the prefix `x-`, and its value."""
     kind = arguments.get("x-queue-type")
     others = [f"{key.removeprefix('x-')} {value}" for key, value in arguments.items() if key != "x-queue-type"]
     return ", ".join([str(kind), *others] if kind else others)

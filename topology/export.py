@@ -8,7 +8,7 @@ FILE` in rabbitmq.conf.
 | application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; read its reply queue |
 | client | all that an application may; cancel requests and fetch results: publish to `lane.control` |
 | worker | consume our queues; publish delayed requests, dead letters, events and replies; declare own queues |
-| operator | publish to any lane; cancel; bind an own queue to events; read `lane.dead`; see all management pages |
+| operator | publish to any lane; cancel; pause; bind a queue to events; read, import dead letters; see management |
 | deployer | configure, write and read everything in our namespace: `topology apply` |
 
 Applications and clients may declare nothing. A user that may declare a queue, even one that the broker names, could
@@ -32,58 +32,45 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lanekeeper.contract.names import CONTROL_KEYS, Names
+from topology.declaration import QUORUM, Arguments, Queue, Topology
 from topology.lanes import BATCH, MIB, NORMAL
-from topology.model import QUORUM, Arguments, Queue, Topology
 
 Role = Literal["application", "client", "worker", "operator", "deployer"]
 
 NOTHING = "^$"
 OWN_QUEUES = r"amq\.gen-.*"
-"""A regular expression for the names that the broker itself gives to queues."""
 DEFAULT_EXCHANGE = r"amq\.default"
 TAGS: dict[Role, str] = {"operator": "monitoring", "deployer": "management"}
 APPLICATIONS: tuple[Role, ...] = ("application", "client")
 HASHING = "rabbit_password_hashing_sha256"
 SALT_BYTES = 4
 NOT_EXPORTED = ("exclusive", "policy", "members")
-"""The fields of `Queue` that definitions do not contain, because they describe a queue that exists on a broker."""
 CONTROL_MAX_MESSAGES = 5_000
-"""How many messages may wait in the queue `lane.control`; while it holds this many, the broker refuses publishes to
-it."""
 CONTROL_MAX_BYTES = 16 * 1024 * 1024
-"""How many bytes the messages in the queue `lane.control` may have together; while they have this many, the broker
-refuses publishes to it. Because of this limit and `CONTROL_MAX_MESSAGES`, a flood of control messages cannot fill the
-disk while no worker runs, and a worker needs only seconds to process all of them. Both limits are set by a policy,
-because the arguments of an existing queue cannot be changed."""
+"""With these limits a flood of control messages cannot fill the disk while no worker runs, and a worker needs only
+seconds to process all of them. They are a policy, because the arguments of an existing queue cannot be changed."""
 REPLIES_MAX_MESSAGES = 10_000
-"""How many messages may wait in a broker user's reply queue; while it holds this many, the broker refuses further
-replies."""
 REPLIES_MAX_BYTES = 256 * MIB
-"""How many bytes the messages in a broker user's reply queue may have together; while they have this many, the broker
-refuses further replies. A result whose reply is refused is not lost, because it can be fetched from the store."""
+"""A full reply queue refuses replies; the result can still be fetched from the store."""
 REPLIES_KEPT_MS = 86_400_000
-"""For how many milliseconds a reply stays in a reply queue: as long as results are stored by default."""
+"""As long as results are stored by default."""
 _USER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A user to create on the broker. Raises ValueError for a name that cannot be a single word of a routing key.
-
-    `password_hash` comes from `hash_password`. There is no default password.
-    """
+    """A user to create on the broker. `password_hash` comes from `hash_password`; there is no default password. Raises
+    ValueError for a name that cannot be a single word of a routing key."""
 
     name: str
     role: Role
     password_hash: str = field(repr=False)
     lanes: tuple[str, ...] = (NORMAL.name, BATCH.name)
-    """The lanes to which an application or client may publish. The lane `critical` must be named here to be allowed."""
+    """For an application or client. The lane `critical` must be named to be allowed."""
     connections: int = 200
-    """How many connections an application or client may have at the same time; each takes some 100 kB of the broker's
-    memory. An operator can change the limit by `rabbitmqctl set_user_limits`; the next import of definitions sets it
-    again."""
+    """For an application or client: each takes some 100 kB of the broker's memory. An operator can change the limits by
+    `rabbitmqctl set_user_limits`; the next import of definitions sets them again."""
     channels: int = 2000
-    """How many AMQP channels an application or client may have open at the same time."""
 
     def __post_init__(self) -> None:
         # the name is one word of a routing key, and the broker inserts it into a regular expression
@@ -93,8 +80,7 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """Regular expressions for the names of the queues and exchanges that a user may configure, write to and read
-    from."""
+    """Regular expressions for the names that a user may configure, write to and read from."""
 
     configure: str
     write: str
@@ -102,10 +88,8 @@ class Rights:
 
 
 def hash_password(password: str, *, salt: bytes) -> str:
-    """Hash a password as RabbitMQ does: base64 of a 4-byte salt, followed by the SHA-256 of salt and password.
-
-    Raises ValueError for an empty password (with it, RabbitMQ lets nobody in) or a salt of another size.
-    """
+    """Hash a password as RabbitMQ does: base64 of a 4-byte salt, followed by the SHA-256 of salt and password. Raises
+    ValueError for an empty password (with it, RabbitMQ lets nobody in) or a salt of another size."""
     if not password:
         raise ValueError("an empty password lets nobody in")
     if len(salt) != SALT_BYTES:
@@ -114,7 +98,7 @@ def hash_password(password: str, *, salt: bytes) -> str:
 
 
 def rights(user: User, topology: Topology) -> Rights:
-    """The RabbitMQ permissions on the topology's exchanges and queues that a user's role needs, and no more."""
+    """The permissions that a user's role needs, and no more."""
     names = Names(topology.namespace)
     replies = rf"{re.escape(names.reply_queue(user.name))}(\..+)?"
     match user.role:
@@ -143,7 +127,7 @@ def rights(user: User, topology: Topology) -> Rights:
         case "operator":
             return Rights(
                 configure=_anchored(OWN_QUEUES),
-                write=_anchored(*map(re.escape, (names.requests, names.control)), OWN_QUEUES),
+                write=_anchored(*map(re.escape, (names.requests, names.dead, names.control)), OWN_QUEUES),
                 read=_anchored(*map(re.escape, (names.dead, names.events)), OWN_QUEUES),
             )
         case "deployer":
@@ -181,8 +165,7 @@ def definitions(topology: Topology, vhost: str, users: Sequence[User] = ()) -> d
 
 
 def reply_queues(users: Sequence[User], names: Names) -> list[Queue]:
-    """The reply queues to declare: one for each user with the role application or client. A full queue refuses replies.
-    Expired replies are dropped, not dead-lettered."""
+    """One for each application and client. Expired replies are dropped, not dead-lettered."""
     arguments: Arguments = {
         **QUORUM,
         "x-max-length": REPLIES_MAX_MESSAGES,
@@ -194,16 +177,14 @@ def reply_queues(users: Sequence[User], names: Names) -> list[Queue]:
 
 
 def _limits(user: User) -> dict[str, dict[str, int]]:
-    """The limits for connections and channels of a user. Only applications and clients have limits, because a worker
-    whose connection is refused could not work."""
+    """Only applications and clients have limits: a worker whose connection is refused could not work."""
     if user.role not in APPLICATIONS:
         return {}
     return {"limits": {"max-connections": user.connections, "max-channels": user.channels}}
 
 
 def _topic_permissions(user: User, topology: Topology, vhost: str) -> list[dict[str, str]]:
-    """RabbitMQ's topic permissions for a user: with which routing keys it may publish to an exchange. If an exchange is
-    not listed, RabbitMQ allows all keys."""
+    """The routing keys with which a user may publish; for an exchange that is not listed RabbitMQ allows all keys."""
     names = Names(topology.namespace)
     is_requester = user.role in APPLICATIONS
     pattern_of: dict[str, str] = {}
@@ -235,6 +216,5 @@ def _control_policy(topology: Topology, vhost: str) -> dict[str, Any]:
 
 
 def _anchored(*patterns: str) -> str:
-    """One regular expression that matches any of `patterns`. It is anchored at both ends, because RabbitMQ otherwise
-    accepts a match anywhere in the queue's or exchange's name."""
+    """Anchored, because RabbitMQ otherwise accepts a match anywhere in the name."""
     return f"^({'|'.join(patterns)})$"

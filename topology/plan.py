@@ -11,17 +11,17 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from lanekeeper.contract.names import Names
-from topology.model import Arguments, Binding, Exchange, Queue, Topology, Value
+from topology.declaration import Arguments, Binding, Exchange, Queue, Topology, Value
 
 REPLICAS = 3
-"""How many replicas a quorum queue has in a cluster of three or more nodes: RabbitMQ's default. It is not set as an
-argument (`x-quorum-initial-group-size`), because declaring an existing queue with a new argument fails."""
+"""RabbitMQ's default in a cluster of three or more nodes. It is not set as an argument (`x-quorum-initial-group-size`),
+because declaring an existing queue with a new argument fails."""
 Change = Literal["missing", "differs", "extra"]
 What = Literal["exchange", "queue", "binding"]
 
 CONTROL_POLICIES = frozenset({"max-length", "max-length-bytes", "overflow"})
-"""The keys of a policy for `lane.control` that are not compared if the policy makes the full queue refuse publishes,
-because the definitions that `topology export` writes contain such a policy."""
+"""These keys of a policy for `lane.control` are not compared if a full queue refuses publishes: `topology export`
+writes such a policy."""
 EFFECTIVE_POLICIES = frozenset(
     {
         "dead-letter-exchange",
@@ -35,31 +35,27 @@ EFFECTIVE_POLICIES = frozenset(
         "overflow",
     }
 )
-"""The keys of RabbitMQ policies that change what happens to a message. Other keys (for example for the placement of
-leaders) are not compared, because operators may set them freely."""
+"""The keys of policies that change what happens to a message. Others (such as for the placement of leaders) operators
+may set freely."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One object on the broker, or one of its properties, that is not as declared."""
+    """An object on the broker, or one of its properties (`field`), that is not as declared."""
 
     change: Change
     what: What
     name: str
-    """The name of an exchange or queue, or the label of a binding."""
     field: str | None = None
-    """The property that differs: `type`, `durable`, `argument x-max-length`, `policy message-ttl`; None if the whole
-    object is missing or extra."""
+    """`type`, `durable`, `argument x-max-length`, `policy message-ttl`; None if the whole object is missing or
+    extra."""
     wanted: Value | None = None
-    """The value in the declaration; None if the declaration does not set this property."""
     found: Value | None = None
-    """The value on the broker; None if the property is not set there."""
     remedy: str | None = None
-    """The command that corrects the difference. None if `topology apply` corrects it, or if no command is known."""
+    """The command that corrects it; None if `topology apply` does, or if none is known."""
 
     @property
     def line(self) -> str:
-        """A sentence that describes the difference, for commands and logs."""
         match self.change:
             case "missing":
                 return f"{self.what} {self.name} is missing"
@@ -72,8 +68,7 @@ class Difference:
 
 
 def compare(declared: Topology, found: Topology) -> list[Difference]:
-    """List every difference between the declared topology and the one found on a broker, in the order of the
-    declaration. Objects that are not declared come last."""
+    """List the differences in the order of the declaration; objects that are not declared come last."""
     names = Names(declared.namespace)
     wanted, existing = _by_identity(declared), _by_identity(found)
     differences: list[Difference] = []
@@ -91,9 +86,8 @@ def compare(declared: Topology, found: Topology) -> list[Difference]:
 
 
 def without_levels(differences: Sequence[Difference], names: Names) -> tuple[Sequence[Difference], int]:
-    """Leave out the missing exchanges, queues and bindings of the delay cascade (the levels of wait queues that hold
-    delayed messages), so that they can be reported in one line. Returns the other differences, and the number of levels
-    with missing objects. If it is only one level, nothing is left out, and 0 is returned."""
+    """Leave out what is missing of the delay cascade, so that it can be reported in one line. Returns the other
+    differences, and the number of levels with missing objects; 0, and all differences, if it is only one level."""
     level = re.compile(re.escape(names.delay_prefix) + r"\d+")
     missing = {found[0] for one in differences if one.change == "missing" and (found := level.findall(one.name))}
     if len(missing) < 2:
@@ -102,8 +96,7 @@ def without_levels(differences: Sequence[Difference], names: Names) -> tuple[Seq
 
 
 def _by_identity(topology: Topology) -> dict[tuple[What, str], Exchange | Queue | Binding]:
-    """All objects of a topology by their kind and a text that is equal for equal objects: the name, or all properties
-    of a binding. As on the broker, two bindings that differ only in their arguments are different bindings."""
+    """Two bindings that differ only in their arguments are different bindings, as on the broker."""
     return {
         **{("exchange", exchange.name): exchange for exchange in topology.exchanges},
         **{("queue", queue.name): queue for queue in topology.queues},
@@ -116,7 +109,6 @@ def _name(thing: Exchange | Queue | Binding) -> str:
 
 
 def _fields(thing: Exchange | Queue, names: Names) -> dict[str, Value]:
-    """The properties of an object that are compared. The keys are the names in `Difference.field`."""
     own: dict[str, Value]
     policies: Arguments = {}
     if isinstance(thing, Exchange):
@@ -146,8 +138,7 @@ def _compare_fields(
 
 
 def _compare_members(found: Exchange | Queue, namespace: str, nodes: tuple[str, ...]) -> Iterator[Difference]:
-    """Report a quorum queue that has too few replicas, because it was declared before nodes were added to the
-    cluster."""
+    """A quorum queue has too few replicas if it was declared before nodes were added to the cluster."""
     wanted = min(REPLICAS, len(nodes))
     if isinstance(found, Queue) and found.members and len(found.members) < wanted:
         others = [node for node in nodes if node not in found.members][: wanted - len(found.members)]
@@ -159,12 +150,10 @@ def _compare_members(found: Exchange | Queue, namespace: str, nodes: tuple[str, 
 
 
 def _concerns_us(thing: Exchange | Queue | Binding, names: Names) -> bool:
-    """Whether an object that is not declared is reported: an exchange or queue of ours, or a binding that begins or
-    ends at an exchange or queue of ours.
+    """Whether an object that is not declared is reported: one of ours, or a binding that begins or ends at one.
 
-    Bindings from `lane.events` and `lane.control` to foreign queues are allowed: anybody may bind to events, and
-    workers bind queues of their own to control. A foreign binding on `lane.requests` is reported, because its queue
-    gets prompts, and because requests without a lane would go there instead of to `lane.fallen`.
+    Anybody may bind to `lane.events`, and workers bind queues of their own to `lane.control`. A foreign binding on
+    `lane.requests` is reported: its queue gets prompts, and requests without a lane go there instead of `lane.fallen`.
     """
     if not isinstance(thing, Binding):
         return _is_ours(thing.name, names)
@@ -174,8 +163,7 @@ def _concerns_us(thing: Exchange | Queue | Binding, names: Names) -> bool:
 
 
 def _is_ours(name: str, names: Names) -> bool:
-    """Whether an exchange or queue belongs to our installation, by the first word of its name. Reply queues do not
-    belong to it, but to the requesters."""
+    """By the first word of its name. Reply queues belong to the requesters."""
     return name.startswith(f"{names.namespace}.") and not name.startswith(names.reply_prefix)
 
 

@@ -7,7 +7,8 @@ from typing import Any, Self
 
 from celery import Celery
 from kombu import Queue
-from suite.plain import PRIORITIES
+
+from benchmarks.harness.requesters import PRIORITIES
 
 QUEUE = "bench.celery"
 app = Celery("bench", broker=os.environ["BENCH_AMQP_URL"], backend="rpc://")
@@ -27,7 +28,7 @@ _call: list[Any] = []
 @app.task(name="call")
 def call(body: str) -> str:
     if not _call:
-        from suite.sdk import BlockingCalling  # requesters need no SDK, and it takes long to import
+        from benchmarks.harness.sdk import BlockingCalling  # requesters need no SDK, and it takes long to import
 
         _call.append(BlockingCalling(os.environ["BENCH_BASE_URL"]))
     return _call[0](body.encode()).decode()

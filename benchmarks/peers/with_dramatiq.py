@@ -10,7 +10,8 @@ from dramatiq.brokers.rabbitmq import RabbitmqBroker
 from dramatiq.results import Results
 from dramatiq.results.backends import RedisBackend
 from redis import Redis
-from suite.plain import PRIORITIES
+
+from benchmarks.harness.requesters import PRIORITIES
 
 QUEUE = "bench.dramatiq"
 backend = RedisBackend(client=Redis.from_url(os.environ["BENCH_REDIS_URL"], socket_timeout=None))  # waits for results
@@ -23,7 +24,7 @@ _call: list[Any] = []
 @dramatiq.actor(queue_name=QUEUE, store_results=True, max_retries=0)
 def call(body: str) -> str:
     if not _call:
-        from suite.sdk import BlockingCalling  # requesters need no SDK, and it takes long to import
+        from benchmarks.harness.sdk import BlockingCalling  # requesters need no SDK, and it takes long to import
 
         _call.append(BlockingCalling(os.environ["BENCH_BASE_URL"]))
     return _call[0](body.encode()).decode()

@@ -6,7 +6,8 @@ from typing import Any, Self
 
 from faststream import AckPolicy, FastStream
 from faststream.rabbit import Channel, RabbitBroker, RabbitQueue
-from suite.plain import PRIORITIES
+
+from benchmarks.harness.requesters import PRIORITIES
 
 QUEUE = "bench.faststream"
 queue = RabbitQueue(QUEUE, durable=True, arguments={"x-max-priority": 9})
@@ -24,7 +25,7 @@ async def undecoded(message: Any) -> bytes:
 
 
 async def work() -> None:
-    from suite.sdk import Calling  # requesters need no SDK, and it takes long to import
+    from benchmarks.harness.sdk import Calling  # requesters need no SDK, and it takes long to import
 
     broker = broker_with(int(os.environ["BENCH_SLOTS"]))
     call = Calling(os.environ["BENCH_BASE_URL"])

@@ -3,9 +3,10 @@
 import os
 from typing import Any, Self
 
-from suite.plain import PRIORITIES
 from taskiq_aio_pika import AioPikaBroker, Queue, QueueType
 from taskiq_redis import RedisAsyncResultBackend
+
+from benchmarks.harness.requesters import PRIORITIES
 
 QUEUE = "bench.taskiq"
 backend: RedisAsyncResultBackend[str] = RedisAsyncResultBackend(redis_url=os.environ["BENCH_REDIS_URL"])
@@ -21,7 +22,7 @@ _call: list[Any] = []
 @broker.task(task_name="call")
 async def call(body: str) -> str:
     if not _call:
-        from suite.sdk import Calling  # requesters need no SDK, and it takes long to import
+        from benchmarks.harness.sdk import Calling  # requesters need no SDK, and it takes long to import
 
         _call.append(Calling(os.environ["BENCH_BASE_URL"]))
     return (await _call[0](body.encode())).decode()

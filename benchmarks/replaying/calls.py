@@ -1,25 +1,96 @@
-"""One worker process of the replay: it estimates what requests use, makes their calls, and handles the results."""
+"""One worker process of the replay, which estimates what requests use, makes their calls, and handles the results; and
+the provider, with the buckets and headers of the simulated API, without HTTP."""
 
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from benchmarks.replaying.load import Ask
-from benchmarks.replaying.provider import Answer, Provider
-from consumers.failures import ProviderError, RateLimitedError, TransientError
-from consumers.limits.base import Amounts, Feedback, Kind, Reservation
+from benchmarks.replaying.scenarios import Scenario
+from consumers.failures import OverloadedError, ProviderError, RateLimitedError, TransientError
+from consumers.limits.base import Amounts, BudgetSpec, Feedback, Kind, RateHeaders, Reservation, read_rate
 from consumers.limits.estimates import Estimates, UsageClass
-from consumers.limits.spec import BudgetSpec
 from consumers.outcomes import Retried
-from consumers.providers.breaker import Breaker, Failure, State
+from consumers.providers.breakers import Breaker, Failure, State
 from consumers.retry import RetryPolicy, decide
+from service.simulated.buckets import Limits
+from service.simulated.faults import Refusal
+from topology.lanes import DEFAULT_LANES
 
 MODEL = "replay"
 MAX_TOKENS = 2048
 TRAVEL_S = (0.001, 0.010)
 """How long a message takes to the provider or back."""
 A_DAY_MS = 86_400_000
-TIMEOUT_S = 600.0
+ATTEMPTS = {lane.name: lane.max_attempts for lane in DEFAULT_LANES}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The provider's answer to a new call: 200 (admitted; it ends later), 429, 500 or 529."""
+
+    status: int
+    rate: RateHeaders | None = None
+    retry_after_s: float | None = None
+
+
+class Provider:
+    """The provider of a scenario."""
+
+    def __init__(self, limits: Amounts, scenario: Scenario, *, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._scenario = scenario
+        self._rng = random.Random(scenario.seed)
+        self.running = 0
+        requests, input_tokens, output_tokens = (round(each) for each in limits)
+        self._limits = Limits(
+            requests=requests,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            burst_s=scenario.bucket_s,
+            clock=clock,
+        )
+
+    def warm_up(self) -> RateHeaders | None:
+        """The rate-limit headers of one answer, with full buckets."""
+        rate = self.enter(1000).rate
+        self.end(input_tokens=1000, output_tokens=100)
+        return rate
+
+    def enter(self, input_tokens: int) -> Answer:
+        """A call arrives. Its estimated input is taken from the bucket, as the simulated API does."""
+        of = self._scenario
+        if of.down_s is not None and of.down_s[0] <= self._clock() < of.down_s[1]:
+            return Answer(500)
+        if of.steady is not None:
+            is_full = of.most_calls is not None and self.running >= of.most_calls
+            if is_full or self._rng.random() < of.weather:
+                return Answer(529)
+            self.running += 1
+            return Answer(200)
+        try:
+            self._limits.enter(_estimated(input_tokens))
+        except Refusal as refusal:
+            return Answer(429, _read(refusal.headers), float(refusal.headers["retry-after"]))
+        self.running += 1
+        return Answer(200, _read(self._limits.headers()))
+
+    def end(self, *, input_tokens: int, output_tokens: int) -> None:
+        """The answer is complete: its output counts, and the estimate is corrected."""
+        self.running -= 1
+        if self._scenario.steady is None:
+            self._limits.settle(input_tokens=input_tokens - _estimated(input_tokens), output_tokens=output_tokens)
+
+
+def _estimated(input_tokens: int) -> int:
+    return input_tokens * 4 // 3
+
+
+def _read(answer_headers: Mapping[str, str]) -> RateHeaders | None:
+    # reset times are wall-clock times; `read` checks only that they are near
+    return read_rate(answer_headers, now_s=time.time())
 
 
 class Gate(Protocol):
@@ -32,7 +103,6 @@ class Gate(Protocol):
     def settle(self, reservation: Reservation, used: Amounts | None) -> None: ...
     def learn(self, feedback: Feedback) -> None: ...
     def calls(self, ask: Ask) -> None: ...
-    def leaves(self, ask: Ask) -> None: ...
     def answered(self, ask: Ask) -> None: ...
 
 
@@ -59,9 +129,7 @@ class Caller:
         and no attempt is counted."""
         now_s = self._gate.now_s
         if (wait_s := self._breaker.wait_s(now_s)) > 0:
-            self._gate.settle(reservation, None)
-            self._gate.leaves(ask)
-            self._gate.after(wait_s, lambda: self._gate.arrives(ask))
+            self._gate.after(0.0, lambda: self._goes_back(ask, reservation, wait_s))
             return
         is_probe = self._breaker.state is not State.CLOSED
         if is_probe:
@@ -70,6 +138,10 @@ class Caller:
         if ask.attempts == 1:
             self._gate.calls(ask)
         self._gate.after(self._travel_s(), lambda: self._enters(ask, reservation, now_s, is_probe))
+
+    def _goes_back(self, ask: Ask, reservation: Reservation, wait_s: float) -> None:
+        self._gate.settle(reservation, None)
+        self._gate.after(wait_s, lambda: self._gate.arrives(ask))
 
     def _enters(self, ask: Ask, reservation: Reservation, began_s: float, is_probe: bool) -> None:
         answer = self._provider.enter(ask.input_tokens)
@@ -91,7 +163,7 @@ class Caller:
         self._gate.settle(reservation, ask.used)
         self._estimates.learn(
             _usage_class(ask),
-            body_bytes=ask.body_bytes,
+            text_bytes=ask.body_bytes,
             input_tokens=ask.input_tokens,
             output_tokens=ask.output_tokens,
         )
@@ -104,27 +176,29 @@ class Caller:
             self._breaker = Breaker(self._rng)  # a 429 shows that the provider works
             error = RateLimitedError("429", retry_after_s=answer.retry_after_s)
         else:
-            failure = Failure(at_s=began_s, request=str(id(ask)), is_unreached=False)
+            is_overload = answer.status == 529
+            failure = Failure(at_s=began_s, request=ask.id, is_unreached=False, is_overload=is_overload)
             self._breaker.failed(failure, probe=is_probe)
-            error = TransientError("500", status=answer.status)
+            ask.overloaded += is_overload
+            error = OverloadedError("529") if is_overload else TransientError("500", status=answer.status)
         self._gate.learn(
             Feedback(
                 kind=error.means.says,
+                request=ask.id,
                 rate=answer.rate,
                 retry_after_s=error.retry_after_s,
                 took_s=self._gate.now_s - began_s,
             )
         )
         self._gate.settle(reservation, error.spent(reservation.amounts))
-        self._gate.leaves(ask)
-        self._gate.after(self._pause_s(error, ask.attempts), lambda: self._gate.arrives(ask))
+        self._gate.after(self._pause_s(error, ask.lane, ask.attempts), lambda: self._gate.arrives(ask))
 
-    def _pause_s(self, error: ProviderError, attempts: int) -> float:
+    def _pause_s(self, error: ProviderError, lane: str, attempts: int) -> float:
         """The pause before the next attempt, as in a worker, except that no request is ever given up."""
         found = decide(
             error,
             attempts=attempts,
-            max_attempts=attempts + 1,
+            max_attempts=max(ATTEMPTS[lane], attempts + 1),
             left_ms=A_DAY_MS,
             policy=RetryPolicy(),
             rng=self._rng,

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from benchmarks.replaying import strict
-from benchmarks.replaying.clairvoyant import Clairvoyant
+from benchmarks.replaying.bounds import Clairvoyant, Own, own_starts_s, starts_s
 from benchmarks.replaying.load import Ask
-from benchmarks.replaying.own import Own, starts_s
 from benchmarks.replaying.result import Result, Spread
 from benchmarks.replaying.scenarios import LANES
 from consumers.limits.base import Amounts
@@ -52,7 +50,7 @@ def beside_own(result: Result, lane: str, own: Own | None = None) -> Beside:
     when its answered call is sent."""
     own = own or Own.of(result.scenario, lane)
     asks = [ask for ask in result.of(lane) if ask.counts]
-    starts = starts_s(asks, own, limits=result.load.limits, bucket_s=result.scenario.bucket_s)
+    starts = own_starts_s(asks, own, limits=result.load.limits, bucket_s=result.scenario.bucket_s)
     later = [_started_s(ask) - start_s for ask, start_s in zip(asks, starts, strict=True)]
     return Beside(
         lane=lane,
@@ -74,10 +72,14 @@ def clairvoyant(result: Result) -> dict[str, Spread]:
     return found
 
 
-def strict_order(result: Result) -> dict[str, Spread]:
-    """The waits of critical and normal without reserves and with exact estimates."""
-    found = strict.starts_s(result)
-    return {lane: _waits([ask for ask in result.of(lane) if ask.counts], starts) for lane, starts in found.items()}
+def without_reserves(result: Result, *, by_lane: bool) -> dict[str, list[float]]:
+    """The waits of critical and normal without reserves and with exact estimates; see `starts_s`."""
+    lines = {lane: [ask for ask in result.of(lane) if ask.counts] for lane in LANES[:2]}
+    starts = starts_s(result.scenario, lines, by_lane=by_lane)
+    return {
+        lane: [at_s - ask.arrived_s for ask, at_s in zip(line, starts[lane], strict=True)]
+        for lane, line in lines.items()
+    }
 
 
 def reserve(result: Result, lane: str) -> Reserve:
@@ -93,15 +95,11 @@ def reserve(result: Result, lane: str) -> Reserve:
     for since_s, until_s in result.busy(lane):
         at_s = since_s
         while at_s + WINDOW_S <= min(until_s, result.load.ends_s):
-            first, last = _place(times, at_s), _place(times, at_s + WINDOW_S)
+            first, last = bisect_left(times, at_s), bisect_left(times, at_s + WINDOW_S)
             got = (sums[each][last] - sums[each][first] + largest[each] for each in range(3))
             found.append(max(amount / part for amount, part in zip(got, reserved, strict=True)))
             at_s += STEP_S
     return Reserve(lane, len(found), min(found, default=None))
-
-
-def _place(times: Sequence[float], at_s: float) -> int:
-    return bisect_left(times, at_s)
 
 
 def _started_s(ask: Ask) -> float:

@@ -1,15 +1,20 @@
 """The requests of a scenario: the recorded ones, and an endless supply of batch jobs."""
 
+import csv
+import gzip
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.replaying.scenarios import LIMITS, SERVICE, Scenario
-from benchmarks.replaying.traces import Recorded
+from benchmarks.replaying.scenarios import LANES, LIMITS, SERVICE, Scenario, Steady
 from consumers.limits.base import Amounts
 from topology.lanes import BATCH
 
+TRACES = Path(__file__).parents[1] / "traces" / "azure-2023-quarter.csv.gz"
+"""Every fourth request of a chat service and of a code completion."""
 BYTES_PER_TOKEN = (3.6, 4.4)
 """The least and the most bytes of a body for each input token. Drawn for each request, so that its input has to be
 estimated."""
@@ -17,6 +22,25 @@ LATENCY_S = 0.5
 TOKENS_PER_S = 60.0
 SPREAD_S = 10.0
 """The copies of a request (`Scenario.copies`) arrive within this time after it."""
+
+
+class Recorded(NamedTuple):
+    """One recorded request."""
+
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+
+
+@cache
+def recorded() -> Mapping[str, Sequence[Recorded]]:
+    """The recorded requests of each service (`chat`, `code`)."""
+    found: dict[str, list[Recorded]] = {service: [] for service in SERVICE}
+    with gzip.open(TRACES, "rt", newline="") as file:
+        for row in csv.DictReader(file):
+            made = Recorded(float(row["at_s"]), int(row["input_tokens"]), int(row["output_tokens"]))
+            found[row["service"]].append(made)
+    return found
 
 
 class Stand(NamedTuple):
@@ -37,34 +61,33 @@ class Ask:
     input_tokens: int
     output_tokens: int
     body_bytes: int
+    call_s: float | None = None
+    """How long the provider takes for it; None: as long as its output takes."""
     counts: bool = True
     """True for a recorded request, false for a batch job."""
     reserved: Amounts | None = None
     """The amounts that it was expected to use, at its first arrival at the gate."""
-    predicted_s: float = 0.0
-    """The wait that was predicted at its arrival."""
     joined_s: float | None = None
     """When it first came to the gate."""
-    granted_s: float | None = None
-    """When it was first granted."""
     started_s: float | None = None
     """When the answered call was sent."""
     answered_s: float | None = None
     attempts: int = 0
     refused: int = 0
     """How often it was answered with 429."""
+    overloaded: int = 0
+    """How often it was answered with 529."""
     waits: list[Stand] = field(default_factory=list)
     """All its stays at the gate."""
+
+    @property
+    def id(self) -> str:
+        return str(id(self))
 
     @property
     def wait_s(self) -> float | None:
         """The time from arrival to the start of the answered call, including all pauses."""
         return None if self.started_s is None else self.started_s - self.arrived_s
-
-    @property
-    def gate_s(self) -> float | None:
-        """The time from its first arrival at the gate to its first grant. `predicted_s` predicts this."""
-        return None if self.granted_s is None or self.joined_s is None else self.granted_s - self.joined_s
 
     @property
     def used(self) -> Amounts:
@@ -73,7 +96,7 @@ class Ask:
     @property
     def takes_s(self) -> float:
         """How long the provider takes for it."""
-        return LATENCY_S + self.output_tokens / TOKENS_PER_S
+        return LATENCY_S + self.output_tokens / TOKENS_PER_S if self.call_s is None else self.call_s
 
 
 @dataclass(frozen=True)
@@ -94,11 +117,13 @@ class Load:
 
 def load(scenario: Scenario) -> Load:
     """The load of a scenario. It is the same each time."""
+    if scenario.steady is not None:
+        return _steady(scenario, scenario.steady)
     first_s, last_s = scenario.slice_s
     rng = random.Random(scenario.seed)
     cut = {
         SERVICE[service]: _copied([each for each in requests if first_s <= each.at_s < last_s], scenario.copies, rng)
-        for service, requests in scenario.traces.items()
+        for service, requests in recorded().items()
     }
     asked = {lane: _per_minute(requests, last_s - first_s) for lane, requests in cut.items()}
     most = max(sum(each) / limit for *each, limit in zip(*asked.values(), LIMITS, strict=True))
@@ -119,6 +144,14 @@ def load(scenario: Scenario) -> Load:
         },
         jobs=_jobs(scenario),
     )
+
+
+def _steady(scenario: Scenario, steady: Steady) -> Load:
+    rng, asks, at_s = random.Random(scenario.seed), list[Ask](), 0.0
+    while (at_s := at_s + rng.expovariate(steady.per_s)) < steady.lasts_s:
+        call_s = steady.long_s if rng.random() < 1 / 8 else steady.short_s
+        asks.append(Ask(rng.choice(LANES), at_s, 1000, 100, body_bytes=4000, call_s=call_s))
+    return Load(asks=asks, ends_s=steady.lasts_s, limits=Amounts(1e9, 1e12, 1e12), demand={}, jobs=iter(()))
 
 
 def job(size: Recorded, at_s: float, rng: random.Random) -> Ask:
@@ -147,6 +180,6 @@ def _per_minute(requests: Sequence[Recorded], seconds: float) -> Amounts:
 
 
 def _jobs(scenario: Scenario) -> Iterator[Recorded]:
-    rng, sizes = random.Random(scenario.seed + 1), list(scenario.traces["chat"])
+    rng, sizes = random.Random(scenario.seed + 1), list(recorded()["chat"])
     while True:
         yield rng.choice(sizes)

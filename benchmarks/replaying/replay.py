@@ -1,8 +1,8 @@
 """START HERE: replays one scenario in virtual time against the real `Account`. Pure.
 
 A heap of events replaces the clock. This file replaces the parts of a worker around the account: estimates, the timer
-of `Accounts`, retries and the breaker. If the scenario has no `slots`, all requests that have arrived wait at the gate.
-There are no deadlines, so no request is refused and all waits are measured.
+of `Accounts`, retries and the breaker. All requests that have arrived wait at the gate. There are no deadlines, so no
+request is refused and all waits are measured.
 
 Several processes can share the account, each with its own estimates. Their steps reach the account as late as they
 could through Redis. The Redis script itself is not used.
@@ -10,21 +10,17 @@ could through Redis. The Redis script itself is not used.
 
 import heapq
 import random
-from collections import deque
 from collections.abc import Callable
 from itertools import count
 from math import inf
 
-from benchmarks.replaying.calls import Caller
+from benchmarks.replaying.calls import Caller, Provider
 from benchmarks.replaying.load import Ask, Stand, job, load
-from benchmarks.replaying.provider import Provider
 from benchmarks.replaying.result import Result
 from benchmarks.replaying.scenarios import LANES, Scenario
-from consumers.limits import forecast
-from consumers.limits.account import Account
-from consumers.limits.base import NO_FEEDBACK, NOTHING, Amounts, Feedback, Kind, Reservation
-from consumers.limits.lines import Waiter
-from consumers.limits.turns import LATE_S
+from consumers.limits.account import Account, Waiter
+from consumers.limits.accounts import LATE_S
+from consumers.limits.base import NO_FEEDBACK, Amounts, Feedback, Kind, Reservation
 
 STEP_S = (0.0005, 0.0020)
 """The delay of a step at an account that several processes share."""
@@ -44,7 +40,7 @@ class Standing(Waiter):
     __slots__ = ("ask", "caller", "since_s")
 
     def __init__(self, lane: int, amounts: Amounts, *, ask: Ask, caller: Caller, since_s: float) -> None:
-        super().__init__(lane, amounts, arrived_s=since_s if ask.joined_s is None else ask.joined_s)
+        super().__init__(lane, amounts, arrived_s=since_s if ask.joined_s is None else ask.joined_s, request=ask.id)
         self.ask = ask
         self.caller = caller
         self.since_s = since_s
@@ -67,16 +63,12 @@ class Replay:
         self._timer_s, self._timer = inf, 0
         self._left = len(self._load.asks)
         self._jobs: list[Ask] = []
-        provider = Provider(
-            self._load.limits, bucket_s=scenario.bucket_s, down_s=scenario.down_s, clock=lambda: self.now_s
-        )
+        provider = Provider(self._load.limits, scenario, clock=lambda: self.now_s)
         self._account = Account("replay", scenario.spec, now_s=self.now_s)
         if not scenario.is_cold:
-            feedback = Feedback(kind=Kind.ANSWERED, rate=provider.warm_up(), counted=Amounts(1, 1000, 0))
+            rate = None if scenario.steady else provider.warm_up()
+            feedback = Feedback(kind=Kind.ANSWERED, rate=rate, counted=Amounts(1, 1000, 0))
             self._account.learn(feedback, self.now_s)
-        self._free = dict(scenario.slots or {})
-        self._queues: dict[str, deque[Ask]] = {lane: deque() for lane in LANES}
-        """Requests that wait in the broker, by lane."""
         self._callers = [Caller(self, provider, scenario.spec, self._rng) for _ in range(scenario.processes)]
 
     def run(self) -> Result:
@@ -102,13 +94,7 @@ class Replay:
     # ---- called by the processes -------------------------------------------------------------------------------------
 
     def arrives(self, ask: Ask) -> None:
-        """A request arrives or comes back. It goes to a random process, or to the broker's queue if its lane has no
-        free slot."""
-        if self._scenario.slots is not None:
-            if not self._free[ask.lane]:
-                self._queues[ask.lane].append(ask)
-                return
-            self._free[ask.lane] -= 1
+        """A request arrives or comes back. It goes to a random process."""
         caller = self._rng.choice(self._callers)
         self._soon(STEP_S, lambda: self._joins(ask, caller))
 
@@ -131,15 +117,7 @@ class Replay:
         if not ask.counts:
             self.after(0.0, self._next_job)
 
-    def leaves(self, ask: Ask) -> None:
-        """A request was answered, or will come back later: its slot goes to the next one in the broker's queue."""
-        if self._scenario.slots is not None:
-            self._free[ask.lane] += 1
-            if self._queues[ask.lane]:
-                self.arrives(self._queues[ask.lane].popleft())
-
     def answered(self, ask: Ask) -> None:
-        self.leaves(ask)
         if ask.counts:
             self._left -= 1
 
@@ -155,8 +133,6 @@ class Replay:
         if ask.reserved is None:
             ask.joined_s = waiter.since_s
             ask.reserved = amounts
-            if waiter.reservation is None:
-                ask.predicted_s = forecast.wait(self._account, waiter.lane, NOTHING, self.now_s).seconds
         if waiter.reservation is None:
             self.after(self._scenario.spec.hold_s, lambda: self._held(waiter))
 
@@ -166,7 +142,6 @@ class Replay:
         waiter.ask.waits.append(Stand(waiter.since_s, self.now_s, is_granted=False))
         if self._account.leave(waiter):
             self._step()
-        self.leaves(waiter.ask)
         self.after(BACK_S, lambda: self.arrives(waiter.ask))
 
     def _step(self) -> None:
@@ -193,8 +168,6 @@ class Replay:
         ask, reservation = waiter.ask, waiter.reservation
         assert reservation is not None
         ask.waits.append(Stand(waiter.since_s, self.now_s, is_granted=True))
-        if ask.granted_s is None:
-            ask.granted_s = self.now_s
         self._soon(STEP_S, lambda: waiter.caller.call(ask, reservation))
 
     def _next_job(self) -> None:

@@ -1,49 +1,34 @@
-"""The figures of a replay: waits, used budget, refusals, times without a grant, and errors of predictions."""
+"""The figures of a replay: waits, used budget, refusals, and times without a grant."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import inf
-from typing import Any
 
 from benchmarks.replaying.load import Ask, Load
-from benchmarks.replaying.scenarios import LANES, Scenario
+from benchmarks.replaying.scenarios import Scenario
 from consumers.limits.base import REASONS, Amounts
 
 SETTLED_S = 60.0
 """The used budget is measured from this time on, when the full buckets of the beginning are used up."""
+
+LEARNED_S = 30.0
+"""Where calls are answered 529, the provider's use is measured from this time on."""
 
 
 @dataclass(frozen=True)
 class Spread:
     """Quantiles of many figures, by nearest rank."""
 
-    count: int
     p50: float
-    p90: float
     p95: float
     p99: float
-    most: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        found = sorted(values)
-        if not found:
-            return cls(0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        ranks = (found[min(len(found) - 1, int(q * len(found)))] for q in (0.5, 0.9, 0.95, 0.99, 1.0))
-        return cls(len(found), *ranks)
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Errors of predicted waits in seconds, for requests that had to wait or were predicted to."""
-
-    off: Spread
-    """The absolute errors."""
-    bias_s: float
-    """The average of predicted minus actual."""
+        found = sorted(values) or [0.0]
+        return cls(*(found[min(len(found) - 1, int(q * len(found)))] for q in (0.5, 0.95, 0.99)))
 
 
 @dataclass(frozen=True)
@@ -68,6 +53,28 @@ class Result:
     def refused(self) -> int:
         """Calls that were answered 429."""
         return sum(ask.refused for ask in self.asks)
+
+    @cached_property
+    def answers_per_s(self) -> float:
+        """The answers of the time after `LEARNED_S`."""
+        answered = [ask for ask in self.asks if LEARNED_S <= (ask.answered_s or 0.0) < self.load.ends_s]
+        return len(answered) / (self.load.ends_s - LEARNED_S)
+
+    @property
+    def overloaded(self) -> float:
+        """The part of the calls that was answered 529."""
+        return sum(ask.overloaded for ask in self.asks) / sum(ask.attempts for ask in self.asks)
+
+    @cached_property
+    def busy_calls(self) -> float:
+        """How many calls the provider worked on at a time, on average, after `LEARNED_S`."""
+        from_s, to_s = LEARNED_S, self.load.ends_s
+        ran_s = (
+            min(to_s, ask.answered_s) - max(from_s, ask.started_s)
+            for ask in self.asks
+            if ask.started_s is not None and ask.answered_s is not None and ask.answered_s > from_s
+        )
+        return sum(seconds for seconds in ran_s if seconds > 0) / (to_s - from_s)
 
     @cached_property
     def use(self) -> Amounts:
@@ -120,52 +127,6 @@ class Result:
             within = grants[bisect_left(grants, since_s) : bisect_right(grants, until_s)]
             longest_s = max(longest_s, *(after - before for before, after in pairwise([since_s, *within, until_s])))
         return longest_s
-
-    def predictions(self, lane: str) -> Errors:
-        """Compares the predicted wait with the time until the first grant."""
-        offs = [
-            ask.predicted_s - wait_s
-            for ask in self.of(lane)
-            if (wait_s := ask.gate_s) is not None
-            and (wait_s > 0.001 or ask.predicted_s > 0)
-            and (ask.counts or self._is_in(ask))
-        ]
-        known = [off for off in offs if abs(off) < inf]
-        return Errors(Spread.of([abs(off) for off in offs]), sum(known) / len(known) if known else 0.0)
-
-    def as_json(self) -> dict[str, Any]:
-        """The raw figures as a JSON object. Each item of `asks` has lane, arrival, wait, wait until the first grant,
-        predicted wait, input tokens, output tokens, attempts and number of 429s."""
-        return {
-            "scenario": self.scenario.name,
-            "ends_s": self.load.ends_s,
-            "limits": self.load.limits._asdict(),
-            "demand": {lane: amounts._asdict() for lane, amounts in self.load.demand.items()},
-            "waits": {lane: self.waits(lane).__dict__ for lane in LANES},
-            "use": self.use._asdict(),
-            "lost": self.lost._asdict(),
-            "refused": self.refused,
-            "longest_nothing_s": {lane: self.longest_nothing_s(lane) for lane in LANES},
-            "predictions": {
-                lane: {"off": errors.off.__dict__, "bias_s": errors.bias_s}
-                for lane in LANES
-                for errors in [self.predictions(lane)]
-            },
-            "asks": [
-                [
-                    ask.lane,
-                    round(ask.arrived_s, 3),
-                    None if ask.wait_s is None else round(ask.wait_s, 4),
-                    None if ask.gate_s is None else round(ask.gate_s, 4),
-                    None if ask.predicted_s == inf else round(ask.predicted_s, 4),
-                    ask.input_tokens,
-                    ask.output_tokens,
-                    ask.attempts,
-                    ask.refused,
-                ]
-                for ask in self.asks
-            ],
-        }
 
     def _is_in(self, ask: Ask) -> bool:
         return ask.arrived_s < self.load.ends_s

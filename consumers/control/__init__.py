@@ -1,4 +1,2 @@
-"""Answers control messages, with which clients cancel a request, fetch a result or ask for a worker's status.
-
-Start at `queue.py`. Imported by `service/worker`.
-"""
+"""Answers control messages, with which clients cancel a request, fetch a result or ask for a worker's status, and
+operators pause and resume."""

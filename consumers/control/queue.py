@@ -1,38 +1,36 @@
 """Works on control messages: records cancellations of requests (`cancel`), and answers questions for their results
-(`result`).
+(`result`), and pauses and resumes what operators name.
 
 All workers share one queue, and each message goes to one of them. A cancellation is acknowledged only after it is
 stored. Many messages are worked on at once, so that the store writes several cancellations together. The queue is read
 in order, so a cancellation waits for all messages before it. Therefore a message that exceeds its tenant's limit must
-take very little time (`allowance.py`).
+take very little time (`Allowance`).
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
 from consumers.claiming import Claiming
-from consumers.control.allowance import Allowance, Verdict
-from consumers.control.answer import Answers
-from consumers.control.command import Command, read
-from consumers.job import NowMs, moment_text
-from consumers.rate_limit import LogThrottle
+from consumers.clock import NowMs, moment_text
+from consumers.control.brake import BrakeCommands
+from consumers.control.messages import Command, ControlAnswers, read_command
+from consumers.rate_limit import LogThrottle, RateLimit
 from consumers.settle import Settler
 from consumers.state.base import Cancelling, Completion, Found, Identity, StoreUnavailable
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import AccessRefused, BrokerError, RequestProblem
 from lanekeeper.telemetry import logs, signals
-from topology.broker.deliveries import Deliveries
-from topology.broker.session import ChannelLost, Delivery, Session
+from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session
 
 FAULTS_AT_MOST = 5
 """A control message that causes an internal error at each of this many deliveries is refused at the last of them. It is
 not delivered again, because a worker that has just connected takes no requests until the control queue is empty."""
 LOOK_EVERY_S = 0.05
-"""The seconds between two checks whether the control queue is empty, after the worker has connected."""
 CATCH_UP_WITHIN_S = 5.0
 """After a worker has connected, its requests wait until it has stored the cancellations that are in the control queue,
 but at most for this many seconds, in which thousands of cancellations are stored. If there are more, the rest is stored
@@ -41,21 +39,13 @@ QUIET_S = 0.5
 """If the worker's user may not read the length of the control queue, the queue counts as empty when nothing was
 delivered for this many seconds."""
 GATHER_S = 0.01
-"""A finished control message is acknowledged after at most this many seconds, in one write to the broker together with
-the others that have finished by then."""
 REFUSED_AT_A_TIME = 32
-"""Each time the loop that reads control messages has refused this many of them without an answer, it lets other tasks
-of the process run."""
 Ready = Callable[[], Awaitable[Mapping[str, int]]]
-"""A function that asks the broker how many messages wait in the control queue. It returns a mapping whose only key is
-the queue's name. Raises BrokerError."""
 log = logs.logger()
 
 
 class Control:
-    """Consumes the control queue, which all workers share, and carries out its messages (cancel, result). `kept_s`: for
-    how many seconds the store keeps a cancellation of a request that has not arrived. `per_tenant_s`: how many control
-    messages a tenant may send a second."""
+    """Consumes the control queue, which all workers share, and carries out its messages (cancel, result)."""
 
     def __init__(
         self,
@@ -63,11 +53,12 @@ class Control:
         *,
         claiming: Claiming,
         settler: Settler,
-        answers: Answers,
+        answers: ControlAnswers,
         now_ms: NowMs,
         ready: Ready,
         kept_s: float,
         per_tenant_s: float,
+        brake: BrakeCommands,
         speakers: Collection[str] = (),
         needs_user_id: bool = False,
     ) -> None:
@@ -75,26 +66,21 @@ class Control:
         self._claiming = claiming
         self._settler = settler
         self._answers = answers
+        self._brake = brake
         self._now_ms = now_ms
-        self._read_command = partial(read, speakers=speakers, needs_user_id=needs_user_id)
+        self._read_command = partial(read_command, speakers=speakers, needs_user_id=needs_user_id)
         self._ready = ready
         self._kept_s = kept_s
         self._allowance = Allowance(per_tenant_s=per_tenant_s, speakers=speakers, read_command=self._read_command)
         self._displaced_throttle = LogThrottle()
         self.displaced = 0
-        """How many cancellations were deleted from the store before their request arrived, because their tenant sent
-        more such cancellations than the store keeps."""
         self._is_behind = True
         """True while the control queue may have old cancellations, which were sent when no worker was connected or when
         the store was unavailable, so that no request should be worked on yet."""
         self._received = 0
-        """How many control messages have arrived in this process."""
         self._in_hand: set[int] = set()
-        """The delivery tags of the control messages that are worked on."""
         self._done: list[Delivery] = []
-        """The finished control messages that will be acknowledged together next."""
         self._busy_at_s = 0.0
-        """When a control message was last finished, by the event loop's clock."""
 
     @property
     def trouble(self) -> str | None:
@@ -102,12 +88,9 @@ class Control:
 
     @property
     def behind(self) -> str | None:
-        """The reason why no request should be worked on yet, because its cancellation may still be in the control
-        queue; None if requests may be worked on."""
         return "cancellations are waiting to be recorded" if self._is_behind else None
 
     async def run(self) -> None:
-        """Consume the control queue until `stop` is called and the messages that were taken are finished."""
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
                 self._is_behind = True
@@ -122,8 +105,6 @@ class Control:
                     catching_up.cancel()
 
     async def _read_all(self, session: Session, reading: asyncio.TaskGroup) -> None:
-        """Read control messages from one channel. Start a task for each one, unless it is refused without an answer.
-        Raises ChannelLost."""
         self._in_hand, self._done, counted = set(), [], 0
         async for delivery in session:
             self._received += 1
@@ -139,7 +120,6 @@ class Control:
                 await asyncio.sleep(0)
 
     def _acknowledge(self, delivery: Delivery, session: Session, reading: asyncio.TaskGroup) -> None:
-        """Acknowledge a control message within `GATHER_S`, together with the others that have finished by then."""
         if not self._done:
             reading.create_task(self._acknowledge_all(session), name="control acknowledging")
         self._done.append(delivery)
@@ -160,8 +140,6 @@ class Control:
         loop = asyncio.get_running_loop()
         end_s = loop.time() + CATCH_UP_WITHIN_S
         empty_after: int | None = None
-        """How many control messages had arrived (`_received`) when the queue was last found empty; None if the last
-        check did not find it empty."""
         while True:
             if self._claiming.is_away:
                 self._is_behind, end_s, empty_after = True, loop.time() + CATCH_UP_WITHIN_S, None
@@ -177,8 +155,7 @@ class Control:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _waiting(self, session: Session) -> int:
-        """How many control messages wait in the queue or are worked on. If it is unknown whether any wait in the queue,
-        the result is at least 1."""
+        """How many control messages wait in the queue or are worked on."""
         try:
             ready = sum((await self._ready()).values())
             return ready + session.waiting + len(self._in_hand)
@@ -189,10 +166,9 @@ class Control:
             return session.waiting + len(self._in_hand) or 1
 
     async def stop(self) -> None:
-        """Read no more control messages; `run` returns when those that were taken are finished."""
         await self._deliveries.stop()
 
-    async def _take(self, delivery: Delivery, verdict: Verdict, session: Session, reading: asyncio.TaskGroup) -> None:
+    async def _take(self, delivery: Delivery, verdict: "Verdict", session: Session, reading: asyncio.TaskGroup) -> None:
         try:
             if verdict is Verdict.REFUSED:
                 await self._answers.refuse(delivery.message, self._allowance.problem)
@@ -211,8 +187,9 @@ class Control:
         later, the message is refused, so that it is not redelivered without end."""
         message = delivery.message
         try:
-            command = self._read_command(message)
-            if command is not None:
+            if message.type in n.BRAKE_KEYS:
+                await self._answers.tell(message, await self._brake.carry_out(message), control="accepted")
+            elif (command := self._read_command(message)) is not None:
                 await self._carry_out(message, command)
         except RequestProblem as problem:
             await self._answers.refuse(message, problem)
@@ -230,7 +207,6 @@ class Control:
         return True
 
     async def _carry_out(self, message: Message, command: Command) -> None:
-        """Carry out the command of a control message, and answer the message. Raises StoreUnavailable."""
         identity = command.identity
         if command.kind == n.CANCEL_KEY:
             answer = await self._cancel(identity)
@@ -243,7 +219,6 @@ class Control:
             await self._answers.tell(message, _state(identity.id, found), control="pending")
 
     async def _cancel(self, identity: Identity) -> dict[str, Any]:
-        """Store the cancellation of a request, and return the answer to the control message."""
         known = await self._claiming.find(identity)
         attempts = known.attempts if known else 0
         problem = RequestProblem("cancelled", "cancelled by its owner")
@@ -269,8 +244,55 @@ class Control:
 
 
 def _state(id: str, found: Found | None) -> dict[str, Any]:
-    """The answer to the control message `result` about a request that has not ended."""
     if found is None:
         return {"id": id, "status": "unknown", "attempts": 0}
     state = {"id": id, "status": "running" if found.running else "waiting", "attempts": found.attempts}
     return state if found.due_ms is None else {**state, "due_at": moment_text(found.due_ms)}
+
+
+AT_ONCE_S = 5
+"""A tenant may send at once as many control messages as its limit allows in this many seconds, so that it can cancel
+many requests at once."""
+
+
+class Verdict(Enum):
+    """Says what happens to a control message: it is carried out, refused with an answer, or refused without one."""
+
+    CARRIED_OUT = auto()
+    REFUSED = auto()
+    COUNTED = auto()
+
+
+class Allowance:
+    """Limits how many control messages a tenant may send. Each process counts only those that it receives itself.
+
+    All tenants' messages are in one queue, behind those of a tenant that sends too many, so refusing one must be cheap:
+    above a second limit of the same size it is only counted and logged, which takes a tenth of a millisecond. The body
+    is read only for a user of `speakers`, because these name the tenant there."""
+
+    def __init__(
+        self, *, per_tenant_s: float, speakers: Collection[str], read_command: Callable[[Message], Command | None]
+    ) -> None:
+        self._limit = RateLimit(per_s=per_tenant_s, at_once=AT_ONCE_S * per_tenant_s)
+        self._answered = RateLimit(per_s=per_tenant_s, at_once=AT_ONCE_S * per_tenant_s)
+        self._speakers = frozenset(speakers)
+        self._read_command = read_command
+        self.problem = RequestProblem(
+            "too_many_control_messages",
+            f"a tenant may send {per_tenant_s:g} control messages a second, and {AT_ONCE_S} times as many at "
+            "once; this one was not carried out: send it again later",
+        )
+
+    def decide(self, message: Message) -> Verdict:
+        tenant = self._tenant(message)
+        if self._limit.take(tenant):
+            return Verdict.CARRIED_OUT
+        return Verdict.REFUSED if self._answered.take(tenant) else Verdict.COUNTED
+
+    def _tenant(self, message: Message) -> str:
+        user = message.user_id or ""
+        if user in self._speakers:
+            with suppress(RequestProblem):
+                command = self._read_command(message)
+                return command.identity.tenant if command is not None else user
+        return user

@@ -1,35 +1,35 @@
 """The caps gate: before the call of a request, it counts the request's estimated use against the daily caps; after the
 call, it replaces the estimate by the real use (`consumers/spending.py`)."""
 
+import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
-from consumers.chain import Route
-from consumers.job import Attempted, Decoded, Job, NowMs
+from consumers.clock import NowMs
+from consumers.job import Attempted, Decoded, Job, Route
 from consumers.limits.base import Amounts
 from consumers.outcomes import Answered, Deferred, Outcome, ended
-from consumers.prices import MILLION, Price, Prices
 from consumers.providers.breakers import Breakers
-from consumers.spending import Hold, Over, Spending, Spent
+from consumers.spending import MILLION, Hold, Over, Price, Prices, Spending, Spent
 from consumers.state.base import StoreUnavailable
-from topology.codec.request import Request
+from topology.codec.decoding import Request
 
 SPREAD_MS = 60_000
 """If a daily cap is used up, requests are deferred to the next day (UTC), and come back at random times within this
-many ms after its beginning."""
+time after its beginning."""
+TAKE_WITHIN_S = 10.0
+"""How long a request may wait until its estimate is counted against its caps."""
 STORE_AWAY_MS = 1000
-"""For how many ms a request is deferred if the store that counts the caps is unavailable."""
+"""The deferral if the store that counts the caps is unavailable."""
 Estimate = Callable[[Job, Request, Route], Amounts]
 
 
 @dataclass(slots=True, eq=False)
 class CapsGate:
     """Lets a request pass if its lane and its tenant have enough left of their daily caps (limits of requests, tokens
-    and dollars, set by the operator). `estimate`: a function that returns the amounts which a request is expected to
-    use on a route, that is, at a provider with a model (`BudgetGate.amounts`). `publish`: publishes a life-cycle event
-    of a request (`Lifecycle.publish`)."""
+    and dollars, set by the operator). `estimate`: `BudgetGate.amounts`. `publish`: `Lifecycle.publish`."""
 
     spending: Spending
     breakers: Breakers
@@ -56,8 +56,9 @@ class CapsGate:
             )
         try:
             wanted = _spent(self.estimate(job, decoded.request, route), price)
-            found = await self.spending.take(bounds, wanted, publish=partial(self.publish, job))
-        except StoreUnavailable:  # while a cap cannot be checked, no provider is called
+            async with asyncio.timeout(TAKE_WITHIN_S):
+                found = await self.spending.take(bounds, wanted, publish=partial(self.publish, job))
+        except (StoreUnavailable, TimeoutError):  # while a cap cannot be checked, no provider is called
             return Deferred(delay_ms=STORE_AWAY_MS, reason="store")
         if isinstance(found, Over):
             return self._over(job, decoded.request, found)
@@ -85,8 +86,8 @@ class CapsGate:
             self.spending.correct(hold, used)
 
     def _over(self, job: Job, request: Request, over: Over) -> Outcome:
-        """The outcome of a request for which too little is left of a daily cap: the request is deferred to the next
-        day, or refused if its deadline is before that or its estimate exceeds the whole cap."""
+        """The request is deferred to the next day, or refused if its deadline is before that or its estimate exceeds
+        the whole cap."""
         left_ms = request.deadline_ms - self.now_ms()
         wait_ms = round(1000 * over.resets_in_s)
         if wait_ms >= left_ms or over.wanted > over.bound.limit:
@@ -96,13 +97,12 @@ class CapsGate:
 
 
 def _may_be_paid(attempted: Attempted) -> bool:
-    """Whether a call that gave no answer may have to be paid for: this is so if it is unknown what the call used, or if
-    the call used output tokens."""
+    """Whether a call that gave no answer may have to be paid for: it is unknown what it used, or it used output
+    tokens."""
     return attempted.usage is None or attempted.usage.output_tokens > 0
 
 
 def _spent(amounts: Amounts, price: Price | None) -> Spent:
-    """The amounts of one request, with their price in dollars; 0 dollars if the model has no price."""
     usd = 0.0
     if price is not None:
         usd = (amounts.input_tokens * price.input + amounts.output_tokens * price.output) / MILLION

@@ -1,12 +1,34 @@
-"""The claim gate: lets only one delivery of a request pass at a time. For this it uses a record in the store (the
-claim). A request that has ended is answered from the store."""
+"""The claim gate: lets only one delivery of a request pass at a time, by a record in the store (the claim). A request
+that has ended is answered from the store.
+
+After it comes the body gate, so that no body is fetched for a request that has ended or that another worker runs.
+"""
 
 from typing import assert_never
 
+from consumers.bodies import Fetching
 from consumers.claiming import Claiming
-from consumers.job import Decoded, Job, NowMs
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried, ended
+from consumers.clock import NowMs
+from consumers.decoding import Decoding
+from consumers.job import Decoded, Job
+from consumers.outcomes import (
+    Answered,
+    Buried,
+    Deferred,
+    Dropped,
+    Outcome,
+    Refused,
+    Replayed,
+    Retried,
+    ended,
+    ended_by,
+    stopped_by,
+)
 from consumers.state.base import Conflict, Ended, Granted, Running
+from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
+from lanekeeper.contract.names import BODY
+from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.telemetry import logs, signals
 
 DEATHS_AT_MOST = 4
 """After this many workers have died while they worked on a request (had its claim in the store), the request goes to
@@ -17,18 +39,21 @@ SUSPECT_FROM = 2
 suspect at a time, so that the request which kills workers is identified, and a suspect that only ran at the same time
 as that request is answered."""
 SUSPECT_WAIT_MS = 1000
-"""For how many ms a suspect (a request on which several workers were working when they died) is deferred while the
-worker runs another suspect."""
+"""For how long a suspect is deferred while the worker runs another one."""
 LEAST_WAIT_MS = 200
-"""If another worker is working on a request, a further delivery of the request is deferred by at least this many ms."""
 LONGEST_WAIT_MS = 5_000
-"""If another worker is working on a request, a further delivery of the request is deferred by at most this many ms."""
+"""For how long a delivery is deferred while another worker is working on its request."""
+FETCH_WITHIN_S = 60.0
+"""The time limit for fetching the large body of a request."""
+AGAIN_MS = 2000
+"""For how long a request is deferred if the store that has its body is unavailable."""
+log = logs.logger()
 
 
 class ClaimGate:
-    """Takes the claim of a request, that is, records in the store that this worker runs it, so that no other delivery
-    of the same request (identified by tenant and message id) runs at the same time. When the request has ended,
-    `settle.py` stores its outcome, which completes the claim; otherwise this gate releases the claim."""
+    """Takes the claim of a request, so that no other delivery of the same request (identified by tenant and message id)
+    runs at the same time. When the request has ended, `settle.py` stores its outcome, which completes the claim;
+    otherwise this gate releases the claim."""
 
     def __init__(self, claiming: Claiming, *, now_ms: NowMs) -> None:
         self._claiming = claiming
@@ -36,8 +61,7 @@ class ClaimGate:
         self._suspect: Job | None = None
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
-        """Take the claim of the request. Return None if the store grants it, otherwise the outcome of the delivery.
-        Raises StoreUnavailable if the store does not answer: no provider is called without a claim."""
+        """Raises StoreUnavailable if the store does not answer: no provider is called without a claim."""
         match await self._claiming.claim(job):
             case Granted(deaths=deaths) if deaths >= DEATHS_AT_MOST:
                 return ended(
@@ -68,8 +92,8 @@ class ClaimGate:
         is stored."""
         if self._suspect is job:
             self._suspect = None
-        if job.trail is not None and isinstance(outcome, Retried):
-            job.trail.tell("retrying", attempt=job.attempts, delay_ms=outcome.delay_ms, error=outcome.brief)
+        if job.progress is not None and isinstance(outcome, Retried):
+            job.progress.tell("retrying", attempt=job.attempts, delay_ms=outcome.delay_ms, error=outcome.brief)
         match outcome:
             case Answered() | Refused() | Buried() | Dropped() | Replayed():
                 return
@@ -79,3 +103,32 @@ class ClaimGate:
                 await self._claiming.release(job)
             case _:
                 assert_never(outcome)
+
+
+async def fetch_body(
+    job: Job, decoded: Decoded, *, fetching: Fetching, decoding: Decoding, now_ms: NowMs
+) -> Outcome | None:
+    """The body gate: if the message has only the body's address, fetches the body and decodes it into `job.decoded`.
+    The body stays in memory until the attempt is over."""
+    kept = decoded.request.kept
+    if kept is None:
+        return None
+    raw: bytes | None = None
+    left_s = max(0.0, (decoded.request.deadline_ms - now_ms()) / 1000)
+    try:
+        async with job.interruptible(min(FETCH_WITHIN_S, left_s)):
+            raw = await fetching.fetch(kept)
+        if raw is not None:
+            job.decoded = await decoding.decode_body(raw, job, decoded.lane)
+            return None
+    except BodyTooLarge as error:
+        return ended("too_large", f"header {BODY}: {error}")
+    except BodyError as error:
+        return ended("invalid_request", f"header {BODY}: {error}")
+    except RequestProblem as problem:
+        return ended_by(problem)
+    except BodiesUnavailable as error:
+        log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
+    if job.stopped is not None:
+        return stopped_by(job.stopped, doing="was fetched")
+    return Deferred(delay_ms=AGAIN_MS, reason="body unavailable")

@@ -1,5 +1,5 @@
 """START HERE for the budget: holds one account's token buckets, waiting requests and running calls, and decides which
-request gets budget next. Without I/O; times are passed in.
+request gets budget next. Times are passed in.
 
 An account is the limits that a provider enforces together: requests, input tokens and output tokens per minute. Each
 limit has a token bucket. `grant_next`, which is called after every change, looks at the first waiting request of each
@@ -9,82 +9,132 @@ it may spend only what leaves the reserves of more urgent lanes (their shares of
 number of calls at a time is limited (`concurrency.py`), each lane has a share of the calls as well.
 """
 
-from collections.abc import Sequence
-from math import inf
+import asyncio
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from math import exp, inf
+from operator import attrgetter
 
-from consumers.limits.adaptive import Adaptive
-from consumers.limits.base import CONCURRENCY, INPUT, NOTHING, PAUSED, Amounts, Feedback, Kind, Reservation
-from consumers.limits.buckets import Buckets
-from consumers.limits.burst import Bursts
+from consumers.limits.base import (
+    CONCURRENCY,
+    INPUT,
+    NOTHING,
+    OUTPUT,
+    REASONS,
+    ROUNDED_BY,
+    Amounts,
+    BudgetSpec,
+    Feedback,
+    Kind,
+    RateHeaders,
+    Reservation,
+    Wait,
+    WaitTooLong,
+)
+from consumers.limits.bucket import Bucket
 from consumers.limits.concurrency import Concurrency
-from consumers.limits.demand import Demand
-from consumers.limits.headers import RateHeaders
-from consumers.limits.learned import Learned
-from consumers.limits.lines import Lines, Waiter
-from consumers.limits.running_calls import RunningCalls
-from consumers.limits.spec import BudgetSpec
+from consumers.limits.learned import MARGIN_MOST, NO_LIMIT, PATIENCE_S, Adaptive, Bursts, Learned
 
 HOLD_AT_MOST_S = 60.0
-"""The longest time, in seconds, for which a header `retry-after` stops the calls to an account. A longer one is cut to
-this, because a bucket refills within a minute."""
+"""A longer header `retry-after` is cut to this, because a bucket refills within a minute."""
+HELD_EVERY_S = 60.0
+"""Running calls are accepted as the cause of a refusal (429) at most once in this many seconds. If calls are refused
+again sooner, there must be another cause."""
+DEMAND_WITHIN_S = 60.0
+"""The time constant with which used amounts lose weight: after this time an amount counts only about a third (1/e)."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A request that waits for the budget of an account. `lane`: the rank of its lane, 0 for the most urgent."""
+
+    lane: int
+    amounts: Amounts
+    _: KW_ONLY
+    arrived_s: float
+    """When the request first began to wait for the account's budget. If it was deferred and came back, this is before
+    the deferral."""
+    until_s: float | None = None
+    """The latest time at which its call may begin."""
+    request: str = ""
+    """The id of the request."""
+    reservation: Reservation | None = None
+    """None until it is granted."""
+    future: "asyncio.Future[None] | None" = None
+    """The future that the request's task awaits. It is None before the task waits, and for a request that takes budget
+    only if it needs not wait (`try_reserve`)."""
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the request's wait was cancelled or has timed out. Its task may not have run since, so that the
+        request is still in its line; it must not be granted."""
+        return self.future is not None and self.future.done()
+
+    def wake(self) -> None:
+        """Wake the task of this request, because it was granted its budget."""
+        if self.future is not None:  # otherwise its task is not waiting yet, and will find `reservation` set
+            self.future.set_result(None)
+
+    def refuse(self, wait: Wait) -> None:
+        """End the request's wait for budget: its task gets the exception WaitTooLong."""
+        if self.future is not None and not self.is_gone:
+            self.future.set_exception(WaitTooLong(wait))
 
 
 class Account:
-    """The budget of one account at a provider: its three token buckets, the requests that wait for it, and its running
-    calls. Lanes are numbered by urgency: 0 is the most urgent, which comes first in `BudgetSpec.shares`."""
+    """The budget of one account at a provider. Lanes are numbered by urgency: 0 is the most urgent, which comes first
+    in `BudgetSpec.shares`."""
 
     def __init__(self, name: str, spec: BudgetSpec, *, now_s: float) -> None:
         self.name = name
-        self.spec = spec
         self.lanes = tuple(spec.shares)
         self.shares = tuple(spec.shares.values())
         caps = spec.caps(name)
         self._adaptive = Adaptive(spec.start, caps, now_s=now_s)
         self._bursts = Bursts(spec.burst_s)
         self.guessed = self._adaptive.guessed()
-        """For each limit (requests, input tokens, output tokens): True if its value is a guess, because the provider
-        has not announced it and the operator has not set it."""
         sizes = self._bursts.sizes(guessed=self.guessed)
-        self.buckets = Buckets(self._adaptive.per_minute(), sizes=sizes, shares=self.shares, now_s=now_s)
+        self.buckets = tuple(
+            Bucket(limit, size, shares=self.shares, now_s=now_s)
+            for limit, size in zip(self._adaptive.per_minute(), sizes, strict=True)
+        )
         self.demand = Demand(len(self.lanes), now_s=now_s)
         self.lines = Lines(len(self.lanes))
         self.concurrency = Concurrency(caps.concurrency, self.shares)
         self._running_calls = RunningCalls()
-        self.paused_until_s = self.held_until_s = -inf
+        self.held_until_s = -inf
         self.is_pressed = False
         """True if a request has waited for the account's budget since a guessed limit was last raised."""
         self.waiting_elsewhere: Sequence[Sequence[float]] = ()
-        """For each lane: the total of what its requests that wait in other processes need (requests, input tokens and
-        output tokens)."""
+        """For each lane: the total of what its requests that wait in other processes need."""
         self.forget_elsewhere()
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits for the account's budget, and no call to the account runs."""
         return self.lines.is_empty and not self.concurrency.running
 
     def refill(self, now_s: float) -> None:
-        self.buckets.refill(now_s)
-
-    def paused_s(self, now_s: float) -> float:
-        """The seconds for which no request will get budget, because the account's spend limit is reached; 0 if it is
-        not reached."""
-        return _left_s(self.paused_until_s, now_s, self.spec.spend_pause_s)
+        for bucket in self.buckets:
+            bucket.refill(now_s)
 
     def stopped_s(self, now_s: float) -> float:
-        """The seconds for which no request will get budget, because the account's spend limit is reached or the
-        provider sent `retry-after`; 0 if requests may get budget now."""
-        return max(self.paused_s(now_s), _left_s(self.held_until_s, now_s, HOLD_AT_MOST_S))
+        """The seconds for which no request will get budget, because the provider sent `retry-after`. It is 0 if the end
+        is too far ahead, because then the clock was set back."""
+        left_s = self.held_until_s - now_s
+        return left_s if 0 < left_s < HOLD_AT_MOST_S + 1 else 0.0
 
     # ---- the line ----------------------------------------------------------------------------------------------------
 
     def join(self, waiter: Waiter) -> bool:
-        """Put a request into its lane's line, the list of requests that wait for the account's budget. Returns True if
-        it is now the first of the line, so that `grant_next` may grant it."""
-        if self._bursts.margin:
-            waiter.amounts = waiter.amounts._replace(
-                input_tokens=waiter.amounts.input_tokens * (1 + self._bursts.margin)
-            )
+        """Put a request into its lane's line. Returns True if it is now the first of the line, so that `grant_next` may
+        grant it. It needs at most what the limits allow in a minute, because the provider refuses a larger call, for
+        which all lanes would stop in vain."""
+        requests, input_tokens, output_tokens = waiter.amounts
+        input_most, output_most = (60 * self.buckets[index].per_s for index in (INPUT, OUTPUT))
+        if self._bursts.margin or input_tokens > input_most or output_tokens > output_most:
+            input_tokens = min(input_most, input_tokens * (1 + self._bursts.margin))
+            waiter.amounts = Amounts(requests, input_tokens, min(output_most, output_tokens))
         if not self.lines.join(waiter):
             return False
         self._head_changed(waiter.lane)
@@ -107,17 +157,28 @@ class Account:
             return None, inf
         if (stopped_s := self.stopped_s(now_s)) > 0:
             return None, stopped_s
-        self.concurrency.regain(now_s)
-        if self.concurrency.is_full:
-            return None, self.concurrency.regains_in_s(now_s)
+        calls = self.concurrency
+        calls.tick(now_s)
+        lanes: Sequence[int] = range(len(self.lanes))
+        if calls.is_limited:
+            lanes = sorted(lanes, key=lambda lane: not calls.is_due(lane))
         soonest_s = inf
-        for lane in self._by_credit():
-            waiter = self.lines.heads[lane]
+        for lane in lanes:
+            while (waiter := self.lines.heads[lane]) is not None and waiter.is_gone:
+                self.leave(waiter)
             if waiter is None:
                 continue
-            in_s = self.buckets.wait_s(lane, waiter.amounts)
+            if not calls.may_begin(lane, now_s):
+                calls.is_wanted = True
+                soonest_s = min(soonest_s, calls.changes_in_s(now_s))
+                continue
+            in_s = 0.0
+            for bucket, amount in zip(self.buckets, waiter.amounts):  # noqa: B905  checking costs a tenth of a grant
+                if amount > 0 and (wait_s := bucket.wait_s(lane, amount)) > in_s:
+                    in_s = wait_s
             if in_s == 0:
-                self._begin(waiter, self.buckets.take(lane, waiter.amounts), now_s)
+                taken = [bucket.take(lane, amount) for bucket, amount in zip(self.buckets, waiter.amounts, strict=True)]
+                self._begin(waiter, Amounts(*taken), now_s)
                 return waiter, 0.0
             self.is_pressed = True
             if in_s < soonest_s:
@@ -133,17 +194,26 @@ class Account:
             return
         reservation.is_settled = True
         self._running_calls.end(reservation)
-        self.concurrency.end(now_s - reservation.at_s)
-        lane = self.lanes.index(reservation.lane)
+        lane, reserved, spent = self.lanes.index(reservation.lane), reservation.amounts, used or NOTHING
+        self.concurrency.end(lane, reservation.request, reservation.at_s, now_s, is_made=used is not None)
         self.refill(now_s)
-        used = used or NOTHING
-        self.buckets.settle(lane, reservation.amounts, from_savings=reservation.from_savings, used=used)
-        reserved = reservation.amounts
-        self.demand.add(lane, Amounts(used[0] - reserved[0], used[1] - reserved[1], used[2] - reserved[2]), now_s)
+        more = Amounts(spent[0] - reserved[0], spent[1] - reserved[1], spent[2] - reserved[2])
+        for bucket, amount, saved in zip(self.buckets, more, reservation.from_savings, strict=True):
+            if amount < 0:
+                bucket.give_back(lane, -amount, from_savings=saved)
+            elif amount > 0:
+                bucket.take(lane, amount)
+        self.demand.add(lane, more, now_s)
 
     def learn(self, feedback: Feedback, now_s: float) -> bool:
         """Learn the account's limits from one response of the provider. Returns True if a limit fell or calls must stop
         for a while, so that earlier forecasts of waits are too short."""
+        if feedback.kind is Kind.OVERLOADED:
+            self.concurrency.overloaded(feedback.request, feedback.took_s, now_s)
+        return self.learn_limits(feedback, now_s)
+
+    def learn_limits(self, feedback: Feedback, now_s: float) -> bool:
+        """Like `learn`, without what a response says about the number of calls at a time."""
         self.refill(now_s)
         before = self._adaptive.per_minute()
         has_limits, stopped, missing = False, False, 0.0
@@ -151,16 +221,13 @@ class Account:
             has_limits = self._adaptive.learn(feedback.rate, now_s)
             if self._bursts.learn(feedback.rate, feedback.counted) or has_limits:
                 self._resize()
-            level = self.buckets[INPUT].level
-            self.buckets.lower(feedback.rate, took_s=feedback.took_s, of_refusal=feedback.kind is Kind.RATE_LIMITED)
-            missing = level - self.buckets[INPUT].level
+            missing = self._lower(feedback, feedback.rate)
         if self._adaptive.is_stale(now_s):
             self._adaptive.forget(now_s)
             self._bursts.forget(self._adaptive.guessed())
             self._resize()
         match feedback.kind:
             case Kind.ANSWERED:
-                self.concurrency.answered()
                 if feedback.rate is None and self._adaptive.learn_no_rate():
                     self._resize()
                 if not has_limits:  # new limits were announced: they may rise only with the next response
@@ -179,40 +246,46 @@ class Account:
                     until_s = now_s + min(feedback.retry_after_s, HOLD_AT_MOST_S)
                     self.held_until_s = max(self.held_until_s, until_s)
                     stopped = True
-            case Kind.OVERLOADED:
-                self.concurrency.overloaded(now_s)
-            case Kind.SPEND_LIMIT:
-                self.paused_until_s = now_s + self.spec.spend_pause_s
-                stopped = True
-            case Kind.FAILED:
+            case Kind.OVERLOADED | Kind.FAILED:
                 pass
         return stopped or any(new < old for new, old in zip(self._adaptive.per_minute(), before, strict=True))
 
     def is_stale(self, now_s: float) -> bool:
-        """True if a low limit may delay requests although no response has confirmed it for minutes, so that it should
-        be discarded."""
         return self._adaptive.is_stale(now_s)
 
     def per_minute(self) -> Amounts:
         return self._adaptive.per_minute()
 
     def reason(self, waiter: Waiter, now_s: float) -> str:
-        """The name of the limit for which `waiter`, the first request in its lane's line, waits; `paused` if the
-        account's spend limit is reached."""
-        if self.paused_s(now_s) > 0:
-            return PAUSED
-        if self.stopped_s(now_s) == 0 and self.concurrency.is_full:
+        """The name of the limit for which `waiter`, the first request in its lane's line, waits."""
+        if self.stopped_s(now_s) == 0 and not self.concurrency.may_begin(waiter.lane, now_s):
             return CONCURRENCY
         self.refill(now_s)
-        return self.buckets.reason(waiter.lane, waiter.amounts)
+        waits_s = [
+            bucket.wait_s(waiter.lane, amount) if amount > 0 else 0.0
+            for bucket, amount in zip(self.buckets, waiter.amounts, strict=True)
+        ]
+        return REASONS[waits_s.index(max(waits_s))]
+
+    def figures(self, now_s: float) -> Iterator[tuple[str, dict[str, float]]]:
+        """For each limit that there is: what it allows (`limit`), what is `left` of it and what is `used`."""
+        self.refill(now_s)
+        for reason, bucket in zip(REASONS, self.buckets, strict=True):
+            if (limit := 60 * bucket.per_s) < NO_LIMIT:
+                left = max(0.0, bucket.level)
+                yield reason, {"limit": limit, "left": left, "used": bucket.burst - left}
+        calls = {"used": float(self.concurrency.running)}
+        if self.concurrency.is_limited:
+            calls |= {"limit": self.concurrency.limit, "left": max(0.0, self.concurrency.limit - calls["used"])}
+        yield CONCURRENCY, calls
 
     # ---- shared with other processes ---------------------------------------------------------------------------------
 
     def learned(self) -> Learned:
-        return Learned(self._adaptive.learned, self._bursts.learned, self.paused_until_s, self.held_until_s)
+        return Learned(self._adaptive.learned, self._bursts.learned, self.held_until_s)
 
     def load(self, learned: Learned) -> None:
-        self._adaptive.learned, self._bursts.learned, self.paused_until_s, self.held_until_s = learned
+        self._adaptive.learned, self._bursts.learned, self.held_until_s = learned
         self._resize()
 
     def shift(self, jump_s: float) -> None:
@@ -229,43 +302,50 @@ class Account:
         self.waiting_elsewhere = [NOTHING for _ in self.lanes]
 
     def due_for_a_call(self) -> list[bool]:
-        """For each lane: True if it has a waiting request, and its credit, which grows by the lane's share whenever a
-        call begins, has reached one call. The requests of such lanes are granted before those of others."""
+        """For each lane: True if it has a waiting request and is due for a call (`concurrency.py`)."""
         return [head is not None and self.concurrency.is_due(lane) for lane, head in enumerate(self.lines.heads)]
 
     def begin(self, waiter: Waiter, *, from_savings: Amounts, now_s: float) -> bool:
-        """Give a waiting request the reservation that the script in Redis has granted. `from_savings`: how much of the
-        reservation came from the part of the budget that the lane has saved up. Returns False if the request no longer
-        waits."""
-        if waiter not in self.lines:
+        """Give a waiting request the reservation that the script in Redis has granted. Returns False if the request no
+        longer waits."""
+        if waiter.is_gone or waiter not in self.lines:
             return False
         self._begin(waiter, from_savings, now_s)
         return True
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _by_credit(self) -> Sequence[int]:
-        """The lanes in the order in which their requests may be granted: first those whose credit, which grows by the
-        lane's share whenever a call begins, has reached one call; then the others. Each group is ordered by urgency."""
-        lanes = range(len(self.lanes))
-        if not self.concurrency.is_limited:
-            return lanes
-        return sorted(lanes, key=lambda lane: not self.concurrency.is_due(lane))
-
     def _begin(self, waiter: Waiter, from_savings: Amounts, now_s: float) -> None:
         lane, amounts = waiter.lane, waiter.amounts
-        self.concurrency.begin(lane, self.lines.heads)
+        self.concurrency.begin(lane, waiter.request, self.lines.heads, now_s)
         self.lines.leave(waiter)
         self.demand.add(lane, amounts, now_s)
         waiter.reservation = Reservation(
-            account=self.name, lane=self.lanes[lane], amounts=amounts, from_savings=from_savings, at_s=now_s
+            account=self.name,
+            lane=self.lanes[lane],
+            amounts=amounts,
+            from_savings=from_savings,
+            at_s=now_s,
+            request=waiter.request,
         )
         self._running_calls.begin(waiter.reservation)
         self._head_changed(lane)
 
     def _head_changed(self, lane: int) -> None:
         waiter = self.lines.heads[lane]
-        self.buckets.want(lane, waiter.amounts if waiter else NOTHING)
+        for bucket, amount in zip(self.buckets, waiter.amounts if waiter else NOTHING, strict=True):
+            bucket.want(lane, amount)
+
+    def _lower(self, feedback: Feedback, rate: RateHeaders) -> float:
+        """Lower the buckets to what the provider says is left of its limits. What flows in while the answer travels is
+        added to its numbers, and the largest possible rounding error, except after a refusal, which proves that less
+        was left than the call needed. Returns by how much the input tokens were lowered."""
+        before = self.buckets[INPUT].level
+        of_refusal = feedback.kind is Kind.RATE_LIMITED
+        for bucket, header, rounded_by in zip(self.buckets, rate, ROUNDED_BY, strict=True):
+            if header.remaining is not None:
+                bucket.lower(header.remaining + (0 if of_refusal else rounded_by) + feedback.took_s * bucket.per_s)
+        return before - self.buckets[INPUT].level
 
     def _refused(self, rate: RateHeaders | None, now_s: float) -> None:
         """React to a 429. If the response does not say how much of the limits is left, lower the limits. If the refused
@@ -288,13 +368,169 @@ class Account:
 
     def _resize(self) -> None:
         was_guessed, self.guessed = self.guessed, self._adaptive.guessed()
-        fills = [was and not now for was, now in zip(was_guessed, self.guessed, strict=True)]
         sizes = self._bursts.sizes(guessed=self.guessed)
-        self.buckets.resize(self._adaptive.per_minute(), sizes=sizes, fills=fills)
+        for index, (bucket, limit) in enumerate(zip(self.buckets, self._adaptive.per_minute(), strict=True)):
+            bucket.resize(limit, sizes[index], fills=was_guessed[index] and not self.guessed[index])
 
 
-def _left_s(until_s: float, now_s: float, most_s: float) -> float:
-    """The seconds until `until_s`, when the account may be called again; 0 if that time is past. Also 0 if it is more
-    than `most_s` ahead, because then the clock was set back."""
-    left_s = until_s - now_s
-    return left_s if 0 < left_s < most_s + 1 else 0.0
+_arrival = attrgetter("arrived_s")
+
+
+class Lines:
+    """The requests that wait for the budget of one account: one line for each lane, in the order of arrival. A request
+    that was deferred and comes back gets its old place."""
+
+    def __init__(self, lanes: int) -> None:
+        self._lines: list[list[Waiter]] = [[] for _ in range(lanes)]
+        self._sums = [[0.0, 0.0, 0.0] for _ in range(lanes)]
+        self.heads: list[Waiter | None] = [None for _ in range(lanes)]
+        """For each lane: the first of its line."""
+
+    def __len__(self) -> int:
+        return sum(len(line) for line in self._lines)
+
+    def __contains__(self, waiter: Waiter) -> bool:
+        return self._at(waiter) is not None
+
+    def __iter__(self) -> Iterator[Waiter]:
+        for line in self._lines:
+            yield from line
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.heads)
+
+    def count(self, lane: int) -> int:
+        return len(self._lines[lane])
+
+    def firsts(self, lane: int, most: int) -> Sequence[Waiter]:
+        return self._lines[lane][:most]
+
+    def sums(self, lane: int) -> Sequence[float]:
+        """What all waiting requests of a lane need together."""
+        return self._sums[lane]
+
+    def before(self, waiter: Waiter) -> tuple[Sequence[float], int]:
+        """Returns what the requests before this one in its lane's line need together, and how many they are."""
+        line = self._lines[waiter.lane]
+        if line[-1] is waiter:
+            sums = self._sums[waiter.lane]
+            return [total - amount for total, amount in zip(sums, waiter.amounts, strict=True)], len(line) - 1
+        before = line[: self._at(waiter)]
+        sums = [0.0, 0.0, 0.0]
+        for other in before:
+            for index, amount in enumerate(other.amounts):
+                sums[index] += amount
+        return sums, len(before)
+
+    def join(self, waiter: Waiter) -> bool:
+        """Put a waiting request in its lane's line. Returns True if it is now the first."""
+        line, sums = self._lines[waiter.lane], self._sums[waiter.lane]
+        insort(line, waiter, key=_arrival)
+        for index, amount in enumerate(waiter.amounts):
+            sums[index] += amount
+        self.heads[waiter.lane] = line[0]
+        return line[0] is waiter
+
+    def leave(self, waiter: Waiter) -> bool:
+        """Take a waiting request out of its line, if it is there. Returns True if it was the first."""
+        at = self._at(waiter)
+        if at is None:
+            return False
+        line, sums = self._lines[waiter.lane], self._sums[waiter.lane]
+        del line[at]
+        if not line:  # set to exactly 0, to clear rounding errors
+            sums[:] = (0.0, 0.0, 0.0)
+        else:
+            for index, amount in enumerate(waiter.amounts):
+                sums[index] -= amount
+        self.heads[waiter.lane] = line[0] if line else None
+        return at == 0
+
+    def shift(self, jump_s: float) -> None:
+        for waiter in self:
+            waiter.arrived_s += jump_s
+            if waiter.until_s is not None:
+                waiter.until_s += jump_s
+
+    def _at(self, waiter: Waiter) -> int | None:
+        line = self._lines[waiter.lane]
+        try:
+            return line.index(waiter, bisect_left(line, waiter.arrived_s, key=_arrival))
+        except ValueError:
+            return None
+
+
+class RunningCalls:
+    """The reservations of an account's running calls, which may explain why the provider refuses a further call (429).
+
+    A provider estimates a request's input tokens when its call begins, and corrects the estimate when the call ends.
+    Until then it may count more tokens for the call than we have reserved. So an unexpected refusal may be caused by
+    the estimate for one large request, or by the sum of the estimates for many running calls."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Reservation] = {}
+        self._held_s = -inf
+
+    def begin(self, reservation: Reservation) -> None:
+        self._calls[id(reservation)] = reservation
+
+    def end(self, reservation: Reservation) -> None:
+        self._calls.pop(id(reservation), None)
+
+    def shift(self, jump_s: float) -> None:
+        self._held_s += jump_s
+        for reservation in self._calls.values():
+            reservation.at_s += jump_s
+
+    def needs(self, left: float) -> bool:
+        """True if one of the running calls may need more input tokens than are left of the limit (`left`)."""
+        largest = max((reservation.amounts.input_tokens for reservation in self._calls.values()), default=0.0)
+        return left < (1 + MARGIN_MOST) * largest
+
+    def hold(self, missing: float, now_s: float) -> bool:
+        """Decide whether the running calls explain a refusal: the provider may count `missing` more input tokens for
+        them than were reserved. If so, raise the reservations of these calls by `missing` tokens in total, and return
+        True."""
+        running = sum(reservation.amounts.input_tokens for reservation in self._calls.values())
+        is_same = 0 <= now_s - self._held_s < PATIENCE_S
+        if not 0 < missing <= MARGIN_MOST * running or not (is_same or now_s - self._held_s > HELD_EVERY_S):
+            return False
+        if not is_same:
+            self._held_s = now_s
+        for reservation in self._calls.values():
+            amount = reservation.amounts.input_tokens
+            reservation.amounts = reservation.amounts._replace(input_tokens=amount * (1 + missing / running))
+        return True
+
+
+class Demand:
+    """How much each lane has taken from each token bucket lately. Forecasts of waits assume that more urgent lanes go
+    on at this rate."""
+
+    def __init__(self, lanes: int, *, now_s: float) -> None:
+        self._spent = [[0.0, 0.0, 0.0] for _ in range(lanes)]
+        self._at_s = [now_s for _ in range(lanes)]
+
+    def add(self, lane: int, amounts: Amounts, now_s: float) -> None:
+        """Add what a lane's call has reserved, or has used beyond its reservation (negative: below it)."""
+        requests, input_tokens, output_tokens = self._spent[lane]
+        passed_s = now_s - self._at_s[lane]
+        self._at_s[lane] = now_s
+        kept = exp(-passed_s / DEMAND_WITHIN_S) if passed_s > 0 else 1.0
+        self._spent[lane] = [
+            requests * kept + amounts[0],
+            input_tokens * kept + amounts[1],
+            output_tokens * kept + amounts[2],
+        ]
+
+    def shift(self, jump_s: float) -> None:
+        self._at_s = [at_s + jump_s for at_s in self._at_s]
+
+    def per_s(self, lanes: Sequence[int], index: int, now_s: float) -> float:
+        """The amount that these lanes together have lately spent per second from one token bucket."""
+        within_s = DEMAND_WITHIN_S
+        return sum(
+            max(0.0, self._spent[lane][index]) * exp(min(0.0, self._at_s[lane] - now_s) / within_s) / within_s
+            for lane in lanes
+        )

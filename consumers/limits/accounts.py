@@ -1,30 +1,77 @@
 """Keeps the budgets of all accounts at providers: reserves budget before a call, settles the reservation after the
 call, and learns limits from responses.
 
-A request waits in one of the account's lines (there is one for each lane) until the account's `Turns` object grants it
-its budget. Several processes may share an account.
+A request waits in one of the account's lines until the account's `Turns` object grants it its budget. A process that
+has the account for itself decides by itself (`OwnTurns`). Processes that share an account let a script in Redis decide
+(`consumers/state/redis/shared_turns.py`).
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from math import inf
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from consumers.limits import forecast
-from consumers.limits.base import NO_FEEDBACK, REASONS, Amounts, Feedback, Reservation, Wait, Waiting, WaitTooLong
-from consumers.limits.lines import Waiter
-from consumers.limits.spec import BudgetSpec
-from consumers.limits.turns import Turns
+from consumers.limits.account import Account, Waiter
+from consumers.limits.base import (
+    NO_FEEDBACK,
+    REASONS,
+    Amounts,
+    BudgetSpec,
+    Feedback,
+    Reservation,
+    Wait,
+    Waiting,
+    WaitTooLong,
+)
+from lanekeeper.telemetry import logs, signals
 
-MOST: Final = 256
-"""If a process keeps the budgets of this many accounts (an account is a provider with a class of models), it removes
-those that are not in use before it adds a further one."""
+MOST_ACCOUNTS: Final = 256
+"""If a process keeps this many accounts, it removes those that are not in use before it adds a further one."""
+LATE_S: Final = 0.0005
+"""The time that is added when the timer for the next waiting request is set. If the timer fired slightly too early, it
+would have to be set again."""
+log = logs.logger()
+
+
+class Turns(Protocol):
+    """Decides which of the requests that wait for one account gets its budget next, and when."""
+
+    account: Account
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the account may be removed: no request waits for its budget, no call runs, and nothing has to be sent
+        to Redis."""
+
+    def now_s(self) -> float:
+        """The current time, by the clock that the account's recorded times use."""
+
+    def step(self) -> None:
+        """Grant all waiting requests that may be granted now, and set a timer for the next one. It may return before it
+        is decided which requests are granted; `decided` waits for the decision."""
+
+    async def decided(self, waiter: Waiter) -> None:
+        """Wait until it is decided whether this request, which has just begun to wait, gets the account's budget at
+        once."""
+
+    def settle(self, reservation: Reservation, used: Amounts | None) -> None:
+        """After a call, settle its reservation, which must not be settled yet. `used`: None if it used nothing."""
+
+    def learn(self, feedback: Feedback) -> None:
+        """Learn the account's limits from one response of the provider."""
+
+    async def aclose(self) -> None:
+        """Stop the timer, and send Redis the changes of the budget that it does not know yet. Call it when no request
+        waits for the budget any more."""
+
+
 AnyTurns = TypeVar("AnyTurns", bound=Turns)
 
 
 class Accounts(Generic[AnyTurns]):
     """The budgets of the providers' accounts that this process calls, by name. `open_turns` creates the `Turns` object
-    of an account, which holds the budget and decides which waiting request gets it next. Times are those of the event
-    loop's clock."""
+    of an account. Times are those of the event loop's clock."""
 
     def __init__(self, spec: BudgetSpec, open_turns: Callable[[str], AnyTurns]) -> None:
         self._open_turns = open_turns
@@ -38,11 +85,10 @@ class Accounts(Generic[AnyTurns]):
         return name in self._known
 
     def turns(self, name: str) -> AnyTurns:
-        """The `Turns` object of the account with this name, which holds the account's budget and decides which request
-        gets it next. The object is created if the account is new."""
         if (turns := self._known.get(name)) is None:
-            if len(self._known) >= MOST:
-                self._forget_idle()
+            # requests can name any number of models, each with an account of its own
+            if len(self._known) >= MOST_ACCOUNTS:
+                self._known = {name: turns for name, turns in self._known.items() if not turns.is_idle}
             turns = self._known[name] = self._open_turns(name)
         return turns
 
@@ -53,26 +99,24 @@ class Accounts(Generic[AnyTurns]):
         lane: str,
         amounts: Amounts,
         until: float | None,
+        request: str = "",
         arrived: float | None = None,
         on_wait: Callable[[Wait], None] | None = None,
     ) -> Reservation:
         """Wait until budget of an account is reserved for a call. `amounts`: the requests and tokens that the call is
-        expected to use. `until`: the latest time at which the call may begin. `arrived`: if the request was deferred
-        and comes back, the time when it first began to wait, so that it gets its old place in the line. If the request
-        has to wait, `on_wait` is called with the forecast of its wait.
+        expected to use. `until`: the latest time at which the call may begin. `request`: the id of the request.
+        `arrived`: if the request was deferred and comes back, the time when it first began to wait, so that it gets its
+        old place in the line. If the request has to wait, `on_wait` is called with the forecast of its wait.
 
-        Raises WaitTooLong if the account is paused because its spend limit is reached, or as soon as known limits show
-        that the request cannot be granted before `until`. If the waiting task is cancelled, the request leaves the
-        line.
+        Raises WaitTooLong as soon as known limits show that the request cannot be granted before `until`. If the
+        waiting task is cancelled, the request leaves the line.
         """
         turns = self._current_turns(name)
         account, now_s = turns.account, turns.now_s()
         offset_s = now_s - asyncio.get_running_loop().time()
         until_s = None if until is None else until + offset_s
         arrived_s = now_s if arrived is None else min(now_s, arrived + offset_s)
-        if account.paused_s(now_s) > 0:
-            raise WaitTooLong(forecast.first(account, self._ranks[lane], amounts, now_s))
-        waiter = Waiter(self._ranks[lane], amounts, arrived_s=arrived_s, until_s=until_s)
+        waiter = Waiter(self._ranks[lane], amounts, arrived_s=arrived_s, until_s=until_s, request=request)
         account.refill(now_s)  # what has flowed in until now belongs to lanes that waited already
         if account.join(waiter):
             turns.step()
@@ -98,12 +142,12 @@ class Accounts(Generic[AnyTurns]):
         assert waiter.reservation is not None
         return waiter.reservation
 
-    async def try_reserve(self, name: str, *, lane: str, amounts: Amounts) -> Reservation | None:
+    async def try_reserve(self, name: str, *, lane: str, amounts: Amounts, request: str = "") -> Reservation | None:
         """Reserve budget of an account for a call, without waiting. Returns None if the account has not enough budget
         now."""
         turns = self._current_turns(name)
         account, now_s = turns.account, turns.now_s()
-        waiter = Waiter(self._ranks[lane], amounts, arrived_s=now_s)
+        waiter = Waiter(self._ranks[lane], amounts, arrived_s=now_s, request=request)
         account.refill(now_s)
         if account.join(waiter):
             turns.step()
@@ -118,8 +162,7 @@ class Accounts(Generic[AnyTurns]):
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         """After a call: return to the account's budget what was reserved and not used, and take from it what was used
-        beyond the reservation. `used`: what the call used; None if it used nothing, so that the whole reservation is
-        returned."""
+        beyond the reservation. `used`: None if it used nothing, so that the whole reservation is returned."""
         if not reservation.is_settled:
             self.turns(reservation.account).settle(reservation, used)
 
@@ -132,9 +175,13 @@ class Accounts(Generic[AnyTurns]):
         turns = self._current_turns(name)
         return forecast.wait(turns.account, self._ranks[lane], amounts, turns.now_s())
 
+    def known(self) -> Iterator[tuple[str, Account, float]]:
+        """The accounts of this process by name, each with the time by its clock."""
+        for name, turns in self._known.items():
+            yield name, turns.account, turns.now_s()
+
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
-        """For each account and lane that has waiting requests in this process: how many they are, and for which limit
-        they wait."""
+        """The waiting requests of this process, by account and lane."""
         found: dict[str, dict[str, Waiting]] = {}
         for name, turns in self._known.items():
             account, now_s = turns.account, turns.now_s()
@@ -149,41 +196,25 @@ class Accounts(Generic[AnyTurns]):
                     )
         return found
 
-    def paused(self) -> Mapping[str, float]:
-        """For each account that is paused because its spend limit is reached: the seconds until the pause ends."""
-        left_s = {name: turns.account.paused_s(turns.now_s()) for name, turns in self._known.items()}
-        return {name: seconds for name, seconds in left_s.items() if seconds > 0}
-
     async def aclose(self) -> None:
-        """Stop all timers, and send Redis the changes of the budgets that it does not know yet. Call it when no request
-        waits for budget any more."""
+        """Close all accounts. Call it when no request waits for budget any more."""
         for turns in list(self._known.values()):
             await turns.aclose()
 
     def _current_turns(self, name: str) -> AnyTurns:
-        """The `Turns` object of an account, for a new request. Low limits that no response has confirmed for minutes
-        are discarded first, because they could block the request."""
+        """The `Turns` object for a new request. Low limits that no response has confirmed for minutes are discarded
+        first, because they could block the request."""
         turns = self.turns(name)
         if turns.account.is_stale(turns.now_s()):
             turns.learn(NO_FEEDBACK)
         return turns
 
-    def _forget_idle(self) -> None:
-        """Remove the accounts for which no request waits and no call runs. Without this their number would grow for
-        ever, because requests can name any number of models, each with an account of its own."""
-        for name, turns in list(self._known.items()):
-            if turns.is_idle:
-                del self._known[name]
-
 
 Budgets = Accounts[Any]
-"""The budgets of all accounts, either used by one process only or shared with other processes through Redis (the two
-implementations of `Turns`)."""
 
 
 def _give_back(turns: Turns, waiter: Waiter) -> None:
-    """End a wait that was cancelled or refused: return the request's reservation if it has one, or else take the
-    request out of its line."""
+    """End a wait that was cancelled or refused."""
     if waiter.reservation is not None:
         turns.settle(waiter.reservation, None)
     else:
@@ -191,6 +222,99 @@ def _give_back(turns: Turns, waiter: Waiter) -> None:
 
 
 def _leave(turns: Turns, waiter: Waiter) -> None:
-    """Take a waiting request out of its line, if it is still there."""
     if turns.account.leave(waiter):
         turns.step()
+
+
+def own_accounts(spec: BudgetSpec) -> "Accounts[OwnTurns]":
+    """The budgets of all accounts for a process that shares them with no other process."""
+    return Accounts(spec, lambda name: OwnTurns(name, spec))
+
+
+class OwnTurns:
+    """The `Turns` of an account that only this process uses. It decides after each change, and when a timer fires."""
+
+    def __init__(self, name: str, spec: BudgetSpec) -> None:
+        self.account = Account(name, spec, now_s=self.now_s())
+        self._timer: asyncio.Handle | None = None
+        self._fires_s = inf
+        """When the timer fires. It is kept here, because for delays below 0.5 ms uvloop returns a handle without the
+        method `when`."""
+        self.wake_ups = 0
+        """How often the timer has fired; tests read it."""
+
+    @property
+    def is_idle(self) -> bool:
+        return self.account.is_idle
+
+    def now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def step(self) -> None:
+        account, now_s = self.account, self.now_s()
+        waiter, in_s = account.grant_next(now_s)
+        while waiter is not None:
+            waiter.wake()
+            waiter, in_s = account.grant_next(now_s)
+        self._step_at(now_s + in_s + LATE_S)
+
+    async def decided(self, waiter: Waiter) -> None:
+        """Does nothing, because `step` decides at once which requests are granted."""
+
+    def settle(self, reservation: Reservation, used: Amounts | None) -> None:
+        self.account.settle(reservation, used, self.now_s())
+        self.step()
+
+    def learn(self, feedback: Feedback) -> None:
+        if learn(self.account, feedback, self.now_s()):
+            refuse_hopeless(self.account, self.now_s())
+        self.step()
+
+    async def aclose(self) -> None:
+        self._step_at(inf)
+
+    def _step_at(self, when_s: float) -> None:
+        if self._timer is not None:
+            if abs(self._fires_s - when_s) < LATE_S:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if when_s < inf:
+            self._timer, self._fires_s = asyncio.get_running_loop().call_at(when_s, self._on_timer), when_s
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.wake_ups += 1
+        self.step()
+
+
+# ---- for both kinds of `Turns` ---------------------------------------------------------------------------------------
+
+
+def learn(account: Account, feedback: Feedback, now_s: float) -> bool:
+    """Learn the account's limits from a response, and log how they have changed. Returns True if earlier forecasts of
+    waits are too short now."""
+    before = account.per_minute()
+    is_less = account.learn(feedback, now_s)
+    if (after := account.per_minute()) != before:
+        log.info(
+            signals.LIMITS_LEARNED,
+            account=account.name,
+            kind=str(feedback.kind),
+            requests=after.requests,
+            input_tokens=after.input_tokens,
+            output_tokens=after.output_tokens,
+        )
+    return is_less
+
+
+def refuse(account: Account, waiter: Waiter, wait: Wait) -> None:
+    """Refuse a request that waits for budget: its task gets the exception WaitTooLong."""
+    account.leave(waiter)
+    waiter.refuse(wait)
+
+
+def refuse_hopeless(account: Account, now_s: float) -> None:
+    """Refuse the waiting requests that would certainly get their budget too late for their deadline."""
+    for waiter, wait in list(forecast.hopeless(account, now_s)):
+        refuse(account, waiter, wait)

@@ -1,12 +1,16 @@
-"""The types of the values with which other code uses a provider's budget: amounts, reservations, forecasts of waits,
-and what a response says about limits."""
+"""The values with which other code uses a provider's budget: amounts, settings, reservations, forecasts of waits, and
+what a response says about limits."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from consumers.limits.headers import RateHeaders
 from lanekeeper.contract.problems import LanekeeperError
+from topology.lanes import BATCH, CRITICAL, NORMAL
 
 
 class Amounts(NamedTuple):
@@ -20,52 +24,114 @@ class Amounts(NamedTuple):
 
 NOTHING: Final = Amounts()
 INPUT: Final = 1
-"""The index of the input tokens in a value of `Amounts`."""
+OUTPUT: Final = 2
 REASONS: Final = ("rpm", "itpm", "otpm")
-"""Names of the limits that a request may wait for: requests (rpm), input tokens (itpm) and output tokens (otpm) per
-minute."""
+"""Names of the limits that a request may wait for, in the order of `Amounts`."""
 CONCURRENCY: Final = "concurrency"
-PAUSED: Final = "paused"
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountCaps:
+    """The most that one account may use per minute, as the operator has set it; None: as much as the provider
+    allows."""
+
+    requests: float | None = None
+    input_tokens: float | None = None
+    output_tokens: float | None = None
+    concurrency: int | None = None
+    """The maximum number of calls to the account at the same time; None: no limit."""
+
+    def per_minute(self) -> tuple[float | None, float | None, float | None]:
+        return (self.requests, self.input_tokens, self.output_tokens)
+
+
+NO_CAPS = AccountCaps()
+DEFAULT_SHARES: Mapping[str, float] = MappingProxyType({CRITICAL.name: 0.30, NORMAL.name: 0.20, BATCH.name: 0.05})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetSpec:
+    """The settings of the budget of provider calls. The defaults suit any account, because its limits are learned from
+    the provider's answers."""
+
+    shares: Mapping[str, float] = field(default_factory=lambda: DEFAULT_SHARES)
+    """Each lane's share of every token bucket, above 0 and up to 1, the most urgent lane first: this part of what flows
+    into the bucket is saved for the lane alone, so that it always gets some budget."""
+    burst_s: float = 60.0
+    """The largest size of a bucket, in seconds' worth of its limit (up to 60). Up to this, the size is what the
+    provider's own bucket is proven to hold (`Bursts`)."""
+    accounts: Mapping[str, AccountCaps] = field(default_factory=dict)
+    """The operator's caps by the name of an account (`Route.account`) or of a provider. The caps of a provider apply to
+    each of its accounts that has no caps of its own."""
+    start: Amounts = Amounts(50, 30_000, 8_000)  # noqa: RUF009  a value that cannot change
+    """The limits per minute that are assumed until the provider has announced its own: those of the smallest
+    accounts."""
+    first_output_tokens: int = 512
+    """The expected length of an answer, until the first request of the same lane, task and model has ended."""
+    first_bytes_per_token: float = 3.5
+    """How many bytes of a body make one input token, until the first request for its model has ended."""
+    overflow_s: float | None = None
+    """A request that would wait longer than this for a provider's budget goes to the next provider that may serve it,
+    if the wait there is shorter. None: `LaneSpec.target_wait_s`."""
+    hold_s: float = 120.0
+    """How long a request may wait for budget in a worker. After that it is deferred, because the broker takes back a
+    delivery that is not settled for long."""
+
+    def caps(self, account: str) -> AccountCaps:
+        """The caps of an account, or else those of its provider (the part of its name before `/`)."""
+        return self.accounts.get(account) or self.accounts.get(account.partition("/")[0], NO_CAPS)
+
+
+# ---- calls and waits -------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
 class Reservation:
-    """What is reserved of an account's budget (requests and tokens) for one call. It must be settled when the call has
-    ended; settling it again has no effect."""
+    """What is reserved of an account's budget for one call. It must be settled when the call has ended; settling it
+    again has no effect."""
 
     account: str
     lane: str
     amounts: Amounts
     from_savings: Amounts = NOTHING
-    """The part of `amounts` that came from the lane's savings, that is, from budget that was kept for this lane alone
-    (`bucket.py`)."""
+    """The part of `amounts` that came from the lane's savings (`bucket.py`)."""
     at_s: float = 0.0
     """When the reservation was granted, by the clock of `Turns.now_s`."""
+    request: str = ""
+    """The id of the request."""
     is_settled: bool = False
 
 
+@dataclass(slots=True)
+class Underway:
+    """A running call to a provider, of which something is known before it ends."""
+
+    began_s: float
+    used: Callable[[], Amounts | None] = lambda: None
+    """What the call has used so far; None if that is unknown. The provider's adapter sets it when the answer begins."""
+
+
 class Wait(NamedTuple):
-    """A forecast of how long a request would wait for budget, and for which limit it would wait longest (`reason`: rpm,
-    itpm, otpm, concurrency or paused)."""
+    """A forecast of how long a request would wait for budget, and for which limit it would wait longest."""
 
     seconds: float
-    """The expected wait in seconds."""
     reason: str
     least_s: float = 0.0
-    """The shortest possible wait in seconds. It is computed from known limits only, so that no request is refused
-    because of a guess."""
+    """The shortest possible wait. It is computed from known limits only, so that no request is refused because of a
+    guess."""
     is_known: bool = True
     """False if `seconds` is computed from a guessed limit, which was neither announced by the provider nor set by the
     operator."""
 
 
 class WaitTooLong(LanekeeperError):
-    """The request cannot get a provider's budget in time for its deadline, or the account is paused because its spend
-    limit is reached."""
+    """The request cannot get a provider's budget in time for its deadline."""
 
     def __init__(self, wait: Wait) -> None:
         self.wait = wait
-        """The forecast of the wait, because of which the request was refused."""
         super().__init__(f"{wait.least_s:.1f} s for {wait.reason}")
 
 
@@ -78,7 +144,39 @@ class Waiting:
     """The limit for which the lane's first waiting request waits. It delays all requests behind it as well."""
     oldest_s: float
     is_known: bool = True
-    """False if the limit in `reason` is a guess: neither announced by the provider nor set by the operator."""
+    """False if the limit in `reason` is a guess."""
+
+
+# ---- what a response says --------------------------------------------------------------------------------------------
+
+MOST_LIMIT: Final = 1e12
+"""A number in a provider's headers about limits is ignored unless it is below this: no account has such a limit."""
+FARTHEST_RESET_S: Final = 86_400.0
+"""All headers about a limit are ignored if its `reset` is further away, because a bucket refills within a minute."""
+ROUNDED_BY: Final = (1.0, 500.0, 500.0)
+"""By how much the header `remaining` may be below the true value: tokens are rounded to thousands."""
+ROUNDED_UP_BY: Final = (0.0, 500.0, 500.0)
+"""By how much the header `remaining` may be above the true value."""
+LEAST_LIMITS: Final = (1.0, 1000.0, 1000.0)
+"""Lower limits per minute in a provider's headers are ignored: no account has them, and they would block all calls."""
+_HEADERS: Final = ("requests", "input-tokens", "output-tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketHeaders:
+    """What a response's headers say about one limit: the limit per minute, and how much is left of it. A value is None
+    if its header is missing or impossible."""
+
+    limit: float | None = None
+    remaining: float | None = None
+
+
+class RateHeaders(NamedTuple):
+    """What the headers of one response say about an account's limits, in the order of `Amounts`."""
+
+    requests: BucketHeaders
+    input_tokens: BucketHeaders
+    output_tokens: BucketHeaders
 
 
 class Kind(StrEnum):
@@ -87,10 +185,8 @@ class Kind(StrEnum):
     ANSWERED = "answered"
     RATE_LIMITED = "rate_limited"
     OVERLOADED = "overloaded"
-    SPEND_LIMIT = "spend_limit"
     FAILED = "failed"
-    """The response is an error of none of the other kinds, so that only its headers may say something about the
-    limits."""
+    """Any other error: only its headers may say something about the limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +195,56 @@ class Feedback:
     again."""
 
     kind: Kind
+    request: str = ""
+    """The id of the request, of which several overloads count as one; empty: each counts."""
     rate: RateHeaders | None = None
     retry_after_s: float | None = None
     counted: Amounts = NOTHING
     """The requests and tokens of this call that the provider had already subtracted from the account's limits when it
-    computed `rate`, the headers that say what is left."""
+    computed `rate`."""
     took_s: float = 0.0
     """The seconds since the call began, which is the greatest possible age of the values in `rate`."""
 
 
 NO_FEEDBACK: Final = Feedback(kind=Kind.FAILED)
+
+
+def read_rate(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
+    """Read the limits from a response's headers, `anthropic-ratelimit-{requests,input-tokens,output-tokens}-` followed
+    by `limit` (per minute), `remaining` or `reset` (docs/facts.md, section 10). Impossible values are ignored. Returns
+    None if the headers say nothing about limits. `headers`: the values by name in lower case, in a dict, because a
+    look-up in httpx2's own type searches all headers; `now_s`: seconds since 1970."""
+    found = RateHeaders(*(_bucket_headers(headers, index, now_s) for index in range(3)))
+    return found if any(header.limit or header.remaining is not None for header in found) else None
+
+
+def _bucket_headers(headers: Mapping[str, str], index: int, now_s: float) -> BucketHeaders:
+    prefix = f"anthropic-ratelimit-{_HEADERS[index]}-"
+    reset = headers.get(f"{prefix}reset")
+    if reset is not None and not _is_near(reset, now_s):
+        return BucketHeaders()
+    limit = _number(headers.get(f"{prefix}limit"))
+    remaining = _number(headers.get(f"{prefix}remaining"))
+    if limit is not None and limit < LEAST_LIMITS[index]:
+        return BucketHeaders()
+    if limit is not None and remaining is not None and remaining > limit:
+        remaining = limit if remaining <= limit + ROUNDED_UP_BY[index] else None
+    return BucketHeaders(limit=limit, remaining=remaining)
+
+
+def _number(text: str | None) -> float | None:
+    if text is None or len(text) > 20 or not text.isascii():
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and 0 <= value < MOST_LIMIT else None
+
+
+def _is_near(text: str, now_s: float) -> bool:
+    try:
+        since = datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        return False
+    return abs(since - now_s) <= FARTHEST_RESET_S

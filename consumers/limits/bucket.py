@@ -1,10 +1,10 @@
-"""One token bucket of a provider's account, and the rule that says when a request of a lane may take from it. Without
-I/O. Lanes "above" are more urgent, lanes "below" less urgent.
+"""One token bucket of a provider's account, and the rule that says when a request of a lane may take from it. Lanes
+"above" are more urgent, lanes "below" less urgent.
 
 The level is the amount that the provider will accept now. It rises at the rate of the limit, up to the bucket's size. A
-lane's savings (its entry of `savings`) are the part of the level that belongs to this lane. They grow by the lane's
-share of what flows in, up to the lane's reserve (its share of the bucket's size), or up to what the lane's first
-waiting request needs if that is more.
+lane's savings are the part of the level that belongs to this lane. They grow by the lane's share of what flows in, up
+to the lane's reserve (its share of the bucket's size), or up to what the lane's first waiting request needs if that is
+more.
 
 A request may take from the bucket in one of three cases:
 
@@ -25,29 +25,38 @@ bucket that holds a second's worth is too small to hold much for a large request
 
 from collections.abc import Sequence
 from math import inf
-from typing import Final
-
-from consumers.limits.burst import Size
+from typing import Final, NamedTuple
 
 ROUNDING: Final = 1e-6
 """This amount is added to what a request needs, so that rounding errors never make our copy of a bucket fuller than the
 provider's bucket."""
 
 
+class Size(NamedTuple):
+    """The size of one token bucket of a provider's account."""
+
+    burst_s: float
+    """In seconds' worth of the limit: 60 means the amount of a minute."""
+    lost_part: float
+    """The part of a full bucket that counts as lost when a call begins, in addition to what the call takes. Without it,
+    our bucket could become fuller than the provider's. If the provider's bucket is not larger than ours, it is full as
+    well, and begins to refill only when the call arrives at the provider, but ours begins when the call begins. The
+    time between these differs from call to call."""
+
+
 class Bucket:
-    """The token bucket of one limit (requests, input tokens or output tokens per minute) of a provider's account, and
-    what each lane has saved of it. Lanes are numbered by urgency; 0 is the most urgent."""
+    """The token bucket of one limit, and what each lane has saved of it. Lanes are numbered by urgency; 0 is the most
+    urgent."""
 
     def __init__(self, per_minute: float, size: Size, *, shares: Sequence[float], now_s: float) -> None:
         self.shares = tuple(shares)
         self._at_s = now_s
         self.burst = 0.0
-        """The size of the bucket: the most that it holds."""
+        """The most that the bucket holds."""
         self.level = 0.0
         self._wants = [0.0 for _ in self.shares]
         self.savings = [0.0 for _ in self.shares]
-        """What each lane has saved of the bucket. A negative value is a debt, which the lane must pay before it saves
-        again."""
+        """What each lane has saved. A negative value is a debt, which the lane must pay before it saves again."""
         self.resize(per_minute, size, fills=True)
 
     def resize(self, per_minute: float, size: Size, *, fills: bool) -> None:
@@ -58,8 +67,8 @@ class Bucket:
         # at least one, because no call could take anything from a smaller bucket
         before, self.burst = self.burst, max(1.0, per_minute * size.burst_s / 60)
         self.most = (1 - size.lost_part) * self.burst
-        """The highest level from which a call can take its amount. A fuller bucket is lowered to it when a call begins,
-        so that a full bucket loses the part `lost_part` of its size (see `Size`)."""
+        """The highest level from which a call can take its amount. A fuller bucket is lowered to it when a call begins
+        (see `Size.lost_part`)."""
         self.reserves = [share * self.burst for share in self.shares]
         self._caps = [
             max(reserve, min(wanted, self.burst)) for reserve, wanted in zip(self.reserves, self._wants, strict=True)
@@ -75,7 +84,6 @@ class Bucket:
         self.level, self.savings, self._at_s = level, list(savings), now_s
 
     def refill(self, now_s: float) -> None:
-        """Raise the bucket's level and the lanes' savings by what has flowed in since the last call of this method."""
         passed_s = now_s - self._at_s
         if passed_s <= 0:
             return
@@ -102,8 +110,7 @@ class Bucket:
         self._share_out()
 
     def _share_out(self) -> None:
-        """Compute for each lane (in `_holds`) up to which amount its savings are held, that is, may not be spent by
-        more urgent lanes."""
+        """Compute for each lane (in `_holds`) up to which amount its savings are held."""
         self._holds = list(self.reserves)
         room = self.burst - self._caps[0] - sum(self.reserves[1:])
         for other in range(1, len(self.reserves)):
@@ -119,8 +126,8 @@ class Bucket:
         return self._holds[lane]
 
     def take(self, lane: int, amount: float) -> float:
-        """Take an amount out of the bucket for a call of this lane. Returns how much of it came from the lane's
-        savings. The level may fall below 0."""
+        """Take an amount out of the bucket. Returns how much of it came from the lane's savings. The level may fall
+        below 0."""
         saved, level, most = self.savings[lane], self.level, self.most
         from_savings = amount if amount <= saved or saved >= self.burst else max(saved, 0.0)
         self.level = (level if level < most else most) - amount
@@ -135,8 +142,8 @@ class Bucket:
         self.savings[lane] = max(saved, min(self._caps[lane], saved + min(amount, from_savings)))
 
     def lower(self, level: float) -> None:
-        """Lower the bucket's level to `level`, the amount that the provider says is left of its limit. If the lanes'
-        savings together exceed this amount, they are scaled down to it; debts (negative savings) stay as they are."""
+        """Lower the level to `level`, the amount that the provider says is left of its limit. If the lanes' savings
+        together exceed it, they are scaled down to it; debts stay as they are."""
         if level >= self.level:
             return
         self.level = level
@@ -145,8 +152,7 @@ class Bucket:
             self.savings = [saved * max(level, 0.0) / total if saved > 0 else saved for saved in self.savings]
 
     def wait_s(self, lane: int, amount: float) -> float:
-        """Seconds until a request of this lane may take the amount, if nothing else is taken or given back; 0 if it may
-        take the amount now."""
+        """Seconds until a request of this lane may take the amount, if nothing else is taken or given back."""
         need, level, saved = amount + ROUNDING, self.level, self.savings[lane]
         whole = need if need < self.burst else self.burst
         level_s = (whole - level) / self.per_s if level < whole else 0.0
@@ -173,8 +179,8 @@ class Bucket:
     def _left_in_s(self, kept: float, below: Sequence[int], *, is_first: bool) -> float:
         """Seconds until a request may take what other lanes leave, that is, until the level covers `kept` (the request,
         and what is kept for more urgent lanes) and the savings that will then be held for the less urgent lanes
-        (`below`). `is_first`: True if the request may also take its amount as soon as the bucket is full, because no
-        lane must go before it (the third case in the module's docstring)."""
+        (`below`). `is_first`: True if no lane must go before it when the bucket is full (the third case in the module's
+        docstring)."""
         if is_first and self.level >= self.burst:
             return 0.0
         need = kept
@@ -198,9 +204,9 @@ class Bucket:
 
 
 def flows_in_s(missing: float, per_s: float, filling: Sequence[tuple[float, float]]) -> float:
-    """Seconds until the amount `missing` has flowed into a bucket for a request. The rate `per_s` at which it flows in
-    rises whenever another lane has saved enough and no longer takes its share. `filling`: for each of these lanes,
-    after how many seconds the rate rises, and by how much per second."""
+    """Seconds until the amount `missing` has flowed into a bucket for a request. The rate `per_s` rises whenever
+    another lane has saved enough and no longer takes its share. `filling`: for each of these lanes, after how many
+    seconds the rate rises, and by how much per second."""
     passed_s = 0.0
     for in_s, more_per_s in sorted(filling):
         reached = missing - per_s * (in_s - passed_s)

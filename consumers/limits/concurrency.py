@@ -1,69 +1,173 @@
-"""Decides how many calls to an account at a provider may run at the same time, and which lanes may make them. Without
-I/O.
+"""Decides how many calls to an account at a provider may run at the same time, and which lanes may make them. Times are
+passed in.
 
-At first there is no limit, or only that of the settings. If the provider often answers with 529 (overloaded), the limit
-is set to half the number of calls that run. As in TCP's congestion avoidance, each answer then raises a limit of N
-calls by 1/N, so that it grows by one call after about N answers. The limit also rises by one after some time without a
-529, because calls can stream for minutes, so that answers may be rare. A single 529 does not lower the limit, because
-it may have nothing to do with this account's calls.
+At first there is no limit, or only that of the settings. A provider that answers 529 (overloaded) may mean our calls,
+or may be overloaded by others, whatever we do. Only an experiment tells: if many calls are refused, fewer may run for a
+few seconds (the trial), namely as many as the provider has worked on at a time. If clearly fewer calls are refused
+then, the limit stays; otherwise it was weather, and the limit ends. A limit that stays is tried by the reverse
+experiment: while requests wait for it, more calls may run, in steps that double, until clearly more calls are refused;
+then the last step is taken back. All processes change their limits at the same seconds of the clock, because if only
+one of them made fewer calls, the others would fill the gap.
+
+A call counts when it begins, because its answer may stream for minutes, while a refusal comes soon. Under one limit
+several refused calls for the same request count once, because the request itself may be the reason.
 
 While the number of calls is limited, each lane gets its share of them: whenever a call begins, the credit of every lane
 with a waiting request grows by the lane's share, up to one call. A lane with a credit of one call is called "due": its
-first waiting request is granted before those of more urgent lanes.
+first waiting request is granted before those of more urgent lanes. Where overloads have lowered the limit, the most
+urgent lane may make one call beside it.
 """
 
 from collections.abc import Sequence
-from math import ceil, inf
+from copy import copy
+from dataclasses import dataclass, field
+from math import ceil, comb, inf
 from typing import Final
 
-from consumers.limits.lines import Waiter
-
-PATIENCE_S = 1.0
-"""Overloads (529) within this many seconds lower the limit of calls only once, because calls that began earlier report
-the same overload."""
+ROUND_S = 1.0
+"""How often the limit of calls may change, at full seconds of the clock, so that all processes change it at the same
+time. If a refusal (529) takes about as long or longer, a round is two, four, eight … times as long."""
+ROUND_MOST_S = 16.0
+AGEING = 0.9
+"""By this factor the counts of calls that began and that were refused (529) get smaller every second, so that those of
+the last ten seconds count."""
+REFUSED_FROM = 8
+SHARE_FROM = 0.1
+"""A trial begins if at least this many, and this part, of the counted calls were refused."""
+CLEAR = 0.01
+"""Two limits differ clearly in the part of the calls that was refused if chance alone would make them differ so much
+less often than this (Fisher's exact test)."""
+UNCLEAR = 0.2
+"""A raise stays if chance makes more calls be refused more often than this."""
+FALLEN = 2 / 3
+"""A trial helps only if at most this part of the part of refused calls remains."""
+STEADY = 1.2
+"""No trial begins while the number of calls at a time grows by more than this factor in a round: it would go too
+far."""
+ENOUGH = 30
+ENOUGH_REFUSED = 3
+"""After so many calls or refusals, a trial that has not helped ends; after half as many more calls also if it is not
+clear whether it has."""
+TRIAL_S = 10.0
+"""A trial ends after this time if it is not clear that it helps."""
+WEATHER_S = 30.0
+WEATHER_MOST_S = 300.0
+"""After a trial that has not helped there is no other one for this time, and twice as long after each further one,
+unless clearly more calls are refused than before it."""
+RAISE_MOST_S = 4.0
+"""After a raise that was taken back, the next one follows in one second; after each further one in twice the time, up
+to this."""
+QUIET_S = 60.0
+"""A lowered limit ends if no call was refused for this time."""
+BESIDE_S = 5.0
+"""If a call that the most urgent lane made beside the limit was refused, it makes no other one for this time."""
+REMEMBERED = 1000
+"""Of how many requests it is remembered that a call was refused, so that further calls for them do not count."""
 SMOOTHING = 0.1
-"""The weight of the latest call in two smoothed values: the share of overloads (529) among the answers, and the
-duration of a call."""
-REGAIN_S = 5.0
-"""A limit of calls that overloads (529) have lowered rises by one after this many seconds without a 529. If the
-provider is still overloaded, it refuses only that one additional call. Without this rule, a limit that was lowered to
-one or two calls would stay that low for as long as these calls stream, and all lanes would have to wait."""
-OFTEN = 0.25
-"""The limit of calls is lowered if at least this part of the latest responses (a smoothed value) are 529s. The third
-529 in a row reaches it."""
+"""The weight of the latest call in the smoothed duration of a call, and of a refusal."""
 WHOLE: Final = 1 - 1e-9
-"""A lane is due for a call if its credit is at least this. (While a lane has a waiting request, its credit grows by the
-lane's share of the calls whenever a call begins.) The value is a little below 1 because of rounding errors."""
+"""A lane is due for a call if its credit is at least this: a little below 1 because of rounding errors."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """What was seen under one limit of calls; older calls count less (`AGEING`)."""
+
+    since_s: float = -inf
+    begun: float = 0.0
+    """How many calls began."""
+    ripe: float = 0.0
+    """How many of them began so long before this round that their refusals had arrived."""
+    _before: float = 0.0
+    """How many of them began before this round."""
+    refused: float = 0.0
+    requests: dict[str, None] = field(default_factory=dict)
+    """The requests of which a call was refused, the latest last: their further calls do not count."""
+
+    @property
+    def is_bad(self) -> bool:
+        return self.refused >= REFUSED_FROM and self.refused >= SHARE_FROM * self.begun
+
+    def age(self, factor: float, young: float) -> None:
+        """A new round begins. `young`: the part of the calls begun in the last one that may still be refused."""
+        self.ripe = factor * (self.begun - young * max(0.0, self.begun - self._before))
+        self.begun, self.refused = factor * self.begun, factor * self.refused
+        self._before = self.begun
+
+    def add(self, other: "Sample") -> None:
+        self.begun, self._before = self.begun + other.begun, self._before + other.begun
+        self.ripe, self.refused = self.ripe + other.begun, self.refused + other.refused
+        self.requests = dict.fromkeys(list(other.requests | self.requests)[-REMEMBERED:])
+
+    def refuse(self, request: str) -> None:
+        if request in self.requests:
+            return
+        self.refused += 1
+        if request:
+            self.requests[request] = None
+            if len(self.requests) > REMEMBERED:
+                del self.requests[next(iter(self.requests))]
+
+
+def by_chance(low: Sample, high: Sample) -> float:
+    """How likely at least as many of the refused calls as in fact would be among those in `high` if the calls in both
+    samples were refused equally often. Calls that may still be refused count against a difference."""
+    (low_calls, low_refused), (calls, refused) = _few(low.ripe, low.refused), _few(high.begun, high.refused)
+    all_refused = low_refused + refused
+    ways = (comb(calls, n) * comb(low_calls, all_refused - n) for n in range(refused, min(calls, all_refused) + 1))
+    return sum(ways) / comb(low_calls + calls, all_refused)
+
+
+def _few(calls: float, refused: float) -> tuple[int, int]:
+    """The numbers of calls and of those that were refused; in proportion if there are more than 100, so that
+    `by_chance` takes little time."""
+    calls = max(calls, refused)
+    part = min(100.0, calls) / (calls or 1)
+    return round(part * calls), round(part * refused)
 
 
 class Concurrency:
-    """How many calls of one account may run at a time, how many run, and which lanes are due for a call. A lane is due
-    if its credit, which grows by the lane's share whenever a call begins, has reached one call. `ceiling`: the limit of
-    the settings; None: no limit. `shares`: each lane's share of the calls."""
+    """How many calls of one account may run at a time, how many run, and which lanes are due for a call. `ceiling`: the
+    limit of the settings; None: no limit."""
 
     def __init__(self, ceiling: int | None, shares: Sequence[float]) -> None:
         self._ceiling: float = inf if ceiling is None else ceiling
-        self._backed_off_s = -inf
-        self._overloads = 0.0
-        self._peak = 1
-        self._regained_s = 0.0
-        """When the provider last answered 529 (overloaded), or `regain` last raised the limit of calls, whichever is
-        later."""
         self._shares = shares
         self._credit = [0.0 for _ in shares]
         self.limit = self._ceiling
         self.running = 0
+        self._urgent = 0
+        self._peak = 1
         self.call_s = 0.0
-        """The smoothed duration of a call in seconds."""
-
-    @property
-    def is_full(self) -> bool:
-        return self.running > 0 and self.running + 1 > self.limit
+        self.is_wanted = False
+        """True if a request has waited for the limit in this round."""
+        self._sample = Sample()
+        self._before: Sample | None = None
+        """What was seen under the limit before, while an experiment runs."""
+        self._weather = Sample()
+        """What was seen until a lower limit did not help."""
+        self._weather_s = WEATHER_S
+        self._back_to = inf
+        """The limit before, to which an experiment goes back if it fails."""
+        self._step = 1.0
+        self._raises_failed = 0
+        self._raise_from_s = self._lower_from_s = self._overloaded_s = -inf
+        self._accepted = 0.0
+        """How many calls the provider worked on at a time, on average, in the last seconds before this round."""
+        self._call_s = self._passed_s = 0.0
+        """In the last seconds: the time of all calls together, without those that were refused; and the time."""
+        self._counted_s = -inf
+        self._round_s = -inf
+        """When the present round began."""
+        self._round_length_s = ROUND_S
+        self._refusal_s = 0.0
+        """The smoothed time that a refusal (529) takes."""
+        self._beside: str | None = None
+        """The request for which the most urgent lane makes a call beside the limit."""
+        self._beside_from_s = -inf
 
     @property
     def is_limited(self) -> bool:
-        """True if the number of calls that may run at a time is limited, by the operator's setting or because of
-        overloads (529)."""
         return self.limit < inf
 
     @property
@@ -72,12 +176,26 @@ class Concurrency:
         it, so that it is a guess."""
         return self.limit == self._ceiling
 
-    def begin(self, lane: int, heads: Sequence[Waiter | None]) -> None:
-        """Count a call of this lane that begins. `heads`: the first waiting request of each lane, if it has one; the
-        request whose call begins is still among them."""
+    @property
+    def _is_trial(self) -> bool:
+        return self._before is not None and self.limit < self._back_to
+
+    def may_begin(self, lane: int, now_s: float) -> bool:
+        if not self.running or self.running + 1 <= self.limit:
+            return True
+        return lane == 0 and not self._urgent and self.running + 1 <= self._ceiling and now_s >= self._beside_from_s
+
+    def begin(self, lane: int, request: str, heads: Sequence[object | None], now_s: float) -> None:
+        """Count a call that begins. `heads`: the first waiting request of each lane; the request whose call begins is
+        still among them."""
+        self._count_time(now_s)
         self.running += 1
-        if self.running > self._peak:
-            self._peak = self.running
+        self._urgent += lane == 0
+        self._peak = max(self._peak, self.running)
+        if lane == 0 and self.running > max(1.0, self.limit):
+            self._beside = request
+        elif request not in self._sample.requests:
+            self._sample.begun += 1
         if not self.is_limited:
             return
         if self.is_due(lane):
@@ -87,8 +205,6 @@ class Concurrency:
                 self._credit[other] = min(1.0, self._credit[other] + self._shares[other])
 
     def is_due(self, lane: int) -> bool:
-        """True if the number of calls is limited, and the lane's credit (which grows by the lane's share of the calls
-        whenever a call begins) has reached one call."""
         return self.is_limited and self._credit[lane] >= WHOLE
 
     def calls_before(self, lane: int, count: int) -> int:
@@ -97,52 +213,138 @@ class Concurrency:
         many requests of the same lane wait before this one."""
         return ceil((count + 1 - self._credit[lane]) / self._shares[lane]) + 1
 
-    def end(self, took_s: float) -> None:
+    def end(self, lane: int, request: str, began_s: float, now_s: float, *, is_made: bool) -> None:
+        """Count a call that ends. `is_made`: False if the provider was not called after all."""
+        self._count_time(now_s)
         self.running = max(0, self.running - 1)
-        self.call_s += (max(0.0, took_s) - self.call_s) * (SMOOTHING if self.call_s else 1.0)
+        self._urgent = max(0, self._urgent - (lane == 0))
+        if lane == 0 and request == self._beside:
+            self._beside = None
+        elif not is_made and began_s >= self._sample.since_s and request not in self._sample.requests:
+            self._sample.begun = max(0.0, self._sample.begun - 1)
+        self.call_s += (max(0.0, now_s - began_s) - self.call_s) * (SMOOTHING if self.call_s else 1.0)
 
-    def overloaded(self, now_s: float) -> None:
-        """Count an answer 529 (overloaded), and lower the limit of calls if such answers are frequent."""
-        self._overloads += (1 - self._overloads) * SMOOTHING
-        self._regained_s = now_s
-        if self._overloads >= OFTEN and not 0 <= now_s - self._backed_off_s < PATIENCE_S:
-            self._backed_off_s = now_s
-            # `running` includes the call that was refused
-            self.limit = max(1.0, min(self.limit, self.running) / 2)
-
-    def answered(self) -> None:
-        """Count an answer. If overloads (529) have lowered the limit N of calls at a time, raise it by 1/N, so that it
-        grows by one call after about N answers."""
-        self._overloads -= self._overloads * SMOOTHING
-        if not self.is_set:
-            self._allow(1 / self.limit)
-
-    def regain(self, now_s: float) -> None:
-        """Raise a limit that an overload (529) has lowered: by one call for every `REGAIN_S` without an overload."""
-        if self.is_set or now_s < self._regained_s + REGAIN_S:
+    def overloaded(self, request: str, took_s: float, now_s: float) -> None:
+        """Count an answer 529 (overloaded) that came `took_s` after the call began."""
+        self._overloaded_s = now_s
+        sample, took_s = self._sample, max(0.0, took_s)
+        self._call_s = max(0.0, self._call_s - min(took_s, self._passed_s))
+        self._refusal_s += (took_s - self._refusal_s) * SMOOTHING
+        while self._round_length_s < min(ROUND_MOST_S, 1.25 * self._refusal_s):
+            self._round_length_s *= 2
+        while self._round_length_s > max(ROUND_S, 2.5 * self._refusal_s):
+            self._round_length_s /= 2
+        if request == self._beside:
+            self._beside_from_s = now_s + BESIDE_S
             return
-        calls = (now_s - self._regained_s) // REGAIN_S
-        self._regained_s += calls * REGAIN_S
-        self._allow(calls)
+        if now_s - took_s < sample.since_s:
+            return
+        sample.refuse(request)
+        if self._before is not None and not self._is_trial and by_chance(self._before, sample) < CLEAR:
+            self._take_back_raise(now_s)
 
-    def regains_in_s(self, now_s: float) -> float:
-        """The seconds until the limit of calls rises by one because no overload (529) came for `REGAIN_S`; infinite if
-        it was not lowered."""
-        return inf if self.is_set else max(0.0, self._regained_s + REGAIN_S - now_s)
+    def tick(self, now_s: float) -> None:
+        """Change the limit of calls, if it is time to. Call it before each use of the limit."""
+        if 0 <= now_s - self._round_s < self._round_length_s:
+            return
+        self._count_time(now_s)
+        passed_s = min(max(0.0, now_s - self._round_s), 1000.0)
+        self._round_s = now_s // self._round_length_s * self._round_length_s
+        self._sample.age(AGEING**passed_s, min(1.0, self._refusal_s / self._round_length_s))
+        before, self._accepted = self._accepted, self._call_s / (self._passed_s or 1.0)
+        self._call_s, self._passed_s = self._call_s / 2, self._passed_s / 2
+        if self._is_trial:
+            self._judge_trial(now_s)
+        elif self._before is not None:
+            self._judge_raise(now_s)
+        is_steady = self._accepted <= STEADY * before + 0.5
+        if self._before is None and self._sample.is_bad and is_steady and self._is_trial_due(now_s):
+            self._lower(now_s)
+        if is_quiet := now_s - self._overloaded_s >= QUIET_S:
+            self._weather_s = WEATHER_S
+        if self._before is None and not self.is_set:
+            if is_quiet or self.limit > self._peak:
+                self.limit = self._ceiling
+            elif self.is_wanted and now_s >= self._raise_from_s:
+                self._change(min(self._ceiling, self.limit + self._step), now_s)
+        self.is_wanted = False
+
+    def changes_in_s(self, now_s: float) -> float:
+        """The seconds until the limit of calls may rise; infinite if it is that of the settings."""
+        return inf if self.is_set else max(0.0, self._round_s + self._round_length_s - now_s)
 
     def shift(self, jump_s: float) -> None:
-        self._backed_off_s += jump_s
-        self._regained_s += jump_s
-
-    def _allow(self, more: float) -> None:
-        self.limit = min(self._ceiling, self.limit + more)
-        if self.limit > 2 * self._peak:
-            self.limit = self._ceiling
+        self._sample.since_s += jump_s
+        self._beside_from_s += jump_s
+        self._raise_from_s += jump_s
+        self._lower_from_s += jump_s
+        self._overloaded_s += jump_s
+        self._counted_s += jump_s
+        self._round_s += jump_s
 
     def wait_s(self, ahead: int) -> float:
         """About how many seconds pass until one more call may begin after `ahead` other calls have begun; 0 if it may
         begin now."""
         if self.limit == inf:
             return 0.0
-        missing = self.running + ahead + 1 - self.limit // 1
+        missing = self.running + ahead + 1 - self.limit
         return max(0.0, missing * self.call_s / self.limit)
+
+    # ---- experiments -------------------------------------------------------------------------------------------------
+
+    def _change(self, limit: float, now_s: float) -> None:
+        self._back_to, self.limit = self.limit, limit
+        self._before, self._sample = self._sample, Sample(since_s=now_s)
+
+    def _is_trial_due(self, now_s: float) -> bool:
+        return now_s >= self._lower_from_s or by_chance(self._weather, self._sample) < CLEAR
+
+    def _lower(self, now_s: float) -> None:
+        least = 2.0 if self.is_set else 1.0  # a single long stream must not stop all others
+        limit = max(1.0, min(max(least, round(self._accepted)), self.limit - 1))
+        if limit < self.limit:
+            self._change(limit, now_s)
+
+    def _judge_trial(self, now_s: float) -> None:
+        before, sample = self._before, self._sample
+        assert before is not None
+        has_fallen = sample.refused * before.begun <= FALLEN * before.refused * sample.begun
+        if has_fallen and by_chance(sample, before) < CLEAR:
+            self._before, self._step, self._raises_failed, self._weather_s = None, 1.0, 0, WEATHER_S
+            self._raise_from_s = now_s + self._round_length_s
+            return
+        is_enough = sample.ripe >= ENOUGH or sample.refused >= ENOUGH_REFUSED
+        if (is_enough and not has_fallen) or sample.begun >= 1.5 * ENOUGH or now_s - sample.since_s >= TRIAL_S:
+            self._end(self._back_to)
+            self._weather, self._lower_from_s = copy(self._sample), now_s + self._weather_s
+            self._weather_s = min(WEATHER_MOST_S, 2 * self._weather_s)
+
+    def _judge_raise(self, now_s: float) -> None:
+        before, sample = self._before, self._sample
+        assert before is not None
+        chance = by_chance(before, sample)
+        if chance < CLEAR:
+            self._take_back_raise(now_s)
+        elif not sample.refused or chance > UNCLEAR:
+            self._end(self.limit)
+            self._step, self._raises_failed = 2 * self._step, 0
+
+    def _take_back_raise(self, now_s: float) -> None:
+        assert self._before is not None
+        self.limit, self._sample, self._before = self._back_to, self._before, None
+        self._sample.since_s = now_s
+        self._step = 1.0
+        self._raise_from_s = now_s + max(self._round_length_s, min(RAISE_MOST_S, 2.0**self._raises_failed))
+        self._raises_failed = min(self._raises_failed + 1, 16)
+
+    def _end(self, limit: float) -> None:
+        """End an experiment in which both limits had equally many refusals."""
+        assert self._before is not None
+        self._sample.add(self._before)
+        self.limit, self._before = limit, None
+
+    def _count_time(self, now_s: float) -> None:
+        passed_s, self._counted_s = now_s - self._counted_s, now_s
+        if 0 < passed_s < inf:
+            self._call_s += self.running * passed_s
+            self._passed_s += passed_s

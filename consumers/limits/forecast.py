@@ -1,5 +1,4 @@
-"""Forecasts how long a request will wait for a provider's budget, by the rule that grants it (`bucket.py`). Without
-I/O.
+"""Forecasts how long a request will wait for a provider's budget, by the rule that grants it (`bucket.py`).
 
 A forecast has two values. The shortest wait assumes that no further requests arrive in more urgent lanes; a request is
 refused only because of this value, and only if the limits are known. The expected wait assumes that more urgent lanes
@@ -10,10 +9,9 @@ reserved and did not use.
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from consumers.limits.account import Account
-from consumers.limits.base import CONCURRENCY, NOTHING, PAUSED, REASONS, Amounts, Wait
+from consumers.limits.account import Account, Waiter
+from consumers.limits.base import CONCURRENCY, NOTHING, REASONS, Amounts, Wait
 from consumers.limits.bucket import Bucket, flows_in_s
-from consumers.limits.lines import Waiter
 
 
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
@@ -25,9 +23,9 @@ def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
 
 
 def of(account: Account, waiter: Waiter, now_s: float) -> Wait:
-    """Estimate how long a request that has just joined its lane will wait for the account's budget. The requests of its
-    lane that wait in other processes are counted as ahead of a new request, but not as ahead of a deferred request that
-    comes back, because that one keeps its earlier place in the line."""
+    """How long a request that has just joined its lane will wait. The requests of its lane that wait in other processes
+    are counted as ahead of a new request, but not of a deferred one that comes back, because that keeps its earlier
+    place."""
     account.refill(now_s)
     lane, amounts = waiter.lane, waiter.amounts
     ahead, count = account.lines.before(waiter)
@@ -44,14 +42,13 @@ def first(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
 
 def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
     """The waiting requests that will certainly be granted too late for their deadline, each with the forecast of its
-    wait; all waiting requests if the account's spend limit is reached. This takes much CPU, because it computes a
-    forecast for every waiting request."""
+    wait. This takes much CPU."""
     account.refill(now_s)
     for lane in range(len(account.lanes)):
         count, ahead, lines = 0, [0.0, 0.0, 0.0], _lines(account, lane, now_s)
         for waiter in account.lines.firsts(lane, account.lines.count(lane)):
             found = _wait(account, lane, waiter.amounts, now_s, ahead=ahead, count=count, lines=lines)
-            if found.reason == PAUSED or (waiter.until_s is not None and now_s + found.least_s > waiter.until_s):
+            if waiter.until_s is not None and now_s + found.least_s > waiter.until_s:
                 yield waiter, found
             else:
                 count += 1
@@ -69,11 +66,8 @@ def _wait(
     count: int,
     lines: "Sequence[_Line] | None" = None,
 ) -> Wait:
-    """How long one request of a lane will wait for the account's budget. `ahead`: the amounts that the requests before
-    it in its lane need; `count`: how many of these are in this process; `lines`: the result of `_lines` for the lane,
-    if the caller has it already."""
-    if (paused_s := account.paused_s(now_s)) > 0:
-        return Wait(paused_s, PAUSED, paused_s)
+    """`ahead`: the amounts that the requests before it in its lane need; `count`: how many of these are in this
+    process; `lines`: the result of `_lines` for the lane, if the caller has it already."""
     longest_s, least_s, reason, is_known = 0.0, 0.0, REASONS[0], True
     for index, line in enumerate(_lines(account, lane, now_s) if lines is None else lines):
         if amounts[index] + ahead[index] <= 0:
@@ -84,7 +78,7 @@ def _wait(
             least_s = max(least_s, line.wait_s(ahead[index], amounts[index], earliest=True))
     stopped_s = account.stopped_s(now_s)
     longest_s, least_s = max(longest_s, stopped_s), max(least_s, stopped_s)
-    if account.concurrency.is_limited:
+    if account.concurrency.is_limited and (count or not account.concurrency.may_begin(lane, now_s)):
         above_it = sum(account.lines.count(other) for other in range(lane))
         count = min(above_it + count, account.concurrency.calls_before(lane, count))
         if (in_s := account.concurrency.wait_s(count)) > longest_s:
@@ -94,7 +88,6 @@ def _wait(
 
 
 def _lines(account: Account, lane: int, now_s: float) -> "list[_Line]":
-    """For each of the three buckets: a `_Line`, which computes how long requests of this lane wait for the bucket."""
     above = [_ahead_of(account, other) for other in range(lane)]
     return [
         _Line(account, index, bucket, lane, above, account.demand.per_s(range(lane), index, now_s))
@@ -131,7 +124,6 @@ class _Line:
         self._bucket = bucket
         self._lane = lane
         self._taken_per_s = taken_per_s
-        """How much per second the more urgent lanes are expected to go on taking from the bucket."""
         self._above = sum(takes[index] for takes in above)
         """The amount that the waiting requests of more urgent lanes will take from the bucket."""
         self._held = sum(bucket.reserves[:lane])

@@ -1,63 +1,345 @@
-"""Converts what was learned about an account's limits to JSON text with a version number, and reads such text, checking
-every value. Without I/O.
+"""What is learned about an account from the provider's answers: its limits (`Adaptive`), how much of them may be used
+at once (`Bursts`), and the text in which processes exchange both. Values for the three limits are in the order of
+`Amounts`; times are passed in.
 
-Processes of two versions of Lanekeeper share one Redis while a deployment is updated. Text that this version does not
-understand raises `UnreadableError`; the process that reads it then keeps what it has learned itself.
+**Limits.** A limit that the provider does not announce begins low, and rises by a step every few seconds while requests
+wait for it and the provider refuses none of them. If a provider's answers have no headers about limits (a self-hosted
+model behind a compatible API, for example), it is assumed to have no limits until it refuses a call, that is, answers
+429. A refusal that does not say how much of the limits is left halves them. A refusal that says how much is left lowers
+them only if smaller token buckets did not help, because then somebody else uses the account as well, or the provider
+counts differently. Lowered limits rise again step by step.
+
+**Sizes of buckets**, in seconds' worth of the limit: 60 means the amount of a minute. The size of a bucket is what the
+provider's own bucket is proven to hold, but at most the setting `BudgetSpec.burst_s`. The proof: after a call, the
+provider's header `remaining` plus what the call took is what the provider's bucket held before the call. As long as
+nothing is proven, a small size is assumed.
+
+A refusal that says how much is left shows that too much was used at once, although the bucket was proven to hold it:
+somebody else uses the account, or the provider enforces its limits per second. Then the size is halved, and rises again
+slowly. It never falls below a second's worth. One large request may need all of so small a bucket, so the provider's
+estimate of the request's input tokens matters: the provider subtracts its estimate when a call begins, and corrects it
+when the call ends. If refusals suggest that this estimate is higher than ours, more input tokens are reserved for each
+call (`margin`).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import lru_cache
 from math import inf
 from typing import Any, Final, NamedTuple
 
-VERSION: Final = 1
-"""The version of the JSON text in which processes exchange learned limits. Increase it when a field is added, is
-removed, or gets another meaning."""
-MOST: Final = 1e12
-"""The largest number that is accepted when the JSON text of learned limits is read, which another process may have
-written."""
+from consumers.limits.base import INPUT, ROUNDED_UP_BY, AccountCaps, Amounts, RateHeaders
+from consumers.limits.bucket import Size
+
+PATIENCE_S = 5.0
+"""Refusals (429) within this time lower limits or sizes only once, because calls that began before may still be refused
+for the same reason."""
 
 
-class UnreadableError(ValueError):
-    """The JSON text of learned limits cannot be used, because another version of Lanekeeper has written it, or because
-    it is damaged."""
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+STEP = 0.1
+"""The step by which an assumed limit is raised: a guessed limit by this part of the first guess, and a limit that
+refusals have lowered by this part of its full value (its value without refusals)."""
+STEP_EVERY_S = 10.0
+"""The shortest time between two raises."""
+LEAST_FACTOR = 1 / 64
+"""Refusals never lower an assumed limit below this part of its full value."""
+LESS = 0.8
+"""The factor for a limit of which almost nothing is left at a refusal, and smaller token buckets have not helped."""
+NEAR = 0.7
+"""From this part of its full value on, a lowered limit is raised in smaller steps, because there the provider is likely
+to refuse calls again."""
+NEAR_STEP = STEP / 4
+FORGOTTEN_AFTER_S = 180.0
+"""A limit that the provider announced and that is below the first guess (`BudgetSpec.start`) is discarded if it is not
+announced again within this time; what refusals have lowered, if no limit was lowered or raised for this time."""
+NEWS_S = 60.0
+"""If a provider announces the same limit again, this is recorded, and sent to other processes, at most once in this
+time."""
+NONE_SPENT = (False, False, False)
+NO_LIMIT = 1e9
+"""This number stands for "no limit". It is finite, so that buckets can compute with it."""
 
 
 class LearnedLimits(NamedTuple):
-    """What was learned about an account's limits per minute: requests, input tokens, output tokens, in this order. The
-    names of the fields are part of the JSON that processes exchange."""
+    """What was learned about an account's limits per minute. The names of the fields are part of the JSON that
+    processes exchange."""
 
     told: tuple[float | None, ...] = (None, None, None)
-    """The limits per minute that the provider announced; None for a limit that it did not announce."""
+    """The limits per minute that the provider announced."""
     told_s: tuple[float, ...] = (-inf, -inf, -inf)
-    """For each limit: when the provider last announced it."""
+    """When the provider last announced it."""
     grown: tuple[float, ...] = (0.0, 0.0, 0.0)
-    """For each guessed limit: by how much it was raised above the first guess."""
+    """By how much a guessed limit was raised above the first guess."""
     is_silent: bool = False
     """True if the provider's answers announce no limits, so that none are assumed."""
     factors: tuple[float, ...] = (1.0, 1.0, 1.0)
-    """For each limit: the factor (1 or less) by which it is multiplied, because the provider has refused calls."""
+    """The factor (1 or less) by which a limit is multiplied, because the provider has refused calls."""
     halved_s: float = -inf
     """When a refusal (429) last lowered the limits."""
     moved_s: float = -inf
     """When the limits were last lowered, or raised by a step."""
 
 
+class Adaptive:
+    """The limits of one account as this process assumes them."""
+
+    def __init__(self, start: Amounts, caps: AccountCaps, *, now_s: float) -> None:
+        self._start = start
+        self._caps = caps.per_minute()
+        self.learned = LearnedLimits(moved_s=now_s)
+
+    def per_minute(self) -> Amounts:
+        return Amounts(*(self._of(index) * self.learned.factors[index] for index in range(3)))
+
+    def guessed(self) -> tuple[bool, ...]:
+        """For each limit: False if the provider announced it, if the operator set it, or if the account is assumed to
+        have no limits."""
+        return tuple(
+            announced is None and cap is None and not self.learned.is_silent
+            for announced, cap in zip(self.learned.told, self._caps, strict=True)
+        )
+
+    def learn(self, rate: RateHeaders, now_s: float) -> bool:
+        """Take over the limits that a response's headers announce. Returns True if one has changed."""
+        before, told_s = self.learned.told, list(self.learned.told_s)
+        told = [known if header.limit is None else header.limit for header, known in zip(rate, before, strict=True)]
+        for index, header in enumerate(rate):
+            is_news = told[index] != before[index] or not 0 <= now_s - told_s[index] < NEWS_S
+            if header.limit is not None and is_news:
+                told_s[index] = now_s
+        self.learned = self.learned._replace(told=tuple(told), told_s=tuple(told_s))
+        return self.learned.told != before
+
+    def is_stale(self, now_s: float) -> bool:
+        """True if an assumed limit is low and no response has confirmed it for minutes. It must be discarded, because
+        if it blocked all calls, no response could correct it."""
+        known = self.learned
+        for limit, start, at_s in zip(known.told, self._start, known.told_s):  # noqa: B905  asked before every call
+            if limit is not None and limit < start and not 0 <= now_s - at_s < FORGOTTEN_AFTER_S:
+                return True
+        return now_s - known.moved_s >= FORGOTTEN_AFTER_S and min(known.factors) < 1
+
+    def forget(self, now_s: float) -> None:
+        """Discard what is stale, and begin again with the first guesses."""
+        told, grown = list(self.learned.told), list(self.learned.grown)
+        for index, limit in enumerate(told):
+            is_old = not 0 <= now_s - self.learned.told_s[index] < FORGOTTEN_AFTER_S
+            if limit is not None and limit < self._start[index] and is_old:
+                told[index], grown[index] = None, 0.0
+        self.learned = self.learned._replace(told=tuple(told), grown=tuple(grown))
+        if now_s - self.learned.moved_s >= FORGOTTEN_AFTER_S:
+            self.learned = self.learned._replace(factors=(1.0, 1.0, 1.0), moved_s=now_s)
+
+    def learn_no_rate(self) -> bool:
+        """Learn from an answer whose headers announce no limits. The account is then assumed to have none, unless the
+        provider has announced limits or refused a call before. Returns True if that changes the limits."""
+        known = self.learned
+        if known.is_silent or any(limit is not None for limit in known.told) or known.halved_s > -inf:
+            return False
+        self.learned = known._replace(is_silent=True)
+        return True
+
+    def refused(self, now_s: float, is_spent: Sequence[bool] = NONE_SPENT) -> None:
+        """Lower the assumed limits after a refusal: those of which almost nothing is left (`is_spent`) by `LESS`; if
+        there is no such limit, all are halved. If the account was assumed to have no limits, the first guesses are
+        assumed instead."""
+        known = self.learned._replace(moved_s=now_s)
+        if known.is_silent:
+            known = known._replace(is_silent=False, halved_s=now_s)
+        elif not 0 <= now_s - known.halved_s < PATIENCE_S:
+            less = [LESS if spent else 1.0 for spent in is_spent] if any(is_spent) else [0.5, 0.5, 0.5]
+            factors = [max(LEAST_FACTOR, factor * by) for factor, by in zip(known.factors, less, strict=True)]
+            known = known._replace(factors=tuple(factors), halved_s=now_s)
+        self.learned = known
+
+    def answered(self, now_s: float, *, pressed: bool) -> bool:
+        """After an answer: raise the limits that refusals have lowered. If no limit is lowered, raise the guessed
+        limits, provided that a request has waited for budget (`pressed`). Returns True if a limit rose."""
+        if 0 <= now_s - self.learned.moved_s < STEP_EVERY_S:  # less than 0: the clock was set back
+            return False
+        self.learned = known = self.learned._replace(moved_s=now_s)
+        if min(known.factors) < 1:
+            raised = [min(1.0, factor + (STEP if factor < NEAR else NEAR_STEP)) for factor in known.factors]
+            self.learned = known._replace(factors=tuple(raised))
+            return True
+        guessed = [told is None and cap is None for told, cap in zip(known.told, self._caps, strict=True)]
+        if not pressed or not any(guessed):
+            return False
+        steps = [STEP * start if is_guess else 0.0 for start, is_guess in zip(self._start, guessed, strict=True)]
+        grown = tuple(grown + step for grown, step in zip(known.grown, steps, strict=True))
+        self.learned = known._replace(grown=grown)
+        return True
+
+    def _of(self, index: int) -> float:
+        cap, announced = self._caps[index], self.learned.told[index]
+        if announced is not None:
+            return announced if cap is None else min(announced, cap)
+        if cap is not None:
+            return cap
+        return NO_LIMIT if self.learned.is_silent else self._start[index] + self.learned.grown[index]
+
+
+# ---- sizes of buckets ------------------------------------------------------------------------------------------------
+
+UNKNOWN_S = 5.0
+"""The size of a bucket while its limit is guessed and no size is proven: enough for about four calls at once. If it
+were smaller, few requests could fail over to a provider that was never called before."""
+UNPROVEN_S = 10.0
+"""The size of a bucket if its limit was announced or set, but the provider does not say how much is left."""
+NEWS = 1.01
+"""The factor by which the proven size must grow before it is recorded and sent to other processes. A size that reaches
+the maximum is always recorded."""
+RECOVERY = 1.1
+"""A reduced size grows by this factor every `RECOVERY_EVERY_S`."""
+RECOVERY_EVERY_S = 10.0
+LEAST_S = 1.0
+"""A refusal never reduces a bucket below this many seconds' worth of its limit."""
+SMALL_S = 5.0
+"""In a bucket that holds fewer seconds' worth, one request may need all that it holds."""
+MARGIN_STEP = 0.2
+MARGIN_MOST = 0.5
+"""The step and the highest value of `Bursts.margin`."""
+MARGIN_DECAY = 0.99
+"""At each step of the recovery, `Bursts.margin` is multiplied by this."""
+OFTEN = 0.5
+"""If at least this part of the latest responses are refusals although the buckets have their smallest sizes, reducing
+the buckets has not helped, so the limits are lowered."""
+SPENT = 0.01
+"""A bucket counts as spent, and so explains a refusal, if less than this part of its limit per minute is left."""
+SPENT_REQUESTS = 2.0
+"""The bucket of input tokens also counts as spent if less is left than this many average requests need."""
+WEIGHT = 0.1
+"""The weight of the latest response in smoothed values."""
+LOST_PART = 0.05
+"""`Size.lost_part` of a bucket whose size is proven and below `BudgetSpec.burst_s`; for other buckets it is 0."""
+
+
 class LearnedBursts(NamedTuple):
-    """What was learned about the sizes of an account's three token buckets (`burst.py`). The names of the fields are
-    part of the JSON that processes exchange."""
+    """What was learned about the sizes of an account's three token buckets. The names of the fields are part of the
+    JSON that processes exchange."""
 
     proven_s: tuple[float | None, ...] = (None, None, None)
-    """What the provider's bucket for each limit is proven to hold, in seconds' worth of the limit; None: nothing is
-    proven."""
+    """What the provider's bucket is proven to hold, in seconds' worth of the limit."""
     cut: tuple[float, ...] = (1.0, 1.0, 1.0)
-    """For each bucket: the factor (1 or less) by which its size is multiplied, because the provider has refused
-    calls."""
+    """The factor (1 or less) by which the size is multiplied, because the provider has refused calls."""
     cut_s: float = -inf
     """When a refusal (429) last reduced the bucket sizes."""
     moved_s: float = -inf
     """When the bucket sizes were last reduced, or raised by a step."""
+
+
+class Bursts:
+    """Learns how large the three token buckets of a provider's account are."""
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self.learned = LearnedBursts()
+        self._usual_input = 0.0
+        """The smoothed number of input tokens of a request."""
+        self._refusals = 0.0
+        self.margin = 0.0
+        """By what part more input tokens are reserved for each call than we estimate (0.2: by a fifth). It is not sent
+        to other processes."""
+
+    def sizes(self, *, guessed: Sequence[bool]) -> tuple[Size, ...]:
+        """The sizes of the three buckets. `guessed`: as from `Adaptive.guessed`."""
+        return tuple(
+            Size(cut * min(self._most_s, UNKNOWN_S if is_guess else UNPROVEN_S), 0.0)
+            if proven_s is None
+            else Size(cut * proven_s, LOST_PART if cut * proven_s < self._most_s else 0.0)
+            for proven_s, cut, is_guess in zip(self.learned.proven_s, self.learned.cut, guessed, strict=True)
+        )
+
+    def forget(self, guessed: Sequence[bool]) -> None:
+        """Discard the proven sizes of buckets whose limits are guessed again."""
+        known = zip(self.learned.proven_s, guessed, strict=True)
+        self.learned = self.learned._replace(
+            proven_s=tuple(None if is_guess else proven_s for proven_s, is_guess in known)
+        )
+
+    def learn(self, rate: RateHeaders, counted: Amounts) -> bool:
+        """Learn from a response how much the provider's buckets hold. Returns True if a bucket is now proven to hold
+        more than before. `counted`: as in `Feedback`."""
+        if counted.input_tokens > 0:
+            self._usual_input += (WEIGHT if self._usual_input else 1.0) * (counted.input_tokens - self._usual_input)
+        found = list(self.learned.proven_s)
+        for index, header in enumerate(rate):
+            if header.remaining is None or header.limit is None:
+                continue
+            left = header.remaining - ROUNDED_UP_BY[index]
+            # if `left` is below 0, the call may have left a debt, and proves nothing
+            held = left + counted[index] if left >= 0 else 0.0
+            held_s, proven_s = min(self._most_s, 60 * held / header.limit), found[index]
+            if proven_s is None or held_s > NEWS * proven_s or held_s == self._most_s > proven_s:
+                found[index] = held_s
+        before, self.learned = self.learned, self.learned._replace(proven_s=tuple(found))
+        return self.learned != before
+
+    def spent(self, rate: RateHeaders) -> tuple[bool, ...]:
+        """For each of the provider's buckets: True if so little is left that this explains a refusal."""
+        usual = (0.0, SPENT_REQUESTS * self._usual_input, 0.0)
+        return tuple(
+            header.remaining is not None
+            and header.remaining - ROUNDED_UP_BY[index] < max(1.0, SPENT * (header.limit or 0.0), usual[index])
+            for index, header in enumerate(rate)
+        )
+
+    def refused(self, is_spent: Sequence[bool], now_s: float) -> bool:
+        """After a refusal, reduce the sizes of the buckets that are spent, or of all buckets if none is spent. If the
+        bucket of input tokens is among them and is small already, `margin` is raised instead, up to `MARGIN_MOST`.
+        Returns False if many calls are refused although these buckets have their smallest sizes."""
+        self._refusals += WEIGHT * (1 - self._refusals)
+        if 0 <= now_s - self.learned.cut_s < PATIENCE_S:
+            return True
+        self.learned = known = self.learned._replace(cut_s=now_s, moved_s=now_s)
+        reduced = [index for index in range(3) if is_spent[index]] or range(3)
+        if INPUT in reduced and (known.proven_s[INPUT] or self._most_s) < SMALL_S and self.margin < MARGIN_MOST:
+            self.widen(now_s)
+            return True
+        if all(known.cut[index] <= self._least(index) for index in reduced):
+            return self._refusals < OFTEN
+        cut = list(known.cut)
+        for index in reduced:
+            cut[index] = max(self._least(index), cut[index] / 2)
+        self.learned = known._replace(cut=tuple(cut))
+        return True
+
+    def widen(self, now_s: float) -> None:
+        """Raise `margin`, because the provider's first estimate of a request's input was higher than ours."""
+        self.learned = self.learned._replace(moved_s=now_s)
+        self.margin = min(MARGIN_MOST, self.margin + MARGIN_STEP)
+
+    def answered(self, now_s: float) -> bool:
+        """After an answer: undo one step of what refusals have changed, but at most every `RECOVERY_EVERY_S`. Returns
+        True if this was done."""
+        self._refusals -= WEIGHT * self._refusals
+        known = self.learned
+        if 0 <= now_s - known.moved_s < RECOVERY_EVERY_S or (min(known.cut) == 1 and not self.margin):
+            return False
+        self.margin *= MARGIN_DECAY
+        self.learned = known._replace(cut=tuple(min(1.0, RECOVERY * factor) for factor in known.cut), moved_s=now_s)
+        return True
+
+    def _least(self, index: int) -> float:
+        """The factor with which the bucket holds `LEAST_S` of its limit."""
+        return min(1.0, LEAST_S / (self.learned.proven_s[index] or UNPROVEN_S))
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------------
+
+VERSION: Final = 2
+"""The version of the JSON text in which processes exchange learned limits. Increase it when a field is added, is
+removed, or gets another meaning: processes of two versions of Lanekeeper share one Redis while a deployment is
+updated."""
+MOST_NUMBER: Final = 1e12
+"""The largest number that is accepted in a text, which another process may have written."""
+
+
+class UnreadableError(ValueError):
+    """The text cannot be used, because another version of Lanekeeper has written it, or because it is damaged. The
+    process that reads it then keeps what it has learned itself."""
 
 
 class Learned(NamedTuple):
@@ -65,7 +347,6 @@ class Learned(NamedTuple):
 
     limits: LearnedLimits
     bursts: LearnedBursts
-    paused_until_s: float
     held_until_s: float
 
     def shifted(self, jump_s: float) -> "Learned":
@@ -78,14 +359,13 @@ class Learned(NamedTuple):
                 moved_s=limits.moved_s + jump_s,
             ),
             bursts._replace(cut_s=bursts.cut_s + jump_s, moved_s=bursts.moved_s + jump_s),
-            self.paused_until_s + jump_s,
             self.held_until_s + jump_s,
         )
 
 
 @lru_cache(maxsize=64)  # the same text is sent to Redis many times a second
 def to_json(learned: Learned) -> str:
-    """Convert what was learned about an account's limits to JSON text, which `read` reads."""
+    """Write what was learned as text, for `from_json`."""
     return json.dumps(
         {
             "version": VERSION,
@@ -96,18 +376,32 @@ def to_json(learned: Learned) -> str:
     )
 
 
-def read(text: str | bytes) -> Learned:
-    """Read the JSON text that `to_json` has made of what was learned about an account's limits. Raises UnreadableError,
-    and no other error, for any other text."""
+def from_json(text: str | bytes) -> Learned:
+    """Read the text that `to_json` has made. Raises UnreadableError, and no other error, for any other text."""
     try:
         found = json.loads(text)
         if (version := found["version"]) != VERSION:
             raise UnreadableError(f"version {version!r}, this process reads {VERSION}")
+        limits, bursts = found["limits"], found["bursts"]
+        if not isinstance(limits["is_silent"], bool):
+            raise UnreadableError("is_silent is neither true nor false")
         return Learned(
-            _limits(found["limits"]),
-            _bursts(found["bursts"]),
-            _moment(found["paused_until_s"]),
-            _moment(found["held_until_s"]),
+            LearnedLimits(
+                told=_three_or_none(limits["told"], least=1.0),
+                told_s=_three(limits["told_s"], least=-inf),
+                grown=_three(limits["grown"], least=0.0),
+                is_silent=limits["is_silent"],
+                factors=_three(limits["factors"], least=1e-3, most=1.0),
+                halved_s=_number(limits["halved_s"]),
+                moved_s=_number(limits["moved_s"]),
+            ),
+            LearnedBursts(
+                proven_s=_three_or_none(bursts["proven_s"], least=0.0),
+                cut=_three(bursts["cut"], least=1e-3, most=1.0),
+                cut_s=_number(bursts["cut_s"]),
+                moved_s=_number(bursts["moved_s"]),
+            ),
+            _number(found["held_until_s"]),
         )
     except UnreadableError:
         raise
@@ -115,45 +409,18 @@ def read(text: str | bytes) -> Learned:
         raise UnreadableError(f"{type(error).__name__}: {error}") from error
 
 
-def _limits(found: Mapping[str, Any]) -> LearnedLimits:
-    if not isinstance(found["is_silent"], bool):
-        raise UnreadableError("is_silent is neither true nor false")
-    return LearnedLimits(
-        told=_three_or_none(found["told"], least=1.0),
-        told_s=_three(found["told_s"], least=-inf),
-        grown=_three(found["grown"], least=0.0),
-        is_silent=found["is_silent"],
-        factors=_three(found["factors"], least=1e-3, most=1.0),
-        halved_s=_moment(found["halved_s"]),
-        moved_s=_moment(found["moved_s"]),
-    )
-
-
-def _bursts(found: Mapping[str, Any]) -> LearnedBursts:
-    return LearnedBursts(
-        proven_s=_three_or_none(found["proven_s"], least=0.0),
-        cut=_three(found["cut"], least=1e-3, most=1.0),
-        cut_s=_moment(found["cut_s"]),
-        moved_s=_moment(found["moved_s"]),
-    )
-
-
 def _three_or_none(values: Any, *, least: float) -> tuple[float | None, ...]:
     first, second, third = values
-    return tuple(None if value is None else _number(value, least=least, most=MOST) for value in (first, second, third))
+    return tuple(None if value is None else _number(value, least=least) for value in (first, second, third))
 
 
-def _three(values: Any, *, least: float, most: float = MOST) -> tuple[float, ...]:
+def _three(values: Any, *, least: float, most: float = MOST_NUMBER) -> tuple[float, ...]:
     first, second, third = values
     return tuple(_number(value, least=least, most=most) for value in (first, second, third))
 
 
-def _moment(value: Any) -> float:
-    """Check a time in seconds since 1970, and return it; it is minus infinity for an event that has never happened."""
-    return _number(value, least=-inf, most=MOST)
-
-
-def _number(value: Any, *, least: float, most: float) -> float:
+def _number(value: Any, *, least: float = -inf, most: float = MOST_NUMBER) -> float:
+    """Minus infinity is the time of an event that has never happened."""
     if type(value) not in (int, float) or not least <= value <= most:
         raise UnreadableError(f"{str(value)[:40]} where a number from {least:g} to {most:g} is expected")
     return float(value)

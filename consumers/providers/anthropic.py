@@ -5,73 +5,87 @@ The SDK's client makes the HTTP call (authentication, API version, connection po
 exception after a failure. Lanekeeper does not use the SDK's retries (`consumers/retry.py` decides on them), nor its
 trace spans (`lanekeeper/telemetry/tracing.py` makes them), nor its Pydantic models of requests and answers, because
 these take several times as much CPU as the call.
+
+If the API key does not change, the client makes only the first call: for each call it builds the URL, the headers and a
+Pydantic model of the options again, which doubles the CPU of a call. Later calls repeat the URL and the headers of the
+first through the same HTTP client, and raise the same exceptions.
 """
 
 import asyncio
 import json
+import select
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final, Protocol, Self
+from functools import cache, partial
+from ipaddress import ip_address
+from ssl import SSLContext
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
+import aiohttp
+import anthropic
 import httpx2
 import jiter
-from anthropic import AsyncAnthropic
+from aiohttp.connector import Connection
+from anthropic import AsyncAnthropic, DefaultAioHttpClient
+from typing_extensions import override
 
-from consumers.failures import TIMEOUT, AnswerTooLargeError, ProviderError, RejectedError, TransientError
-from consumers.limits import headers as rate_headers
-from consumers.parsing import Parsing
-from consumers.providers.answers import parse_message, pieces, read_answer
-from consumers.providers.base import Answer, OnEvent
-from consumers.providers.client_options import client_options
-from consumers.providers.event_stream import FrameSplitter
-from consumers.providers.events import EventSplitter
-from consumers.providers.repeating import PATH, Repeating
-from consumers.providers.streamed import StreamedMessage, parse_event, to_json
-from consumers.providers.translation import NETWORK_ERRORS, border, from_event, one_line, plain
+from consumers.decoding import Parsing
+from consumers.failures import TIMEOUT, AccountError, AnswerTooLargeError, ProviderError, RejectedError, TransientError
+from consumers.limits.base import Underway, read_rate
+from consumers.providers.errors import NETWORK_ERRORS, border, from_event, html_instead, is_html, plain
+from consumers.providers.registry import CONTENT, Answer, OnEvent
+from consumers.providers.streams import (
+    EventSplitter,
+    FrameSplitter,
+    StreamedMessage,
+    parse_event,
+    parse_message,
+    pieces,
+    read_answer,
+    to_json,
+)
 from topology.codec import bounds
-from topology.codec.request import Request
+from topology.codec.decoding import Request, unpublished
 from topology.lanes import urgency
 
 MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
 """A request with more `max_tokens` than this is always streamed, because Anthropic's client assumes a rate of output at
 which the answer could take longer than ten minutes."""
 _LEAST_EVENTS: Final = 4
-"""The maximum size of one event of a stream is the size of the largest accepted answer, divided by this number."""
+"""An event may have this part of the size of the largest accepted answer."""
 _OVERHEAD: Final = 4
-"""A stream may be this many times as large as the largest accepted answer, because each token may come in an event of
-its own, of some 130 bytes."""
+"""A stream may be this many times as large as the largest accepted answer: each token may come in an event of some 130
+bytes."""
 _SLICE_BYTES: Final = 16 * 1024
-"""How many bytes of a stream are parsed before other tasks get the event loop. Parsing that many bytes takes up to 10
-ms, which is the case if they hold two thousand events of the smallest size."""
+"""A stream is parsed in pieces of this size, between which other tasks get the event loop. Parsing one takes up to 10
+ms, if it holds two thousand events of the smallest size."""
+PROBE_WITHIN_S: Final = 10.0
+PATH: Final = "/v1/messages"
+MODELS_PATH: Final = "/v1/models"
+_LENGTH: Final = "Content-Length"
+NO_SUCH_PATH: Final = frozenset({400, 403, 404, 405, 501})
+"""A list of models that is refused with one of these statuses says nothing about the account."""
+_HINT: Final = f" ({bounds.ANSWER_SETTINGS})"
 DRAIN_S: Final = 0.1
-"""After the last event of a stream, the end of the HTTP body is awaited for at most this many seconds."""
-
-
-class Client(Protocol):
-    """Any of the asynchronous clients of Anthropic's SDK."""
-
-    @property
-    def post(self) -> Callable[..., Any]: ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How a cloud's API for Claude differs from Anthropic's own. URL and signature are not described here, because
-    Anthropic's client for that cloud makes them (`cloud.py`)."""
+    """How a cloud's API for Claude differs from Anthropic's own, besides URL and signature, which its client makes."""
 
     needs_dict: bool = False
-    """True if Anthropic's client for this cloud changes fields of the body, so that the client needs the body as a dict
-    instead of bytes."""
+    """Its client changes fields of the body, so it needs a dict instead of bytes."""
+    lists_models: bool = True
+    """Whether `GET /v1/models` may exist there, which costs nothing and shows that the key is accepted."""
     splitter: Callable[[int], EventSplitter | FrameSplitter] = EventSplitter
-    """A function that creates an object which splits the bytes of a stream into events. Its argument is the largest
-    accepted size of one event, in bytes."""
+    """Given the largest accepted size of one event, makes what splits a stream's bytes into events."""
     signing_errors: tuple[type[Exception], ...] = ()
-    """The exceptions that the cloud's client raises if it finds no credentials."""
+    """What its client raises if it finds no credentials."""
 
 
 ANTHROPIC: Final = Dialect()
@@ -80,14 +94,15 @@ ANTHROPIC: Final = Dialect()
 class AnthropicProvider:
     """Calls Claude at Anthropic, and at every cloud for which Anthropic's SDK has a client.
 
-    `secret`: the API key, which is removed from error texts. `traceparent`: a function that returns the value of the
-    HTTP header `traceparent` for the current span. `max_values`: how many JSON keys and values an answer may have at
-    most.
+    `client`: one of the SDK's asynchronous clients. `secret`: the API key, which is removed from error texts.
+    `traceparent`: returns the value of the HTTP header `traceparent` for the current span. `max_values`: how many JSON
+    keys and values an answer may have at most. `http`: the HTTP client that `client` uses, given only if the API key
+    does not change.
     """
 
     def __init__(
         self,
-        client: Client,
+        client: Any,
         *,
         name: str,
         secret: str,
@@ -98,11 +113,10 @@ class AnthropicProvider:
         parsing: Parsing | None = None,
         http: httpx2.AsyncClient | None = None,
     ) -> None:
-        """`http`: the HTTP client that `client` uses. It is given only if the API key does not change, because later
-        calls then repeat the headers of the first call (`repeating.py`)."""
         self.name = name
         self._client = client
-        self._repeating = None if http is None else Repeating(client.post, http)
+        self._http = http
+        self._first: tuple[httpx2.URL, httpx2.Headers, dict[str, Any]] | None = None
         self._key = secret
         self._dialect = dialect
         self._traceparent = traceparent
@@ -112,34 +126,44 @@ class AnthropicProvider:
 
     @classmethod
     def at(cls, base_url: str, *, api_key: str, name: str = "anthropic", **more: Any) -> Self:
-        """Create the adapter for Anthropic, or for a compatible API, at `base_url`."""
+        """The adapter for Anthropic, or for a compatible API."""
         # Key and address are arguments, so that the client does not take them from the environment or a profile.
         options = client_options(base_url)
         client = AsyncAnthropic(api_key=api_key, base_url=base_url, **options)
         return cls(client, name=name, secret=api_key, http=options["http_client"], **more)
 
-    async def stream(self, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
+    async def stream(
+        self, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None = None
+    ) -> Answer:
         streamed = parts is not None or request.max_tokens > MAX_TOKENS_AT_ONCE
         urgent = urgency(request.lane)
         set_field = partial(set_stream, request.body, streamed, is_stated=request.states_stream)
         asked = await self._parsing.run(set_field, rank=(urgent, len(request.body)))
-        response = rate = None
+        headers: dict[str, str] = {}
+        rate = None
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 response = await self._send(asked, beta=request.beta)
-                rate = rate_headers.read(plain(response.headers), now_s=time.time())
+                headers = plain(response.headers)  # each look-up in httpx2's own type decodes all headers
+                rate = read_rate(headers, now_s=time.time())
                 try:
+                    _refuse_html(response.status_code, headers)
+                    body_pieces = pieces(response, headers)
                     if streamed:
-                        collected = await self._read_stream(
-                            response, urgent=urgent, limit=limit, pause_s=timeout_s, parts=parts
+                        collected = StreamedMessage(max_bytes=self._max_answer_bytes, max_values=self._max_values)
+                        if underway is not None:
+                            underway.used = collected.used
+                        pause_s = max(timeout_s, request.call_s)
+                        await self._read_stream(
+                            body_pieces, collected, urgent=urgent, limit=limit, pause_s=pause_s, parts=parts
                         )
                         message = await self._parsing.run(collected.message, rank=(urgent, collected.size))
                         body = await self._parsing.run(partial(to_json, message), rank=(urgent, collected.size))
                     else:
-                        body = await self._read_whole(response)
-                        message = await self._parse(body, response, urgent=urgent)
+                        body = await self._read_whole(response, headers, body_pieces)
+                        message = await self._parse(body, headers.get("content-type", ""), urgent=urgent)
                     return read_answer(
-                        message, body, provider=self.name, request_id=response.headers.get("request-id"), rate=rate
+                        message, body, provider=self.name, request_id=headers.get("request-id"), rate=rate
                     )
                 finally:
                     with suppress(*NETWORK_ERRORS):
@@ -150,16 +174,39 @@ class AnthropicProvider:
             what = "no event" if streamed else "no whole answer"
             raise TransientError(f"{what} from the provider within {timeout_s:g} s", type=TIMEOUT) from error
         except ProviderError as error:
-            if response is not None:
-                error.rate, error.request_id = rate, response.headers.get("request-id")
+            if headers:
+                error.rate, error.request_id = rate, headers.get("request-id")
             raise
+
+    async def probe(self, model: str, *, by_call: bool) -> None:
+        if self._dialect.lists_models and not by_call:
+            try:
+                async with asyncio.timeout(PROBE_WITHIN_S):
+                    await self._list_models()
+                return
+            except TimeoutError as error:
+                raise TransientError(f"no answer within {PROBE_WITHIN_S:g} s", type=TIMEOUT) from error
+            except (AccountError, RejectedError) as error:
+                if error.status not in NO_SUCH_PATH:  # whatever answers like Anthropic's API need not list its models
+                    raise
+        await self.stream(unpublished("1", model=model, max_tokens=1), timeout_s=PROBE_WITHIN_S, parts=None)
+
+    async def _list_models(self) -> None:
+        with border(secret=self._key):
+            response = await self._client.get(
+                MODELS_PATH, cast_to=httpx2.Response, options={"params": {"limit": 1}}, stream=True
+            )
+        try:
+            _refuse_html(response.status_code, plain(response.headers))
+        finally:
+            with suppress(*NETWORK_ERRORS):
+                await response.aclose()
 
     async def aclose(self) -> None:
         await self._client.close()
 
     async def _send(self, body: bytes, *, beta: str | None) -> httpx2.Response:
-        """Send a request, and return the response with its body unread. The argument `stream=True` of Anthropic's
-        client means only that we read the body ourselves; it does not ask the provider for a streamed answer."""
+        """Return the response with its body unread, which is all that `stream=True` of Anthropic's client means."""
         headers: dict[str, str] = {}
         if (traceparent := self._traceparent()) is not None:
             headers["traceparent"] = traceparent
@@ -167,49 +214,83 @@ class AnthropicProvider:
             headers["anthropic-beta"] = beta
         try:
             with border(secret=self._key):
-                if self._repeating is not None:
-                    return await self._repeating.send(body, headers)
+                if self._first is not None:
+                    return await self._repeat(body, headers)
                 given: dict[str, Any] = {"body": json.loads(body)} if self._dialect.needs_dict else {"content": body}
-                response = await self._client.post(
+                response: httpx2.Response = await self._client.post(
                     PATH, cast_to=httpx2.Response, options={"headers": headers}, stream=True, **given
                 )
         except self._dialect.signing_errors as error:
-            raise TransientError(f"no credentials for {self.name}: {one_line(error)}", type="credentials") from error
-        assert isinstance(response, httpx2.Response)
+            reason = f"no credentials were found for it ({type(error).__name__})"
+            raise AccountError(reason, reason=reason, type="credentials") from error
+        if self._http is not None:
+            sent = response.request
+            kept = httpx2.Headers(sent.headers, encoding="ascii")  # else httpx2 detects the encoding at each look-up
+            for name in (*headers, _LENGTH):
+                kept.pop(name, None)
+            self._first = (sent.url, kept, dict(sent.extensions))
         return response
 
-    async def _parse(self, body: bytes, response: httpx2.Response, *, urgent: int) -> dict[str, Any]:
+    async def _repeat(self, body: bytes, headers: Mapping[str, str]) -> httpx2.Response:
+        assert self._first is not None
+        assert self._http is not None
+        url, kept, extensions = self._first
+        own = kept.copy()
+        own[_LENGTH] = str(len(body))
+        own.update(headers)
+        # With `stream` instead of `content` httpx2 does not look for headers to add, and takes a third of the time.
+        request = httpx2.Request("POST", url, headers=own, stream=httpx2.ByteStream(body), extensions=extensions)
+        request.read()
+        try:
+            response = await self._http.send(request, stream=True)
+        except httpx2.TimeoutException as error:
+            raise anthropic.APITimeoutError(request=request) from error
+        except Exception as error:
+            raise anthropic.APIConnectionError(request=request) from error
+        if response.is_success:
+            return response
+        text = (await response.aread()).decode(errors="replace").strip()
+        try:
+            refusal = json.loads(text)
+        except ValueError:
+            refusal = text
+        raise anthropic.APIStatusError(f"status {response.status_code}", response=response, body=refusal)
+
+    async def _parse(self, body: bytes, content_type: str, *, urgent: int) -> dict[str, Any]:
         excess = await self._parsing.excess(body, max_values=self._max_values, rank=(urgent, len(body)))
         if excess is not None:
             raise AnswerTooLargeError(excess)
-        content_type = response.headers.get("content-type", "")
         return await self._parsing.run(partial(parse_message, body, content_type), rank=(urgent, len(body)))
 
-    async def _read_whole(self, response: httpx2.Response) -> bytes:
-        announced = response.headers.get("content-length", "")
+    async def _read_whole(
+        self, response: httpx2.Response, headers: Mapping[str, str], body_pieces: AsyncIterable[bytes]
+    ) -> bytes:
+        announced = headers.get("content-length", "")
         if announced.isdigit() and len(announced) > len(str(self._max_answer_bytes)):
-            raise _too_large(self._max_answer_bytes)
+            raise AnswerTooLargeError(f"more than {self._max_answer_bytes} bytes{_HINT}")
         with border(secret=self._key):
-            body = b"".join([chunk async for chunk in self._chunks(response, self._max_answer_bytes)])
+            body = b"".join([chunk async for chunk in _chunks(body_pieces, self._max_answer_bytes)])
         received = response.num_bytes_downloaded or len(body)  # 0 for a body that is not compressed (`pieces`)
         if announced.isdigit() and int(announced) != received:
-            raise TransientError(
-                f"the answer has {received} of its {announced} bytes",
-                type="truncated",
-            )
+            raise TransientError(f"the answer has {received} of its {announced} bytes", type="truncated")
         return body
 
     async def _read_stream(
-        self, response: httpx2.Response, *, urgent: int, limit: asyncio.Timeout, pause_s: float, parts: OnEvent | None
-    ) -> StreamedMessage:
-        """Pass each event of a stream on to `parts`, and put a Message together from all events. The time that `parts`
-        and our own parsing take does not count towards `limit`, the call's time limit. `pause_s`: the time limit for
-        the next event."""
+        self,
+        body_pieces: AsyncIterable[bytes],
+        collected: StreamedMessage,
+        *,
+        urgent: int,
+        limit: asyncio.Timeout,
+        pause_s: float,
+        parts: OnEvent | None,
+    ) -> None:
+        """Pass each event on to `parts`, and add it to `collected`. The time that `parts` and our own parsing take does
+        not count towards `limit`, the time limit for the first token. `pause_s`: that for each pause after it."""
         splitter = self._dialect.splitter(self._max_answer_bytes // _LEAST_EVENTS)
-        collected = StreamedMessage(max_bytes=self._max_answer_bytes, max_values=self._max_values)
         clock = asyncio.get_running_loop().time
-        async with aclosing(self._slices(response)) as slices:
-            is_complete = False
+        async with aclosing(_slices(body_pieces, _OVERHEAD * self._max_answer_bytes)) as slices:
+            is_complete = flows = False
             while not is_complete:
                 with border(secret=self._key):
                     piece = await anext(slices, None)
@@ -222,44 +303,47 @@ class AnthropicProvider:
                     if event.get("type") == "error":
                         raise from_event(event, secret=self._key)
                     is_complete = collected.add(event, data)
+                    flows = flows or CONTENT in data
                     if parts is not None:
                         await parts(data)
                     if is_complete:
                         break
-                if events or until_s is None:
+                if (events and flows) or until_s is None:
                     limit.reschedule(clock() + pause_s)
                 else:
                     limit.reschedule(until_s + clock() - came_s)
             limit.reschedule(None)
             await _drain(slices)
-        return collected
 
     def _events(self, splitter: EventSplitter | FrameSplitter, piece: bytes) -> list[tuple[bytes, dict[str, Any]]]:
         return [(data, parse_event(data, max_values=self._max_values)) for data in splitter.feed(piece)]
 
-    async def _slices(self, response: httpx2.Response) -> AsyncGenerator[bytes, None]:
-        """The body of a streamed answer in pieces of at most `_SLICE_BYTES`, however much arrives at once."""
-        async with aclosing(self._chunks(response, _OVERHEAD * self._max_answer_bytes)) as chunks:
-            async for chunk in chunks:
-                for at in range(0, len(chunk), _SLICE_BYTES):
-                    yield chunk[at : at + _SLICE_BYTES]
 
-    async def _chunks(self, response: httpx2.Response, most: int) -> AsyncGenerator[bytes, None]:
-        size = 0
-        async for chunk in pieces(response):
-            size += len(chunk)
-            if size > most:
-                raise _too_large(most)
-            yield chunk
+def _refuse_html(status: int, headers: Mapping[str, str]) -> None:
+    if is_html(headers.get("content-type", "")):
+        broken = TransientError("the answer is a page of HTML", type="broken_answer")
+        raise html_instead(broken.detail, otherwise=broken, status=status, type=broken.type)
 
 
-def _too_large(most: int) -> AnswerTooLargeError:
-    return AnswerTooLargeError(f"more than {most} bytes ({bounds.ANSWER_SETTINGS})")
+async def _slices(body_pieces: AsyncIterable[bytes], most: int) -> AsyncGenerator[bytes, None]:
+    """However much arrives at once, in pieces of at most `_SLICE_BYTES`."""
+    async with aclosing(_chunks(body_pieces, most)) as chunks:
+        async for chunk in chunks:
+            for at in range(0, len(chunk), _SLICE_BYTES):
+                yield chunk[at : at + _SLICE_BYTES]
+
+
+async def _chunks(body_pieces: AsyncIterable[bytes], most: int, *, hint: str = _HINT) -> AsyncGenerator[bytes, None]:
+    size = 0
+    async for chunk in body_pieces:
+        size += len(chunk)
+        if size > most:
+            raise AnswerTooLargeError(f"more than {most} bytes{hint}")
+        yield chunk
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:
-    """Read the rest of a streamed answer's body, so that the connection can be reused. The body should end right after
-    the event `message_stop`."""
+    """So that the connection can be reused; the body should end right after `message_stop`."""
     with suppress(ProviderError, *NETWORK_ERRORS):
         async with asyncio.timeout(DRAIN_S):
             async for _ in chunks:
@@ -267,9 +351,9 @@ async def _drain(chunks: AsyncIterator[bytes]) -> None:
 
 
 def set_stream(body: bytes, streamed: bool, *, is_stated: bool = True) -> bytes:
-    """Return the request's body with the field `stream` set to `streamed`, because the worker decides whether the
-    answer is streamed. The bytes are unchanged if the field has that value already, or is missing and `streamed` is
-    false. `is_stated`: False if the body certainly does not have the field."""
+    """The request's body with the field `stream` set to `streamed`, because the worker decides whether the answer is
+    streamed. Unchanged if the field has that value, or is missing and `streamed` is false. `is_stated`: False if the
+    body certainly does not have the field."""
     if is_stated and (b'"stream"' in body or b"\\u" in body):  # a key may be written with \u escapes
         found = jiter.from_json(body, cache_mode="none")  # for large bodies four times as fast as json
         if "stream" in found:
@@ -282,3 +366,198 @@ def _rewritten(fields: dict[str, Any]) -> bytes:
         return json.dumps(fields, allow_nan=False).encode()
     except ValueError as error:
         raise RejectedError("the body has a number that is too large (1e999)", type="unsendable") from error
+
+
+CONNECT_TIMEOUT_S: Final = 5.0
+_ERROR_BYTES: Final = 64 * 1024
+
+
+def client_options(base_url: str) -> dict[str, Any]:
+    """The options of all clients of Anthropic's SDK: no retries, no spans, and the fastest transport (aiohttp)."""
+    # Calls to this machine do not use the proxy that the environment names.
+    trust_env = not _is_here(base_url)
+    return {
+        "max_retries": 0,
+        "open_telemetry": False,
+        "timeout": httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S),
+        # A redirect would send the prompt to an address that is in no setting.
+        "http_client": _Client(
+            event_hooks={"response": [bound_error_body]},
+            verify=_certificates(trust_env=trust_env),
+            trust_env=trust_env,
+            follow_redirects=False,
+        ),
+    }
+
+
+@cache
+def _certificates(*, trust_env: bool) -> SSLContext:
+    """All clients share it, because reading the certificates takes 25 ms."""
+    return httpx2.create_ssl_context(trust_env=trust_env)
+
+
+def _is_here(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def bound_error_body(response: httpx2.Response) -> None:
+    """Cut the body of an error response after 64 KiB, because the client would read and decompress all of it. It is
+    then not valid JSON, so the error is classified by its status."""
+    if response.status_code >= 300 and isinstance(response.stream, httpx2.AsyncByteStream):
+        is_compressed = response.headers.pop("content-encoding", "identity") in ("gzip", "deflate")
+        response.stream = _FirstBytes(response.stream, is_compressed=is_compressed)
+
+
+class _Client(DefaultAioHttpClient):
+    """The SDK's HTTP client over aiohttp, with our pool of connections."""
+
+    @override
+    def _init_transport(self, *args: Any, **options: Any) -> Any:
+        return _with_pool(super()._init_transport(*args, **options))
+
+    @override
+    def _init_proxy_transport(self, *args: Any, **options: Any) -> Any:
+        return _with_pool(super()._init_proxy_transport(*args, **options))
+
+
+def _with_pool(transport: Any) -> Any:
+    def session() -> aiohttp.ClientSession:
+        limits = transport.limits
+        limit = {} if limits.max_connections is None else {"limit": limits.max_connections}
+        pool = _Pool(keepalive_timeout=limits.keepalive_expiry, ssl=transport.ssl_context, **limit)
+        return aiohttp.ClientSession(connector=pool)
+
+    transport.client = session
+    return transport
+
+
+class _Pool(aiohttp.TCPConnector):
+    """Uses a connection again only if nothing has arrived since its last answer: the next call, perhaps of another
+    tenant, would take that for its answer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._polls: WeakKeyDictionary[object, select.poll] = WeakKeyDictionary()
+        """For each connection that was used: whether its socket has bytes, or an end, that nobody has read."""
+
+    @override
+    async def connect(self, *args: Any, **options: Any) -> Connection:
+        while True:
+            found = await super().connect(*args, **options)
+            protocol, transport = found.protocol, found.transport
+            assert protocol is not None
+            assert transport is not None
+            if (poll := self._polls.get(protocol)) is None:
+                poll = self._polls[protocol] = select.poll()
+                poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+                return found
+            if not protocol.should_close and not poll.poll(0):
+                return found
+            found.close()
+
+
+class _FirstBytes(httpx2.AsyncByteStream):
+    """The first 64 KiB of an error response's body, decompressed."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream, *, is_compressed: bool) -> None:
+        self._stream = stream
+        self._decompressor = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS) if is_compressed else None
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        left = _ERROR_BYTES
+        async for chunk in self._stream:
+            try:
+                found = chunk[:left] if self._decompressor is None else self._decompressor.decompress(chunk, left)
+            except zlib.error:
+                return
+            yield found
+            left -= len(found)
+            if left <= 0:
+                return
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+WITHIN_S: Final = 30.0
+ANSWER_BYTES: Final = 4 * 1024 * 1024
+"""A page of the list of models has at most a thousand entries, which take fewer bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A response to a call other than Messages: an answer, or an error in Anthropic's format. The body is unchanged;
+    headers are by name in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Lookups:
+    """Calls of Anthropic's API other than Messages (count tokens, list models), which cost no tokens and change
+    nothing. The API key is kept out of answers and errors."""
+
+    def __init__(self, base_url: str, *, api_key: str) -> None:
+        self._client = anthropic.AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))
+        self._key = api_key
+
+    async def call(
+        self, path: str, *, body: bytes | None = None, query: Mapping[str, str], beta: str | None = None
+    ) -> Found:
+        """POST with `body`, or GET if it is None. Raises ProviderError if the response is neither an answer nor an
+        error in Anthropic's format."""
+        options: dict[str, Any] = {"params": dict(query)}
+        if beta is not None:
+            options["headers"] = {"anthropic-beta": beta}
+        try:
+            async with asyncio.timeout(WITHIN_S) as limit:
+                return await self._call(path, body, options)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise TransientError(f"no answer from the provider within {WITHIN_S:g} s", type=TIMEOUT) from error
+
+    async def _call(self, path: str, body: bytes | None, options: dict[str, Any]) -> Found:
+        given: dict[str, Any] = {"cast_to": httpx2.Response, "options": options, "stream": True}
+        with border(secret=self._key):
+            try:
+                if body is None:
+                    response = await self._client.get(path, **given)
+                else:
+                    response = await self._client.post(path, content=body, **given)
+            except anthropic.APIStatusError as error:
+                return self._refusal(error)
+            try:
+                headers = plain(response.headers)
+                found = b"".join([chunk async for chunk in _chunks(pieces(response, headers), ANSWER_BYTES, hint="")])
+                return Found(status=response.status_code, headers=headers, body=found)
+            finally:
+                await response.aclose()
+
+    def _refusal(self, error: anthropic.APIStatusError) -> Found:
+        """An error in Anthropic's format is passed on, unless it is about the API key or quotes it."""
+        body = error.response.content
+        if (
+            error.status_code < 400
+            or error.status_code in (401, 402)
+            or not _is_anthropic_error(body)
+            or self._key.encode() in body
+        ):
+            raise error
+        return Found(status=error.status_code, headers=plain(error.response.headers), body=body)
+
+    async def aclose(self) -> None:
+        await self._client.close()
+
+
+def _is_anthropic_error(body: bytes) -> bool:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.get("type") == "error" and isinstance(found.get("error"), dict)

@@ -1,118 +1,402 @@
-"""The circuit breakers of a process, one for each provider and model that has failed (`breaker.py`).
+"""Which providers may be called: circuit breakers, one for each provider and model that has failed, and pauses.
 
-A response that refuses the request (most of those with HTTP 4xx, such as 429) does not count as a failure, because the
-provider works. A timeout counts only if the call had enough time, so that requesters with short deadlines do not block
-a provider for others.
+    closed ──failures in a row──> open ──its time is over──> probing ──answered──> closed
+                                   ^                            │
+                                   └───────── failed: twice as long
+
+Only failures in a row count, not the share of calls that fail. If calls fail by chance (for example 30 % of them with
+HTTP 529), most retries succeed, so an open breaker would only make requests wait. Three failures to connect in a row
+are enough to open the breaker, because no request can cause them by what it contains. A response that refuses the
+request (most of those with HTTP 4xx, such as 429) does not count as a failure, because the provider works. A timeout
+counts only if the call had enough time, so that requesters with short deadlines do not block a provider for others.
 
 A process holds a lease in the store while its breaker is open. Another process that counts a few failures sees the
-lease, and opens its own breaker too, although it has counted fewer failures than it would need to open its breaker
-alone. Only the owner of the lease makes the trial call (the probe). While the store is unavailable, the breakers of the
-processes are independent.
+lease, and opens its own breaker too. Only the owner of the lease makes the trial call (the probe). While the store is
+unavailable, the breakers of the processes are independent.
+
+    called ──AccountError, confirmed──> paused ──a probe succeeds──> called
+
+A provider that can answer nobody is paused: its key is refused, its account is unpaid, or its base URL is wrong. Such
+an error is no request's fault: requests go to their next provider, or wait with their attempts unchanged. A request can
+bring about some of these errors for itself alone (a firewall's page, a feature that the account lacks). So before such
+an error pauses the provider, a call of our own has to fail in the same way. While the provider is paused, this process
+probes it with calls of its own. Each process finds out by itself.
+
+A model or provider that an operator has paused (`consumers/brake.py`) is not called either.
 """
 
 import asyncio
 import random
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 from logging import INFO, WARNING
-from typing import Any, assert_never
+from math import inf
+from typing import Any, NamedTuple, assert_never
 
-from consumers.chain import Route
-from consumers.failures import ProviderError, Trips
-from consumers.providers.breaker import Breaker, Failure, State
+from consumers.background import Background
+from consumers.brake import Brake
+from consumers.failures import AccountError, ProviderError, TransientError, Trips
+from consumers.job import Route
+from consumers.limits.base import Kind
 from consumers.state.base import Leases, StoreUnavailable
 from lanekeeper.telemetry import logs, signals
 
+FAILURES = 10
+"""If 30 % of all calls fail by chance, that many failures in a row happen once in 240,000 calls."""
+REQUESTS = 3
+"""The failures in a row must come from at least this many requests; otherwise one request that the provider cannot
+handle, with its retries, would block all others."""
+UNREACHED = 3
+"""This many failures to connect in a row open a breaker, even if they all come from one request."""
+DOUBTED_FROM = 3
+"""From this many failures in a row on, the process checks in the store at each failure whether another process has
+opened its circuit breaker for the same provider and model."""
+OVERLOADED_S = 3.0
+"""Overloads (529) open a circuit breaker only if there was no answer for at least this many seconds. If 60 % of many
+calls are answered 529, ten in a row are frequent, and most retries succeed nevertheless."""
+WINDOW_S = 120.0
+"""A failure counts for this long: not shorter than a call may take (60 s in the lane critical, 120 s in normal)."""
+OPEN_S = 1.0
+"""The longest time that a breaker stays open when it opens first; it doubles each time that the probe fails."""
+OPEN_MOST_S = 5.0
+PROBE_WITHIN_S = 30.0
+"""After this many seconds another call may be the probe, even if the first one has not ended."""
+LOOK_S = 1.0
+"""While a probe runs, a waiting request asks again after this many seconds whether its call may be made."""
 FAIR_S = 5.0
 """A call that timed out counts as a failure of the provider only if its timeout was at least this many seconds."""
 STORE_WITHIN_S = 1.0
-"""A circuit breaker waits for an answer of the store for at most this many seconds; after that it treats the store as
-unavailable."""
 REMEMBERED = 1000
-"""The maximum number of circuit breakers that a process keeps. There is a limit, because requests can name any number
-of models."""
+"""There is a limit of circuit breakers, because requests can name any number of models."""
+FIRST_PROBE_S = 1.0
+"""The seconds from the pause of a provider to the first probe. Each further time between two probes is twice as long,
+up to `PROBE_EVERY_S`, so that a short outage of a proxy or of DNS is over soon."""
+PROBE_EVERY_S = 60.0
+AGAIN_S = 120.0
+"""A provider that is paused again within this many seconds after a pause goes on with that pause: the probe has not
+shown what is wrong. It is then probed as seldom as at the end of that pause, and only by calls of a model."""
+Probe = Callable[[Route, bool], Awaitable[None]]
+"""Calls the provider of a route: with a request that costs nothing or, if the second argument is true, with a call of
+the route's model for one token. Raises ProviderError."""
 log = logs.logger()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a circuit breaker's state. It is published as the life-cycle event `breaker` of the request whose
-    call caused the change."""
+    """A breaker's new state (event `breaker`) or a provider's pause (`paused`), published as this event of the life
+    cycle of the request whose call caused it."""
 
-    provider: str
-    model: str
-    state: str
-    error: str | None = None
-    retry_in_s: float | None = None
-
-    def figures(self) -> dict[str, Any]:
-        """The fields of the life-cycle event `breaker`, which reports this change."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+    event: str
+    fields: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """A circuit breaker's permission to make one call. After the call, the caller passes the permit to `answered`,
-    `failed` or `unknown`."""
+    """The permission to make one call. After the call, the caller passes it to `answered`, `failed` or `unknown`."""
 
     route: Route
     request: str
     is_probe: bool = False
     change: Change | None = None
-    """The change of the circuit breaker, from open to probing, if this permit has caused it; otherwise None."""
+    """The change of the circuit breaker, from open to probing, if this permit has caused it."""
+
+
+class State(StrEnum):
+    """CLOSED lets all calls pass, OPEN none, PROBING one."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
+
+
+class Failure(NamedTuple):
+    """A failed call."""
+
+    at_s: float
+    request: str
+    is_unreached: bool
+    is_overload: bool = False
+
+
+class Breaker:
+    """The circuit breaker of one provider and model: without I/O, times in seconds by the event loop's clock. It is
+    created at the first failure, and removed at the next answer."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.state = State.CLOSED
+        self._failed: deque[Failure] = deque(maxlen=FAILURES)
+        self._failing_since_s = inf
+        self._openings = 0
+        self._until_s = -inf
+        self.down_since_s = inf
+        """When the breaker was opened; openings after failed probes do not change this time. Infinite until it is
+        opened."""
+        self._rng = rng
+
+    def wait_s(self, now_s: float) -> float:
+        """The seconds until a call may be made; 0 if it may be made now."""
+        if self.state is State.CLOSED:
+            return 0.0
+        if self.state is State.PROBING and now_s < self._until_s:
+            return min(LOOK_S, self._until_s - now_s)
+        return max(0.0, self._until_s - now_s)
+
+    @property
+    def is_doubted(self) -> bool:
+        return self.state is State.CLOSED and len(self._failed) >= DOUBTED_FROM
+
+    def probe(self, now_s: float) -> float:
+        """Let the next call be the probe. Returns the seconds after which another call may be the probe."""
+        self.state = State.PROBING
+        self._until_s = now_s + PROBE_WITHIN_S
+        return PROBE_WITHIN_S
+
+    def failed(self, failure: Failure, *, probe: bool) -> None:
+        """Count a failed call; open the breaker after too many in a row, or if the failed call was the probe."""
+        if self.state is State.CLOSED:
+            while self._failed and failure.at_s - self._failed[0].at_s > WINDOW_S:
+                self._failed.popleft()
+            if not self._failed:
+                self._failing_since_s = failure.at_s
+            self._failed.append(failure)
+            if self._is_too_many():
+                self.open(failure.at_s)
+        elif probe and self.state is State.PROBING:
+            self.open(failure.at_s)
+
+    def unknown(self, now_s: float, *, probe: bool) -> None:
+        """A call has not shown whether the provider works. If it was the probe, the next call will be the probe."""
+        if probe and self.state is State.PROBING:
+            self.state = State.OPEN
+            self._until_s = now_s
+
+    def open(self, now_s: float) -> None:
+        step_s = min(OPEN_MOST_S, OPEN_S * 2**self._openings)
+        self._openings = min(self._openings + 1, 16)
+        self._failed.clear()
+        self.state = State.OPEN
+        self.down_since_s = min(self.down_since_s, now_s)
+        self._until_s = now_s + self._rng.uniform(step_s / 2, step_s)
+
+    def _is_too_many(self) -> bool:
+        latest = list(self._failed)[-UNREACHED:]
+        if len(latest) == UNREACHED and all(failure.is_unreached for failure in latest):
+            return True
+        for_s = self._failed[-1].at_s - self._failing_since_s
+        if for_s < OVERLOADED_S and all(failure.is_overload for failure in self._failed):
+            return False
+        return len(self._failed) == FAILURES and len({failure.request for failure in self._failed}) >= REQUESTS
+
+
+@dataclass(slots=True)
+class Pause:
+    """The pause of one provider, or its last one. Times are in seconds, by the event loop's clock."""
+
+    reason: str
+    error: str
+    since_s: float
+    by_call: bool
+    until_s: float
+    every_s: float = FIRST_PROBE_S
+    is_over: bool = False
+
+
+async def _never(route: Route, by_call: bool) -> None:
+    raise TransientError("nothing probes")
+
+
+class Pauses:
+    """The paused providers of this process, by name. Its tasks end with `aclose`."""
+
+    def __init__(self, probe: Probe = _never) -> None:
+        self._probe = probe
+        self._pauses: dict[str, Pause] = {}
+        self._well: dict[str, Route] = {}
+        """The route that answered last, for each provider."""
+        self._wanted: dict[str, Route] = {}
+        """The route that a request waits for, for each paused provider."""
+        self._checks: dict[str, asyncio.Task[bool]] = {}
+        self._background = Background()
+
+    def _running(self) -> dict[str, Pause]:
+        return {name: pause for name, pause in self._pauses.items() if not pause.is_over}
+
+    def wait_s(self, route: Route, now_s: float) -> float:
+        """The seconds until the provider of this route is probed; 0 if it is not paused."""
+        pause = self._pauses.get(route.provider)
+        if pause is None or pause.is_over:
+            return 0.0
+        self._wanted[route.provider] = route
+        return max(LOOK_S, pause.until_s - now_s)
+
+    def since_s(self, route: Route) -> float | None:
+        """When the provider of this route was paused; None if it is not paused."""
+        pause = self._pauses.get(route.provider)
+        return None if pause is None or pause.is_over else pause.since_s
+
+    def reasons(self) -> Mapping[str, str]:
+        """What is wrong with each paused provider."""
+        return {name: pause.reason for name, pause in self._running().items()}
+
+    def figures(self, now_s: float) -> Mapping[str, Mapping[str, str | float]]:
+        """Each paused provider, for `lanekeeper status`."""
+        return {
+            name: {
+                "reason": pause.reason,
+                "error": pause.error,
+                "for_s": round(now_s - pause.since_s, 1),
+                "probe_in_s": round(max(0.0, pause.until_s - now_s), 1),
+            }
+            for name, pause in self._running().items()
+        }
+
+    def answered(self, route: Route) -> None:
+        self._well[route.provider] = route
+
+    async def judge(self, route: Route, error: ProviderError) -> ProviderError:
+        """The error that follows from a failed call: the same one; or another, if `error` could mean that the provider
+        answers nobody, but a call of our own succeeds."""
+        if not isinstance(error, AccountError) or (otherwise := error.otherwise) is None:
+            return error
+        if self.since_s(route) is None:
+            if (check := self._checks.get(route.provider)) is None:
+                check = self._background.begin(self._check(route), name=f"check {route.provider}")
+                self._checks[route.provider] = check
+            if await asyncio.shield(check):
+                otherwise.rate, otherwise.request_id = error.rate, error.request_id
+                return otherwise
+        return error
+
+    def pause(self, route: Route, error: AccountError) -> Change | None:
+        """Pause the provider of this route until a probe succeeds. Returns None if it is paused already."""
+        name, now_s = route.provider, asyncio.get_running_loop().time()
+        last = self._pauses.get(name)
+        if last is not None and not last.is_over:
+            return None
+        pause = Pause(error.reason, error.brief, now_s, error.otherwise is not None or error.status == 402, now_s)
+        if last is not None and now_s - last.until_s < AGAIN_S:
+            pause.every_s, pause.by_call = min(PROBE_EVERY_S, 2 * last.every_s), True
+        pause.until_s = now_s + pause.every_s
+        self._pauses[name], self._wanted[name] = pause, route
+        fields = {"provider": name, "reason": pause.reason, "error": pause.error}
+        log.error(signals.PROVIDER_PAUSED, **fields)
+        self._background.begin(self._until_well(name, pause), name=f"probe {name}")
+        return Change("paused", fields)
+
+    async def aclose(self) -> None:
+        await self._background.finish(within_s=0)
+
+    async def _check(self, route: Route) -> bool:
+        """Whether a call of our own succeeds. It calls a model that has answered before, if there is one, because the
+        route's model may be what the provider does not have."""
+        try:
+            return await self._is_well(self._well.get(route.provider, route), by_call=True)
+        finally:
+            del self._checks[route.provider]
+
+    async def _until_well(self, name: str, pause: Pause) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(pause.until_s - clock())
+            routes = dict.fromkeys((self._well.get(name, self._wanted[name]), self._wanted[name]))
+            if any([await self._is_well(route, by_call=pause.by_call) for route in routes]):
+                break
+            pause.every_s = min(PROBE_EVERY_S, 2 * pause.every_s)
+            pause.until_s = clock() + pause.every_s
+        pause.is_over = True
+        log.warning(signals.PROVIDER_RESUMED, provider=name, paused_s=round(clock() - pause.since_s, 1))
+
+    async def _is_well(self, route: Route, *, by_call: bool) -> bool:
+        try:
+            await self._probe(route, by_call)
+        except AccountError:
+            return False
+        except ProviderError as failed:  # whatever else it refuses or fails at, it takes the key
+            return failed.status > 0
+        except Exception as error:  # a provider that nothing probes any more would stay paused for ever
+            log.exception(signals.HANDLER_FAILED, where="probe", error=type(error).__name__)
+            return False
+        return True
 
 
 class Breakers:
-    """The circuit breakers of this process, one for each provider and model whose calls fail. A change of a breaker is
+    """Says which providers may be called: the circuit breakers of this process, and its paused providers. A change is
     logged, and returned to the caller, who publishes it."""
 
-    def __init__(self, leases: Leases | None = None, *, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        leases: Leases | None = None,
+        *,
+        pauses: Pauses | None = None,
+        brake: Brake | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
         self._leases = leases
+        self.pauses = pauses or Pauses()
+        self.brake = brake or Brake()
         self._rng = rng or random.Random()
         self._owner = uuid.uuid4().hex
+        self._background = Background()
         self._all: dict[tuple[str, str], Breaker] = {}
         """The breakers of those providers and models that have not answered since their last failure."""
         self._closed = Breaker(self._rng)
-        """The circuit breaker of all other providers and models: it is closed, has counted no failure, and never
-        changes."""
+        """The breaker of all other providers and models, which never changes."""
 
     def wait_s(self, route: Route, now_s: float) -> float:
-        """The seconds until a call of this route (a provider and model) may be made, as far as its circuit breaker
-        knows; 0 if it may be made now."""
-        return self._known(route).wait_s(now_s)
+        """The seconds until a call of this route may be made, as far as its breaker knows, or until its paused provider
+        is probed; 0 if it may be made now."""
+        if self.brake.pauses and self.brake.of_route(route) is not None:
+            return LOOK_S
+        return self.pauses.wait_s(route, now_s) or self._known(route).wait_s(now_s)
 
     def least_wait_s(self, routes: Iterable[Route]) -> float:
-        """The seconds until a call of the first usable of these routes (providers and models) may be made, as far as
-        their circuit breakers know; 0 if one may be made now."""
+        """The seconds until a call of one of these routes may be made."""
         now_s = asyncio.get_running_loop().time()
         return min(self.wait_s(route, now_s) for route in routes)
 
     def usable(self, routes: Sequence[Route]) -> Sequence[Route]:
-        """Those of the given routes (providers and models) whose circuit breaker allows a call now; all of them if none
-        does."""
+        """Those of the routes that may be called now; all of them if none may."""
         now_s = asyncio.get_running_loop().time()
         return [route for route in routes if self.wait_s(route, now_s) <= 0] or routes
 
     def down_s(self, route: Route, now_s: float) -> float:
-        """For how many seconds the provider of the route has been down, that is, how long ago its circuit breaker was
-        opened without being closed since; 0 if it is not down."""
-        return max(0.0, now_s - self._known(route).down_since_s)
+        """How long ago the route's provider was paused, or its breaker was opened; 0 if it is not down."""
+        since_s = self.pauses.since_s(route)
+        return max(0.0, now_s - (self._known(route).down_since_s if since_s is None else since_s))
+
+    def hindrance(self, routes: Sequence[Route]) -> str | None:
+        """Why none of these routes may be called now, for the requester; None if one may."""
+        if self.least_wait_s(routes) <= 0:
+            return None
+        paused = self.pauses.reasons()
+
+        def why(route: Route) -> str:
+            if (pause := self.brake.of_route(route)) is not None:
+                return pause.told
+            return f"{route.provider}: {paused.get(route.provider, 'its last calls failed')}"
+
+        return "; ".join(dict.fromkeys(map(why, routes)))
 
     async def enter(self, route: Route, now_s: float, *, request: str) -> Permit | None:
-        """Ask whether the provider of this route may be called now: return a permit for one call, or None if its
-        circuit breaker is open."""
+        """Return a permit for one call, or None if the route may not be called now."""
+        if self.pauses.wait_s(route, now_s) > 0 or (self.brake.pauses and self.brake.of_route(route) is not None):
+            return None
         breaker = self._known(route)
         if breaker.state is State.CLOSED:
             return Permit(route, request)
         if breaker.wait_s(now_s) > 0:
             return None
-        within_s = breaker.probe(now_s)
+        leasing = self._background.begin(self._lease(route, for_s=breaker.probe(now_s)), name="breaker")
         try:
-            is_ours = await self._lease(route, for_s=within_s)
+            is_ours = await asyncio.shield(leasing)
         except BaseException:
             breaker.unknown(now_s, probe=True)
+            leasing.add_done_callback(partial(self._give_back, route))
             raise
         if not is_ours:  # the breaker of another process is open, or probes
             breaker.open(now_s)
@@ -120,40 +404,47 @@ class Breakers:
         return Permit(route, request, is_probe=True, change=_changed(route, breaker, now_s))
 
     async def answered(self, permit: Permit, now_s: float) -> Change | None:
-        """Report to the circuit breaker that the provider answered, or refused the request: both show that the provider
-        works. Returns the change of the breaker, if there is one."""
+        """Report that the provider answered. Returns the change of its circuit breaker, if there is one."""
+        self.pauses.answered(permit.route)
+        return await self._works(permit, now_s)
+
+    async def _works(self, permit: Permit, now_s: float) -> Change | None:
         breaker = self._all.pop(_key(permit.route), self._closed)
         change = None
         if was_open := breaker.state is not State.CLOSED:
             breaker.state = State.CLOSED
             change = _changed(permit.route, breaker, now_s)
         if was_open or permit.is_probe:
-            await self._let_go(permit.route)
+            await self._surely(self._let_go(permit.route))
         return change
 
     async def failed(self, permit: Permit, error: ProviderError, now_s: float, *, timeout_s: float) -> Change | None:
-        """Report a failed call to the circuit breaker, which counts it if the provider caused the failure. Returns the
-        change of the breaker, if there is one."""
+        """Report a failed call, which counts if the provider caused the failure."""
         match error.means.trips:
             case Trips.NO:
-                return await self.answered(permit, now_s)
+                return await self._works(permit, now_s)
+            case Trips.ACCOUNT:
+                await self.unknown(permit, now_s)
+                return self.pauses.pause(permit.route, error) if isinstance(error, AccountError) else None
             case Trips.IN_TIME if timeout_s < FAIR_S:
                 await self.unknown(permit, now_s)
                 return None
-            case Trips.YES | Trips.IN_TIME:
-                is_unreached = False
-            case Trips.UNREACHED:
-                is_unreached = True
+            case Trips.YES | Trips.IN_TIME | Trips.UNREACHED as trips:
+                failure = Failure(
+                    now_s,
+                    permit.request,
+                    is_unreached=trips is Trips.UNREACHED,
+                    is_overload=error.means.says is Kind.OVERLOADED,
+                )
             case never:
                 assert_never(never)
         route = permit.route
         breaker = self._of(route)
         was = breaker.state
-        failure = Failure(now_s, permit.request, is_unreached=is_unreached)
         breaker.failed(failure, probe=permit.is_probe)
         if breaker.state is not was:
             change = _changed(route, breaker, now_s, error)
-            await self._lease(route, for_s=breaker.wait_s(now_s))
+            await self._surely(self._lease(route, for_s=breaker.wait_s(now_s)))
             return change
         if breaker.is_doubted and not await self._lease(route, for_s=0) and breaker.state is State.CLOSED:
             breaker.open(now_s)
@@ -165,7 +456,7 @@ class Breakers:
         short."""
         self._known(permit.route).unknown(now_s, probe=permit.is_probe)
         if permit.is_probe:
-            await self._let_go(permit.route)
+            await self._surely(self._let_go(permit.route))
 
     def states(self, now_s: float) -> Mapping[str, Mapping[str, str | float]]:
         """For each circuit breaker that is not closed, by provider and model: its state, and the seconds until the next
@@ -187,10 +478,17 @@ class Breakers:
             found = self._all[_key(route)] = Breaker(self._rng)
         return found
 
+    def _give_back(self, route: Route, leasing: "asyncio.Task[bool]") -> None:
+        """Release the lease that the store may have given to a caller which was cancelled."""
+        if not leasing.cancelled():
+            self._background.begin(self._let_go(route), name="breaker")
+
+    async def _surely(self, changing: Coroutine[Any, Any, object]) -> None:
+        """Change a lease even if the caller is cancelled, because other processes would wait until the lease ends."""
+        await asyncio.shield(self._background.begin(changing, name="breaker"))
+
     async def _lease(self, route: Route, *, for_s: float) -> bool:
-        """Take or renew the lease in the store that a process holds while its circuit breaker for this route (a
-        provider and model) is open. Returns False if another process has the lease; True if the store is unavailable.
-        """
+        """Take or renew the lease. Returns False if another process has it; True if the store is unavailable."""
         if self._leases is None:
             return True
         try:
@@ -207,23 +505,15 @@ class Breakers:
 
 
 def _changed(route: Route, breaker: Breaker, now_s: float, error: ProviderError | None = None) -> Change:
-    change = Change(
-        provider=route.provider,
-        model=route.model,
-        state=breaker.state.value,
-        error=None if error is None else error.brief,
-        retry_in_s=None if error is None else round(breaker.wait_s(now_s), 1),
-    )
-    log.log(
-        WARNING if breaker.state is State.OPEN else INFO,
-        signals.BREAKER_CHANGED,
-        provider=change.provider,
-        model=change.model,
-        state=change.state,
-        error=change.error,
-        retry_in_s=change.retry_in_s,
-    )
-    return change
+    fields = {
+        "provider": route.provider,
+        "model": route.model,
+        "state": breaker.state.value,
+        "error": None if error is None else error.brief,
+        "retry_in_s": None if error is None else round(breaker.wait_s(now_s), 1),
+    }
+    log.log(WARNING if breaker.state is State.OPEN else INFO, signals.BREAKER_CHANGED, **fields)
+    return Change("breaker", {name: value for name, value in fields.items() if value is not None})
 
 
 def _key(route: Route) -> tuple[str, str]:

@@ -5,7 +5,7 @@ These clients change the request (see anthropic 2.12, `lib/{bedrock,vertex,found
 
     Bedrock   POST /model/{model}/invoke[-with-response-stream]; the body without `model` and `stream`, with
               `anthropic_version` and `anthropic_beta`; signed (SigV4), or a Bedrock API key as bearer; streams come in
-              AWS's event stream (`event_stream.py`), not as Server-Sent Events
+              AWS's event stream (`streams.py`), not as Server-Sent Events
     Vertex    POST …/publishers/anthropic/models/{model}:[stream]rawPredict; the body without `model`, with
               `anthropic_version`; a Google access token as bearer
     Foundry   Anthropic's own API at the resource's URL; the key as `x-api-key` and `api-key`
@@ -20,31 +20,31 @@ from typing import Any, Final
 
 from anthropic import AsyncAnthropicFoundry
 
-from consumers.providers.anthropic import AnthropicProvider, Dialect
-from consumers.providers.client_options import client_options
-from consumers.providers.event_stream import FrameSplitter
+from consumers.providers.anthropic import AnthropicProvider, Dialect, client_options
+from consumers.providers.streams import FrameSplitter
 
-MISSING: Final = "needs packages that are not installed; run: pip install 'lanekeeper[{extra}]'"
+MISSING: Final = "needs a package that is not installed; run: pip install {package}"
+AMAZON: Final = "boto3"
+GOOGLE: Final = "'google-auth[requests]'"
 
 
 class ExtraMissing(Exception):
-    """A provider cannot be used, because Python packages that it needs are not installed. The error's text names the
-    extra of `lanekeeper` to install."""
+    """A provider needs a Python package, which the text names."""
 
 
 def bedrock(
     *, name: str, region: str, api_key: str | None = None, base_url: str | None = None, **more: Any
 ) -> AnthropicProvider:
     """The adapter for Amazon Bedrock. Without `api_key` (a Bedrock API key) requests are signed; that needs
-    `lanekeeper[bedrock]`."""
+    `boto3`."""
     url = base_url or f"https://bedrock-runtime.{region}.amazonaws.com"
     errors: tuple[type[Exception], ...] = ()
     if api_key is None:
-        errors = (RuntimeError, _imported("botocore.exceptions", "bedrock").BotoCoreError)
-        _imported("boto3", "bedrock")
+        errors = (RuntimeError, _imported("botocore.exceptions", AMAZON).BotoCoreError)
+        _imported("boto3", AMAZON)
     client_of = import_module("anthropic.lib.bedrock").AsyncAnthropicBedrock
     client = client_of(api_key=api_key, aws_region=region, base_url=url, **client_options(url))
-    dialect = Dialect(needs_dict=True, splitter=FrameSplitter, signing_errors=errors)
+    dialect = Dialect(needs_dict=True, lists_models=False, splitter=FrameSplitter, signing_errors=errors)
     return AnthropicProvider(client, name=name, secret=api_key or "", dialect=dialect, **more)
 
 
@@ -52,15 +52,15 @@ def vertex(
     *, name: str, region: str, project: str, api_key: str | None = None, base_url: str | None = None, **more: Any
 ) -> AnthropicProvider:
     """The adapter for Google Vertex AI. Without `api_key` (an access token, which is valid for an hour at most) the
-    machine's credentials are used and renewed; that needs `lanekeeper[vertex]`."""
+    machine's credentials are used and renewed; that needs `google-auth[requests]`."""
     errors: tuple[type[Exception], ...] = ()
     if api_key is None:
-        errors = (RuntimeError, _imported("google.auth.exceptions", "vertex").GoogleAuthError)
-        _imported("google.auth.transport.requests", "vertex")
+        errors = (RuntimeError, _imported("google.auth.exceptions", GOOGLE).GoogleAuthError)
+        _imported("google.auth.transport.requests", GOOGLE)
     url = base_url or _vertex_url(region)
     client_of = import_module("anthropic.lib.vertex").AsyncAnthropicVertex
     client = client_of(region=region, project_id=project, access_token=api_key, base_url=url, **client_options(url))
-    dialect = Dialect(needs_dict=True, signing_errors=errors)
+    dialect = Dialect(needs_dict=True, lists_models=False, signing_errors=errors)
     return AnthropicProvider(client, name=name, secret=api_key or "", dialect=dialect, **more)
 
 
@@ -80,11 +80,11 @@ KINDS: Final[dict[str, Callable[..., AnthropicProvider]]] = {
 }
 
 
-def _imported(module: str, extra: str) -> Any:
+def _imported(module: str, package: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ExtraMissing(MISSING.format(extra=extra)) from error
+        raise ExtraMissing(MISSING.format(package=package)) from error
 
 
 def _vertex_url(region: str) -> str:

@@ -3,28 +3,103 @@ from the response which limits the account has."""
 
 import asyncio
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from consumers.chain import Route
 from consumers.failures import ProviderError
-from consumers.limits.base import Feedback, Kind
-from consumers.prices import Prices
-from consumers.providers.base import Answer, OnEvent, Provider
-from lanekeeper.telemetry import logs, recording, signals
+from consumers.job import Route
+from consumers.limits.base import Amounts, Feedback, Kind, RateHeaders, Underway
+from consumers.spending import Prices, Usage
+from lanekeeper.telemetry import tracing
+from lanekeeper.telemetry.figures import TOKENS, Histogram, timings
 from lanekeeper.telemetry.tracing import Tracing
-from topology.codec.request import Request
+from topology.codec.decoding import Request
 
-SPEND_REFUSALS = 10
-"""If a provider has refused this many calls in a row because the account's spend limit is reached, the account is not
-used for a while, because only a person can raise that limit."""
-log = logs.logger()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A provider's answer to one call: a whole Message of Anthropic's API, and what else the response says."""
+
+    body: bytes
+    """The provider's own bytes or, for a stream, put together from its events."""
+    model: str
+    provider: str
+    usage: Usage = field(default_factory=Usage)
+    request_id: str | None = None
+    stop_reason: str | None = None
+    rate: RateHeaders | None = None
+    cost_usd: float | None = None
+    """None if the model has no price."""
+
+    @property
+    def counted(self) -> Amounts:
+        return counted(self.usage)
+
+
+def counted(usage: Usage) -> Amounts:
+    """What counts against the account's rate limits: one request, and its tokens, except those read from the prompt
+    cache (docs/facts.md, section 10)."""
+    return Amounts(1, usage.input_tokens + usage.cache_creation_input_tokens, usage.output_tokens)
+
+
+class Calls:
+    """What the calls to one provider for one model took, by their outcome (`answered`, `ProviderError.cause` or
+    `cancelled`), and what they used."""
+
+    def __init__(self) -> None:
+        self.times = timings()
+        self.first_tokens = Histogram()
+        """Of streamed calls: the time until the answer's first piece."""
+        self.inputs, self.outputs = Histogram(TOKENS), Histogram(TOKENS)
+        self.cache_read = 0
+        self.cache_write = 0
+        self.uncached = 0
+        self.usd = 0.0
+
+    def count(self, answer: Answer) -> None:
+        usage = answer.usage
+        self.inputs.add(usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens)
+        self.outputs.add(usage.output_tokens)
+        self.uncached += usage.input_tokens
+        self.cache_read += usage.cache_read_input_tokens
+        self.cache_write += usage.cache_creation_input_tokens
+        self.usd += answer.cost_usd or 0.0
+
+
+OTHER = "other"
+CONTENT = b'"content_block_'
+"""The events before the first token do not have it."""
+OnEvent = Callable[[bytes], Awaitable[None]]
+"""Called with the JSON of each event of a stream, in order; the next event is read only after it has returned."""
+
+
+class Provider(Protocol):
+    """The adapter of one provider. It does not retry failed calls: `consumers/retry.py` decides on that."""
+
+    name: str
+
+    async def stream(
+        self, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None = None
+    ) -> Answer:
+        """Make one call. The answer is streamed if `parts` is given, or if it may take longer than ten minutes. What a
+        streamed call has used so far is reported in `underway`.
+
+        `timeout_s` is the time limit of the whole call or, if the answer is streamed, of the time to the first token;
+        `request.call_s` bounds every pause after it. Raises `ProviderError`; cancelling the call closes its socket.
+        """
+
+    async def probe(self, model: str, *, by_call: bool) -> None:
+        """Find out whether calls can be answered: return if so, else raise `ProviderError`. It makes a request that
+        costs nothing, if the provider has one; otherwise, or if `by_call`, a call of `model` for one token."""
+
+    async def aclose(self) -> None: ...
 
 
 class Registry:
-    """Makes calls to the providers of this process, each with a trace span and a price. `learn` is called after each
-    response, with the name of the account (a provider's limits for a class of models) and what the response says about
-    its limits."""
+    """Makes calls to the providers of this process. `learn` is called after each response, with the name of the account
+    (a provider's limits for a class of models) and what the response says about its limits."""
 
     def __init__(
         self,
@@ -36,11 +111,54 @@ class Registry:
         self._providers = {provider.name: provider for provider in providers}
         self._tracing = tracing
         self._prices = prices or Prices()
+        self._models = self._prices.models
         self._learn = learn
-        self._spend_refusals: dict[str, int] = {}
+        self.calls: defaultdict[tuple[str, str, str], Calls] = defaultdict(Calls)
+        """By provider, account and model; models without a price are `other`."""
 
-    async def call(self, route: Route, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
-        """Make one call to the route's provider, like `Provider.stream`, and add the cost of the call to the answer."""
+    @property
+    def names(self) -> Collection[str]:
+        return self._providers.keys()
+
+    async def call(
+        self,
+        route: Route,
+        request: Request,
+        *,
+        timeout_s: float,
+        parts: OnEvent | None,
+        underway: Underway | None = None,
+    ) -> Answer:
+        """Like `Provider.stream`, with the cost of the call."""
+        clock = asyncio.get_running_loop().time
+        began_s, outcome, first_s = clock(), "cancelled", None
+        calls = self.calls[route.provider, route.account, route.model if route.model in self._models else OTHER]
+
+        async def noting(event: bytes) -> None:
+            nonlocal first_s
+            if first_s is None and CONTENT in event:
+                first_s = clock()
+                calls.first_tokens.add(first_s - began_s)
+            if parts is not None:
+                await parts(event)
+
+        try:
+            answer = await self._call(
+                route, request, timeout_s=timeout_s, parts=None if parts is None else noting, underway=underway
+            )
+        except ProviderError as error:
+            outcome = error.cause
+            raise
+        else:
+            outcome = "answered"
+            calls.count(answer)
+            return answer
+        finally:
+            calls.times[outcome].add(clock() - began_s)
+
+    async def _call(
+        self, route: Route, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None
+    ) -> Answer:
         clock = asyncio.get_running_loop().time
         began_s = clock()
         with self._tracing.chat(
@@ -48,19 +166,24 @@ class Registry:
         ) as span:
             try:
                 answer = await self._providers[route.provider].stream(
-                    asking_for(request, route.name), timeout_s=timeout_s, parts=parts
+                    asking_for(request, route.name), timeout_s=timeout_s, parts=parts, underway=underway
                 )
             except ProviderError as error:
-                self._learn(route.account, self._feedback(route.account, error, took_s=clock() - began_s))
+                kind, took_s = error.means.says, clock() - began_s
+                self._learn(
+                    route.account,
+                    Feedback(
+                        kind=kind, request=request.id, rate=error.rate, retry_after_s=error.retry_after_s, took_s=took_s
+                    ),
+                )
                 raise
-            self._spend_refusals.pop(route.account, None)
             counted = answer.counted._replace(output_tokens=0)  # the provider counts them after it has sent the headers
             self._learn(
                 route.account,
                 Feedback(kind=Kind.ANSWERED, rate=answer.rate, counted=counted, took_s=clock() - began_s),
             )
             answer = replace(answer, cost_usd=self._prices.cost_usd(route.model, answer.usage))
-            recording.answer(
+            tracing.record_answer(
                 span,
                 model=answer.model,
                 input_tokens=answer.usage.input_tokens,
@@ -73,21 +196,12 @@ class Registry:
             )
             return answer
 
-    def _feedback(self, account: str, error: ProviderError, *, took_s: float) -> Feedback:
-        """What a failed call says about its account, for the budget. The first refusal because of a spend limit is
-        logged. Such refusals count as ordinary failures until there are `SPEND_REFUSALS` in a row."""
-        feedback = Feedback(kind=error.means.says, rate=error.rate, retry_after_s=error.retry_after_s, took_s=took_s)
-        if feedback.kind is not Kind.SPEND_LIMIT:
-            return feedback
-        count = self._spend_refusals[account] = self._spend_refusals.get(account, 0) + 1
-        if count == 1:
-            log.error(signals.SPEND_LIMIT_MET, account=account, pauses_after=SPEND_REFUSALS, error=error.brief)
-        return feedback if count >= SPEND_REFUSALS else replace(feedback, kind=Kind.FAILED)
+    async def probe(self, route: Route, by_call: bool) -> None:
+        await self._providers[route.provider].probe(route.name, by_call=by_call)
 
 
 def asking_for(request: Request, model: str) -> Request:
-    """A copy of the request that contains the provider's own name for the model (`model`); the request itself if it
-    contains that name already."""
+    """The request with the provider's own name for the model."""
     if model == request.model:
         return request
     body = json.dumps({**json.loads(request.body), "model": model}).encode()

@@ -11,17 +11,14 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import NamedTuple
 
-from consumers.chain import Chain, Route
+from consumers.job import Chain, Route
 
 MODEL_CLASSES = ("fable", "mythos", "opus", "sonnet", "haiku")
-"""The classes of Anthropic's models. A provider's rate limits apply to a whole class: all Sonnet models share one limit
-(docs/facts.md, section 10)."""
+"""A provider's rate limits apply to a whole class: all Sonnet models share one limit (docs/facts.md, section 10)."""
 CACHED = 10_000
-"""For how many combinations of lane, tenant and model the computed chain (the providers and models to call, in order)
-is kept in memory."""
 UNCONFIGURED = 256
-"""Of the models that no setting names, this many have a budget of their own at a provider. All further models share one
-budget of the provider, so that requests with invented model names do not fill the memory."""
+"""Of the models that no setting names, this many have a budget of their own at a provider, so that requests with
+invented names do not fill the memory. The others share one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +27,11 @@ class ProviderModels:
 
     name: str
     models: Mapping[str, str] | None = None
-    """The provider's own name for each of its models, by Anthropic's name for the model. None: the provider offers all
-    models, under Anthropic's names."""
+    """The provider's own name for each, by Anthropic's name. None: all models, under Anthropic's names."""
 
 
 class Problem(NamedTuple):
-    """An error in the settings that say which providers and models may be called."""
+    """An error in these settings."""
 
     place: tuple[str, ...]
     text: str
@@ -43,24 +39,21 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutesSpec:
-    """The settings that say which providers and models may be called for a request."""
+    """Which providers and models may be called, by the settings."""
 
     providers: tuple[ProviderModels, ...]
-    """The providers in the order in which they are called."""
+    """In the order in which they are called."""
     lanes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For lanes that do not use all providers in the usual order: the names of the lane's providers, in the order in
-    which they are called."""
+    """For lanes that do not use all providers in the usual order."""
     lane_models: Mapping[str, Collection[str] | None] = field(default_factory=dict)
-    """The allowed models of a lane, for lanes that may use only some. `Routes` applies them to fallback models only,
-    because the model that a request names is checked earlier, when the request is decoded."""
+    """Applied to fallback models only: the model that a request names is checked when it is decoded."""
     fallbacks: Mapping[str, str] = field(default_factory=dict)
-    """For each model that has a fallback: the model that is called instead if no provider can answer with it."""
+    """The model that is called instead if no provider can answer with this one."""
     tenants: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """The allowed models of a tenant, for tenants that may use only some."""
+    """For tenants that may use only some."""
 
     def problems(self, *, known: Collection[str]) -> list[Problem]:
-        """The errors in these settings, except circles of fallback models, which `circles` finds. `known`: models that
-        a lane uses or that have a price."""
+        """The errors, except circles of fallback models. `known`: models that a lane uses or that have a price."""
         return [*self._of_lanes(), *self._of_models(known), *self._of_lane_models()]
 
     def _of_lanes(self) -> Iterator[Problem]:
@@ -71,7 +64,7 @@ class RoutesSpec:
                     yield Problem(("lanes", lane, "providers"), f"no provider {name!r}; there are {', '.join(names)}")
 
     def circles(self) -> Iterator[str]:
-        """An error text for each circle of fallback models (a model that is, by way of others, its own fallback)."""
+        """An error text for each model that is, by way of others, its own fallback."""
         reported: set[str] = set()
         for model in self.fallbacks:
             way = [model]
@@ -110,7 +103,7 @@ class RoutesSpec:
 
 
 def unknown(model: str, known: Collection[str]) -> str:
-    """The error message for a model in the settings that is not known."""
+    """The error text for an unknown model."""
     near = get_close_matches(model, known, n=1, cutoff=0.8)
     meant = f"did you mean {near[0]}? Else" if near else f"known are {', '.join(sorted(known))};"
     return f"unknown model {model!r}; {meant} give it a price in prices.models (LANEKEEPER_PRICES__MODELS)"
@@ -129,8 +122,6 @@ class Routes:
         )
         self._unconfigured: set[str] = set()
         self.of = lru_cache(maxsize=CACHED)(self._of)
-        """A function that returns the chain for a lane, a tenant and a model. It caches the chains that it has
-        computed."""
 
     def _of(self, lane: str, tenant: str, model: str) -> Chain:
         spec = self._spec
@@ -153,7 +144,6 @@ class Routes:
         return Chain(tuple(chain))
 
     def _with(self, lane: str, model: str) -> Iterator[Route]:
-        """The providers of the lane that have the model, as routes."""
         for name in self._spec.lanes.get(lane, self._by_name):
             provider = self._by_name[name]
             if provider.models is None or model in provider.models:
@@ -161,9 +151,8 @@ class Routes:
                 yield Route(provider=name, model=model, name=called, account=f"{name}/{self._class(model)}")
 
     def _class(self, model: str) -> str:
-        """The second part of a budget account's name, after the provider's name: the model's class; or the model
-        itself, if it belongs to no class; or `other`, if `UNCONFIGURED` models that no setting names have an account
-        already."""
+        """The model's class; or the model itself, if it belongs to none; or `other`, if `UNCONFIGURED` models have an
+        account."""
         found = model_class(model)
         if found != model or model in self._configured or model in self._unconfigured:
             return found
@@ -174,7 +163,7 @@ class Routes:
 
 
 def model_class(model: str) -> str:
-    """The class of models (such as sonnet) whose limits a model shares; the model itself if it belongs to no class."""
+    """The class whose limits a model shares; the model itself if it belongs to none."""
     return next((name for name in MODEL_CLASSES if name in model), model)
 
 

@@ -1,4 +1,1 @@
-"""Sends replies: the parts of a stream, the final reply, and the final reply again if its queue refused it.
-
-Start at `reply.py`. Imported by `handler`, `settle` and `control`.
-"""
+"""Sends replies: the parts of a stream, the final reply, and the final reply again if its queue refused it."""

@@ -8,15 +8,16 @@ The final reply is sent only after each part is confirmed or counts as lost.
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from consumers.job import Job
+from consumers.providers.registry import CONTENT
 from consumers.replies.reply import PART_TIMEOUT_S, Replies
-from lanekeeper.amqp.confirming import Answer
+from lanekeeper.amqp.publisher import Confirm
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 
 UNCONFIRMED = 64
-"""How many published parts of a stream may wait for their confirms at a time."""
 UNCONFIRMED_BYTES = 256 * 1024
 """How many bytes the unconfirmed parts of a stream may have together. A single part may be larger, but is sent only
 when no other part is unconfirmed."""
@@ -42,16 +43,19 @@ class Parts:
         self._job = job
         self._seq = -1
         self._has_lost = False
-        self._unconfirmed: deque[tuple[asyncio.Future[Answer], int]] = deque()
+        self._unconfirmed: deque[tuple[asyncio.Future[Confirm], int]] = deque()
         self._bytes = 0
         self._most = FIRST_UNCONFIRMED
+        self.flow = False
+        self.on_flow: Callable[[], None] = lambda: None
         self.has_sent = False
-        """Whether an event of the answer was sent to the requester. (If another attempt follows, the requester must
-        discard it.)"""
 
     async def __call__(self, event: bytes, /) -> None:
-        address, trail = self._job.message.reply_to, self._job.trail
-        if not address and trail is None:
+        if not self.flow and CONTENT in event:
+            self.flow = True
+            self.on_flow()
+        address, progress = self._job.message.reply_to, self._job.progress
+        if not address and progress is None:
             return
         had_sent, self.has_sent = self.has_sent, True
         if self._seq < 0 and (had_sent or self._job.attempts > 1 or self._job.redelivered):
@@ -59,9 +63,7 @@ class Parts:
         await self._send(address, "event", event)
 
     def restart(self) -> bool:
-        """Number the following parts of the stream from 0 again, because the attempt makes another call. Return whether
-        events of the failed call had been sent."""
-        had_begun, self._seq = self._seq >= 0, -1
+        had_begun, self._seq, self.flow = self._seq >= 0, -1, False
         return had_begun
 
     async def confirmed(self) -> None:
@@ -75,8 +77,8 @@ class Parts:
     async def _send(self, address: str | None, part: str, body: bytes) -> None:
         self._seq += 1
         if not address:
-            if self._job.trail is not None:
-                self._job.trail.part(part, body)
+            if self._job.progress is not None:
+                self._job.progress.part(part, body)
             return
         await self._make_room(len(body))
         try:
@@ -88,8 +90,6 @@ class Parts:
         self._bytes += len(body)
 
     async def _make_room(self, size: int) -> None:
-        """Wait until one more part of the stream, of `size` bytes, may be sent: until the parts that the broker has not
-        confirmed yet are few enough, in number and in bytes."""
         while self._unconfirmed:
             oldest, _ = self._unconfirmed[0]
             if not oldest.done():
@@ -101,7 +101,6 @@ class Parts:
             self._take_oldest()
 
     def _take_oldest(self) -> None:
-        """Remove the oldest part from `_unconfirmed`. If the broker did not confirm this part, log that it is lost."""
         answer, size = self._unconfirmed.popleft()
         self._bytes -= size
         if not answer.done():

@@ -1,4 +1,41 @@
-"""Stores claims, results, counters and budgets. The interface `Store` is in `base.py`.
+"""The store, in a SQLite file or in Redis. Its interface is in `base.py`."""
 
-`opening.py` opens a store. Imported by all of `consumers` that stores something.
-"""
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+if TYPE_CHECKING:
+    from consumers.state.base import FollowedStore, StoreSpec
+
+SQLITE = "sqlite:///"
+
+
+def open_store(url: str, *, namespace: str, spec: "StoreSpec", former: Path | None = None) -> "FollowedStore":
+    """Returns the store at this URL; the caller opens it with `async with`. The settings have checked the URL before,
+    so a ValueError is a bug. `former`: the file that becomes the store's if it exists, and the store's does not.
+
+    sqlite:///state/lane.sqlite            relative to the working folder
+    sqlite:////var/lib/lane.sqlite         absolute
+    redis://:password@host:6379/0          rediss:// with TLS
+    """
+    if url.startswith(SQLITE):
+        from consumers.state.sqlite.store import SqliteStore
+
+        return SqliteStore(Path(unquote(url.removeprefix(SQLITE))), namespace=namespace, spec=spec, former=former)
+    if url.startswith(("redis://", "rediss://")):
+        from consumers.state.redis.store import RedisStore  # its client library takes 4 MiB of memory
+
+        return RedisStore(url, namespace=namespace, spec=spec)
+    raise ValueError("a store's URL begins with sqlite:///, redis:// or rediss://")
+
+
+async def redis_risks(url: str) -> list[str]:
+    """Returns the reasons why the Redis at `url`, with its settings, could lose acknowledged writes. The list is empty
+    if there are none, or if the settings cannot be read."""
+    from consumers.state.redis.client import RedisClient
+
+    client = RedisClient(url)
+    try:
+        return await client.risks()
+    finally:
+        await client.aclose()

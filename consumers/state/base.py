@@ -2,24 +2,34 @@
 
 The store keeps which worker has claimed a request and how the request ended (at most one result for each request), how
 many requests wait in the broker for a delay, how much of an allowance (such as a tenant's dollars) was used in a
-period, and leases for jobs that only one process may do at a time.
+period, leases for jobs that only one process may do at a time, the progress of requests that clients follow, and what
+operators have paused.
 
 The store is not the system of record: losing it can cause a repeated call to a provider, but loses no request. Every
 method raises `StoreUnavailable` if the store cannot answer, or cannot make a change durable.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, Protocol, Self
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
-from lanekeeper.contract.names import ATTEMPT
+from consumers.clock import moment_ms, moment_text
 from lanekeeper.contract.problems import LanekeeperError
+from lanekeeper.telemetry.figures import Timings
+from topology.codec.decoding import Request
+from topology.lanes import GIB, MIB
 
 LEASE_S = 10.0
-"""For how many seconds a claim (a worker's right to work on a request) is valid without renewal; this time is its
-lease. While the claim is valid, another message of the same request must wait. But if the message for which the claim
-was granted is redelivered, its new worker takes the claim over at once."""
+"""For how many seconds a claim is valid without renewal. While it is, another message of the same request must wait.
+But if the message for which it was granted is redelivered, its new worker takes the claim over at once."""
+DAY_S = 86_400
+SEEN_LATE_S = 300
+"""A cancellation of a request that no worker has seen is kept for the longest deadline and this many seconds more,
+because clocks differ, and because a worker may see the request shortly after its deadline."""
 
 
 class StoreUnavailable(LanekeeperError):
@@ -27,14 +37,40 @@ class StoreUnavailable(LanekeeperError):
     which of these, and what to do."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSpec:
+    """How much the store keeps and for how long."""
+
+    keep_s: float = DAY_S
+    """How long a result is kept after its request has ended."""
+    max_bytes: int = GIB
+    """The maximum size of the SQLite file, not counting free pages, or of what is kept in Redis. Above it, the oldest
+    rows of the tenants that have most are removed (`shedding.py`)."""
+    cancelled_s: float = DAY_S + SEEN_LATE_S
+    """How long the cancellation of a request that no worker has seen is kept: a little longer than the longest deadline
+    of a lane, because the request can wait that long in its queue. (A delayed request is seen before its delay.)"""
+    unseen_per_tenant: int = 10_000
+    """How many of these cancellations are kept for one tenant."""
+    waiting_per_tenant: int = 10_000
+    """How many requests may wait in the broker for a delay of over a minute."""
+    waiting_in_all: int = 100_000
+    events_per_request: int = 50_000
+    """How many events of its answer are stored for a followed request; each call to a provider begins again at 0."""
+    event_bytes_per_request: int = 8 * MIB
+    lease_s: float = LEASE_S
+
+
+DEFAULT = StoreSpec()
+
+# ---- claims and results ----------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identifies a request: messages with the same identity belong to the same request."""
+    """Messages with the same tenant (empty if there is none) and id (`message_id`) belong to the same request."""
 
     tenant: str
-    """The request's tenant; empty if it has none."""
     id: str
-    """The request's id: the AMQP property `message_id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +78,7 @@ class Fingerprint:
     """The properties of one message that the store compares with those of other messages of the same request."""
 
     body_hash: bytes
-    """A hash (16 bytes) of the body as it was published. It is compared because the same id with another body is a
-    conflict."""
+    """16 bytes. The same id with another body is a conflict."""
     mark: bytes
     """A hash (16 bytes) of the properties in which two publishes of the same request differ, such as reply address and
     send time. By it the store recognises a message that is redelivered."""
@@ -64,58 +99,48 @@ class Completion:
 
     status: Literal["ok", "error"]
     code: str = ""
-    """If the request ended with an error: the error's code in docs/contract.md, such as `deadline_exceeded`."""
+    """Of an error, such as `deadline_exceeded`."""
     body: bytes
-    """The reply's body: the JSON of Anthropic's Message or, for an error, of the problem document."""
     headers: Mapping[str, str | int] = field(default_factory=dict)
-    """The reply's headers except its status: lane, model, provider, attempt, wait, run time."""
     ended_ms: int
-    """When the request ended, by the clock of the worker that ended it; ms since 1970."""
     mark: bytes | None = field(default=None, compare=False, repr=False)
     """The `Fingerprint.mark` of the message that ended the request; the store sets it. If the request was cancelled
     before any message of it arrived, it is the mark of the first message that arrived. None: none has arrived."""
 
-    @property
-    def is_untried(self) -> bool:
-        """True if the request ended with an error before any call to a provider was attempted."""
-        return self.status == "error" and self.headers.get(ATTEMPT) == 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """The answer of `Store.claim` if the claim is granted: the caller holds it now, and may work on the request."""
+    """The caller holds the request's claim now, and may work on the request."""
 
     token: int
-    """The claim's fencing token: higher than that of every earlier claim of the request, so that workers with an
-    earlier claim can no longer complete it."""
+    """The fencing token: higher than that of every earlier claim of the request, so that workers with an earlier claim
+    can no longer complete it."""
     deaths: int = 0
     """How many workers that held the claim earlier did not release it, because they died or hung."""
     followed: bool = field(default=False, repr=False)
-    """True if clients can follow the request: the store keeps the steps and events of its progress (`following.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """The answer of `Store.claim` if the claim is not granted, because a worker holds it for another delivery of the
-    same request, and its lease is valid."""
+    """A worker holds the claim for another delivery of the same request, and its lease is valid."""
 
     for_ms: int
-    """How many ms ago the other worker's claim was granted."""
+    """Since that claim was granted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The answer of `Store.claim` if the request has already ended."""
+    """The request has already ended."""
 
     completion: Completion
     is_same_message: bool
-    """True if this message (by its mark) is the one that ended the request, and was delivered again, so that its reply
-    may not have been sent. Also true if the store does not know which message ended the request."""
+    """True if this message ended the request and was delivered again, so that its reply may not have been sent; or if
+    the store does not know which message did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """The answer of `Store.claim` if the request's id was used before with another body."""
+    """The request's id was used before with another body."""
 
 
 ClaimAnswer = Granted | Running | Ended | Conflict
@@ -126,30 +151,26 @@ class Stop(StrEnum):
 
     CANCELLED = "cancelled"
     FENCED = "fenced"
-    """Another delivery of the request has taken over the claim, so another worker works on it."""
+    """Another delivery of the request has taken over the claim."""
 
 
 class Cancelling(StrEnum):
-    """The result of `Store.cancel`: the state of the request when the cancellation came."""
+    """The state of the request when its cancellation came."""
 
     RECORDED = "recorded"
     """The request was waiting, and has now ended as cancelled."""
     UNSEEN = "unseen"
-    """No worker has seen the request: it is queued, or not published yet. It ends as cancelled when a worker gets
-    it."""
+    """No worker has seen the request. It ends as cancelled when a worker gets it."""
     DISPLACED = "displaced"
-    """Like UNSEEN, but the tenant had reached its limit of cancellations of requests that no worker has seen, so the
-    oldest of these was removed."""
+    """Like UNSEEN, but the tenant had reached its limit of these, so the oldest was removed."""
     TOLD = "told"
     """The request runs. The worker that holds its claim learns of the cancellation when it next renews the claim."""
     ENDED = "ended"
-    """The request had ended before the cancellation came."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A claim that a worker holds: the store's record that it works on the request. `token`: the fencing token, higher
-    than that of every earlier claim of the request."""
+    """A claim that a worker holds, with its fencing token."""
 
     identity: Identity
     token: int
@@ -157,37 +178,195 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What the store knows about a request: either how it ended, or whether it runs or waits."""
+    """What the store knows about a request: either how it ended, or whether it runs or waits for its next attempt."""
 
     completion: Completion | None
-    """How the request ended. None: the request runs, or waits for its next attempt."""
     running: bool
     attempts: int = 0
     due_ms: int | None = None
-    """If the request waits for its next attempt: when that may begin (ms since 1970). None: not known, or the request
-    does not wait."""
+    """When the next attempt may begin, if it waits and that is known."""
 
 
 class WaitingLimit(StrEnum):
-    """The result of `Store.reserve`: whether one more request may wait in the broker for a delay."""
+    """Whether one more request may wait in the broker for a delay."""
 
     WITHIN = "kept"
-    """The request may wait: it is within the limits, and is counted."""
     TENANT = "tenant"
-    """The request may not wait: its tenant has reached its limit of waiting requests."""
     TOTAL = "all"
-    """The request may not wait: all tenants together have reached the limit of waiting requests."""
+    REPEATED = "repeated"
+    """A limit is reached, but this same message is counted already: it was published twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """The result of `Allowances.take`: whether the amount was counted as used, and how much of the allowance is used in
-    this period."""
+    """Whether an amount was counted as used of an allowance, and how much of it is used in this period now."""
 
     granted: bool
     used: float
-    """The amount used in this period, including the amount of this call if it was granted."""
     resets_in_s: float
+
+
+# ---- progress of requests that clients follow ------------------------------------------------------------------------
+
+QUEUED = "queued"
+EVENT = "event"
+"""The kind of an entry that is an event of the provider's stream. All other entries are steps of the request."""
+RESTART = "restart"
+"""The kind of the entry that is added when another call to a provider begins. The store then removes the events of the
+call before, and readers must discard them."""
+ENTRIES_AT_ONCE = 200
+"""The maximum number of entries of one request that one call of `Following.look` returns."""
+
+
+class NewEntry(NamedTuple):
+    """One step of the request, or one event of the answer's stream, as JSON text."""
+
+    kind: str
+    body: bytes
+
+
+class Entry(NamedTuple):
+    """An entry in the progress of a request, with its number (from 1)."""
+
+    number: int
+    kind: str
+    body: bytes
+
+
+class Submission(NamedTuple):
+    """What is stored of a followed request as its client submitted it. The fields have the names of the SQL columns;
+    times are ms since 1970."""
+
+    body_hash: bytes
+    lane: str
+    submitted_ms: int
+    due_ms: int | None
+    deadline_ms: int
+
+    @classmethod
+    def of(cls, request: Request, body_hash: bytes) -> Self:
+        return cls(
+            body_hash=body_hash,
+            lane=request.lane,
+            submitted_ms=request.published.ms,
+            due_ms=request.due_ms,
+            deadline_ms=request.deadline_ms,
+        )
+
+
+class Submitted(StrEnum):
+    """Whether the request was submitted before."""
+
+    NEW = "new"
+    KNOWN = "known"
+    """The same request was submitted before, or a worker has received it."""
+    CONFLICT = "conflict"
+    """With another body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """New entries of one request, in order, from the worker that holds its claim."""
+
+    held: Held
+    submission: Submission
+    """Stored with the first entry if the request was published without the gateway, so that `follow` was not called."""
+    entries: Sequence[NewEntry]
+
+
+class Refused(StrEnum):
+    """Why the store did not append entries."""
+
+    FENCED = "fenced"
+    """The worker's claim was taken over or is lost, or the request has ended."""
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """The entries of a followed request after the last one that a client has read."""
+
+    entries: Sequence[Entry] = ()
+    last: int = 0
+    """The number of the last entry that is stored. `entries` may end before it; the next `look` returns the rest."""
+    ended: bool = False
+    is_known: bool = True
+    """False if the store does not know the request, or has already removed it."""
+
+
+# ---- the brake -------------------------------------------------------------------------------------------------------
+
+PauseKind = Literal["lane", "tenant", "app", "model", "provider"]
+PAUSE_KINDS: tuple[PauseKind, ...] = get_args(PauseKind)
+PAUSES_AT_MOST = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """An operator's order that no request of a lane, tenant or application starts, or no call of a model or provider.
+    There is at most one for each kind and name: a new one replaces it."""
+
+    kind: PauseKind
+    name: str
+    since_ms: int
+    until_ms: int | None
+    """When it ends by itself."""
+    who: str
+    why: str
+
+    @property
+    def id(self) -> str:
+        return pause_id(self.kind, self.name)
+
+    @property
+    def told(self) -> str:
+        """What requesters are told: not by whom."""
+        until = "" if self.until_ms is None else f" until {moment_text(self.until_ms)}"
+        why = f": {self.why}" if self.why else ""
+        return f"{self.kind} {self.name[:80]} was paused by an operator at {moment_text(self.since_ms)}{until}{why}"
+
+    def has_ended(self, now_ms: int) -> bool:
+        return self.until_ms is not None and self.until_ms <= now_ms
+
+    def as_json(self) -> dict[str, str | None]:
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "name": self.name,
+            "since": moment_text(self.since_ms),
+            "until": None if self.until_ms is None else moment_text(self.until_ms),
+            "who": self.who,
+            "why": self.why,
+        }
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> Self:
+        """Raises KeyError."""
+        return cls(
+            kind=found["kind"],
+            name=found["name"],
+            since_ms=moment_ms(found["since"]) or 0,
+            until_ms=moment_ms(found["until"]),
+            who=found["who"],
+            why=found["why"],
+        )
+
+
+def pause_id(kind: PauseKind, name: str) -> str:
+    """The id of every pause of this kind and name."""
+    return blake2b(f"{kind} {name}".encode(errors="surrogateescape"), digest_size=6).hexdigest()
+
+
+def pauses_in(rows: Iterable[bytes | str]) -> list[Pause]:
+    """The stored pauses, the oldest first."""
+    found: list[Pause] = []
+    for row in rows:
+        with suppress(KeyError, TypeError, ValueError):  # another version has written it in another form
+            found.append(Pause.of_json(json.loads(row)))
+    return sorted(found, key=lambda pause: (pause.since_ms, pause.id))
+
+
+# ---- the store -------------------------------------------------------------------------------------------------------
 
 
 class Allowances(Protocol):
@@ -195,45 +374,62 @@ class Allowances(Protocol):
     than a limit. Periods are counted from 1970, so that days are UTC days."""
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
-        """Count `amount` as used of the allowance `name` if the sum that is used in this period stays within `limit`;
-        otherwise count nothing."""
+        """Count `amount` as used if the sum in this period stays within `limit`; otherwise count nothing."""
 
     async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
-        """Subtract an amount that was counted as used of the allowance `name`, but was not used. A negative amount is
-        added, even beyond the limit."""
+        """Subtract an amount that was not used. A negative amount is added, even beyond the limit."""
 
 
 class Leases(Protocol):
     """Decide which process does a job that only one may do at a time, for example the removal of expired results."""
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
-        """Take a lease for `for_s` seconds, or renew it if `owner` has it already. Returns False if another owner has
-        the lease."""
+        """Take a lease, or renew it if `owner` has it already. Returns False if another owner has the lease."""
 
     async def let_go(self, name: str, owner: str) -> None:
-        """Release a lease before it ends. Does nothing if another owner holds it."""
+        """Release a lease, if `owner` has it."""
 
 
-class Store(Allowances, Leases, Protocol):
-    """The interface of a store for claims and results. A store is open from `__aenter__` to `__aexit__`. `__aenter__`
-    never raises an error: if the SQLite file or the Redis server cannot be used, every later call tries it again."""
+class StoredPauses(Protocol):
+    """Keeps what operators have paused."""
+
+    async def pauses(self) -> Sequence[Pause]:
+        """Those that have not ended."""
+
+    async def pause(self, pause: Pause) -> bool:
+        """Store a pause, in place of the one of the same kind and name. Returns False, and changes nothing, if
+        `PAUSES_AT_MOST` others are stored."""
+
+    async def resume(self, id: str) -> Pause | None:
+        """Remove a pause, and return it; None if there is none with this id."""
+
+
+class Store(Allowances, Leases, StoredPauses, Protocol):
+    """Claims and results. A store is open from `__aenter__` to `__aexit__`. `__aenter__` never raises an error: if the
+    SQLite file or the Redis server cannot be used, every later call tries it again."""
 
     @property
     def trouble(self) -> str | None:
-        """Why the last call of the store failed, as text for operators; None if it succeeded."""
+        """Why the last call failed, as text for operators; None if it succeeded."""
+
+    @property
+    def times(self) -> Timings:
+        """How long operations took, by their name."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the last `probe` found the store above its limit."""
 
     async def probe(self) -> None:
-        """Check that values can be written to the store and are kept. Raises StoreUnavailable."""
+        """Check that values can be written to the store and are kept."""
 
     async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
         """Ask for the claim of a request, before its provider is called.
 
-        Returns `Granted` if no worker holds the claim, if its lease has expired, or if it is held for this same message
-        (with the same mark, and the same first byte of the nonce), which was redelivered. A dead letter that is
-        published again (its `dead_at_ms` is the time of the stored error) also gets the claim, even if its body is
-        another one. Returns `Running` if another worker holds the claim, `Ended` if the request has ended, and
-        `Conflict` if the id was used with another body. A request for which only `note` or `defer` has stored something
-        is granted like a new one.
+        It is granted if no worker holds it, if its lease has expired, or if it is held for this same message (with the
+        same mark, and the same first byte of the nonce), which was redelivered. A dead letter that is published again
+        (its `dead_at_ms` is the time of the stored error) also gets the claim, even if its body is another one. A
+        request for which only `note` or `defer` has stored something is granted like a new one.
         """
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
@@ -241,10 +437,17 @@ class Store(Allowances, Leases, Protocol):
         the others are valid for another lease. A claim that the store has lost is not returned: no other worker holds
         it, so the outcome of its request can still be stored."""
 
-    async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
+    async def shelter(self, held: Held) -> None:
+        """Let no redelivery of the message take the claim over while its lease is valid, because the request has an
+        answer that was paid for, and storing it may take longer than the delivery lasts."""
+
+    async def release(
+        self, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True
+    ) -> None:
         """Give up a claim although the request has not ended, because the request waits for its next attempt, which may
-        begin at `due_ms`. If another delivery has taken the claim over, the caller was counted as dead
-        (`Granted.deaths`); this is corrected now."""
+        begin at `due_ms`. `is_survived`: whether the worker has worked on the request and lives, so that earlier deaths
+        (`Granted.deaths`) were not the request's fault and are forgotten. If another delivery has taken the claim over,
+        the caller was counted as dead; this is corrected now."""
 
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
         """Store that an unclaimed request waits until `due_ms`, so that status questions can be answered.
@@ -273,16 +476,10 @@ class Store(Allowances, Leases, Protocol):
         """
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        """End a request as cancelled: at once if no worker holds its claim; otherwise the worker that holds the claim
-        learns of the cancellation when it next renews the claim."""
+        """End a request as cancelled: at once, or through the worker that holds its claim, at the next renewal."""
 
     async def find(self, identity: Identity) -> Found | None:
-        """Returns what the store knows about a request; None if no worker has received it, or if its result is no
-        longer kept."""
-
-    async def sweep(self) -> int:
-        """Remove results whose retention time is over; if the store is too large, the oldest results as well. Returns
-        the number of removed rows. Each call does a limited amount of work: call it again until it returns 0."""
+        """Returns None if no worker has received the request, or if its result is no longer kept."""
 
     async def reserve(
         self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
@@ -292,6 +489,44 @@ class Store(Allowances, Leases, Protocol):
         message. A message that is redelivered is counted only once, but each further message of the same request is
         counted as well. `weight` is above 1 if the message has a large body."""
 
+    async def sweep(self) -> int:
+        """Remove what need no longer be kept and, if the store is too large, the oldest rows of the tenants that have
+        most. Returns the number of rows. It does a limited amount of work: call it again until it returns 0."""
+
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: object) -> None: ...
+
+
+class Following(Protocol):
+    """Keeps the progress of requests, so that clients can follow them: how each was submitted, and numbered entries for
+    its steps and the events of its answer. They are kept as long as the request's result.
+
+    Clients can follow requests that the gateway submitted (`follow`), and streamed requests without `reply_to`.
+    """
+
+    async def follow(
+        self, identity: Identity, submission: Submission, *, first_entry: NewEntry, keep_until_ms: int
+    ) -> Submitted:
+        """Store the submission of a request that is about to be published, and its first entry. Both are removed at
+        `keep_until_ms` unless a worker sees the request before. Changes nothing if a worker has seen the request, or if
+        it has ended."""
+
+    async def unfollow(self, identity: Identity) -> None:
+        """Remove the submission of a request that could not be published, unless a worker has seen it."""
+
+    async def submission(self, identity: Identity) -> Submission | None:
+        """Returns None if the store does not know the request, or has already removed it."""
+
+    async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
+        """Append entries to several requests; those of one part together or not at all. Returns for each part why its
+        entries were refused, or None if they were appended. A power cut may lose entries that were appended last."""
+
+    async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[Look | None]:
+        """Returns the new entries of several requests, each of which is given with the number of the last entry that
+        was read. The result for a request is None if the store knows the request, it has not ended, and it has no new
+        entries."""
+
+
+class FollowedStore(Store, Following, Protocol):
+    """The whole store."""

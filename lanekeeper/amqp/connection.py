@@ -1,57 +1,57 @@
-"""One supervised connection to the broker: it is opened, watched, and opened again when it is lost.
-
-It uses aio-pika's plain connection, not its robust objects: these restore channels silently, so that a loss goes
-unnoticed (docs/decisions/0001). With the plain connection, code that uses a channel sees that the channel has closed,
-and opens another.
-"""
+"""One supervised connection to the broker: it is opened, watched, and opened again when it is lost. aio-pika's plain
+connection, not its robust objects, which restore channels silently (docs/decisions/0001): code that uses a channel sees
+that it has closed, and opens another."""
 
 import asyncio
 import random
 import ssl
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Self
 from urllib.parse import unquote
 
 from aiormq.channel import Channel
-from aiormq.exceptions import AuthenticationError, InvalidFrameError, ProbableAuthenticationError
+from aiormq.exceptions import AuthenticationError, ChannelAccessRefused, InvalidFrameError, ProbableAuthenticationError
 from yarl import URL
 
-from lanekeeper.amqp.driver.alarms import BrokerConnection
-from lanekeeper.amqp.driver.backoff import pause_s
-from lanekeeper.amqp.driver.border import border, is_bare, text_of
-from lanekeeper.amqp.driver.frames import patch_pamqp
-from lanekeeper.amqp.driver.quiet import drop_log_lines
-from lanekeeper.amqp.driver.urls import urls_of
-from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerError, BrokerUnreachable
+from lanekeeper.amqp.driver import BrokerConnection, border, is_bare, text_of
+from lanekeeper.backoff import pause_s
+from lanekeeper.contract.identity import urls_of
+from lanekeeper.contract.problems import (
+    AccessRefused,
+    BrokerBlocked,
+    BrokerError,
+    BrokerUnreachable,
+    ClientMisused,
+    InvalidUrl,
+)
 from lanekeeper.telemetry import logs, signals
 
 HEARTBEAT_S = 10
-"""The interval, in seconds, of the heartbeats on a connection to the broker. A silent broker is noticed after
-`3 * HEARTBEAT_S + 3` seconds (docs/facts.md, section 8)."""
+"""A silent broker is noticed after `3 * HEARTBEAT_S + 3` seconds (docs/facts.md, section 8)."""
 CONNECT_TIMEOUT_S = 10
-"""The time limit, in seconds, for opening a connection to the broker if its URL names only one node."""
 NODE_TIMEOUT_S = 4
-"""For how many seconds to try to open a connection to one node of a cluster before the next node is tried. There is a
-limit because a frozen node accepts connections and never answers."""
+"""For one node of several: a frozen node accepts connections and never answers."""
 CLOSE_TIMEOUT_S = 3
-"""The time limit, in seconds, for closing a connection to the broker."""
 BACKOFF_CAP_S = 2.5
-"""The longest pause, in seconds, between two tries to connect to the broker. A worker is therefore connected again at
-most about this long after the broker has started. With this limit, a hundred workers that have lost their connections
-make about a hundred tries a second in total."""
+"""So a worker is connected at most about this long after the broker has started, and a hundred workers make about a
+hundred tries a second."""
+DEPTH_TIMEOUT_S = 5
 log = logs.logger()
 
 
 class Connection:
-    """A connection to RabbitMQ. From `__aenter__` to `__aexit__` a background task opens it again whenever it is lost.
-
-    `url`: one URL, or the URLs of a cluster's nodes, separated by commas. The connection starts with a random one of
-    them, and tries the next URL when one fails.
-    """
+    """A connection to RabbitMQ, opened again whenever it is lost. `url`: one URL, or those of a cluster's nodes,
+    separated by commas; it starts with a random one."""
 
     def __init__(self, url: str, *, name: str, ssl_context: ssl.SSLContext | None = None) -> None:
         self._url = url
-        self._urls = [URL(node_url).update_query(heartbeat=HEARTBEAT_S, name=name) for node_url in urls_of(url)]
+        try:
+            self._urls = [URL(node_url).update_query(heartbeat=HEARTBEAT_S, name=name) for node_url in urls_of(url)]
+        except ValueError:  # its text may have the password
+            raise InvalidUrl("a broker's URL is amqp(s)://user:password@host:port/vhost, with %-escapes") from None
+        if any(node_url.scheme not in ("amqp", "amqps") for node_url in self._urls):
+            raise InvalidUrl("a broker's URL begins with amqp:// or amqps://")
         self._url_index = random.randrange(len(self._urls))
         self._name = name
         self._ssl_context = ssl_context
@@ -61,21 +61,18 @@ class Connection:
         self._unblocked.set()
         self._blocked_since_s = 0.0
         self._supervisor: asyncio.Task[None] | None = None
-        self.loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """A future that gets the reason when the connection is lost; a new future replaces it when the connection is
-        opened again."""
+        self.loss: asyncio.Future[str]
+        """Gets the reason when the connection is lost; replaced when it is opened again."""
         self.trouble: str | None = "not connected yet"
-        """Why the connection is not open; None while it is open."""
         self.blocked: str | None = None
-        """Why the broker accepts no publishes at present ("low on memory"); None if it accepts them. The broker reports
-        this only to connections that have published."""
+        """Why the broker accepts no publishes ("low on memory"). It tells only connections that have published."""
+        self.blocks = 0
+        """How often the broker began to accept no publishes."""
         self.openings = 0
-        """How often the connection was opened. If this number has changed, what was learned about the broker earlier
-        (such as its size limit for messages) may no longer be true."""
+        """If it has changed, what was learned about the broker (its size limit) may no longer be true."""
 
     def another(self, purpose: str) -> "Connection":
-        """Create a second `Connection` to the same broker, without opening it. `purpose` becomes part of the
-        connection's name in RabbitMQ's management pages."""
+        """A second connection to the same broker, not opened yet. `purpose` becomes part of its name."""
         return Connection(self._url, name=f"{self._name}: {purpose}", ssl_context=self._ssl_context)
 
     @property
@@ -84,45 +81,44 @@ class Connection:
 
     @property
     def version(self) -> str:
-        """The version that the broker reports ("4.3.6"). Raises BrokerUnreachable before the first connection."""
         if self._current is None:
             raise BrokerUnreachable(f"no connection to {self.address}: {self.trouble}")
         return str(self._current.underlay.server_properties["version"])
 
     @property
     def endpoint(self) -> tuple[str, int]:
-        """Host and port of the broker (or cluster node) to which this connection is open, or is being opened."""
         url = self._urls[self._url_index]
         return url.host or "localhost", url.port or (5671 if url.scheme == "amqps" else 5672)
 
     @property
     def address(self) -> str:
-        """Host and port of the broker (see `endpoint`) as text for messages, without credentials."""
         host, port = self.endpoint
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def __aenter__(self) -> Self:
-        """Connect, with one try. Raises AccessRefused if the broker refuses the credentials, else BrokerUnreachable."""
-        patch_pamqp()
-        drop_log_lines()
+        """Connect, with one try. Raises AccessRefused, BrokerUnreachable."""
+        self.loss = asyncio.get_running_loop().create_future()
         await self._open_any()
         self._supervisor = asyncio.create_task(self._supervise(), name=f"connection {self._name}")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.wait([self._supervisor])
+            supervisor, self._supervisor = self._supervisor, None
+            self._opened.set()  # so that those who wait in `underlying` get ClientMisused
+            supervisor.cancel()
+            await asyncio.wait([supervisor])
         if self._current is not None:
             with suppress(BrokerUnreachable), border("closing"):
                 await self._current.underlay.close(timeout=CLOSE_TIMEOUT_S)
 
     async def underlying(self, *, timeout_s: float = 30) -> BrokerConnection:
-        """Wait until the connection is open, and return aio-pika's connection. Raises BrokerUnreachable after
-        `timeout_s`."""
+        """Wait until the connection is open. Raises BrokerUnreachable after `timeout_s`, and ClientMisused."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
+                    if self._supervisor is None:
+                        raise ClientMisused(f"the connection to {self.address} is not open: use it inside `async with`")
                     await self._opened.wait()
                     if self._current is not None and not self._current.is_closed:
                         return self._current
@@ -133,20 +129,14 @@ class Connection:
             ) from error
 
     async def channel(self, *, confirms: bool, timeout_s: float = 30) -> Channel:
-        """Open a channel of aiormq, the library below aio-pika (docs/decisions/0001).
-
-        Raises BrokerUnreachable if there is no connection to the broker, or if it is lost while the channel is opened.
-        """
+        """Open a channel of aiormq, the library below aio-pika (docs/decisions/0001). Raises BrokerUnreachable."""
         connection = await self.underlying(timeout_s=timeout_s)
         with border(f"no channel on {self.address}"):
             async with asyncio.timeout(timeout_s):
-                channel = await connection.underlay.channel(publisher_confirms=confirms, on_return_raises=True)
-                assert isinstance(channel, Channel)
-                return channel
+                return await connection.underlay.channel(publisher_confirms=confirms, on_return_raises=True)
 
     async def flowing(self, *, timeout_s: float) -> None:
-        """Wait until the connection is open and the broker accepts publishes on it (no memory or disk alarm). Raises
-        BrokerBlocked or BrokerUnreachable after `timeout_s`."""
+        """Wait until the broker accepts publishes. Raises BrokerBlocked or BrokerUnreachable after `timeout_s`."""
         end = asyncio.get_running_loop().time() + timeout_s
         while self.blocked is not None:
             try:
@@ -157,14 +147,12 @@ class Connection:
         await self.underlying(timeout_s=max(0.0, end - asyncio.get_running_loop().time()))
 
     def blocked_error(self, hint: str) -> BrokerBlocked:
-        """Make the error to raise while the broker accepts no publishes. `hint` becomes the end of the error's text."""
         return BrokerBlocked(
             f"the broker at {self.address} takes nothing: {self.blocked} (a memory or disk alarm; `rabbitmqctl status` "
             f"says which); {hint}"
         )
 
     async def _open_any(self) -> None:
-        """Open a connection to the first URL that works. If none works, the error names all URLs."""
         failed: list[BrokerError] = []
         for _ in self._urls:
             try:
@@ -232,7 +220,6 @@ class Connection:
             await self._reopen()
 
     async def _reopen(self) -> None:
-        """Try to connect until it succeeds, with random pauses, so that workers do not reconnect all at once."""
         attempt = 0
         while True:
             await asyncio.sleep(pause_s(attempt, first_s=0.25, cap_s=BACKOFF_CAP_S))
@@ -254,6 +241,34 @@ class Connection:
             return
         if self.blocked is None:
             self._blocked_since_s = now_s
+            self.blocks += 1
             log.warning(signals.BROKER_BLOCKED, connection=self._name, broker=self.address, reason=reason)
         self.blocked = reason
         self._unblocked.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """The length of a queue (without unacknowledged messages), and the number of its consumers."""
+
+    ready: int
+    consumers: int
+
+
+async def depths(connection: Connection, queues: list[str]) -> dict[str, Depth]:
+    """A passive declaration returns both exactly and without delay (docs/facts.md, section 9). Raises AccessRefused,
+    BrokerUnreachable (also if a queue does not exist)."""
+    channel = await connection.channel(confirms=False, timeout_s=DEPTH_TIMEOUT_S)
+    try:
+        with border("cannot look at the queues"):
+            found = {}
+            for queue in queues:
+                declared = await channel.queue_declare(queue, passive=True, timeout=DEPTH_TIMEOUT_S)
+                found[queue] = Depth(declared.message_count or 0, declared.consumer_count or 0)
+            async with asyncio.timeout(DEPTH_TIMEOUT_S):
+                await channel.close()
+    except BrokerUnreachable as error:
+        if isinstance(error.__cause__, ChannelAccessRefused):
+            raise AccessRefused(f"{error}: from 4.3 on, a user needs some right to a queue to see it") from error
+        raise
+    return found

@@ -1,67 +1,80 @@
-"""Publishes messages. A message counts as published only when the broker has confirmed it; a message that the broker
-returns as unroutable raises an error.
-
-`publish` makes one attempt; `publish_surely` repeats it until the broker has confirmed the message or time is up.
-"""
+"""Publishes messages. One counts as published only when the broker has confirmed it; one that the broker returns as
+unroutable raises an error."""
 
 import asyncio
 import random
+import re
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiormq.channel import Channel
-from aiormq.exceptions import AMQPError, ChannelAccessRefused, ChannelNotFoundEntity
+from aiormq.exceptions import (
+    AMQPError,
+    ChannelAccessRefused,
+    ChannelInvalidStateError,
+    ChannelNotFoundEntity,
+    ChannelPreconditionFailed,
+)
 
-from lanekeeper.amqp.confirming import Answer, Confirming
-from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.limit import SMALL_BYTES, MessageLimit
+from lanekeeper.amqp.connection import CLOSE_TIMEOUT_S, Connection
+from lanekeeper.amqp.driver import border, tap_of
+from lanekeeper.amqp.wire import encoded, frames
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import (
     AccessRefused,
     BrokerBlocked,
     BrokerError,
     BrokerUnreachable,
+    ClientMisused,
     ConfirmUnknown,
+    InvalidArgument,
     MessageTooLarge,
     PublishRefused,
     TopologyMismatch,
     Unroutable,
 )
-from lanekeeper.telemetry.tracing import Tracing
+from lanekeeper.telemetry.figures import timings
+
+if TYPE_CHECKING:
+    from lanekeeper.telemetry.tracing import Tracing
 
 CONFIRM_TIMEOUT_S = 10.0
-"""The time limit, in seconds, for one try to publish a message, including the wait for the broker's confirm."""
 CONFIRM_LEAST_S = 1.0
-"""The shortest time, in seconds, to wait for a confirm, even if waiting for a connection has used up most of the
-publish's time limit."""
+"""Even if waiting for a connection has used up the time limit."""
 SURELY_WITHIN_S = 100.0
-"""For how many seconds a worker tries to publish a reply: long enough for a restart of the broker. After that, the
-worker returns the request to its queue; when the request is delivered again, its stored result is published."""
+"""Long enough for a restart of the broker. After that the worker returns the request to its queue, and its stored
+result is published when it is delivered again."""
 DEFAULT_EXCHANGE = "amq.default"
-"""The name of the default exchange in RabbitMQ's error texts. It is searched for in the text of an error that closed a
-channel: such an error fails all publishes that wait on the channel, and only the exchange in the text tells which of
-them caused it."""
+"""In RabbitMQ's error texts. An error that closes a channel fails all publishes that wait on it, and only the exchange
+in the text tells which of them caused it."""
 _LOST = (AMQPError, RuntimeError, OSError)
-"""The exceptions that a publish raises if its channel is lost or its time limit is over (TimeoutError is an OSError).
-"""
+SMALL_BYTES = 1024 * 1024
+"""A request may always be this large, so a broker must accept this much: not checked."""
+PROBE_BYTES = 16 * 1024 * 1024
+"""The default limit of RabbitMQ 4, so that one test message is enough in most cases."""
+PROBE_WITHIN_S = 20.0
+NO_QUEUE = "lanekeeper.nobody"
+"""Does not exist, so that the broker drops the test messages."""
+_LIMIT_IN_ERROR = re.compile(r"larger than configured max size (\d+)")
+Confirm = type[BrokerError] | None
+"""What the broker answers to a publish: None if it accepted the message, else the error to raise."""
 
 
 class Publisher:
-    """Publishes messages and waits for the broker's confirms. It uses one channel of `connection`, and opens another
-    when this channel is lost."""
+    """Publishes on one channel of `connection`, and opens another when it is lost."""
 
     def __init__(
         self,
         connection: Connection,
         *,
-        tracing: Tracing,
+        tracing: "Tracing | None",
         on_missing: Callable[[], None] | None = None,
         on_channel: Callable[[Channel], Awaitable[None]] | None = None,
     ) -> None:
-        """`on_missing` is called when `publish_surely` fails because an exchange is missing, or because no queue is
-        bound for the routing key; the caller can then check the whole topology. `on_channel` is called with each new
+        """`on_missing` is called when `publish_surely` meets a missing exchange or binding, `on_channel` with each new
         channel before the first publish on it."""
         self.connection = connection
         self._tracing = tracing
@@ -70,10 +83,11 @@ class Publisher:
         self._on_missing = on_missing
         self._on_channel = on_channel
         self._limit = MessageLimit(connection)
+        self.times = timings()
+        """How long publishes took until their confirm, by the error's class; "" where it came."""
 
     async def exceeded_limit(self, size: int) -> int | None:
-        """Return the broker's limit for the size of a message in bytes, if a body of `size` bytes exceeds this limit.
-        Returns None if it does not, or if the limit cannot be found out now; `publish` then checks the size again."""
+        """The broker's limit, if a body of `size` bytes exceeds it; None if not, or if it cannot be found out now."""
         try:
             with suppress(BrokerUnreachable):
                 await self._limit.check(size)
@@ -91,17 +105,35 @@ class Publisher:
         timeout_s: float = CONFIRM_TIMEOUT_S,
         traced: bool = True,
     ) -> None:
-        """Publish once and wait for the confirm.
+        """Publish once and wait for the confirm. Raises Unroutable (returned), PublishRefused (nack), ConfirmUnknown
+        (no confirm came), BrokerBlocked (an alarm for all of `timeout_s`: nothing was published), BrokerUnreachable,
+        AccessRefused, MessageTooLarge and InvalidArgument (not sent), TopologyMismatch (no such exchange)."""
+        began_s, error_type = time.monotonic(), ""
+        try:
+            await self._publish(
+                message,
+                exchange=exchange,
+                routing_key=routing_key,
+                mandatory=mandatory,
+                timeout_s=timeout_s,
+                traced=traced,
+            )
+        except BrokerError as error:
+            error_type = type(error).__name__
+            raise
+        finally:
+            self.times[error_type].add(time.monotonic() - began_s)
 
-        `traced`: whether to make a tracing span for the publish. Raises Unroutable (returned), PublishRefused (nack),
-        ConfirmUnknown (no confirm came), BrokerBlocked (there was an alarm for all of `timeout_s`, so nothing was
-        published), BrokerUnreachable, AccessRefused, MessageTooLarge (not sent), TopologyMismatch (no such exchange).
-        """
+    async def _publish(
+        self, message: Message, *, exchange: str, routing_key: str, mandatory: bool, timeout_s: float, traced: bool
+    ) -> None:
         message.message_id = message.message_id or uuid.uuid4().hex
         if len(message.body) > SMALL_BYTES:
             await self._limit.check(len(message.body))
         span: AbstractContextManager[Any] = (
-            self._tracing.send(message, exchange=exchange, routing_key=routing_key) if traced else nullcontext()
+            nullcontext()
+            if self._tracing is None or not traced
+            else self._tracing.send(message, exchange=exchange, routing_key=routing_key)
         )
         with span:
             confirming, timeout_s = await self._ready_channel(timeout_s)
@@ -122,14 +154,10 @@ class Publisher:
 
     async def write(
         self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = CONFIRM_TIMEOUT_S
-    ) -> "asyncio.Future[Answer]":
-        """Publish once, and return a future of the broker's answer. This is used for the parts of a streamed answer, of
-        which several are in flight at a time. The parts are published without AMQP's `mandatory` flag and without a
-        tracing span. The broker receives them in the order of these calls.
-
-        `timeout_s`: how long to wait for the connection, and for room in the write queue. Raises the errors of
-        `publish`; the future raises AMQPError if the channel is lost.
-        """
+    ) -> "asyncio.Future[Confirm]":
+        """Publish a part of a stream, not `mandatory`, and return a future of the broker's answer, so that several can
+        be in flight. The broker gets them in the order of these calls. Raises the errors of `publish`; the future
+        raises AMQPError if the channel is lost."""
         message.message_id = message.message_id or uuid.uuid4().hex
         if len(message.body) > SMALL_BYTES:
             await self._limit.check(len(message.body))
@@ -152,18 +180,12 @@ class Publisher:
         absent_within_s: float | None = None,
         gives_up_on: tuple[type[BrokerError], ...] = (),
     ) -> None:
-        """Publish, and repeat the publish until the broker has confirmed the message, for at most `within_s` seconds;
-        then raise the last error. The message may be published more than once.
-
-        `refused_within_s`: a shorter time limit, which applies if the broker refuses the message (nack).
-        `absent_within_s`: a shorter time limit, which applies while there is no connection and nothing was published
-        yet; None: no shorter limit.
-
-        Some errors are raised at once: AccessRefused, MessageTooLarge, those in `gives_up_on`, and Unroutable from the
-        default exchange (the requester's reply queue does not exist any more). After Unroutable from one of
-        Lanekeeper's exchanges the publish is repeated, because the queue that is missing may be declared again
-        meanwhile. The raised error's `maybe_published` says whether any of the tries may have published the message.
-        """
+        """Publish until the broker has confirmed the message (possibly more than once), for at most `within_s`; then
+        raise the last error. Its `maybe_published` says whether any of the tries may have published it.
+        `refused_within_s`: a shorter limit for nacks. `absent_within_s`: a shorter limit while there is no connection
+        and nothing was published yet. Raised at once: AccessRefused, MessageTooLarge, ClientMisused, those in
+        `gives_up_on`, and Unroutable from the default exchange (the requester's reply queue is gone). After Unroutable
+        from one of our exchanges it tries again: the missing queue may be declared meanwhile."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         end = began + within_s
@@ -187,7 +209,7 @@ class Publisher:
                 maybe_published = error.maybe_published = maybe_published or error.maybe_published
                 if isinstance(error, TopologyMismatch | Unroutable) and exchange and self._on_missing is not None:
                     self._on_missing()
-                is_final = isinstance(error, (AccessRefused, MessageTooLarge, *gives_up_on))
+                is_final = isinstance(error, (AccessRefused, MessageTooLarge, ClientMisused, *gives_up_on))
                 if is_final or (isinstance(error, Unroutable) and not exchange):
                     raise
                 tries_end = min(end, began + refused_within_s) if isinstance(error, PublishRefused) else end
@@ -196,9 +218,8 @@ class Publisher:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1))
             pause_s = min(2.0, pause_s * 2)
 
-    async def _ready_channel(self, timeout_s: float) -> tuple[Confirming, float]:
-        """Wait until the broker accepts publishes. Returns the channel to publish on, and how many of the `timeout_s`
-        seconds are left to wait for the confirm."""
+    async def _ready_channel(self, timeout_s: float) -> "tuple[Confirming, float]":
+        """The channel, and how many of the `timeout_s` seconds are left for the confirm."""
         if self.connection.blocked is not None or not self.connection.is_open:
             # a message given to a blocked connection would still be published when the alarm ends
             end = asyncio.get_running_loop().time() + timeout_s
@@ -209,12 +230,16 @@ class Publisher:
                 if self._confirming is None or self._confirming.channel.is_closed:
                     channel = await self.connection.channel(confirms=True, timeout_s=timeout_s)
                     if self._on_channel is not None:
-                        await self._on_channel(channel)
+                        try:
+                            await self._on_channel(channel)
+                        except BaseException:
+                            with suppress(BrokerUnreachable), border("closing"):
+                                await channel.close(timeout=CLOSE_TIMEOUT_S)
+                            raise
                     self._confirming = Confirming(channel)
         return self._confirming, timeout_s
 
     def _error_of(self, error: Exception, exchange: str, routing_key: str, timeout_s: float) -> BrokerError:
-        """Translate an exception that aiormq raised during a publish to a BrokerError."""
         if isinstance(error, ChannelNotFoundEntity | ChannelAccessRefused):
             if f"'{exchange or DEFAULT_EXCHANGE}'" not in str(error):
                 return ConfirmUnknown(f"channel lost by another publish: {error}")
@@ -225,3 +250,116 @@ class Publisher:
             why = f": the broker reads nothing, {self.connection.blocked}" if self.connection.blocked else ""
             return ConfirmUnknown(f"no confirm for {routing_key!r} within {timeout_s:g} s{why}")
         return ConfirmUnknown(f"connection lost while publishing {routing_key!r}: {error}")
+
+
+class Confirming:
+    """Publishes on one channel in confirm mode. The broker numbers a channel's messages, and a confirm is for one
+    number or for all up to it, so nothing else may publish there. A returned message does not have its number and is
+    confirmed afterwards: it is matched by its `message_id`, so only one mandatory message with an id may wait at a
+    time."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._published = 0
+        self._waiting: dict[int, asyncio.Future[Confirm]] = {}
+        self._mandatory: dict[str, asyncio.Future[Confirm]] = {}
+        tap = tap_of(channel)
+        tap.on_confirm, tap.on_return = self._on_confirm, self._on_return
+        channel.closing.add_done_callback(self._on_closed)
+
+    async def write(
+        self, message: Message, *, exchange: str, routing_key: str, mandatory: bool
+    ) -> "asyncio.Future[Confirm]":
+        """Wait for room in the channel's write queue, and return a future of the broker's answer, which raises
+        AMQPError if the channel is lost."""
+        answer: asyncio.Future[Confirm] = asyncio.get_running_loop().create_future()
+        channel = self.channel
+        try:
+            frame = frames(
+                channel, message.body, exchange=exchange, routing_key=routing_key, properties=encoded(message),
+                mandatory=mandatory,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"the message cannot be written: {error}") from error
+        if mandatory:
+            message_id = message.message_id or ""
+            while (other := self._mandatory.get(message_id)) is not None:
+                await asyncio.wait([other])
+            self._mandatory[message_id] = answer
+            answer.add_done_callback(lambda _: self._mandatory.pop(message_id))
+        try:
+            if not channel.is_closed:
+                await channel.write_queue.put(frame)
+            if channel.is_closed:  # no confirm will come
+                raise ChannelInvalidStateError("the channel is closed")
+        except BaseException:
+            answer.cancel()
+            raise
+        # no await between writing and counting: the number must equal the tag that the broker gives this message
+        self._published += 1
+        self._waiting[self._published] = answer
+        return answer
+
+    def _on_confirm(self, tag: int, up_to: bool, accepted: bool) -> None:
+        for confirmed in [waiting for waiting in self._waiting if waiting <= tag] if up_to else [tag]:
+            answer = self._waiting.pop(confirmed, None)
+            if answer is not None and not answer.done():
+                answer.set_result(None if accepted else PublishRefused)
+
+    def _on_return(self, message: Message) -> None:
+        answer = self._mandatory.get(message.message_id or "")
+        if answer is not None and not answer.done():
+            answer.set_result(Unroutable)
+
+    def _on_closed(self, closing: "asyncio.Future[object]") -> None:
+        error = None if closing.cancelled() else closing.exception()
+        if not isinstance(error, AMQPError):
+            error = ChannelInvalidStateError(f"the channel was lost: {error or 'connection lost'}")
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(error)
+                answer.exception()  # marks it as retrieved: asyncio logs errors of futures that nobody awaits
+        self._waiting.clear()
+
+
+class MessageLimit:
+    """Knows the broker's `max_message_size`: 16 MiB on RabbitMQ 4.x, 128 MiB on 3.x, or what its operator set. RabbitMQ
+    checks it when the whole message has arrived and closes the channel, and the connection if more is on its way. The
+    limit is named only in that error. So a test message goes first, on a connection of its own, to a queue that does
+    not exist; the size is checked before permissions."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._probing = asyncio.Lock()
+        self._accepted_bytes = SMALL_BYTES
+        self._limit: int | None = None
+        self._opening = connection.openings
+
+    async def check(self, size: int) -> None:
+        """Raises MessageTooLarge, and BrokerUnreachable if the limit could not be found out."""
+        if size <= SMALL_BYTES:
+            return
+        async with self._probing:
+            if self._opening != self._connection.openings:
+                self._accepted_bytes, self._limit, self._opening = SMALL_BYTES, None, self._connection.openings
+            if self._limit is None and size > self._accepted_bytes:
+                await self._probe(max(size, PROBE_BYTES))
+        if self._limit is not None and size > self._limit:
+            raise MessageTooLarge(size, self._limit)
+
+    async def _probe(self, size: int) -> None:
+        try:
+            async with asyncio.timeout(PROBE_WITHIN_S), self._connection.another("size") as connection:
+                channel = await connection.channel(confirms=True)
+                try:
+                    await channel.basic_publish(bytes(size), routing_key=NO_QUEUE)
+                except ChannelPreconditionFailed as error:
+                    if (named := _LIMIT_IN_ERROR.search(str(error))) is None:
+                        raise
+                    self._limit = int(named[1])
+                    return
+                except ChannelAccessRefused:
+                    pass  # the size is checked before permissions, so it is within the limit
+                self._accepted_bytes = size
+        except (AMQPError, OSError, RuntimeError, TimeoutError) as error:
+            raise BrokerUnreachable(f"how large a message the broker takes is not known: {error}") from error

@@ -1,26 +1,37 @@
-"""Checks the ids of requests (`message_id`). Also checks words from a provider's answer, such as the model's name,
-before they are written to logs and spans."""
+"""Text from outside: ids of requests (`message_id`), words of providers, URLs of brokers."""
 
 import re
 
 REQUEST_ID = "allowed are 1 to 128 of A-Z a-z 0-9 . _ : -"
-"""The rule for ids of requests, as the text that error messages contain."""
+"""For texts of errors."""
 ID_PATTERN = r"[A-Za-z0-9._:-]{1,128}"
 _ID = re.compile(ID_PATTERN)
 _WORD = re.compile(r"[A-Za-z0-9._:/@-]{1,100}")
+_BETWEEN_URLS = re.compile(r"\s*,\s*(?=amqps?://)")
 
 
 def is_request_id(text: str) -> bool:
-    """Whether `text` is allowed as the id of a request (`message_id`)."""
+    """Whether a `message_id` is allowed."""
     return _ID.fullmatch(text) is not None
 
 
 def is_word(text: str) -> bool:
-    """Whether a word from a provider (a model, an id, a type of error) may be written to logs, events and spans."""
+    """Whether a provider's word may be written to logs, events and spans."""
     return _WORD.fullmatch(text) is not None
 
 
 def shown(text: str) -> str:
-    """A word from a provider (a model, an id, a type of error) as logs, events and spans show it: unchanged if
-    `is_word` allows it, else `?`."""
+    """A provider's word in logs, events and spans."""
     return text if is_word(text) else "?"
+
+
+def encodable(text: str) -> str:
+    """U+FFFD in place of lone surrogates, which JSON can contain (`"\\ud83d"`) and UTF-8 cannot."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def urls_of(text: str) -> tuple[str, ...]:
+    """The URLs of a cluster's nodes. Only a comma before `amqp(s)://` separates: a password may contain one."""
+    return tuple(_BETWEEN_URLS.split(text.strip()))

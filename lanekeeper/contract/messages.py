@@ -7,21 +7,18 @@ from typing import Any
 from lanekeeper.contract.names import BODY, BODY_SHA256
 
 PRIORITY_AT_MOST = 9
-"""The highest priority that a request may have. RabbitMQ 4.3 orders quorum queues by priorities up to 31, and has no
-setting for a lower limit. So Lanekeeper itself refuses a request with a higher priority, because it would overtake all
-others."""
+"""RabbitMQ 4.3 orders quorum queues by priorities up to 31, without a setting, so Lanekeeper itself refuses what would
+overtake all others."""
 UNREADABLE = "\x00unreadable"
-"""The key of a header that our AMQP decoder adds to a message if it cannot read some properties. The value names these
-properties and the reasons. A request with this header is refused."""
+"""The key of a header that names unreadable properties, and why. A request with it is refused."""
 
 
 class Encoded(bytes):
-    """A header's value in its AMQP encoding, including the type byte. It can be published again unchanged."""
+    """A header's value in its AMQP encoding, with its type byte."""
 
 
 class Headers(dict[str, Any]):
-    """The headers of a delivered message. `wire` has the received bytes, which contain the encoded headers (an AMQP
-    field table); `places` has, for each header, the start and the end of its value in `wire`."""
+    """The headers of a delivered message: `wire` has the bytes, `places` where each value begins and ends in them."""
 
     __slots__ = ("places", "wire")
 
@@ -31,8 +28,7 @@ class Headers(dict[str, Any]):
         self.places: dict[str, tuple[int, int]] = {}
 
     def encoded(self, name: str) -> Any:
-        """The value of a header in the encoding in which it was received, or its Python value if the header was set in
-        this process."""
+        """The value as received, or the Python value if it was set in this process."""
         if (place := self.places.get(name)) is None:
             return self[name]
         return Encoded(self.wire[place[0] : place[1]])
@@ -40,7 +36,7 @@ class Headers(dict[str, Any]):
 
 @dataclass(slots=True, kw_only=True)
 class Message:
-    """A message with its AMQP properties, either delivered or to be published."""
+    """A message with its AMQP properties."""
 
     body: bytes
     exchange: str = ""
@@ -62,20 +58,17 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class BodyAddress:
-    """The address of a body that is not in its message but in a store or on a web server, and the body's SHA-256 in
-    hex."""
+    """Where a body is that is not in its message, and its SHA-256 in hex."""
 
     address: str
     sha256: str
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The two headers that a message has in place of a body: the address and the SHA-256 of the stored body."""
         return {BODY: self.address, BODY_SHA256: self.sha256}
 
 
 def body_address_in(headers: Mapping[str, Any]) -> BodyAddress | None:
-    """Read the address and the SHA-256 of a message's body from its headers. Returns None if the message contains its
-    body."""
+    """None if the message contains its body."""
     address, sha256 = headers.get(BODY), headers.get(BODY_SHA256)
     return BodyAddress(address, sha256) if isinstance(address, str) and isinstance(sha256, str) else None

@@ -5,33 +5,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Builds the names of the exchanges, queues and routing keys of one installation of Lanekeeper. The names of
-    exchanges and queues begin with the installation's namespace, `lane` by default."""
+    """The names of one installation: exchanges and queues begin with its namespace."""
 
     namespace: str = "lane"
 
     @property
     def requests(self) -> str:
-        """Name of the topic exchange to which applications publish requests."""
         return f"{self.namespace}.requests"
 
     def intake(self, lane: str) -> str:
-        """Name of a lane's intake: the queue of the requests that applications publish to the lane."""
+        """The queue to which applications publish."""
         return f"{self.namespace}.{lane}"
 
     def due(self, lane: str) -> str:
-        """Name of a lane's due queue: the queue of the requests that return to the lane after a delay or a retry
-        pause."""
+        """The queue of requests that return after a delay or a retry pause."""
         return f"{self.namespace}.{lane}.due"
 
     def side(self, lane: str, number: int) -> str:
-        """Name of a side queue: workers move requests of tenants that have many waiting requests from the lane's intake
-        to such queues (docs/fairness.md)."""
+        """To side queues, workers move requests of tenants with many waiting requests (docs/fairness.md)."""
         return f"{self.namespace}.{lane}.side.{number:02d}"
 
     def side_exchange(self, number: int) -> str:
-        """Name of the topic exchange through which workers move requests to side queues. Each lane's side queue with
-        this number is bound to the exchange."""
+        """All lanes' side queues with this number are bound to it."""
         return f"{self.side_prefix}{number:02d}"
 
     @property
@@ -40,13 +35,11 @@ class Names:
 
     @property
     def due_exchange(self) -> str:
-        """Name of the internal topic exchange that gets delayed messages at the end of their delay, and routes them to
-        their lane's due queue."""
+        """Internal: gets delayed messages at the end of their delay."""
         return f"{self.namespace}.due"
 
     def delay(self, level: int) -> str:
-        """Name of the headers exchange and of the wait queue of one level of the delay cascade: a chain of queues that
-        hold a message for 100 ms, 200 ms, 400 ms and so on, whose waits add up to the message's delay."""
+        """Exchange and wait queue of one level of the delay cascade: 100 ms, 200 ms, 400 ms and so on, which add up."""
         return f"{self.namespace}.delay.{level:02d}"
 
     @property
@@ -54,46 +47,37 @@ class Names:
         return f"{self.namespace}.delay."
 
     def delay_bit(self, level: int) -> str:
-        """Name of the boolean header that says whether a message waits at one level of the delay cascade (the chain of
-        queues that hold delayed messages), or skips this level."""
         return f"{self.namespace}-d{level:02d}"
 
     @property
     def fallen(self) -> str:
-        """Name of the exchange and the queue for messages that the broker dead-lettered (expired, or delivered too
-        often) or could not route. Workers consume the queue."""
+        """Exchange and queue of what the broker dead-lettered or could not route."""
         return f"{self.namespace}.fallen"
 
     @property
     def dead(self) -> str:
-        """Name of the exchange and the queue for dead letters: requests that failed for good, which operators
-        inspect."""
+        """Exchange and queue of dead letters, which operators inspect."""
         return f"{self.namespace}.dead"
 
     @property
     def events(self) -> str:
-        """Name of the topic exchange for requests' life-cycle events (`started`, `completed`, …)."""
         return f"{self.namespace}.events"
 
     @property
     def control(self) -> str:
-        """Name of the exchange and the queue for control messages: `cancel` and `result`, which one worker answers, and
-        `status`, which every worker answers."""
+        """Exchange and queue of control messages."""
         return f"{self.namespace}.control"
 
     @property
     def reply_prefix(self) -> str:
-        """Prefix of the names of the reply queues that are declared for broker users."""
         return f"{self.namespace}.reply."
 
     def reply_queue(self, user: str) -> str:
-        """Name of the queue for replies to a broker user; if the user has further reply queues, their names are this
-        name, a dot and a suffix."""
+        """Further reply queues of a user have this name, a dot and a suffix."""
         return f"{self.reply_prefix}{user}"
 
     def lane_pattern(self, lane: str) -> str:
-        """Binding key between a topic exchange and a lane's queue. It matches routing keys that begin with the lane's
-        name: `<lane>.<app>.<task>` and any further words."""
+        """The binding key of a lane's queue."""
         return f"{lane}.#"
 
     def event_key(self, lane: str, app: str, event: str, message_id: str) -> str:
@@ -107,6 +91,7 @@ TRACESTATE = "tracestate"
 BAGGAGE = "baggage"
 TRACE_CONTEXT = frozenset({TRACEPARENT, TRACESTATE, BAGGAGE})
 DEADLINE_MS = "x-lane-deadline-ms"
+LONG_CALL = "x-lane-long-call"
 STREAM = "x-lane-stream"
 DELAY_MS = "x-lane-delay-ms"
 AT = "x-lane-at"
@@ -120,7 +105,7 @@ TENANT = "x-lane-tenant"
 NO_BATCH = "x-lane-no-batch"
 SENT_MS = "x-lane-sent-ms"
 ANTHROPIC_BETA = "anthropic-beta"
-PUBLIC = frozenset({DEADLINE_MS, STREAM, DELAY_MS, AT, TENANT, NO_BATCH, SENT_MS, BODY, BODY_SHA256})
+PUBLIC = frozenset({DEADLINE_MS, LONG_CALL, STREAM, DELAY_MS, AT, TENANT, NO_BATCH, SENT_MS, BODY, BODY_SHA256})
 
 # Headers of replies.
 STATUS = "x-lane-status"
@@ -136,10 +121,9 @@ RUN_MS = "x-lane-run-ms"
 WAIT_FROM = "x-lane-wait-from"
 REPLAYED = "x-lane-replayed"
 CONTROL = "x-lane-control"
-"""The header of answers to control messages: `accepted`, `pending` or `error`. A message never has both this header and
-`x-lane-status` (STATUS)."""
+"""On answers to control messages, never beside STATUS: `accepted`, `pending` or `error`."""
 CODE = "x-lane-code"
-"""The header of a gateway's HTTP error answers that contains the `code` of the problem document."""
+"""On a gateway's error answers."""
 
 # Headers of dead letters.
 DEAD_CODE = "x-lane-dead-code"
@@ -147,6 +131,8 @@ DEAD_DETAIL = "x-lane-dead-detail"
 DEAD_AT = "x-lane-dead-at"
 ROUTING_KEY = "x-lane-routing-key"
 ERRORS = "x-lane-errors"
+REPLAYS = "x-lane-replays"
+REPLAYED_AT = "x-lane-replayed-at"
 
 # Headers that a worker writes for the next worker when it publishes a request again; `HopHeaders`
 # (topology/codec/headers.py) explains each. These headers, ATTEMPT and ERRORS are read only from messages that come
@@ -159,6 +145,7 @@ REDELIVERED = "x-lane-redelivered"
 HOP_MS = "x-lane-hop-ms"
 BACK_MS = "x-lane-back-ms"
 FRESH = "x-lane-fresh"
+RAN_MS = "x-lane-ran-ms"
 REPLY_TRY = "x-lane-reply-try"
 REPLY_ERROR = "x-lane-reply-error"
 
@@ -166,12 +153,12 @@ OURS = frozenset(
     {
         STATUS, PART, SEQ, REQUEST_ID, LANE_NAME, MODEL, PROVIDER, ATTEMPT, WAIT_MS, RUN_MS, WAIT_FROM,
         REPLAYED, CONTROL,
-        DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS,
-        FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED, HOP_MS, BACK_MS, FRESH,
+        DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS, REPLAYS, REPLAYED_AT,
+        FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED, HOP_MS, BACK_MS, FRESH, RAN_MS,
         REPLY_TRY, REPLY_ERROR,
     }
 )  # fmt: skip
-"""The headers that only workers set. If a requester sends one of them, it is removed."""
+"""Only workers set these; a requester's are removed."""
 
 # RabbitMQ's own headers and names; docs/facts.md, sections 3 and 7.
 BROKER_TIMESTAMP_MS = "timestamp_in_ms"
@@ -188,13 +175,14 @@ CANCEL_KEY = "cancel"
 RESULT_KEY = "result"
 CHANGE_KEY = "change"
 CONTROL_KEYS = (CANCEL_KEY, RESULT_KEY, CHANGE_KEY)
-"""The routing keys of the control messages that applications may send; one worker answers each message. A cancellation
-(`cancel`) stays in the queue until a worker has recorded it. A question for a result (`result`) expires after some
-seconds, when the client no longer waits for the answer. `change` is reserved: this version answers it with an error."""
+"""One worker answers each. `change` is reserved: this version answers it with an error."""
+PAUSE_KEY = "pause"
+RESUME_KEY = "resume"
+PAUSES_KEY = "pauses"
+BRAKE_KEYS = (PAUSE_KEY, RESUME_KEY, PAUSES_KEY)
+"""For operators alone (docs/brake.md). One worker answers each."""
 STATUS_KEY = "status"
-"""The routing key of the control message that asks all workers for their status. Each worker binds a queue of its own
-with this key, so that each gets the message and answers it."""
+"""Every worker binds a queue of its own with this key, and answers."""
 CONTROL_BINDING_KEYS = (CANCEL_KEY, RESULT_KEY, "#")
-"""Binding keys of the queue `lane.control`. The key `#` alone would do: it matches every key, so that a message with an
-unknown key is answered with an error. The other two keys are kept because earlier versions declared them: on a broker
-that an earlier version set up, the bindings with these two keys would otherwise be reported as undeclared."""
+"""`#` alone would do, so that a message with an unknown key gets an error; the others would be undeclared bindings on
+brokers that earlier versions set up."""

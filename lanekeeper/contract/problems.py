@@ -10,14 +10,19 @@ LanekeeperError                 base of all errors that a caller may catch
 │   ├── Unroutable              no queue is bound for the key (mandatory publish)
 │   ├── ConfirmUnknown          no confirm came: the message may be published or not; publish it again with its id
 │   ├── AccessRefused           the user's permissions do not allow the operation
+│   ├── ClientMisused           the client is used while it is not open, or in the wrong event loop
 │   ├── TopologyMismatch        the broker's exchanges, queues or bindings differ from the declaration
 │   └── ReplyLost               the reply to a request cannot be delivered; the request itself continues
+├── InvalidUrl                  the URL names neither a broker nor a gateway
+├── InvalidArgument             an argument of a wrong type or value; nothing was sent
 └── SettingsError               a setting is wrong (raised by the service only)
 """
 
 import json
 import re
 from dataclasses import dataclass
+
+from lanekeeper.contract.identity import encodable
 
 
 class LanekeeperError(Exception):
@@ -28,22 +33,21 @@ class BrokerError(LanekeeperError):
     """The broker, or the connection to it, failed or refused an operation."""
 
     maybe_published = False
-    """Whether the broker may have got the message although the publish failed with this error. This is possible because
-    a publish is tried several times, and the broker's confirm of one of the tries may be lost."""
+    """Whether the broker may have got the message all the same: the confirm of one of several tries may be lost."""
+    message_id: str | None = None
+    """The request's id. Published again under it (the option `message_id`), it is still the same request."""
 
 
 class BrokerUnreachable(BrokerError):
-    """There is no connection to the broker, or none could be opened in time."""
+    """No connection, or none in time."""
 
 
 class BrokerBlocked(BrokerError):
-    """The broker accepts no publishes from this connection, because it is low on memory or disk (an alarm). The message
-    was not published."""
+    """The broker is low on memory or disk (an alarm). The message was not published."""
 
 
 class MessageTooLarge(BrokerError):
-    """The broker accepts no message of this size. The message was not sent, because the broker would have closed the
-    channel."""
+    """Not sent, because the broker would have closed the channel."""
 
     def __init__(self, size: int, limit: int) -> None:
         self.size = size
@@ -54,35 +58,44 @@ class MessageTooLarge(BrokerError):
 
 
 class PublishRefused(BrokerError):
-    """The broker refused a publish (nack): a queue that the message is routed to is full."""
+    """The broker answered nack: a queue that the message is routed to is full."""
 
     retry_after_s = 2.0
-    """How many seconds to wait before publishing again, because a full queue seldom has room sooner."""
+    """A full queue seldom has room sooner."""
 
 
 class Unroutable(BrokerError):
-    """The broker returned a message that was published as `mandatory`: no queue is bound for its routing key."""
+    """Returned: no queue is bound for the routing key."""
 
 
 class ConfirmUnknown(BrokerError):
-    """The broker has not confirmed the message in time, so it is unknown whether it was published. Publish it again
-    under the same id."""
+    """No confirm came: publish again under the same id."""
 
     maybe_published = True
 
 
 class AccessRefused(BrokerError):
-    """The client's AMQP user has no permission for the operation, or its credentials are refused; over HTTP, the
-    gateway refuses the API key."""
+    """Permissions or credentials do not allow the operation; over HTTP, the API key."""
+
+
+class ClientMisused(BrokerError):
+    """The client is not open, or open in another event loop, or would block one. The text says what to do."""
 
 
 class TopologyMismatch(BrokerError):
-    """The broker's exchanges, queues or bindings are missing or differ from those that Lanekeeper declares."""
+    """Exchanges, queues or bindings are missing or differ from the declaration."""
 
 
 class ReplyLost(BrokerError):
-    """The reply to a request cannot be delivered: the connection was lost, or parts came faster than the caller read
-    them. The request itself continues."""
+    """The connection was lost, or parts came faster than they were read. The request itself continues."""
+
+
+class InvalidArgument(LanekeeperError, TypeError, ValueError):
+    """An argument of a wrong type or value, such as a body that cannot be written as JSON. Nothing was sent."""
+
+
+class InvalidUrl(LanekeeperError, ValueError):
+    """A URL that names neither a broker (`amqp://`, `amqps://`) nor a gateway (`http://`, `https://`)."""
 
 
 class SettingsError(LanekeeperError):
@@ -91,27 +104,23 @@ class SettingsError(LanekeeperError):
 
 @dataclass(frozen=True, slots=True)
 class ProblemType:
-    """One kind of error with which a request can end: a row of the table of errors in docs/contract.md."""
+    """A row of the table of errors in docs/contract.md."""
 
     code: str
     status: int
     title: str
-    parked: bool
-    """Whether the request also becomes a dead letter: a message in the queue `lane.dead`, from where it can be
-    published again, corrected or unchanged."""
-    retryable: bool
-    """Whether sending the same request again could help. The new request then needs another id, unless `kept` is
-    false."""
+    parked: bool = True
+    """Whether the request also becomes a dead letter."""
+    retryable: bool = False
+    """Whether the same request, under a new id unless `kept` is false, could succeed."""
     answered: bool = True
-    """Whether the requester gets the problem document as a reply."""
     kept: bool = True
-    """Whether this error is stored as the outcome of the request's id, so that a later message with the same id gets
-    the same reply."""
+    """Whether this is the outcome of the request's id, so that a later message with it gets the same reply; else it
+    concerns one message."""
 
     @property
     def advice(self) -> str:
-        """How to try again: a text that is added to the detail in a problem document. Empty if trying again could not
-        help, or if the same message can be sent again unchanged."""
+        """How to try again, for the detail of a problem document."""
         if not self.retryable or not self.kept:
             return ""
         other = ", or its dead letter as it is" if self.parked else ""
@@ -121,25 +130,25 @@ class ProblemType:
 PROBLEMS = {
     row.code: row
     for row in (
-        ProblemType("invalid_request", 400, "Invalid request", parked=True, retryable=False),
-        ProblemType("unsupported_media", 415, "Unsupported media", parked=True, retryable=False),
-        ProblemType("too_large", 413, "Too large", parked=True, retryable=False),
-        ProblemType(
-            "forbidden_reply_to", 403, "Reply address not allowed", parked=True, retryable=False, answered=False
-        ),
-        ProblemType("forbidden_webhook", 403, "Webhook not allowed", parked=True, retryable=False),
-        ProblemType("forbidden_model", 403, "Model not allowed", parked=True, retryable=False),
-        ProblemType("unroutable", 404, "No lane for the routing key", parked=True, retryable=False),
-        ProblemType("superseded", 409, "Superseded", parked=False, retryable=False),
-        ProblemType("idempotency_conflict", 409, "Idempotency conflict", parked=False, retryable=False),
-        ProblemType("cancelled", 499, "Cancelled", parked=False, retryable=False),
-        ProblemType("too_many_waiting", 429, "Too many requests waiting", parked=False, retryable=True),
+        ProblemType("invalid_request", 400, "Invalid request", kept=False),
+        ProblemType("unsupported_media", 415, "Unsupported media", kept=False),
+        ProblemType("too_large", 413, "Too large", kept=False),
+        ProblemType("forbidden_reply_to", 403, "Reply address not allowed", answered=False, kept=False),
+        ProblemType("forbidden_webhook", 403, "Webhook not allowed"),
+        ProblemType("forbidden_model", 403, "Model not allowed", kept=False),
+        ProblemType("unroutable", 404, "No lane for the routing key", kept=False),
+        ProblemType("superseded", 409, "Superseded", parked=False),
+        ProblemType("idempotency_conflict", 409, "Idempotency conflict", parked=False, kept=False),
+        ProblemType("cancelled", 499, "Cancelled", parked=False),
+        ProblemType("too_many_waiting", 429, "Too many requests waiting", parked=False, retryable=True, kept=False),
         ProblemType("deadline_exceeded", 504, "Deadline exceeded", parked=False, retryable=True),
-        ProblemType("provider_rejected", 400, "Rejected by the provider", parked=True, retryable=False),
-        ProblemType("answer_too_large", 502, "Answer too large", parked=True, retryable=False),
-        ProblemType("attempts_exhausted", 502, "All attempts failed", parked=True, retryable=True),
-        ProblemType("poison", 500, "Its worker died under it", parked=True, retryable=False),
-        ProblemType("internal", 500, "Internal error", parked=True, retryable=True),
+        ProblemType("provider_rejected", 400, "Rejected by the provider"),
+        ProblemType("provider_unavailable", 503, "Provider unavailable", parked=False, retryable=True),
+        ProblemType("answer_too_large", 502, "Answer too large"),
+        ProblemType("attempts_exhausted", 502, "All attempts failed", retryable=True),
+        ProblemType("poison", 500, "Its worker died under it"),
+        ProblemType("internal", 500, "Internal error", retryable=True),
+        ProblemType("forbidden_control", 403, "Control message not allowed", parked=False, kept=False),
         ProblemType(
             "too_many_control_messages", 429, "Too many control messages", parked=False, retryable=True, kept=False
         ),
@@ -148,28 +157,23 @@ PROBLEMS = {
 
 
 DETAIL_CHARACTERS = 1000
-"""The maximum length, in characters, of a problem's detail. There is a limit because the detail becomes a header of a
-dead letter, and RabbitMQ closes a connection that publishes headers larger than a frame (501 FRAME_ERROR)."""
+"""It becomes a header of a dead letter, and RabbitMQ closes a connection that publishes headers larger than a frame
+(501 FRAME_ERROR)."""
 
 
 _QUOTES = re.compile(r"[:;,'\"(`]")
-"""The characters at which the first part of a problem's detail ends. This part only names the wrong field, so it may be
-logged; the rest may quote the request's content, so it is not logged."""
+"""Up to the first of these, a detail only names the wrong field, so it may be logged; the rest may quote content."""
 
 
 class RequestProblem(LanekeeperError):
-    """A request's final error. `code` is one of `PROBLEMS`; `detail` says what was wrong, and may quote the request's
-    content.
-
-    `brief` is the detail without such quotes, for logs. By default it is the beginning of `detail`, up to the first
-    character in `_QUOTES`.
-    """
+    """A request's final error. `detail` may quote the request's content; `brief` is it without, for logs."""
 
     def __init__(self, code: str, detail: str, *, status: int | None = None, brief: str | None = None) -> None:
         self.type = PROBLEMS[code]
+        detail = encodable(detail)
         self.detail = detail if len(detail) <= DETAIL_CHARACTERS else f"{detail[: DETAIL_CHARACTERS - 1]}…"
         self.status = self.type.status if status is None else status
-        self._brief = brief
+        self._brief = None if brief is None else encodable(brief)
         super().__init__(f"{code}: {self.detail}")
 
     @property
@@ -181,7 +185,6 @@ class RequestProblem(LanekeeperError):
         return _QUOTES.split(self.detail, 1)[0].strip() if self._brief is None else self._brief
 
     def document(self, *, request: str, attempts: int) -> bytes:
-        """The problem document as JSON in UTF-8; docs/contract.md shows an example."""
         return json.dumps(
             {
                 "type": f"urn:lanekeeper:problem:{self.code.replace('_', '-')}",
@@ -198,17 +201,13 @@ class RequestProblem(LanekeeperError):
 
 
 def invalid_request(detail: str) -> RequestProblem:
-    """Make the error `invalid_request`, for a request that does not follow docs/contract.md."""
+    """The request does not follow docs/contract.md."""
     return RequestProblem("invalid_request", detail)
 
 
 def answer_too_large(size: int, limit: int, *, setting: str = "", is_away: bool = False) -> RequestProblem:
-    """Make the error for a provider's answer that is too large to be sent back to the requester.
-
-    `size` and `limit` are in bytes. `setting` is the name of a setting that allows larger answers. `is_away`: True
-    if the store for large answers could not be used, so that the answer would have had to fit into one message, and
-    `limit` is the largest message that the broker accepts.
-    """
+    """`setting` allows larger answers; `is_away`: the store for large answers could not be used, and `limit` is the
+    largest message."""
     here = " in a message, and the store for larger ones could not be used" if is_away else ""
     more = f", or set {setting} for the workers" if setting else ""
     return RequestProblem(

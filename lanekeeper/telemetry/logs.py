@@ -1,43 +1,37 @@
-"""Loggers for every module. Log lines that are written while a request is worked on get this request's fields.
+"""Loggers for every module. Lines that are written while a request is worked on get this request's fields.
 
-In Lanekeeper's own processes, log events go to the logger that was set with `use`. In an application that uses
-Lanekeeper's client and has configured `structlog`, they go to structlog. Otherwise they go to the standard library's
-logger `lanekeeper`, which writes nothing until the application configures logging: structlog's own default would print
-them into the application's output.
+In Lanekeeper's own processes, events go to the logger that was set with `use`; in an application that has configured
+structlog, to structlog; otherwise to the standard library's logger `lanekeeper`, which writes nothing until the
+application configures logging. structlog is not needed.
 """
 
 import logging
+import sys
 from collections.abc import Mapping
 from contextvars import ContextVar, Token
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import structlog
+if TYPE_CHECKING:
+    import structlog
 
-_QUIET = logging.getLogger("lanekeeper")
-_QUIET.addHandler(logging.NullHandler())  # without a handler, Python prints warnings on standard error
-_LIBRARY: structlog.stdlib.BoundLogger = structlog.wrap_logger(
-    _QUIET,
-    processors=[structlog.stdlib.filter_by_level, structlog.processors.KeyValueRenderer(key_order=["event"])],
-    wrapper_class=structlog.stdlib.BoundLogger,
-)
+_STANDARD = logging.getLogger("lanekeeper")
+_STANDARD.addHandler(logging.NullHandler())  # without a handler, Python prints warnings on standard error
+_LEVELS = logging.getLevelNamesMapping() | {"EXCEPTION": logging.ERROR}
 
 
 class LogSubject(Protocol):
-    """A request that is being worked on. Its fields are added to the log lines that are written meanwhile."""
+    """A request that is being worked on."""
 
-    def log_fields(self) -> Mapping[str, Any]:
-        """The fields for each log line about this request, with their current values."""
+    def log_fields(self) -> Mapping[str, Any]: ...
 
 
 _subject: ContextVar[LogSubject | None] = ContextVar("lanekeeper_log_subject", default=None)
 
 
 class about:
-    """Adds the fields of `subject`, a request, to log lines that are written in this `with` block, or by tasks started
-    in it.
-
-    The fields are read only when a line is written, so a line that is filtered out costs nothing.
-    """
+    """Adds the fields of a request to log lines that are written in this `with` block, or by tasks started in it. They
+    are read only when a line is written, so a line that is filtered out costs nothing."""
 
     __slots__ = ("_subject", "_token")
 
@@ -52,32 +46,38 @@ class about:
 
 
 def fields_of_subject() -> Mapping[str, Any]:
-    """The fields that the enclosing `about` block adds to log lines; empty outside such a block."""
+    """Those of the enclosing `about` block."""
     return {} if (subject := _subject.get()) is None else subject.log_fields()
 
 
 class _Logger:
-    """A logger that chooses the destination of an event only when the event is logged, because an application may
-    configure logging after our modules were imported. The destination is the logger `service` if it is set, else
-    structlog if it is configured, else the standard library's logger."""
+    """Chooses where an event goes only when it is logged, because an application may configure logging after our
+    modules were imported."""
 
-    service: structlog.stdlib.BoundLogger | None = None
-    """The logger of Lanekeeper's own processes. structlog's `bind` is called only once for this logger, because logging
-    takes four times as long if `bind` is called for each line."""
+    service: "structlog.stdlib.BoundLogger | None" = None
+    """Bound once: logging takes four times as long if structlog's `bind` is called for each line."""
 
     def __getattr__(self, name: str) -> Any:
         if self.service is not None:
             return getattr(self.service, name)
-        return getattr(structlog.get_logger() if structlog.is_configured() else _LIBRARY, name)
+        structlog = sys.modules.get("structlog")
+        if structlog is not None and structlog.is_configured():
+            return getattr(structlog.get_logger(), name)
+        return _write if name == "log" else partial(_write, _LEVELS[name.upper()])
 
 
-def use(service: structlog.stdlib.BoundLogger | None) -> structlog.stdlib.BoundLogger | None:
-    """Send the log events of this process to the logger `service`. If it is None, choose the logger for each event:
-    structlog if it is configured, else the standard library's. Returns the logger that was used before, or None."""
+def _write(level: int, event: str, **fields: Any) -> None:
+    if _STANDARD.isEnabledFor(level):
+        shown = " ".join(f"{name}={value!r}" for name, value in {"event": event, **fields}.items())
+        _STANDARD.log(level, "%s", shown, stacklevel=2)
+
+
+def use(service: "structlog.stdlib.BoundLogger | None") -> "structlog.stdlib.BoundLogger | None":
+    """Send the log events of this process to this logger. Returns the one that was used before."""
     before, _Logger.service = _Logger.service, service
     return before
 
 
-def logger() -> structlog.stdlib.BoundLogger:
-    """Make the logger that a module uses for its log events."""
+def logger() -> "structlog.stdlib.BoundLogger":
+    """The logger of a module."""
     return cast("structlog.stdlib.BoundLogger", _Logger())

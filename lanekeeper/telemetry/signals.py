@@ -1,4 +1,5 @@
-"""The one list of log events, spans and span attributes. docs/logs.md and docs/tracing.md explain them.
+"""The one list of log events, spans and span attributes. docs/logs.md and docs/tracing.md explain them; metrics are
+listed in `service/metrics.py`.
 
 Events are fixed names, never sentences; details are fields (`log.info(signals.REQUEST_ANSWERED, wait_ms=…)`).
 No event, span or attribute holds a prompt, an answer, a key or a URL's password.
@@ -19,6 +20,9 @@ SERVICE_STOPPING: Final = "service.stopping"
 SERVICE_STOPPED: Final = "service.stopped"
 GATEWAY_READY: Final = "gateway.ready"
 OTHER_STORE: Final = "gateway.other_store"
+KEYS_READ: Final = "gateway.keys_read"
+KEYS_UNREAD: Final = "gateway.keys_unread"
+OPERATOR_REFUSED: Final = "gateway.operator_refused"
 HEALTH_ABSENT: Final = "health.absent"
 TRACES_EXPORTED_TO: Final = "traces.exported_to"
 TRACES_LOST: Final = "traces.lost"
@@ -35,6 +39,8 @@ TOPOLOGY_APPLIED: Final = "topology.applied"
 TOPOLOGY_DIFFERS: Final = "topology.differs"
 DEAD_LETTERS_REMOVED: Final = "dead_letters.removed"
 DEAD_LETTERS_UNKEPT: Final = "dead_letters.unkept"
+DEAD_LETTER_REPLAYED: Final = "dead_letter.replayed"
+DEAD_LETTER_DROPPED: Final = "dead_letter.dropped"
 INVALID_UNPARKED: Final = "invalid.unparked"
 NOTICE_DROPPED: Final = "notice.dropped"
 STORE_VOLATILE: Final = "store.volatile"
@@ -42,6 +48,7 @@ STORE_VOLATILE: Final = "store.volatile"
 # Log events: lanes.
 LANE_STARTED: Final = "lane.started"
 LANE_SUMMARY: Final = "lane.summary"
+LANE_STUCK: Final = "lane.stuck"
 SLOTS_CHANGED: Final = "slots.changed"
 SLOTS_LIMITED: Final = "slots.limited"
 CONSUME_FAILED: Final = "consume.failed"
@@ -49,6 +56,12 @@ QUEUE_DELETED: Final = "queue.deleted"
 TAKING_PAUSED: Final = "taking.paused"
 TAKING_RESUMED: Final = "taking.resumed"
 CONSUMER_CANCELLED: Final = "consumer.cancelled"
+
+# Log events: what operators pause.
+BRAKE_PULLED: Final = "brake.pulled"
+BRAKE_RELEASED: Final = "brake.released"
+BRAKE_ASKED: Final = "brake.asked"
+PAUSES_UNREAD: Final = "pauses.unread"
 
 # Log events: control messages.
 CONTROL_REFUSED: Final = "control.refused"
@@ -68,6 +81,7 @@ REQUEST_REFUSED: Final = "request.refused"
 REQUEST_BURIED: Final = "request.buried"
 REQUEST_REPLAYED: Final = "request.replayed"
 REQUEST_STOPPED: Final = "request.stopped"
+CLAIM_UNRELEASED: Final = "claim.unreleased"
 COMPLETION_LOST: Final = "completion.lost"
 DEFERRAL_UNKEPT: Final = "deferral.unkept"
 RENEWAL_FAILED: Final = "renewal.failed"
@@ -86,13 +100,13 @@ DELIVERY_LOST: Final = "delivery.lost"
 HANDLER_FAILED: Final = "handler.failed"
 
 # Log events: the budget.
-SPEND_LIMIT_MET: Final = "account.spend_limit"
-ACCOUNT_PAUSED: Final = "account.paused"
 LEARNED_UNREADABLE: Final = "limits.unreadable"
 LIMITS_LEARNED: Final = "limits.learned"
 
 # Log events: providers and spending.
 BREAKER_CHANGED: Final = "breaker.changed"
+PROVIDER_PAUSED: Final = "provider.paused"
+PROVIDER_RESUMED: Final = "provider.resumed"
 FAILED_OVER: Final = "failed.over"
 CAP_REACHED: Final = "cap.reached"
 CAP_UNCORRECTED: Final = "cap.uncorrected"

@@ -16,10 +16,12 @@ replaces the context, because otherwise the trace of a retried request would sho
 Without an OpenTelemetry SDK, or if the trace is not sampled, no spans are made. The trace context is still passed on.
 """
 
-from collections.abc import Callable
-from typing import Final
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
 
-from opentelemetry import context, trace
+from opentelemetry import baggage, context, trace
+from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
 from opentelemetry.trace import (
     INVALID_SPAN,
@@ -29,30 +31,55 @@ from opentelemetry.trace import (
     NoOpTracerProvider,
     ProxyTracerProvider,
     Span,
+    SpanContext,
     SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
     Tracer,
     TracerProvider,
+    TraceState,
 )
 
+from lanekeeper.contract.identity import is_word, shown
 from lanekeeper.contract.messages import Message
-from lanekeeper.telemetry import propagation, signals
-from lanekeeper.telemetry.recording import Attributes, error_type, fail
+from lanekeeper.contract.names import BAGGAGE, TRACE_CONTEXT, TRACEPARENT, TRACESTATE
+from lanekeeper.contract.problems import LanekeeperError, RequestProblem
+from lanekeeper.telemetry import signals
 
 SCOPE: Final = "lanekeeper"
+Attributes: TypeAlias = dict[str, str | int | float | bool | tuple[str, ...]]
+_ERROR: Final = Status(StatusCode.ERROR)
 _MODEL_MAXIMUM: Final = 128
-"""The maximum length, in characters, of a model's name in a span. Longer names are cut, because the requester chooses
-the name."""
+"""The requester chooses the name."""
+# A header `traceparent` of version 00 has exactly 55 characters. That of a later version may continue after another
+# dash; its first 55 characters are read like those of version 00.
+_TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
+_TRACEPARENT_LENGTH: Final = 55
+_TRACEPARENT_MAXIMUM: Final = 128
+_TRACESTATE_MAXIMUM: Final = 512
+_TRACESTATE_MEMBERS: Final = 32
+_TRACESTATE_MEMBER: Final = re.compile(
+    r"([a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13})"
+    r"=([\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e])"
+)
+_BAGGAGE: Final = re.compile(r"[\x20-\x7e]{1,8192}")  # not parsed, so that it is passed on unchanged
+_BAGGAGE_MEMBERS: Final = 180
+_KNOWN_FLAGS: Final = TraceFlags.SAMPLED | TraceFlags.RANDOM_TRACE_ID
+_CARRIED_BAGGAGE: Final = "lanekeeper-baggage"
+_FLAGS: Final = tuple(TraceFlags(flags) for flags in range(_KNOWN_FLAGS + 1))
+_NO_STATE: Final = TraceState()
+_OWN_BAGGAGE: Final = W3CBaggagePropagator()
 
 
 class Scope:
-    """A span that lasts as long as a `with` block; an exception marks it as failed, without the exception's text."""
+    """A span that lasts as long as a `with` block. An exception marks it as failed, without its text."""
 
     __slots__ = ("_around", "_span", "_token")
 
     def __init__(self, span: Span, around: Context | None) -> None:
         self._span = span
         self._around = around
-        """The context that is current inside the block; None leaves it unchanged."""
 
     def __enter__(self) -> Span:
         if self._around is not None:
@@ -64,14 +91,12 @@ class Scope:
             context.detach(self._token)
         if self._span.is_recording():
             if error is not None:
-                fail(self._span, error_type(error))
+                mark_failed(self._span, error_type(error))
             self._span.end()
 
 
 class Tracing:
-    """Creates the OpenTelemetry spans for publishing, processing and settling (acknowledging or rejecting) messages and
-    for calls to models. If `provider` is None, it uses the global tracer provider, as soon as one is set. `broker`
-    returns the host and port of the broker that is connected at present."""
+    """Makes spans. Without `provider`, it uses the global one as soon as it is set. `broker` returns host and port."""
 
     def __init__(
         self, provider: TracerProvider | None = None, *, broker: Callable[[], tuple[str, int]] | None = None
@@ -80,12 +105,8 @@ class Tracing:
         self._broker = broker
 
     def send(self, message: Message, *, exchange: str, routing_key: str) -> Scope:
-        """A span for a publish: publish `message` inside its `with` block. The message gets new headers, which contain
-        the context of this span.
-
-        The span is a child of the current span, or if there is none, of the span in the message's headers. If the
-        headers name a span of another trace than the current one, the new span is linked to it.
-        """
+        """A publish, whose message gets the span's context in its headers. A child of the current span, else of the one
+        in the headers; if they name another trace, linked to it."""
         around = trace.get_current_span()
         current = around.get_span_context()
         tracer = self._find_tracer()
@@ -93,7 +114,7 @@ class Tracing:
             self.carry(message)
             return _NO_SPAN
         parent, links = None, None
-        if (named := propagation.read(message.headers)) is not None:
+        if (named := context_in(message.headers)) is not None:
             if not current.is_valid:
                 parent = trace.set_span_in_context(NonRecordingSpan(named))
             elif named.trace_id != current.trace_id:
@@ -101,7 +122,7 @@ class Tracing:
         span = tracer.start_span(
             f"{signals.SEND} {exchange or signals.REPLY_TEMPLATE}", parent, kind=SpanKind.PRODUCER, links=links
         )
-        message.headers = propagation.written(message.headers, span.get_span_context())
+        message.headers = headers_with(message.headers, span.get_span_context())
         if span.is_recording():
             attributes = self._attributes(message, signals.SEND, exchange, routing_key)
             if not exchange:
@@ -110,14 +131,12 @@ class Tracing:
         return Scope(span, None)
 
     def carry(self, message: Message) -> None:
-        """Write the context of the current span into the headers of `message`; without a current span, keep the valid
-        trace context in its headers. Makes no span."""
+        """Without a span: the current context in the message's headers, else the valid one that they have."""
         current = trace.get_current_span().get_span_context()
-        passed_on = current if current.is_valid else propagation.read(message.headers)
-        message.headers = propagation.written(message.headers, passed_on or INVALID_SPAN_CONTEXT)
+        passed_on = current if current.is_valid else context_in(message.headers)
+        message.headers = headers_with(message.headers, passed_on or INVALID_SPAN_CONTEXT)
 
     def ask(self) -> Scope:
-        """A span for a client's request: publish it and wait for its answer inside the `with` block."""
         if (tracer := self._find_tracer()) is None:
             return _NO_SPAN
         span = tracer.start_span(signals.ASK, kind=SpanKind.CLIENT)
@@ -126,10 +145,9 @@ class Tracing:
     def process(
         self, message: Message, *, queue: str, delivery_tag: int | None = None, start_ns: int | None = None
     ) -> Scope:
-        """A span for the processing of a delivered message: process it inside the `with` block. The span is linked to
-        the span of the message's publisher. The span that is current outside the block has no effect on it."""
-        publisher = propagation.read(message.headers)
-        received = propagation.received(message.headers, publisher)
+        """The processing of a delivered message: linked to its publisher's span, and without the current context."""
+        publisher = context_in(message.headers)
+        received = received_context(message.headers, publisher)
         tracer = self._find_tracer()
         if tracer is None:
             return Scope(INVALID_SPAN, received)
@@ -148,18 +166,16 @@ class Tracing:
         return Scope(span, trace.set_span_in_context(span, received))
 
     def passed(self, name: str, *, start_ns: int, end_ns: int, came_by: Message | None = None) -> None:
-        """Write a span for a period that has ended, such as a wait in a queue. Its parent is the span in the headers of
-        the message `came_by`, so that it is shown beside the span `process` of that message; without `came_by`, its
-        parent is the current span."""
+        """A period that has ended, such as a wait in a queue. Its parent is the span in the headers of `came_by`, else
+        the current one."""
         if self._tracer is None:
             return
-        publisher = None if came_by is None else propagation.read(came_by.headers)
+        publisher = None if came_by is None else context_in(came_by.headers)
         parent = None if publisher is None else trace.set_span_in_context(NonRecordingSpan(publisher))
         self._tracer.start_span(name, parent, start_time=start_ns).end(end_ns)
 
     def settle(self, operation: str, message: Message, *, queue: str, delivery_tag: int) -> Scope:
-        """A span for an acknowledgement (`signals.ACK`) or a rejection: send it inside the `with` block. The span is a
-        child of the message's `process` span."""
+        """An acknowledgement (`signals.ACK`) or a rejection."""
         if self._tracer is None or _is_sampled_out(trace.get_current_span()):
             return _NO_SPAN
         span = self._tracer.start_span(f"{operation} {queue}", kind=SpanKind.CLIENT)
@@ -171,8 +187,7 @@ class Tracing:
         return Scope(span, None)
 
     def chat(self, *, model: str, provider: str, stream: bool, max_tokens: int | None = None) -> Scope:
-        """A span for one call to a model: make the call inside the `with` block. The span is a child of the request's
-        `process` span."""
+        """One call to a model."""
         if self._tracer is None or _is_sampled_out(trace.get_current_span()):
             return _NO_SPAN
         span = self._tracer.start_span(f"{signals.CHAT} {model[:_MODEL_MAXIMUM]}", kind=SpanKind.CLIENT)
@@ -190,18 +205,16 @@ class Tracing:
         return Scope(span, trace.set_span_in_context(span))
 
     def traceparent(self) -> str | None:
-        """The value of the header `traceparent` for an HTTP request to a provider. Returns None if there is no current
-        span. Providers get neither `tracestate` nor `baggage`."""
+        """For an HTTP request to a provider, which gets neither `tracestate` nor `baggage`."""
         current = trace.get_current_span().get_span_context()
-        return propagation.traceparent(current) if current.is_valid else None
+        return traceparent_of(current) if current.is_valid else None
 
     def trace_id(self) -> str | None:
-        """The id of the current trace, for logs: 32 hexadecimal digits. Returns None if there is no trace."""
-        return propagation.trace_id(trace.get_current_span(), {})
+        """32 hexadecimal digits, for logs; None without a trace."""
+        return trace_id_of(trace.get_current_span(), {})
 
     def _find_tracer(self) -> Tracer | None:
-        """The tracer; None while there is no OpenTelemetry SDK. Finding it takes 1 µs, so this is called only when a
-        message is received or published."""
+        """Takes 1 µs, so it is called only when a message is received or published."""
         if self._tracer is None:
             self._tracer = _tracer_of(trace.get_tracer_provider())
         return self._tracer
@@ -229,16 +242,172 @@ class Tracing:
 
 
 _NO_SPAN: Final = Scope(INVALID_SPAN, None)
-"""A scope that creates no span and leaves the current context unchanged."""
 
 
 def _tracer_of(provider: TracerProvider) -> Tracer | None:
-    """The tracer of a tracer provider. Returns None if the provider is one of OpenTelemetry's placeholders, which stand
-    for a missing SDK."""
+    """None for OpenTelemetry's placeholders, which stand for a missing SDK."""
     return None if isinstance(provider, ProxyTracerProvider | NoOpTracerProvider) else provider.get_tracer(SCOPE)
 
 
 def _is_sampled_out(span: Span) -> bool:
-    """Whether `span` was made by this process and is not recorded (not sampled): then its children would not be
-    recorded either."""
+    """Made by this process and not recorded: then its children would not be either."""
     return not span.is_recording() and (of := span.get_span_context()).is_valid and not of.is_remote
+
+
+# ---- what a span says of a request -----------------------------------------------------------------------------------
+
+
+def record_request(span: Span, *, lane: str, app: str, attempt: int, wait_ms: int, redelivered: bool = False) -> None:
+    """`attempt` counts from 1."""
+    if not span.is_recording():
+        return
+    attributes: Attributes = {
+        signals.LANE_NAME: lane,
+        signals.LANE_APP: app,
+        signals.LANE_ATTEMPT: attempt,
+        signals.LANE_WAIT_MS: wait_ms,
+    }
+    if redelivered:
+        attributes[signals.LANE_REDELIVERED] = True
+    span.set_attributes(attributes)
+
+
+def record_answer(
+    span: Span,
+    *,
+    model: str,
+    input_tokens: int,
+    output_tokens: int,
+    cache_read_tokens: int = 0,
+    cache_write_tokens: int = 0,
+    stop_reason: str | None = None,
+    request_id: str | None = None,
+    cost_usd: float | None = None,
+) -> None:
+    """`input_tokens` excludes cached tokens, as in Anthropic's answers; the attribute is the sum."""
+    if not span.is_recording():
+        return
+    attributes: Attributes = {
+        signals.GEN_AI_RESPONSE_MODEL: shown(model),
+        signals.GEN_AI_INPUT_TOKENS: input_tokens + cache_read_tokens + cache_write_tokens,
+        signals.GEN_AI_OUTPUT_TOKENS: output_tokens,
+    }
+    if cache_read_tokens:
+        attributes[signals.GEN_AI_CACHE_READ_TOKENS] = cache_read_tokens
+    if cache_write_tokens:
+        attributes[signals.GEN_AI_CACHE_WRITE_TOKENS] = cache_write_tokens
+    if stop_reason is not None and is_word(stop_reason):
+        attributes[signals.GEN_AI_RESPONSE_FINISH_REASONS] = (stop_reason,)
+    if request_id is not None and is_word(request_id):
+        attributes[signals.PROVIDER_REQUEST_ID] = request_id
+    if cost_usd is not None:
+        attributes[signals.LANE_COST_USD] = cost_usd
+    span.set_attributes(attributes)
+
+
+def record_outcome(span: Span, name: str, *, error: str | None = None, delay_ms: int | None = None) -> None:
+    """`error`: a problem's code or an error's type."""
+    if not span.is_recording():
+        return
+    span.set_attribute(signals.LANE_OUTCOME, name)
+    if delay_ms is not None:
+        span.set_attribute(signals.LANE_DELAY_MS, delay_ms)
+    if error is not None:
+        mark_failed(span, error)
+
+
+def mark_failed(span: Span, error: str) -> None:
+    """Without a description: an exception's text may quote a prompt or an answer."""
+    span.set_attribute(signals.ERROR_TYPE, error)
+    span.set_status(_ERROR)
+
+
+def error_type(error: BaseException) -> str:
+    """A problem's code, the provider's error type if it `is_word` (it comes from its answer's body), or the class."""
+    if isinstance(error, RequestProblem):
+        return error.code
+    word = getattr(error, "type", None) if isinstance(error, LanekeeperError) else None
+    return word if isinstance(word, str) and is_word(word) else type(error).__name__
+
+
+# ---- W3C trace context in headers ------------------------------------------------------------------------------------
+
+
+def context_in(headers: Mapping[str, Any]) -> SpanContext | None:
+    """The W3C trace context in a message's headers; None if there is none, or an invalid one. Never raises."""
+    text = _ascii(headers.get(TRACEPARENT), maximum=_TRACEPARENT_MAXIMUM)
+    if text is None or (found := _TRACEPARENT.match(text)) is None:
+        return None
+    if len(text) != _TRACEPARENT_LENGTH and (text.startswith("00") or text[_TRACEPARENT_LENGTH] != "-"):
+        return None
+    trace_id, span_id, flags = found.groups()
+    return SpanContext(
+        int(trace_id, 16),
+        int(span_id, 16),
+        is_remote=True,
+        trace_flags=_FLAGS[int(flags, 16) & _KNOWN_FLAGS],
+        trace_state=_state(headers.get(TRACESTATE)) if TRACESTATE in headers else _NO_STATE,
+    )
+
+
+def trace_id_of(span: Span, headers: Mapping[str, Any]) -> str | None:
+    """Of `span`, or if it is not valid, in the headers."""
+    found = span.get_span_context()
+    named = found if found.is_valid else context_in(headers)
+    return None if named is None else f"{named.trace_id:032x}"
+
+
+def received_context(headers: Mapping[str, Any], publisher: SpanContext | None) -> Context:
+    """The publisher's span and the baggage of the headers, and nothing of the current context."""
+    values: dict[str, object] = {}
+    if BAGGAGE in headers and (carried := _baggage(headers[BAGGAGE])) is not None:
+        values[_CARRIED_BAGGAGE] = carried
+    if publisher is None:
+        return Context(values)
+    return trace.set_span_in_context(NonRecordingSpan(publisher), Context(values))
+
+
+def headers_with(headers: Mapping[str, Any], span: SpanContext) -> dict[str, Any]:
+    """A copy with the context of `span` and the current baggage, or if there is none, the valid one of the headers."""
+    out = {name: value for name, value in headers.items() if name not in TRACE_CONTEXT}
+    if span.is_valid:
+        out[TRACEPARENT] = traceparent_of(span)
+        if span.trace_state:
+            out[TRACESTATE] = span.trace_state.to_header()
+    current = context.get_current()
+    if baggage.get_all(current):
+        _OWN_BAGGAGE.inject(out, current)
+    elif (carried := current.get(_CARRIED_BAGGAGE) or _baggage(headers.get(BAGGAGE))) is not None:
+        out[BAGGAGE] = carried
+    return out
+
+
+def traceparent_of(span: SpanContext) -> str:
+    """The value of the header that names `span` as the parent."""
+    return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
+
+
+def _ascii(value: object, *, maximum: int) -> str | None:
+    if isinstance(value, bytes | bytearray) and len(value) <= maximum and value.isascii():
+        return value.decode("ascii")
+    return value if isinstance(value, str) and len(value) <= maximum and value.isascii() else None
+
+
+def _state(value: object) -> TraceState:
+    text = _ascii(value, maximum=_TRACESTATE_MAXIMUM)
+    if not text:
+        return _NO_STATE
+    members: dict[str, str] = {}
+    for member in text.split(","):
+        if not (stripped := member.strip(" \t")):
+            continue
+        found = _TRACESTATE_MEMBER.fullmatch(stripped)
+        if found is None or found[1] in members:
+            return _NO_STATE
+        members[found[1]] = found[2]
+    return TraceState(list(members.items())) if len(members) <= _TRACESTATE_MEMBERS else _NO_STATE
+
+
+def _baggage(value: object) -> str | None:
+    text = _ascii(value, maximum=8192)
+    return text if text and _BAGGAGE.fullmatch(text) and text.count(",") < _BAGGAGE_MEMBERS else None

@@ -14,17 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from consumers.state.opening import SQLITE, redis_risks
+from consumers.state import SQLITE, redis_risks
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerError, SettingsError
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
-from service.config.budget_sections import FIRST
-from service.config.names import variable
-from service.config.settings import Settings
+from service.config.loading import variable
+from service.config.settings import FIRST, Settings
 from service.gateway.access import is_loopback
-from service.worker.broker import connection_for
-from topology.broker.admin.rights import check_write_rights
+from service.worker.assembly import connection_for
+from topology.broker.admin import check_write_rights
 from topology.declaration import RECOMMENDED, is_before
 
 log = logger()
@@ -87,7 +86,7 @@ def of_transport(settings: Settings) -> Iterator[Risk]:
             name = variable(("providers", provider.name, "base_url"))
             urls.append(("provider TLS", name, "https://", base.get_secret_value()))
     for what, setting, better, url in urls:
-        if (host := _plain_to(url)) is not None:
+        if (host := _plain_to(url)) is not None and host not in settings.tls.plain_hosts:
             yield Risk(what, f"plain text to {host}, which is not this machine: set {setting} to {better}…")
 
 

@@ -1,23 +1,209 @@
-"""The checks of `lanekeeper check`. If something is wrong, the result of the check says what it is and how to correct
-it."""
+"""The checks of `lanekeeper check`: each finding says what is wrong and how to correct it."""
 
+import asyncio
+import uuid
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from textwrap import shorten
+from typing import Final
 
+from consumers.failures import AccountError, OverloadedError, ProviderError, RateLimitedError, RejectedError
+from consumers.providers.anthropic import AnthropicProvider
+from consumers.providers.errors import one_line
+from consumers.providers.routes import Routes
+from consumers.state import open_store
 from consumers.state.base import StoreUnavailable
-from consumers.state.opening import open_store
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.contract.problems import BrokerError
-from service.checks.bodies import bodies
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.bodies import BodiesUnavailable, BodyError
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import BROKER_TIMESTAMP_MS, SENT_MS
+from lanekeeper.contract.problems import BrokerError, SettingsError
+from lanekeeper.telemetry.tracing import Tracing
 from service.checks.production import risks
-from service.checks.providers import Finding, providers
-from service.checks.replies import replies
 from service.checks.status import gather
-from service.config.settings import Settings
-from service.worker.broker import connection_for, management_of
-from topology.broker.admin.rights import check_write_rights
-from topology.broker.admin.verify import verify
-from topology.declaration import Broker, declare
+from service.config.loading import variable
+from service.config.settings import FIRST, Settings
+from service.config.value_types import mask_url
+from service.worker.assembly import connection_for, key_setting, management_of, open_provider
+from topology.broker.admin import check_write_rights, verify
+from topology.broker.consume import Inbox
+from topology.codec.decoding import unpublished
+from topology.declaration import Broker, declare, is_before
+
+CALL_WITHIN_S = 10.0
+"""How many seconds `lanekeeper check` waits for the answer of a provider."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one of the checks that `lanekeeper check` makes."""
+
+    what: str
+    well: bool | None
+    """Whether the check passed. None: the check does not apply here, or its result is only a warning; neither counts as
+    a failure."""
+    text: str
+
+
+async def providers(settings: Settings) -> list[Finding]:
+    """Call all providers at the same time, each with its models. Returns a result for each provider, and in addition a
+    failure for each lane whose default model no provider has."""
+    spec = settings.routes_spec()
+    models_of: dict[str, set[str]] = {provider.name: set() for provider in spec.providers}
+    without_route: list[Finding] = []
+    routes = Routes(spec)
+    for provider in spec.providers:  # a provider without any lane's default model is checked with a model of its table
+        models_of[provider.name].update(list((provider.models or {}).values())[:1])
+    for lane in settings.lane_specs():
+        chain = routes.of(lane.name, "", lane.model)
+        for route in chain.routes:
+            models_of[route.provider].add(route.name)
+        if chain.forbidden:
+            text = f"{chain.forbidden}; set {variable(('lanes', lane.name, 'model'))}, or add it to a provider's models"
+            without_route.append(Finding(f"lane {lane.name}", False, text))
+    found = await asyncio.gather(*(_provider(settings, name, sorted(models)) for name, models in models_of.items()))
+    return [*found, *without_route]
+
+
+async def _provider(settings: Settings, name: str, models: list[str]) -> Finding:
+    what = f"provider {name}"
+    try:
+        provider = open_provider(settings, name)
+    except SettingsError as error:
+        return Finding(what, False, str(error))
+    try:
+        results = await asyncio.gather(*(_trouble(settings, provider, model) for model in models))
+    finally:
+        await provider.aclose()
+    if troubles := [trouble for trouble in dict.fromkeys(results) if trouble is not None]:
+        return Finding(what, False, "; ".join(troubles))
+    return Finding(what, True, f"{_shown(settings, name)} takes the key and answers as {', '.join(models)}")
+
+
+async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) -> str | None:
+    """Call a provider's model for an answer of one token. Returns why the call failed; None if it worked, or if the
+    error is temporary."""
+    name = provider.name
+    try:
+        async with asyncio.timeout(CALL_WITHIN_S):
+            await provider.stream(unpublished("1", model=model, max_tokens=1), timeout_s=CALL_WITHIN_S, parts=None)
+    except TimeoutError:
+        return f"{_shown(settings, name)}: no answer within {CALL_WITHIN_S:g} s; see {_address_setting(settings, name)}"
+    except (RateLimitedError, OverloadedError):
+        return None  # the key is right, and the provider is only busy at the moment
+    except AccountError as error:
+        if error.type == "credentials":
+            why = f"no credentials for {name}: {one_line(error.__cause__)}"
+            return f"{why}; set {key_setting(name)}, or what the house's own library looks for"
+        setting = key_setting(name) if error.status in (401, 402, 403) else _address_setting(settings, name)
+        return f"{_shown(settings, name)}: {error.reason} ({error.detail}): see {setting}"
+    except RejectedError as error:
+        if error.status == 403:
+            return f"{_shown(settings, name)} refuses {model!r} to this key ({error.detail}): see {key_setting(name)}"
+        if error.status == 404:
+            return f"{_shown(settings, name)} has no model {model!r} ({error.detail}): see {_models_setting(name)}"
+        return f"{_shown(settings, name)} refuses a request for {model!r}: {error.detail}"
+    except ProviderError as error:
+        return f"{_shown(settings, name)}: {error.detail}; see {_address_setting(settings, name)}"
+    return None
+
+
+def _shown(settings: Settings, name: str) -> str:
+    """A provider's address as error messages show it, without secrets."""
+    if name == FIRST:
+        return settings.provider
+    section = settings.providers[name]
+    if section.base_url is not None:
+        return mask_url(section.base_url.get_secret_value())
+    return f"{section.kind} in {section.region}"
+
+
+def _models_setting(name: str) -> str:
+    lanes = "LANEKEEPER_LANES__<LANE>__MODEL"
+    return lanes if name == FIRST else f"{variable(('providers', name, 'models'))}, {lanes}"
+
+
+def _address_setting(settings: Settings, name: str) -> str:
+    if name == FIRST:
+        return "ANTHROPIC_BASE_URL"
+    return variable(("providers", name, "region" if settings.providers[name].base_url is None else "base_url"))
+
+
+REPLY_WITHIN_S = 5.0
+"""How many seconds `lanekeeper check` waits for the reply that it sends to its own queue as a test."""
+SINCE = (3, 12)
+STAMP_SETTING = "message_interceptors.incoming.set_header_timestamp.overwrite = false"
+WITHOUT = f"the wait and the deadline of a request without {SENT_MS} count from its first delivery"
+
+
+async def replies(connection: Connection) -> list[Finding]:
+    """Check that replies can be sent and received: publish a message through the default exchange to a new queue, and
+    consume it from there. Returns the results of two checks: of the user's permissions, and of the broker's timestamps.
+    """
+    try:
+        async with Inbox(connection) as inbox:
+            message = Message(body=b"{}", message_id=uuid.uuid4().hex, persistent=False)
+            await Publisher(connection, tracing=Tracing()).publish(
+                message, exchange="", routing_key=inbox.name, traced=False, timeout_s=REPLY_WITHIN_S
+            )
+            async with asyncio.timeout(REPLY_WITHIN_S):
+                received = await anext(inbox)
+    except TimeoutError:
+        return [
+            Finding("permissions", False, f"a reply to a queue of its own did not come within {REPLY_WITHIN_S:g} s")
+        ]
+    except BrokerError as error:
+        return [Finding("permissions", False, f"{error}; see the users in: lanekeeper topology export")]
+    return [
+        Finding("permissions", True, "replies can be sent and taken"),
+        Finding("clock", True, _clock(connection.version, has_timestamp=BROKER_TIMESTAMP_MS in received.headers)),
+    ]
+
+
+def _clock(version: str, *, has_timestamp: bool) -> str:
+    if has_timestamp:
+        return f"the broker writes {BROKER_TIMESTAMP_MS}: waits and deadlines count from then"
+    if is_before(version, SINCE):
+        return f"{WITHOUT}: RabbitMQ {version} cannot tell when it came"
+    return f"{WITHOUT}; recommended in rabbitmq.conf: {STAMP_SETTING}"
+
+
+STORE_WITHIN_S: Final = 15.0
+"""How many seconds `lanekeeper check` waits for the store of bodies."""
+CONTENT: Final = b"lanekeeper check"
+STORE_SETTING: Final = "LANEKEEPER_BODIES__URL"
+
+
+async def bodies(settings: Settings) -> Finding:
+    """Check that a body can be written to the store for large bodies, read and removed. A missing folder is created, as
+    a worker would do."""
+    store = settings.body_store()
+    if store is None:
+        return Finding(
+            "bodies", None, f"there is no store for large bodies and answers ({STORE_SETTING}): they are refused"
+        )
+    doing = "written"
+    try:
+        async with asyncio.timeout(STORE_WITHIN_S):
+            kept = await store.keep([CONTENT])
+            doing = "read"
+            await store.fetch(kept)
+            doing = "removed"
+            await store.drop(kept)
+    except TimeoutError:
+        cause = f"no answer within {STORE_WITHIN_S:g} s"
+    except BodyError as error:
+        cause = str(error)
+    except BodiesUnavailable as error:
+        cause = error.cause
+    else:
+        return Finding("bodies", True, f"{store.url} can be written, read and cleared")
+    finally:
+        store.close()
+    mend = f"see that it is there, and that this process may write, read and remove files in it ({STORE_SETTING})"
+    return Finding("bodies", False, f"{store.url}: a body cannot be {doing}: {cause}; {mend}")
+
 
 SHOWN = 5
 """The maximum number of queues, exchanges and bindings that `lanekeeper check` names as missing or different on the
@@ -140,7 +326,9 @@ async def _topology(settings: Settings, connection: Connection) -> Finding:
 async def _store(settings: Settings) -> Finding:
     """Check that the store can be opened and written. A missing SQLite file is created, as a worker would do."""
     try:
-        async with open_store(settings.store, namespace=settings.namespace, spec=settings.store_spec()) as store:
+        async with open_store(
+            settings.store, namespace=settings.namespace, spec=settings.store_spec(), former=settings.former_store
+        ) as store:
             await store.probe()
     except StoreUnavailable as error:
         return Finding("store", False, str(error))

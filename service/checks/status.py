@@ -11,18 +11,20 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
-from consumers.capacity.activity import quantile
-from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.depth import Depth, depths
-from lanekeeper.amqp.direct import DirectReplies
+from consumers.lifecycle import FAILURES
+from consumers.limits.base import CONCURRENCY
+from consumers.slots.activity import WINDOWS
+from lanekeeper.amqp.connection import Connection, Depth, depths
 from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.amqp.replies import DirectReplies
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import STATUS_KEY, Names
-from lanekeeper.contract.problems import AccessRefused, Unroutable
+from lanekeeper.contract.problems import AccessRefused, BrokerError, Unroutable
 from lanekeeper.telemetry.tracing import Tracing
+from service.sketches import merged, quantiles
+from topology import delays
 from topology.lanes import LaneSpec
 
 QUIET_S = 0.3
@@ -31,7 +33,7 @@ answered."""
 LONGEST_S = 2.0
 """How many seconds `lanekeeper status` waits at most for the workers' answers."""
 ADDED = (
-    "running", "due_slots", "extra_slots", "waits_since_delivery", "answered", "failed", "retried",
+    "running", "due_slots", "extra_slots", "waits_since_delivery", "answered", "failed", "retried", "buried",
     "throughput_per_min",
 )  # fmt: skip
 """The names of the numbers that each worker reports for a lane, and that are added up over all workers."""
@@ -66,17 +68,28 @@ class LaneStatus:
     """The limit because of which the lane gets no more slots although its requests wait too long: `slots_max`, or a
     limit of the provider (rpm, itpm, otpm, …: requests, input tokens, output tokens a minute). None: its requests do
     not wait too long, or it may get more slots."""
-    wait_p50_ms: int | None
-    wait_p95_ms: int | None
+    wait_ms: Mapping[str, Mapping[str, int | None]] | None
+    """How long the attempts of the last 5 minutes (`5m`) and of the last hour (`1h`) had waited: `p50`, `p95` and `p99`
+    over all workers together, at most 2 % off, and how many attempts they were (`count`)."""
+    run_ms: Mapping[str, Mapping[str, int | None]] | None
+    """The same of the attempts' own times."""
     waits_since_delivery: int | None
-    """How many of the latest requests did not say when they were published, so that their waits were measured from
-    their first delivery."""
+    """How many attempts of the last hour were of requests that did not say when they were published, so that their
+    waits were measured from their first delivery."""
     answered: int | None
     failed: int | None
+    buried: int | None
+    """How many of the failed ones became dead letters."""
     retried: int | None
     throughput_per_min: int | None
     deferred_for: Mapping[str, int] | None
     """How often requests were deferred (sent back to the broker to wait), by reason: scheduled, breaker, tenant, …"""
+    delayed: int | None
+    """How many requests wait in the broker's delay queues, of those that the answering workers have put there. Not in
+    `depth`."""
+    delayed_for: Mapping[str, Mapping[str, int]] | None
+    """The same by reason (`retry`, or those of `deferred_for`): `count`, and in how many seconds the last of them is
+    due (`last_in_s`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +98,17 @@ class Status:
 
     lanes: tuple[LaneStatus, ...]
     workers: tuple[str, ...]
+    accounts: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    """For each account (a provider with a class of models) and each of its limits (`rpm`, `itpm`, `otpm`,
+    `concurrency`): what it allows (`limit`), what is `left` of it, and what is `used`."""
     waiting: tuple[str, ...] = ()
     """How many requests wait until a provider's limits allow their calls: one line of text for each combination of
     lane, limit and account (a provider with a class of models)."""
     paused: tuple[str, ...] = ()
-    """One line of text for each account (a provider with a class of models) that is not called until a given time,
-    because its spend limit is reached."""
+    """One line of text for each provider that is not called because it can answer nobody: what is wrong with it."""
+    pauses: tuple[Mapping[str, str | None], ...] = ()
+    """What operators have paused: `id`, `kind` (lane, tenant, app, model or provider), `name`, `since`, `until`, `who`,
+    `why`."""
     breakers: tuple[str, ...] = ()
     """One line of text for each provider and model that is not called at present, or only by a trial call, because its
     circuit breaker is not closed."""
@@ -102,6 +120,11 @@ class Status:
     (received by a worker, and waiting for a slot). Since the workers started: how many requests were `begun`, and how
     many were `set_aside` (moved to a side queue, so that other tenants do not wait behind them)."""
     prices_as_of: str | None = None
+    in_delays: int | None = None
+    """How many requests wait in the broker's delay queues, of all lanes, whoever has put them there. None if the user
+    may not read the queues' lengths."""
+    dead: int | None = None
+    """How many dead letters are in `lane.dead`. None if the user may not read the queue's length."""
     undelivered: int = 0
     """How many replies, since the workers started, were given up because their queue was full for a minute. The results
     can still be fetched by the requests' ids."""
@@ -113,6 +136,8 @@ class Status:
     """Counts since the workers started. `refused`: control messages that were refused. `unanswered`: control messages
     that could not be answered. `displaced`: cancellations of ids that no worker had seen, which the store deleted
     because their tenant sent newer ones and had too many."""
+    failures: tuple[Mapping[str, Any], ...] = ()
+    """The last requests that failed for good, newest first: `at_ms`, `id`, `lane`, `app`, `code`."""
     simulated: tuple[str, ...] = ()
     """The workers whose provider is simulated, so that calls cost nothing."""
 
@@ -128,10 +153,12 @@ async def look(connection: Connection, *, lanes: Sequence[LaneSpec], names: Name
     queues = [
         queue for lane in lanes for queue in (names.intake(lane.name), names.due(lane.name), *_sides(lane, names))
     ]
-    try:
-        found = await depths(connection, queues)
-    except AccessRefused:
-        found = {}  # some users may ask the workers, but not read the queues' lengths
+    found: dict[str, Depth] = {}
+    with suppress(AccessRefused):  # some users may ask the workers, but not read the queues' lengths
+        found |= await depths(connection, queues)
+    for others in (_delays(names), [names.dead]):
+        with suppress(BrokerError):  # the topology may be of another version
+            found |= await depths(connection, others)
     return merge(answers, found, lanes=lanes, names=names)
 
 
@@ -184,8 +211,10 @@ def merge(
             for lane in lanes
         ),
         workers=tuple(sorted(str(answer.get("worker", "?")) for answer in answers)),
+        accounts=_accounts(answers),
         waiting=tuple(sorted(_waiting(answers))),
         paused=tuple(sorted(_paused(answers))),
+        pauses=tuple({pause["id"]: pause for answer in answers for pause in answer.get("pauses", ())}.values()),
         breakers=tuple(
             sorted(
                 {
@@ -196,13 +225,36 @@ def merge(
             )
         ),
         spent=_sums([answer for answer in answers if not answer.get("simulated")], "spent"),
+        in_delays=_ready(found, _delays(names)),
+        dead=_ready(found, [names.dead]),
         undelivered=sum(answer.get("undelivered", 0) for answer in answers),
         dead_letters=_sums(answers, "dead_letters"),
         control=_sums(answers, "control"),
+        failures=_last_failures(answers),
         simulated=tuple(sorted(str(answer.get("worker", "?")) for answer in answers if answer.get("simulated"))),
         tenants=tenants,
         prices_as_of=next((answer["prices_as_of"] for answer in answers if "prices_as_of" in answer), None),
     )
+
+
+def _last_failures(answers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    found = [failure for answer in answers for failure in answer.get("failures", ())]
+    return tuple(sorted(found, key=lambda failure: -int(failure["at_ms"]))[:FAILURES])
+
+
+def _accounts(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """The accounts as the worker sees them that has the least left. Calls that run are added up."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for answer in answers:
+        for account, limits in answer.get("accounts", {}).items():
+            for limit, figures in limits.items():
+                known = found.setdefault(account, {}).get(limit)
+                if limit == CONCURRENCY:
+                    used = figures["used"] + (0 if known is None else known["used"])
+                    found[account][limit] = {**figures, "used": used}
+                elif known is None or figures["left"] < known["left"]:
+                    found[account][limit] = figures
+    return found
 
 
 def _sums(answers: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
@@ -238,13 +290,21 @@ def _waiting(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _paused(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    until_ms: dict[str, int] = {}
+    found: dict[str, tuple[float, str]] = {}
     for answer in answers:
-        for account, told_ms in answer.get("paused_until_ms", {}).items():
-            until_ms[account] = max(told_ms, until_ms.get(account, 0))
-    for account, ms in until_ms.items():
-        until = datetime.fromtimestamp(ms / 1000, tz=UTC)
-        yield f"{account}: paused by its spend limit until {until:%Y-%m-%d %H:%M:%S} UTC"
+        for name, pause in answer.get("paused", {}).items():
+            text = f"{pause['reason']} ({pause['error']}), probed again in {pause['probe_in_s']:.0f} s"
+            found[name] = max(found.get(name, (0.0, "")), (pause["for_s"], text))
+    for name, (for_s, text) in found.items():
+        yield f"{name}: paused for {for_s:.0f} s: {text}"
+
+
+def _delays(names: Names) -> list[str]:
+    return [names.delay(level) for level in range(delays.LEVELS)]
+
+
+def _ready(found: Mapping[str, Depth], queues: Sequence[str]) -> int | None:
+    return sum(found[queue].ready for queue in queues) if all(queue in found for queue in queues) else None
 
 
 def _sides(lane: LaneSpec, names: Names) -> list[str]:
@@ -254,10 +314,21 @@ def _sides(lane: LaneSpec, names: Names) -> list[str]:
 def _lane(
     lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth | None, due: Depth | None, aside: int
 ) -> LaneStatus:
-    waits = sorted(wait for of_worker in figures for wait in of_worker["waits_ms"])
+    def times(what: str) -> dict[str, Mapping[str, int | None]] | None:
+        if not figures:
+            return None
+        told = [of_worker.get(what, {}) for of_worker in figures]
+        return {window: quantiles(merged(each.get(window) for each in told)) for window in WINDOWS}
 
     def total(*fields: str) -> int | None:
         return sum(of_worker.get(field, 0) for of_worker in figures for field in fields) if figures else None
+
+    delayed_for: dict[str, dict[str, int]] = {}
+    for of_worker in figures:
+        for reason, delayed in of_worker.get("delayed_for", {}).items():
+            total_of = delayed_for.setdefault(reason, {"count": 0, "last_in_s": 0})
+            total_of["count"] += delayed["count"]
+            total_of["last_in_s"] = max(total_of["last_in_s"], delayed["last_in_s"])
 
     return LaneStatus(
         lane=lane,
@@ -267,8 +338,10 @@ def _lane(
         slots=total("slots", "extra_slots"),
         slots_limit=", ".join(sorted({limit for of_worker in figures if (limit := of_worker.get("slots_limit"))}))
         or None,
-        wait_p50_ms=quantile(waits, 0.5),
-        wait_p95_ms=quantile(waits, 0.95),
+        wait_ms=times("waits"),
+        run_ms=times("runs"),
         deferred_for=_sums(figures, "deferred_for") if figures else None,
+        delayed=sum(of_reason["count"] for of_reason in delayed_for.values()) if figures else None,
+        delayed_for=delayed_for if figures else None,
         **{name: total(name) for name in ADDED},
     )

@@ -1,4 +1,1 @@
-"""The command line: one file for each command.
-
-Start at `main.py`. No other folder imports this one.
-"""
+"""The command line: one file for each group of commands. Start at `main.py`."""

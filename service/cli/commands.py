@@ -1,32 +1,14 @@
-"""Registers all commands, each of which has a separate file. A command imports what it needs only when it runs, so that
-the other commands start fast."""
+"""The group of all commands. A command imports what it needs only when it runs, so that other commands start fast."""
 
-import sys
 from functools import cache
 from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
 
-from service.cli import (
-    cancel,
-    check,
-    demo,
-    gateway,
-    options,
-    result,
-    send,
-    serve,
-    settings,
-    simulate,
-    status,
-    topology,
-)
-from service.cli.ending import BAD_USE
+from lanekeeper import __version__
+from service.cli import brake, dead, requests, serve, simulate, status, topology
 
-LATER = ("top", "dead", "change", "pause", "resume", "pauses", "audit")
-"""Names that are reserved for commands of later versions. Such a command reports that it is not available yet, which
-says more than the error `No such command`."""
 app = typer.Typer(
     name="lanekeeper",
     no_args_is_help=True,
@@ -35,36 +17,29 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo.demo)
+app.command()(simulate.demo)
 app.command()(serve.serve)
 app.command()(serve.consume)
-app.command()(gateway.gateway)
-app.add_typer(gateway.app, name="key")
-app.command()(send.send)
-app.command()(cancel.cancel)
-app.command()(result.result)
+app.command()(serve.gateway)
+app.add_typer(serve.keys, name="key")
+app.command()(requests.send)
+app.command()(requests.cancel)
+app.command()(requests.result)
 app.command()(status.status)
+app.command()(status.top)
+app.command()(brake.pause)
+app.command()(brake.resume)
+app.command()(brake.pauses)
+app.add_typer(dead.app, name="dead")
 app.add_typer(topology.app, name="topology")
-app.command()(check.check)
-app.command()(settings.settings)
+app.command()(status.check)
+app.command()(status.settings)
 app.command()(simulate.simulate)
-
-
-def _absent(context: typer.Context) -> None:
-    """Not available in this version."""
-    print(f"lanekeeper: `{context.info_name}` is not available in this version", file=sys.stderr)
-    raise typer.Exit(BAD_USE)
-
-
-for _name in LATER:
-    app.command(_name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-        _absent
-    )
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"lanekeeper {options.version()}")
+        print(f"lanekeeper {__version__}")
         raise typer.Exit
 
 
@@ -84,5 +59,5 @@ def lanekeeper(
 
 @cache
 def every() -> TyperGroup:
-    """The group of all commands of `lanekeeper`. It is made once, because making it takes 30 ms."""
+    """The group of all commands; made once, because making it takes 30 ms."""
     return typer.main.get_group(app)

@@ -1,7 +1,5 @@
-"""START HERE: the console script `lanekeeper`.
-
-Everything is imported inside `main`, so that a Ctrl-C during the imports ends without a traceback too.
-"""
+"""START HERE: the console script `lanekeeper`. Everything is imported inside `run`, so that a Ctrl-C during the imports
+ends without a traceback too."""
 
 import sys
 from itertools import takewhile
@@ -25,7 +23,7 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        from service.cli.ending import report
+        from service.cli.process import report
 
         return report(error, debug=debug)
     return 0

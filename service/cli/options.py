@@ -4,13 +4,13 @@ import re
 from collections.abc import Mapping
 from datetime import datetime
 from enum import StrEnum
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from service.config.loading import ChangedKeys
     from service.config.settings import Settings
 
 
@@ -48,13 +48,18 @@ def settings_of(
     config: Path | None, sets: list[str] | None, *, for_calls: bool = False, **sections: Mapping[str, Any]
 ) -> "Settings":
     """Load the settings for a command. `sections`: the command's own options by section and name, with None for options
-    that were not given. `for_calls`: whether the command calls providers, which need keys.
-
-    Raises SettingsError, typer.BadParameter.
-    """
+    that were not given. `for_calls`: the command calls providers, which need keys. Raises SettingsError,
+    typer.BadParameter."""
     from service.config.loading import load_settings
 
     return load_settings(config, for_calls=for_calls, **given_by(sets, sections))
+
+
+def changed_keys_of(config: Path | None, sets: list[str] | None, **sections: Mapping[str, Any]) -> "ChangedKeys":
+    """What reads the gateway's keys again when their file changes."""
+    from service.config.loading import ChangedKeys
+
+    return ChangedKeys(config, **given_by(sets, sections))
 
 
 def given_by(sets: list[str] | None, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -100,11 +105,3 @@ def moment(text: str) -> datetime:
     if found.tzinfo is None:
         raise typer.BadParameter(f"{text!r} has no zone: {allowed}")
     return found
-
-
-def version() -> str:
-    """The version of the installed package `lanekeeper`; `0+checkout` in a checkout that is not installed."""
-    try:
-        return metadata.version("lanekeeper")
-    except metadata.PackageNotFoundError:
-        return "0+checkout"

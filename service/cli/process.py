@@ -1,30 +1,53 @@
-"""Runs a command that goes on until somebody stops it, such as a worker: sets up its logs and traces, and handles
-SIGINT and SIGTERM."""
+"""How a command runs, connects, prints, stops and ends. An error that ends it is printed in one line without a
+traceback. The exit codes: 1 failed, 2 wrong use or settings, 130 stopped by a signal."""
 
 import asyncio
+import json
+import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+import sys
+import traceback
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from service.cli.ending import STOPPED, run
+from lanekeeper.contract.problems import LanekeeperError, SettingsError
+from service.telemetry import redaction
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
+    from lanekeeper.amqp.connection import Connection
     from service.config.settings import Settings
 
+T = TypeVar("T")
+FAILED = 1
+BAD_USE = 2
+STOPPED = 130  # the exit code that shells report after Ctrl-C
 SERVICE_NAME = "lanekeeper"
 AT_ONCE_S = 5.0
-"""After a second signal, the process exits after this many seconds at most, even if a task has not ended."""
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a command's coroutine on uvloop, which is faster than asyncio's own loop."""
+    import uvloop
+
+    # aiormq's log is silenced, because Lanekeeper itself logs each connection that fails or is lost.
+    library = logging.getLogger("aiormq")
+    before = library.level
+    library.setLevel(logging.CRITICAL)
+    try:
+        return uvloop.run(main)
+    finally:
+        library.setLevel(before)
 
 
 def run_with_telemetry(
     settings: "Settings", main: "Callable[[TracerProvider | None], Coroutine[None, None, None]]"
 ) -> None:
-    """Run `main` with logs and traces as configured in the settings. `main` is called with OpenTelemetry's tracer
-    provider, or None if no spans are sent."""
+    """Run a command that goes on until it is stopped, with logs and traces as configured. `main` is called with
+    OpenTelemetry's tracer provider, or None if no spans are sent."""
     from service.telemetry import exporters, logs
 
     with (
@@ -39,6 +62,18 @@ def run_with_telemetry(
         run(main(traces))
 
 
+@asynccontextmanager
+async def connected(settings: "Settings", purpose: str) -> "AsyncIterator[Connection]":
+    """A connection to the broker for a short command; meanwhile only errors are logged. `purpose` is part of the
+    connection's name in RabbitMQ's management pages. Raises BrokerUnreachable, AccessRefused."""
+    from service.telemetry import logs
+    from service.worker.assembly import connection_for
+
+    with logs.configured(service=SERVICE_NAME, level="error"):
+        async with connection_for(purpose, settings) as connection:
+            yield connection
+
+
 class Stop:
     """Handles SIGINT and SIGTERM. Before `armed` is set, a signal ends the process at once. Afterwards the first signal
     begins an orderly stop, and the second ends the process at once. `task`: the process's main task."""
@@ -48,7 +83,7 @@ class Stop:
         self.event = asyncio.Event()
         """Set when the orderly stop begins."""
         self.armed = False
-        """Whether the process has begun its work; the process sets this to True."""
+        """Set by the process when it has begun its work."""
 
     def __call__(self) -> None:
         if self.armed and not self.event.is_set():
@@ -61,7 +96,7 @@ class Stop:
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Handle SIGINT and SIGTERM while the `with` block runs, by the `Stop` that is yielded to the block."""
+    """Handle SIGINT and SIGTERM inside the block by the `Stop` that it gets."""
     task = asyncio.current_task()
     assert task is not None
     stop = Stop(task)
@@ -71,7 +106,7 @@ def stop_signals() -> Iterator[Stop]:
 
 @contextmanager
 def listening(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` on each SIGINT and SIGTERM that arrives while the `with` block runs."""
+    """Call `act` on each SIGINT and SIGTERM that arrives inside the block."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, act)
@@ -80,3 +115,49 @@ def listening(act: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+
+
+def tell(text: str) -> None:
+    """Print a line on standard error, where it does not mix with a command's output."""
+    print(f"lanekeeper: {text}", file=sys.stderr, flush=True)
+
+
+def print_json(value: object) -> None:
+    """Print a value as indented JSON, for the option `--json`."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def printable(text: str) -> str:
+    """The text with `�` in place of control characters, so that a model's answer cannot control the terminal."""
+    return "".join(character if character in "\n\t" or character.isprintable() else "�" for character in text)
+
+
+def report(error: BaseException, *, debug: bool) -> int:
+    """Print the error that ended a command on standard error, with `debug` its traceback too. Returns the exit code."""
+    leaves = list(_leaves(error))
+    real = [leaf for leaf in leaves if not isinstance(leaf, asyncio.CancelledError)] or leaves
+    cause = next((leaf for leaf in real if isinstance(leaf, LanekeeperError)), real[0])
+    if debug:
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            print(redaction.text(line), file=sys.stderr)
+    if isinstance(cause, (KeyboardInterrupt, asyncio.CancelledError)):
+        tell("stopped")
+        return STOPPED
+    if isinstance(cause, SettingsError):
+        tell(str(cause))
+        return BAD_USE
+    if isinstance(cause, LanekeeperError):
+        tell(redaction.text(str(cause)))
+        return FAILED
+    text = redaction.text(str(cause)) or "no text"
+    hint = "" if debug else "; a fault of ours: run `lanekeeper --debug …` for the traceback"
+    tell(f"unexpected {type(cause).__name__}: {text}{hint}")
+    return FAILED
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

@@ -1,13 +1,17 @@
-"""`lanekeeper serve` and `lanekeeper consume`: run a worker."""
+"""`lanekeeper serve`, `consume` and `gateway`: run a worker, the HTTP gateway, or both; `lanekeeper key new`: a key for
+callers of the gateway."""
 
 import asyncio
+import json as json_text
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lanekeeper import __version__
 from service.cli import options
 from service.cli.options import LaneName
 from service.cli.process import run_with_telemetry, stop_signals
@@ -15,8 +19,8 @@ from service.cli.process import run_with_telemetry, stop_signals
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
+    from service.config.loading import ChangedKeys
     from service.config.settings import Settings
-    from service.gateway.server import Server
 
 Simulate = Annotated[
     bool, typer.Option("--simulate", help="Answer without a provider: this process runs a simulated one.")
@@ -40,8 +44,9 @@ def serve(
 
       ANTHROPIC_API_KEY=… lanekeeper serve --set lanes.batch.slots=12
     """
+    new_keys = options.changed_keys_of(config, sets, gateway={"host": host, "port": port})
     settings = options.settings_of(config, sets, for_calls=not simulate, gateway={"host": host, "port": port})
-    run_with_telemetry(settings, partial(_serve, settings, lanes=(), declares=True, simulate=simulate))
+    run_with_telemetry(settings, partial(_serve, settings, lanes=(), new_keys=new_keys, simulate=simulate))
 
 
 def consume(
@@ -62,7 +67,7 @@ def consume(
     Example:  lanekeeper consume --lane critical --lane normal --port 8081
     """
     settings = options.settings_of(config, sets, for_calls=not simulate, gateway={"host": host, "port": port})
-    run_with_telemetry(settings, partial(_serve, settings, lanes=lanes or (), declares=False, simulate=simulate))
+    run_with_telemetry(settings, partial(_serve, settings, lanes=lanes or (), new_keys=None, simulate=simulate))
 
 
 async def _serve(
@@ -70,59 +75,87 @@ async def _serve(
     traces: "TracerProvider | None",
     *,
     lanes: Sequence[LaneName],
-    declares: bool,
+    new_keys: "ChangedKeys | None",
     simulate: bool,
 ) -> None:
+    """Run a worker; with `new_keys` (the command `serve`) also all other parts."""
+    declares = new_keys is not None
     from lanekeeper.telemetry import signals
     from lanekeeper.telemetry.logs import logger
     from lanekeeper.telemetry.tracing import Tracing
     from service.checks import production
-    from service.config.copies import with_provider
+    from service.cli.process import SERVICE_NAME
+    from service.config.loading import simulating
     from service.gateway.app import Gateway, client_for
-    from service.gateway.server import Server
+    from service.gateway.server import CannotListen, Server
+    from service.metrics import measuring
+    from service.samples import of_client, of_http
     from service.side_tasks import end
     from service.simulated.app import SimulatedAPI
-    from service.worker import heap
+    from service.telemetry.exporters import resource_of
     from service.worker import running as worker
     from service.worker.assembly import assemble
+    from service.worker.figures import samples
+    from service.worker.running import tune
 
     log = logger()
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(stop_signals())
         if simulate:
             api = await stack.enter_async_context(SimulatedAPI())
-            settings = with_provider(settings, api.base_url, key="simulated")
+            settings = simulating(settings, api.base_url)
         await production.refuse(settings)
         production.warn_of_plain_text(settings)
         parts = await stack.enter_async_context(
             assemble(settings, lanes=lanes, declares=declares, traces=traces, simulated=simulate)
         )
+        metrics = await stack.enter_async_context(measuring(resource_of(SERVICE_NAME), otlp_url=settings.metrics_url))
+        metrics.add(partial(samples, parts, tenants=settings.metrics.tenants, store_url=settings.store))
         gateway = None
-        if declares:  # `serve`: all parts
+        if new_keys is not None:
             client = await stack.enter_async_context(client_for(settings, Tracing(traces)))
-            gateway = Gateway(settings, client, parts.store)
+            gateway = Gateway(settings, client, parts.store, new_keys=new_keys)
+            metrics.add(partial(of_client, client))
 
         def reasons() -> Mapping[str, str | None]:
             return {**parts.reasons(), **({} if gateway is None else gateway.reasons())}
 
-        server = Server(reasons, host=settings.gateway.host, port=settings.gateway.port, routes=gateway)
-        health_url = await _listen(server, stack, is_needed=declares or "gateway" in settings.model_fields_set)
+        server = Server(
+            reasons,
+            host=settings.gateway.host,
+            port=settings.gateway.port,
+            paths=gateway,
+            limitations=parts.limitations,
+            scrape=metrics.scrape,
+        )
+        metrics.add(lambda: of_http(server.times, is_ready=server.is_ready))
+        health_url = None
+        try:
+            await stack.enter_async_context(server)
+            health_url = server.url
+        except CannotListen as error:
+            if declares or "gateway" in settings.model_fields_set:
+                raise
+            log.warning(signals.HEALTH_ABSENT, reason=str(error))  # another worker has the default port
 
         def ready() -> None:
+            providers = ["simulated"] if simulate else [provider.name for provider in settings.routes_spec().providers]
             log.info(
                 signals.SERVICE_READY,
-                version=options.version(),
+                version=__version__,
                 lanes=[lane.name for lane in parts.lanes],
                 broker=settings.broker,
-                providers=["simulated"]
-                if simulate
-                else [provider.name for provider in settings.routes_spec().providers],
+                providers=providers,
                 health=health_url,
             )
 
-        heap.tune()
+        async def drain() -> None:
+            await stop.event.wait()
+            await server.drained(within_s=settings.grace_s)
+
+        tune()
         stop.armed = True
-        draining = asyncio.create_task(_drain(server, stop.event, settings.grace_s), name="drain")
+        draining = asyncio.create_task(drain(), name="drain")
         try:
             await worker.run(parts, stop=stop.event, grace_s=settings.grace_s, on_ready=ready)
             await draining  # other workers may still answer calls of this gateway
@@ -130,26 +163,129 @@ async def _serve(
             await end((draining,))
 
 
-async def _listen(server: "Server", stack: AsyncExitStack, *, is_needed: bool) -> str | None:
-    """Start the HTTP server, and return its URL. If the server cannot listen on its address, and `is_needed` is false,
-    log that and return None."""
+def gateway(host: Host = None, port: Port = None, config: options.Config = None, sets: options.Set = None) -> None:
+    """Answer HTTP calls through the lanes. Other processes consume the lanes (`lanekeeper consume`).
+
+    Any number of gateways can run behind a load balancer; they share the broker and the workers' store.
+
+    Example:  lanekeeper gateway --port 8081
+    """
+    new_keys = options.changed_keys_of(config, sets, gateway={"host": host, "port": port})
+    settings = options.settings_of(config, sets, gateway={"host": host, "port": port})
+    run_with_telemetry(settings, partial(_gateway, settings, new_keys))
+
+
+async def _gateway(settings: "Settings", new_keys: "ChangedKeys", traces: "TracerProvider | None") -> None:
+    from consumers.state import open_store
     from lanekeeper.telemetry import signals
     from lanekeeper.telemetry.logs import logger
-    from service.gateway.server import CannotListen
+    from lanekeeper.telemetry.tracing import Tracing
+    from service.checks import production
+    from service.cli.process import SERVICE_NAME
+    from service.gateway.app import Gateway, client_for
+    from service.gateway.server import Server
+    from service.metrics import measuring
+    from service.samples import of_client, of_http, of_store
+    from service.telemetry.exporters import resource_of
+
+    log = logger()
+    async with AsyncExitStack() as stack:
+        stop = stack.enter_context(stop_signals())
+        production.warn_of_plain_text(settings)
+        client = await stack.enter_async_context(client_for(settings, Tracing(traces)))
+        store = await stack.enter_async_context(
+            open_store(
+                settings.store, namespace=settings.namespace, spec=settings.store_spec(), former=settings.former_store
+            )
+        )
+        routes = Gateway(settings, client, store, new_keys=new_keys)
+        spec = settings.gateway
+        metrics = await stack.enter_async_context(measuring(resource_of(SERVICE_NAME), otlp_url=settings.metrics_url))
+        metrics.add(partial(of_client, client))
+        metrics.add(lambda: of_store(store.times, url=settings.store, trouble=store.trouble))
+        http = Server(routes.reasons, host=spec.host, port=spec.port, paths=routes, scrape=metrics.scrape)
+        server = await stack.enter_async_context(http)
+        metrics.add(lambda: of_http(server.times, is_ready=server.is_ready))
+        log.info(
+            signals.GATEWAY_READY,
+            version=__version__,
+            broker=settings.broker,
+            url=server.url,
+            keys=len(spec.keys),
+        )
+        stop.armed = True
+        await stop.event.wait()
+        log.info(signals.SERVICE_STOPPING, running=routes.calls, grace_s=settings.grace_s)
+        await server.drained(within_s=settings.grace_s)
+        log.info(signals.SERVICE_STOPPED, orphaned=routes.calls)
+
+
+class OperatorRight(StrEnum):
+    """What the option `--operator` accepts."""
+
+    LOOK = "look"
+    ACT = "act"
+
+
+keys = typer.Typer(no_args_is_help=True, help="Keys of the gateway.")
+
+
+@keys.command("new")
+def new_key(
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant of the requests made with the key.")],
+    lanes: Annotated[
+        list[LaneName] | None,
+        typer.Option(
+            "--lane", help="A lane that calls may name; can be repeated, the first is the default. Default: all."
+        ),
+    ] = None,
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help="A model that calls may name; can be repeated. Default: all.")
+    ] = None,
+    expires: Annotated[
+        str | None,
+        typer.Option("--expires", metavar="TIME", help="When the key expires, such as 2027-01-31T18:00:00Z."),
+    ] = None,
+    operator: Annotated[
+        OperatorRight | None,
+        typer.Option(
+            "--operator",
+            help="Whether its caller may see (look), or also change (act), what all tenants' requests do, such as "
+            "dead letters. Default: neither.",
+        ),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Make an API key for a caller of the gateway, print it once, and print what to add to the settings: only the key's
+    hash.
+
+    Example:  lanekeeper key new crm --lane normal --lane batch
+    """
+    from service.config.value_types import read_tenant
+    from service.gateway import access
 
     try:
-        await stack.enter_async_context(server)
-    except CannotListen as error:
-        if is_needed:
-            raise
-        log = logger()
-        log.warning(signals.HEALTH_ABSENT, reason=str(error))
-        return None
-    return server.url
-
-
-async def _drain(server: "Server", stop: asyncio.Event, grace_s: float) -> None:
-    """Wait until `stop` is set. Then refuse new HTTP calls, and wait for up to `grace_s` until the calls in progress
-    have been answered."""
-    await stop.wait()
-    await server.drained(within_s=grace_s)
+        read_tenant(tenant)
+    except ValueError:
+        raise typer.BadParameter(
+            "a name of 1 to 255 characters that can be printed, without * and without spaces around it",
+            param_hint="TENANT",
+        ) from None
+    key = access.new_key()
+    hashed = access.hash_of(key)
+    allowed: dict[str, object] = {"tenant": tenant}
+    if lanes:
+        allowed["lanes"] = lanes
+    if models:
+        allowed["models"] = models
+    if expires is not None:
+        allowed["expires"] = options.moment(expires).isoformat()
+    if operator is not None:
+        allowed["operator"] = operator
+    if json:
+        print(json_text.dumps({"key": key, "keys": {hashed: allowed}}))
+        return
+    print(f"key, for the caller; it is shown this once: {key}\n")
+    print(f"for lanekeeper.toml of the gateway:\n\n[gateway.keys.{hashed}]")
+    for name, value in allowed.items():
+        print(f"{name} = {json_text.dumps(value, ensure_ascii=False)}")

@@ -1,4 +1,5 @@
-"""`lanekeeper simulate`: the simulated Anthropic API by itself."""
+"""`lanekeeper demo` and `lanekeeper simulate`, which need no provider: the whole story on one machine, and the
+simulated Anthropic API by itself."""
 
 import asyncio
 from typing import TYPE_CHECKING, Annotated
@@ -6,12 +7,28 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from service.cli import options
-from service.cli.ending import run
+from service.cli.process import FAILED, listening, run
 
 if TYPE_CHECKING:
     from service.simulated.app import SimulatedAPI
 
 PORT = 8099
+NO_LIMIT = 1_000_000_000
+
+
+def demo(config: options.Config = None, sets: options.Set = None) -> None:
+    """Flood the batch lane, let chats overtake it, spend a small budget, and print the results.
+
+    It starts its own broker and simulated providers, and stops them at the end. The exit code is 0 only if every
+    request was answered right and every act kept its promise."""
+    from service.demo.story import tell_story
+    from service.telemetry import logs
+
+    settings = options.settings_of(config, sets)
+    with logs.configured(service="lanekeeper demo", level="error", format="console"):  # the table shows everything else
+        is_well = run(tell_story(settings))
+    if not is_well:
+        raise typer.Exit(FAILED)
 
 
 def simulate(
@@ -27,8 +44,8 @@ def simulate(
     api_key: Annotated[str | None, typer.Option(help="The only key accepted; default: any.")] = None,
     model: Annotated[list[str] | None, typer.Option("--model", help="A further model's name; can be repeated.")] = None,
     requests_per_minute: Annotated[int, typer.Option(min=1, help="Limit of each model class.")] = 1_000_000,
-    input_tokens_per_minute: Annotated[int, typer.Option(min=1, help="Limit of each model class.")] = 1_000_000_000,
-    output_tokens_per_minute: Annotated[int, typer.Option(min=1, help="Limit of each model class.")] = 1_000_000_000,
+    input_tokens_per_minute: Annotated[int, typer.Option(min=1, help="Limit of each model class.")] = NO_LIMIT,
+    output_tokens_per_minute: Annotated[int, typer.Option(min=1, help="Limit of each model class.")] = NO_LIMIT,
     burst: Annotated[
         float,
         typer.Option(
@@ -62,9 +79,8 @@ def simulate(
 
       ANTHROPIC_BASE_URL=http://127.0.0.1:8099 ANTHROPIC_API_KEY=any lanekeeper serve
     """
-    from service.simulated.app import SimulatedAPI
+    from service.simulated.app import SimulatedAPI, SimulatedOptions
     from service.simulated.faults import parse_share
-    from service.simulated.options import SimulatedOptions
 
     try:
         given = SimulatedOptions(
@@ -87,7 +103,6 @@ def simulate(
 
 
 async def _simulate(api: "SimulatedAPI") -> None:
-    from service.cli.process import listening
     from service.gateway.server import CannotListen, why_not
 
     try:

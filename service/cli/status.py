@@ -1,16 +1,32 @@
-"""`lanekeeper status`: show the state of the lanes once, as all workers and the broker report it."""
+"""`lanekeeper status`, `check` and `settings`: the state of the lanes, what is wrong, and every setting in effect."""
 
+import asyncio
+import json as json_text
+from collections.abc import AsyncIterator
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+from datetime import datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from io import StringIO
+from typing import TYPE_CHECKING, Annotated, Any
 
-from service.cli import options
-from service.cli.ending import run
+import typer
+
+from lanekeeper.contract.problems import BrokerError, SettingsError
+from service.cli import brake, options
+from service.cli.process import FAILED, connected, print_json, printable, run
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from service.checks.run import Finding
     from service.checks.status import Status
     from service.config.settings import Settings
 
-
+WORDS = {True: "ok", False: "wrong", None: "-"}
+_DAY_S = 86_400
+TOP_EVERY_S = 2.0
 DEAD_LETTERS = {
     "exported": "dead letters exported",
     "dropped": "dead letters dropped",
@@ -21,53 +37,85 @@ CONTROL = {
     "unanswered": "control messages that nobody was told of",
     "displaced": "cancellations of unseen ids forgotten",
 }
-"""For each of a worker's counts of control messages: the words that `lanekeeper status` prints after the count. A count
-of 0 is not printed."""
 
 
 def status(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
     """Show depth, consumers, running, waits and throughput of each lane.
 
-    `running`: the number of running requests, then how many can run at the same time: requests of the intake (new
-    requests), and in addition those of the due queue (retried and delayed requests). Waits are those of the latest
-    requests, up to 256 for each worker; `per min` and the columns after it count final outcomes.
+    `depth`: the requests that wait in the lane's queues, and, after a `+`, those that wait in the broker's delay
+    queues; the lines below say why, and until when. `running`: the number of running requests, then how many can run at
+    the same time: requests of the intake (new requests), and in addition those of the due queue (retried and delayed
+    requests). The table of times has quantiles of waits and run times over the last 5 minutes and the last hour, of
+    all workers together. `per min` and the columns after it count final outcomes.
 
     Example:  lanekeeper status --json
     """
-    run(_status(options.settings_of(config, sets), json=json))
-
-
-async def _status(settings: "Settings", *, json: bool) -> None:
-    from service.checks.status import look
-    from service.cli.connecting import connected
-
-    async with connected(settings, "status") as connection:
-        found = await look(connection, lanes=settings.lane_specs(), names=settings.names())
+    settings = options.settings_of(config, sets)
+    found = run(_look(settings))
     if json:
         print(found.as_json())
     else:
-        _show(found)
+        from rich.console import Console
+
+        _show_status(found, Console())
+        print(f"store by these settings: {settings.shown_store}")
 
 
-def _show(found: "Status") -> None:
+def top(config: options.Config = None, sets: options.Set = None) -> None:
+    """Show what `lanekeeper status` shows, renewed every two seconds, until Ctrl-C.
+
+    Example:  lanekeeper top
+    """
+    with suppress(KeyboardInterrupt):
+        run(_watch(options.settings_of(config, sets)))
+
+
+async def _look(settings: "Settings") -> "Status":
+    from service.checks.status import look
+
+    async with connected(settings, "status") as connection:
+        return await look(connection, lanes=settings.lane_specs(), names=settings.names())
+
+
+async def _watch(settings: "Settings") -> None:
     from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from service.checks.status import look
+
+    screen = Console()
+    async with connected(settings, "top") as connection:
+        with Live(console=screen, screen=True, auto_refresh=False) if screen.is_terminal else nullcontext() as live:
+            while True:
+                try:
+                    found = await look(connection, lanes=settings.lane_specs(), names=settings.names())
+                    page = Console(width=screen.width, record=True, file=StringIO(), force_terminal=screen.is_terminal)
+                    _show_status(found, page)
+                    shown = Text.from_ansi(page.export_text(styles=True))
+                except BrokerError as error:
+                    shown = Text(f"{error}; trying again")
+                shown = Text(f"{datetime.now().astimezone():%H:%M:%S}   Ctrl-C ends\n\n") + shown
+                screen.print(shown) if live is None else live.update(shown, refresh=True)
+                await asyncio.sleep(TOP_EVERY_S)
+
+
+def _show_status(found: "Status", console: "Console") -> None:
     from rich.table import Table
 
     table = Table("lane", box=None, padding=(0, 1, 0, 0))  # fits into 80 columns
-    for title in ("depth", "consumers", "running", "wait p50", "p95", "per min", "done", "retried", "failed"):
+    for title in ("depth", "consumers", "running", "per min", "done", "retried", "failed", "dead"):
         table.add_column(title, justify="right", no_wrap=True)
     for lane in found.lanes:
         table.add_row(
             lane.lane,
-            _count(lane.depth),
+            _count(lane.depth) + (f"+{lane.delayed}" if lane.delayed else ""),
             _count(lane.consumers),
             "-" if lane.running is None else f"{lane.running}/{lane.slots}+{lane.due_slots}",
-            _ms(lane.wait_p50_ms),
-            _ms(lane.wait_p95_ms),
-            *map(_count, (lane.throughput_per_min, lane.answered, lane.retried, lane.failed)),
+            *map(_count, (lane.throughput_per_min, lane.answered, lane.retried, lane.failed, lane.buried)),
         )
-    console = Console()
     console.print(table)
+    console.print(_times(found))
     say = partial(console.print, highlight=False, soft_wrap=True)
     for lane in found.lanes:
         if lane.slots_limit is not None:
@@ -75,9 +123,16 @@ def _show(found: "Status") -> None:
     for lane in found.lanes:
         if lane.waits_since_delivery:
             say(
-                f"{lane.lane}: the waits of {lane.waits_since_delivery} of the latest requests count from their first "
-                "delivery: they were published without x-lane-sent-ms"
+                f"{lane.lane}: the waits of {lane.waits_since_delivery} attempts of the last hour count from their "
+                "first delivery: they were published without x-lane-sent-ms"
             )
+    for lane in found.lanes:
+        for reason, delayed in sorted((lane.delayed_for or {}).items()):
+            say(f"{lane.lane}: {delayed['count']} wait for {reason}, the last until {_clock(delayed['last_in_s'])}")
+    if (unknown := (found.in_delays or 0) - sum(lane.delayed or 0 for lane in found.lanes)) > 0:
+        say(f"{unknown} more wait in the delay queues, from before these workers began, or replies to be sent again")
+    if found.dead:
+        say(f"{found.dead} dead letters are kept")
     for lane in found.lanes:
         if lane.deferred_for:
             text = ", ".join(f"{reason} {count}" for reason, count in sorted(lane.deferred_for.items()))
@@ -87,6 +142,8 @@ def _show(found: "Status") -> None:
             if figures["set_aside"] and (figures["running"] or figures["in_hand"]):
                 text = f"{figures['running']} running, {figures['begun']} begun, {figures['set_aside']} set aside"
                 say(f"{name}, tenant {tenant or '(none)'}: {text}")
+    for pause in found.pauses:
+        say(brake.line(pause))
     for line in (*found.waiting, *found.paused, *found.breakers):
         say(line)
     if dollars := {lane: figures["usd"] for lane, figures in found.spent.get("lane", {}).items() if figures.get("usd")}:
@@ -106,6 +163,26 @@ def _show(found: "Status") -> None:
         say("No worker answered: start one with `lanekeeper serve` or `lanekeeper consume`.")
 
 
+def _times(found: "Status") -> "Table":
+    from rich.table import Table
+
+    table = Table("lane", "over", box=None, padding=(0, 1, 0, 0))
+    for title in ("attempts", "wait p50", "p95", "p99", "run p50", "p95", "p99"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for lane in found.lanes:
+        for window, waits in (lane.wait_ms or {}).items():
+            if waits["count"] and lane.run_ms is not None:
+                both = (waits, lane.run_ms[window])
+                values = [_ms(each[share]) for each in both for share in ("p50", "p95", "p99")]
+                table.add_row(lane.lane, window, str(waits["count"]), *values)
+    return table
+
+
+def _clock(in_s: int) -> str:
+    at = datetime.now().astimezone() + timedelta(seconds=in_s)
+    return f"{at:%H:%M:%S}" if in_s < _DAY_S else f"{at:%Y-%m-%d %H:%M}"
+
+
 def _count(value: int | None) -> str:
     return "-" if value is None else str(value)
 
@@ -114,3 +191,97 @@ def _ms(value: int | None) -> str:
     if value is None:
         return "-"
     return f"{value} ms" if value < 10_000 else f"{value / 1000:.1f} s"
+
+
+def check(
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="As for `serve --simulate`: no provider needed.")
+    ] = False,
+    json: options.Json = False,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
+    """Check settings, broker, topology, permissions, providers and stores; exit code 1 if anything is wrong.
+
+    Each provider is called once for each model that the lanes use there, for an answer of one token. If all running
+    workers have a simulated provider, no provider is called. For a user that may only publish, only that right is
+    checked.
+
+    Example:  lanekeeper check --set namespace=staging
+    """
+
+    async def checked() -> list["Finding"]:
+        findings = []
+        async for finding in _findings(config, sets, simulate=simulate):
+            findings.append(finding)
+            if not json:
+                print(f"{WORDS[finding.well]:<5}  {finding.what:<18} {finding.text}", flush=True)
+        return findings
+
+    findings = run(checked())
+    if json:
+        print_json([asdict(finding) for finding in findings])
+    if any(finding.well is False for finding in findings):
+        raise typer.Exit(FAILED)
+
+
+async def _findings(config: options.Config, sets: options.Set, *, simulate: bool) -> "AsyncIterator[Finding]":
+    from service.checks.run import Finding, look
+    from service.config.loading import effective, load_with_sources
+    from service.telemetry import logs
+
+    try:
+        settings, sources = load_with_sources(config, **options.given_by(sets, {}))
+    except SettingsError:
+        yield Finding("settings", False, _all_that_is_wrong(config, sets))
+        return
+    if not simulate:
+        for setting in effective(settings, sources):  # where an address comes from matters: keys are sent there
+            if setting.name.endswith("base_url") and setting.value is not None:
+                yield Finding("address", None, f"{setting.variable} is {setting.value}, from {setting.source}")
+    with logs.configured(service="lanekeeper", level="critical"):
+        async for finding in look(settings, simulate=simulate):
+            yield finding
+
+
+def _all_that_is_wrong(config: options.Config, sets: options.Set) -> str:
+    """The error that names all wrong settings, missing keys of providers too. If only keys are missing, this is not
+    called: the check of each provider reports the key that it lacks."""
+    try:
+        options.settings_of(config, sets, for_calls=True)
+    except SettingsError as error:
+        return str(error)
+    return ""
+
+
+def settings(
+    given: Annotated[bool, typer.Option("--given", help="Show only settings that some source has set.")] = False,
+    json: options.Json = False,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
+    """Show every setting in effect, and where it comes from: default, a file, the environment, an option.
+
+    Keys, and passwords in URLs, are hidden. docs/settings.md says what each does.
+
+    Example:  lanekeeper settings --set lanes.batch.slots=12 --given
+    """
+    from service.config.loading import DEFAULT, effective, load_with_sources
+
+    found, sources = load_with_sources(config, **options.given_by(sets, {}))
+    shown = [setting for setting in effective(found, sources) if not given or setting.source != DEFAULT]
+    if json:
+        print_json([asdict(setting) for setting in shown])
+        return
+    width = max((len(setting.name) for setting in shown), default=0)
+    values = [printable(value_text(setting.value)) for setting in shown]
+    wide = min(60, max(map(len, values), default=0))
+    for setting, value in zip(shown, values, strict=True):
+        print(f"{setting.name:<{width}}  {value:<{wide}}  {setting.source}")
+
+
+def value_text(value: Any) -> str:
+    """A setting's value on one line: `-` for None, JSON for lists and tables."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else json_text.dumps(value, ensure_ascii=False)

@@ -1,25 +1,30 @@
 """`lanekeeper topology …`: show which queues, exchanges and bindings Lanekeeper declares, compare them with those on
 the broker, and declare them."""
 
+import secrets
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 from service.cli import options
-from service.cli.answers import print_json
-from service.cli.ending import FAILED, run
+from service.cli.process import FAILED, connected, print_json, run, tell
 
 if TYPE_CHECKING:
     from service.config.settings import Settings
-    from topology.broker.admin.verify import Verification
+    from topology.broker.admin import Verification
+    from topology.declaration import Topology
     from topology.export import User
-    from topology.model import Topology
 
-app = typer.Typer(no_args_is_help=True, help="What is declared on the broker: show, plan, apply, verify, export, draw.")
+app = typer.Typer(no_args_is_help=True, help="What is declared on the broker: compare, declare, export, draw it.")
+
+DEFAULT_USERS = ("worker:worker", "operator:operator", "deployer:deployer")
+"""What `export` creates if no users are named. No application is among them: an operator must choose its name, which is
+the second word of its routing keys."""
 
 For = Annotated[
     str | None,
@@ -101,10 +106,9 @@ def apply(
 
       lanekeeper topology apply --user worker:worker --passwords passwords.txt
     """
-    from service.cli import broker_users
 
     settings = options.settings_of(config, sets)
-    run(_apply(settings, broker_users.with_passwords(users, passwords) if users else []))
+    run(_apply(settings, _users(users or [], passwords, makes_passwords=False)))
 
 
 @app.command()
@@ -141,17 +145,15 @@ def export(
 
     Example:  lanekeeper topology export --for 4.3 --user crm:application:normal,batch > definitions.json
     """
-    from service.cli import broker_users
     from topology.export import APPLICATIONS, definitions
 
     settings = options.settings_of(config, sets)
     declared = _declared(settings, version)
-    accounts = [] if no_users else broker_users.read(users or broker_users.DEFAULT, passwords)
+    accounts = [] if no_users else _users(users or DEFAULT_USERS, passwords, makes_passwords=True)
     if not settings.needs_user_id and any(user.role in APPLICATIONS for user in accounts):
-        print(
-            "lanekeeper: requests without user_id share one tenant, whoever publishes them: have workers refuse them, "
-            "LANEKEEPER_REQUIRE_USER_ID=true (docs/production.md)",
-            file=sys.stderr,
+        tell(
+            "requests without user_id share one tenant, whoever publishes them: have workers refuse them, "
+            "LANEKEEPER_REQUIRE_USER_ID=true (docs/production.md)"
         )
     print_json(definitions(declared, vhost or settings.vhost, accounts))
 
@@ -180,7 +182,6 @@ def _declared(settings: "Settings", version: str | None) -> "Topology":
 
 
 async def _ask_version(settings: "Settings") -> str:
-    from service.cli.connecting import connected
 
     try:
         async with connected(settings, "topology") as connection:
@@ -190,9 +191,8 @@ async def _ask_version(settings: "Settings") -> str:
 
 
 async def _verify(settings: "Settings") -> "Verification":
-    from service.cli.connecting import connected
-    from service.worker.broker import management_of
-    from topology.broker.admin.verify import verify
+    from service.worker.assembly import management_of
+    from topology.broker.admin import verify
     from topology.declaration import declare
 
     async with connected(settings, "topology") as connection:
@@ -201,9 +201,8 @@ async def _verify(settings: "Settings") -> "Verification":
 
 
 async def _apply(settings: "Settings", users: "list[User]") -> None:
-    from service.cli.connecting import connected
-    from service.worker.broker import management_of
-    from topology.broker.admin.apply import apply
+    from service.worker.assembly import management_of
+    from topology.broker.admin import apply
     from topology.declaration import declare
     from topology.export import definitions
 
@@ -226,6 +225,48 @@ async def _apply(settings: "Settings", users: "list[User]") -> None:
 def _end(found: "Verification") -> None:
     """End `plan` or `verify`: print what could not be checked, and exit with code 1 if there are differences."""
     if found.note is not None:
-        print(f"lanekeeper: {found.note}", file=sys.stderr)
+        tell(found.note)
     if found.differences:
         raise typer.Exit(FAILED)
+
+
+def _users(given: Sequence[str], passwords: Path | None, *, makes_passwords: bool) -> "list[User]":
+    """The users of options NAME:ROLE[:LANE,LANE…], with the passwords in the file. A password that is not there is made
+    and told if `makes_passwords`; `apply` makes none, so that repeating it changes none. Raises typer.BadParameter."""
+    from topology.export import SALT_BYTES, Role, User, hash_password
+    from topology.lanes import DEFAULT_LANES
+
+    known = {} if passwords is None else _passwords(passwords)
+    missing = [name for user in given if (name := user.partition(":")[0]) not in known]
+    if missing and not makes_passwords:
+        raise typer.BadParameter(f"a line NAME:PASSWORD is missing for {', '.join(missing)}", param_hint="--passwords")
+    roles: dict[str, Role] = {role: role for role in get_args(Role)}
+    all_lanes = sorted(lane.name for lane in DEFAULT_LANES)
+    users = []
+    for text in given:
+        name, role, lanes, *_ = *text.split(":", 2), "", ""
+        if role not in roles:
+            raise typer.BadParameter(f"{text!r}: the role is one of {', '.join(roles)}", param_hint="--user")
+        chosen = tuple(lanes.split(",")) if lanes else ()
+        if not set(chosen) <= set(all_lanes):
+            raise typer.BadParameter(f"{text!r}: the lanes are {', '.join(all_lanes)}", param_hint="--user")
+        password = known.get(name) or secrets.token_urlsafe(24)
+        try:
+            hashed = hash_password(password, salt=secrets.token_bytes(SALT_BYTES))
+            user = User(name, roles[role], hashed)
+            users.append(replace(user, lanes=chosen) if chosen else user)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--user") from None
+        if name in missing:
+            print(f"password of {name}, told this once: {password}", file=sys.stderr)
+    return users
+
+
+def _passwords(path: Path) -> dict[str, str]:
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error}", param_hint="--passwords") from None
+    if any(":" not in line or line.endswith(":") for line in lines):
+        raise typer.BadParameter(f"{path}: every line is NAME:PASSWORD", param_hint="--passwords")
+    return {name: password for name, _, password in (line.partition(":") for line in lines)}

@@ -2,29 +2,467 @@
 
     load_settings()            options > environment > .env > TOML > defaults
 
-A setting in several of these sources gets its value from the leftmost one. All sources are read into one table, which
-contains the value of each setting, and its name as the user wrote it. So names that pydantic-settings would ignore are
-noticed, and all errors are reported at once, under the names that the user wrote. pydantic-settings merges the table
-with the defaults, so that one field of a lane can be set while the others keep their defaults, and validates it."""
+A setting in several of these sources gets its value from the leftmost one. All sources are read into one table, so that
+names which pydantic-settings would ignore are noticed, and all errors are reported at once, as the user wrote them.
+"""
 
 import os
+import stat
 import tomllib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, get_args, get_origin
+from urllib.parse import urlsplit
 
+import annotated_types
 from dotenv import dotenv_values
-from pydantic import ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
+from consumers.providers.routes import unknown
+from lanekeeper.contract.identity import urls_of
 from lanekeeper.contract.problems import SettingsError
-from service.config import cross_checks, error_messages, names
-from service.config.error_messages import Found
-from service.config.names import Place
-from service.config.settings import PREFIX, Settings
+from service.config.settings import (
+    ANTHROPIC_URL,
+    FIRST,
+    PREFIX,
+    Disagreement,
+    GatewayKey,
+    LimitsSettings,
+    ProviderSettings,
+    Section,
+    Settings,
+)
+from service.config.value_types import ALLOWED, is_provider_name, mask, mask_url
+from service.telemetry import redaction
+from topology.lanes import DEFAULT_LANES
+
+Place = tuple[str, ...]
+"""The path of a setting in the nested settings, such as ("lanes", "critical", "slots")."""
+ANY: Final = "*"
+"""In a setting's path, this stands for a name that the user chooses, such as the name of a provider: ("providers", "*",
+"kind")."""
+_LATER: Final[Mapping[Place, str]] = {("webhooks",): "the sending of webhooks"}
+"""Names that are reserved for settings of later versions, and what these will configure. To use such a name is an
+error."""
+
+
+def is_section(kind: object) -> bool:
+    """Whether a field's type is a group of settings (a pydantic model), not a single setting."""
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _declared(kind: type[BaseModel], place: Place = ()) -> Iterator[tuple[Place, FieldInfo]]:
+    for name, info in kind.model_fields.items():
+        here = (*place, name)
+        if get_origin(info.annotation) is dict and is_section(inside := get_args(info.annotation)[1]):
+            yield from _declared(inside, (*here, ANY))
+        elif is_section(info.annotation):
+            yield from _declared(info.annotation, here)  # type: ignore[arg-type]
+        else:
+            yield here, info
+
+
+SETTINGS: Final[Mapping[Place, FieldInfo]] = dict(_declared(Settings))
+"""All settings by their path, such as ("lanes", "batch", "slots"), in the order of their declaration."""
+_GROUPS: Final = frozenset(place[:depth] for place in SETTINGS for depth in range(1, len(place)))
+_ALIASES: Final = {info.alias: name for name, info in Settings.model_fields.items() if info.alias}
+"""For each environment variable without the prefix `LANEKEEPER_`, such as ANTHROPIC_API_KEY: the field of `Settings`
+that it sets."""
+
+
+def field_name(name: str) -> str:
+    """The field of `Settings` that an environment variable without the prefix `LANEKEEPER_`, such as ANTHROPIC_API_KEY,
+    sets. Any other name is returned as it is."""
+    return _ALIASES.get(name, name)
+
+
+def pattern(place: Place) -> Place:
+    """A setting's path with `*` in place of a name that the user chooses, as in the keys of `SETTINGS`: ("providers",
+    "*", "kind") for ("providers", "eu", "kind")."""
+    return (place[0], ANY, *place[2:]) if len(place) > 1 and (place[0], ANY) in _GROUPS else place
+
+
+def is_setting(place: Place) -> bool:
+    """Whether there is a setting with this path, such as ("lanes", "batch", "slots")."""
+    return pattern(place) in SETTINGS
+
+
+def is_group(place: Place) -> bool:
+    """Whether there is a group of settings with this path, such as ("lanes", "batch")."""
+    return pattern(place) in _GROUPS
+
+
+def variable(place: Place) -> str:
+    """The environment variable of the setting with this path: `LANEKEEPER_LANES__BATCH__SLOTS` for ("lanes", "batch",
+    "slots")."""
+    return SETTINGS[pattern(place)].alias or PREFIX + "__".join(place).upper()
+
+
+def place_of(name: str) -> Place | None:
+    """The path of the setting that an environment variable sets; None if no setting has exactly this variable."""
+    place = (_ALIASES[name],) if name in _ALIASES else _as_place(name)
+    return place if is_setting(place) and variable(place) == name else None
+
+
+def _as_place(name: str) -> Place:
+    return tuple(name.upper().removeprefix(PREFIX).lower().split("__"))
+
+
+def unknown_variable(name: str) -> str:
+    """The error message for an environment variable that begins with `LANEKEEPER_` and sets nothing."""
+    place = _as_place(name)
+    if (later := _later(place)) is not None:
+        return later
+    if place in _GROUPS:
+        inside = next(setting for setting in SETTINGS if setting[: len(place)] == place)
+        return f"is a group of settings; set one of them, such as {variable(inside)}"
+    # A setting whose path contains `*` is a candidate only if the variable has a name at that position.
+    candidates = [
+        (setting[0], place[1], *setting[2:]) if ANY in setting else setting
+        for setting in SETTINGS
+        if len(place) > 1 or ANY not in setting
+    ]
+    return _no_setting(
+        name.upper().removeprefix(PREFIX), {known.removeprefix(PREFIX): known for known in map(variable, candidates)}
+    )
+
+
+def unknown_key(place: Place, value: Any) -> str:
+    """The error message for a key or an option that is no setting, or for a value in place of a group."""
+    if (later := _later(place)) is not None:
+        return later
+    if is_group(place):
+        inside = ", ".join(_inside(place)).replace(ANY, "a table for each name")
+        return f"found {mask(value)}, allowed is a table with {inside}"
+    return _no_setting(place[-1], {key: key for key in _inside(place[:-1])})
+
+
+def _later(place: Place) -> str | None:
+    found = next((what for later, what in _LATER.items() if place[: len(later)] == later), None)
+    return None if found is None else f"{found} is not available in this version; remove it"
+
+
+def _no_setting(name: str, known: Mapping[str, str]) -> str:
+    near = get_close_matches(name, known, n=1, cutoff=0.7)
+    return "no such setting" + (f"; did you mean {known[near[0]]}?" if near else "")
+
+
+def _inside(place: Place) -> list[str]:
+    """The names of the settings and groups directly inside the group of settings with the path `place`."""
+    at = pattern(place)
+    return list(dict.fromkeys(setting[len(at)] for setting in SETTINGS if setting[: len(at)] == at))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The value of a setting, as a source (a file, the environment or an option) gave it, with the name as the user
+    wrote it, such as "LANEKEEPER_NAMESPACE in .env"."""
+
+    value: Any
+    name: str
+    source: str
+    """Where the value comes from: `environment`, `option`, or the file's name."""
+
+
+def of_values(error: ValidationError, found: Mapping[Place, Found]) -> dict[Place, str]:
+    """The error message for each wrong value in `found`, by the path of its setting."""
+    lines: dict[Place, str] = {}
+    for details in error.errors():
+        first, *rest = map(str, details["loc"])
+        location = (field_name(first), *rest)
+        # pydantic's location may be longer than the setting's path, because it may name an item of a list.
+        for place in (location[:n] for n in range(1, len(location) + 1)):
+            if place in found:
+                lines[place] = _line(place, details, found[place])
+    return lines
+
+
+def of_disagreements(
+    disagreements: Iterable[Disagreement], found: Mapping[Place, Found], *, wrong: Collection[Place]
+) -> list[str]:
+    """The error messages for contradictions between settings. Contradictions with a setting that is wrong by itself are
+    left out."""
+    return [
+        redaction.text(f"{_names(disagreement.at, found)}: {disagreement.text}")  # a key may stand where a name belongs
+        for disagreement in disagreements
+        if not any(_overlap(place, other) for place in (*disagreement.at, *disagreement.by) for other in wrong)
+    ]
+
+
+def _overlap(one: Place, other: Place) -> bool:
+    """Whether two paths of settings or groups of settings are the same, or one group contains the other path: ("lanes",
+    "batch") contains ("lanes", "batch", "slots")."""
+    return all(ANY in (x, y) or x == y for x, y in zip(one, other, strict=False))
+
+
+def _names(places: tuple[Place, ...], found: Mapping[Place, Found]) -> str:
+    """The names of the settings at `places`, for an error message: as the user wrote them. If the user set none of
+    them, only the first of `places` is named: in the notation of TOML if the user wrote another setting of the same
+    group in this notation, else as an environment variable."""
+    given = [value.name for at in places for place, value in found.items() if place[: len(at)] == at]
+    if given:
+        return ", ".join(dict.fromkeys(given))
+    first = places[0]
+    for near, value in found.items():
+        if near[:-1] == first[:-1] and value.name.startswith(".".join(near)):
+            return value.name.replace(".".join(near), ".".join(first), 1)
+    return variable(first)
+
+
+def _line(place: Place, error: ErrorDetails, found: Found) -> str:
+    field = SETTINGS[pattern(place)]
+    what = error["ctx"]["what"] if error["type"] == ALLOWED else allowed_values(field)
+    return f"{found.name}: found {_shown(field, found.value)}, allowed is {what}"
+
+
+def _types(field: FieldInfo) -> Iterator[Any]:
+    """All types that occur in a field's annotation, also inside unions and lists, except `None`."""
+    todo: list[Any] = [field.annotation]
+    while todo:
+        kind = todo.pop(0)
+        if kind is not type(None):
+            yield kind
+            if get_origin(kind) is not Literal:
+                todo.extend(get_args(kind))
+
+
+def _shown(field: FieldInfo, value: Any) -> str:
+    if SecretStr not in _types(field):
+        return mask(value)
+    if isinstance(value, str) and "://" in value:
+        return mask_url(value.strip())
+    return "(hidden)"
+
+
+def allowed_values(field: FieldInfo) -> str:
+    """The values that a setting allows, in words for an error message, such as `a whole number from 1`."""
+    types = list(_types(field))
+    for kind in types:
+        if get_origin(kind) is Literal:
+            return " or ".join(get_args(kind))
+    if bool in types:
+        return "true or false"
+    if int in types or float in types:
+        return ("a whole number" if int in types else "a number") + _limits(field)
+    if SecretStr in types or str in types:
+        return "text" if tuple not in {get_origin(kind) for kind in types} else "a list of names"
+    return "a file that is there and can be read"
+
+
+def _limits(field: FieldInfo) -> str:
+    text = ""
+    for constraint in field.metadata:
+        match constraint:
+            case annotated_types.Ge(ge=low):
+                text += f" from {low}"
+            case annotated_types.Gt(gt=low):
+                text += f" above {low}"
+            case annotated_types.Le(le=high):
+                text += f" to {high}" if " from " in text else f", at most {high}"
+    return text
+
+
+_NAMING_MODELS = (("prices", "models"), ("providers", ANY, "models"), ("lanes", ANY, "model"), ("lanes", ANY, "models"))
+"""The settings that name models. Whether a model is known depends on all of them together."""
+
+
+def contradictions(settings: Settings) -> Iterator[Disagreement]:
+    """All contradictions between settings that are each valid by themselves."""
+    for place, section in _sections(settings):
+        yield from (disagreement.under(place) for disagreement in section.disagreements())
+    yield from _speakers(settings)
+    yield from _provider_names(settings.providers)
+    yield from _models(settings)
+    yield from _output_limits(settings)
+
+
+def missing_for_calls(settings: Settings) -> Iterator[Disagreement]:
+    """Find missing keys of providers, which only processes that call providers need."""
+    if any(provider.name == FIRST for provider in settings.routes_spec().providers) and settings.api_key is None:
+        yield Disagreement(
+            "not set; set it, or answer without a provider: lanekeeper serve --simulate", at=(("anthropic_api_key",),)
+        )
+    for name, provider in settings.providers.items():
+        yield from (disagreement.under(("providers", name)) for disagreement in provider.missing_for_calls())
+
+
+def _sections(node: BaseModel, place: Place = ()) -> Iterator[tuple[Place, Section]]:
+    """All sections (groups) of the settings, each with its path, such as ("lanes", "batch")."""
+    if isinstance(node, Section):
+        yield place, node
+    for name, value in node:
+        if isinstance(value, Section):
+            yield from _sections(value, (*place, name))
+    if isinstance(node, Settings):
+        for name, provider in node.providers.items():
+            yield from _sections(provider, ("providers", name))
+
+
+def _speakers(settings: Settings) -> Iterator[Disagreement]:
+    """Find gateway keys of other tenants than the gateway's AMQP user, if the setting `speakers` does not allow this
+    user to publish requests for others."""
+    user = settings.credentials[0]
+    acts_for_others = any(key.tenant not in (None, user) for key in settings.gateway.keys.values())
+    if acts_for_others and user not in settings.speakers:
+        yield Disagreement(
+            f"has keys of other tenants than the broker's user {user!r}, who is not in LANEKEEPER_SPEAKERS: "
+            "add it there, for the workers too",
+            at=(("gateway", "keys"),),
+            by=(("speakers",), ("amqp_url",)),
+        )
+
+
+def _provider_names(providers: Collection[str]) -> Iterator[Disagreement]:
+    """Find providers whose names are not allowed."""
+    for name in providers:
+        at = (("providers", name),)
+        if name == FIRST:
+            yield Disagreement(
+                f"the name {FIRST} is taken: by ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL; choose another", at=at
+            )
+        elif not is_provider_name(name):
+            yield Disagreement(f"{name[:80]!r} is no name: a to z, 0 to 9, _ and -, up to 40, a letter first", at=at)
+
+
+def _models(settings: Settings) -> Iterator[Disagreement]:
+    """Find models in the settings that are unknown, or that have no price although a daily cap is in dollars. A model
+    is known if it has a price, or if both a lane and a provider's table name it."""
+    lanes, routes, prices = settings.lane_specs(), settings.routes_spec(), settings.prices.table()
+    in_lanes = {model for lane in lanes for model in (lane.model, *(lane.models or ()))}
+    in_tables = {model for provider in routes.providers for model in provider.models or ()}
+    others = {model for models in (*routes.fallbacks.items(), *routes.tenants.values()) for model in models}
+    priced = prices.models | {model for model in in_lanes | in_tables | others if prices.of(model) is not None}
+    for lane in lanes:
+        for model in sorted({lane.model, *(lane.models or ())}):
+            at = (("lanes", lane.name, "model" if model == lane.model else "models"),)
+            if model not in priced | in_tables:
+                yield Disagreement(unknown(model, priced | in_tables), at=at, by=_NAMING_MODELS)
+            elif settings.caps.spec().in_money and model not in priced:
+                text = f"{model!r} has no price, and what is spent is capped in dollars; give it one in prices.models"
+                yield Disagreement(f"{text} (LANEKEEPER_PRICES__MODELS)", at=at, by=(*_NAMING_MODELS, ("caps",)))
+    for circle in routes.circles():
+        yield Disagreement(circle, at=(("models", "fallbacks"),))
+    for problem in routes.problems(known=priced | in_lanes):
+        yield Disagreement(problem.text, at=(problem.place,), by=_NAMING_MODELS)
+
+
+def _output_limits(settings: Settings) -> Iterator[Disagreement]:
+    """Find limits on output tokens a minute that are too low for one answer of the lane with the highest
+    `max_tokens`."""
+    longest = max(settings.lane_specs(), key=lambda lane: lane.max_tokens)
+    for provider, cap in settings.budget_spec().accounts.items():
+        if cap.output_tokens is not None and cap.output_tokens < longest.max_tokens:
+            section = ("budget",) if provider == FIRST else ("providers", provider)
+            yield Disagreement(
+                f"{cap.output_tokens:g} is less than one answer of lane {longest.name} may have "
+                f"({longest.max_tokens} tokens); allow more, or lower the lane's MAX_TOKENS",
+                at=((*section, "output_tokens_per_min"),),
+                by=(("lanes", longest.name, "max_tokens"),),
+            )
+
+
+DEFAULT = "default"
+HIDDEN = "(hidden)"
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """One setting with its value in effect, and the source of this value: a row of `lanekeeper settings`."""
+
+    name: str
+    """The setting's name in a TOML file and for `--set`, such as `lanes.batch.slots`."""
+    variable: str
+    value: Any
+    """The setting's value in effect, in a form that JSON can express."""
+    source: str
+    """Where the setting's value comes from: `default`, `environment`, `option`, or the file's name."""
+
+
+def effective(settings: Settings, found: Mapping[Place, str]) -> Iterator[Effective]:
+    """All settings with the values in effect, in the order of their declaration. `found`: the source of each setting
+    that a source has set; the others have their defaults."""
+    for pattern in SETTINGS:
+        for place in _places(settings, pattern):
+            value = settings.shown_store if place == ("store_url",) else plain(_value(settings, place))
+            yield Effective(".".join(place), variable(place), value, found.get(place, DEFAULT))
+
+
+def _places(settings: Settings, pattern: Place) -> Iterator[Place]:
+    if ANY in pattern:
+        yield from ((pattern[0], name, *pattern[2:]) for name in settings.providers)
+    else:
+        yield pattern
+
+
+def _value(node: Any, place: Place) -> Any:
+    for step in place:
+        node = node[step] if isinstance(node, Mapping) else getattr(node, step)
+    return node
+
+
+def plain(value: Any) -> Any:
+    """Convert a setting's value to one that JSON can express, with its secrets hidden."""
+    if isinstance(value, SecretStr):
+        text = value.get_secret_value()
+        return ", ".join(mask_url(url) for url in urls_of(text)) if "://" in text else HIDDEN
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: entry for name, entry in asdict(value).items() if entry is not None}
+    if isinstance(value, Mapping):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+SIMULATED = "simulated"
+
+
+def with_broker(settings: Settings, url: str, *, namespace: str) -> Settings:
+    """A copy of the settings with another broker URL and namespace."""
+    return settings.model_copy(update={"amqp_url": SecretStr(url), "namespace": namespace})
+
+
+def with_store(settings: Settings, store_url: str) -> Settings:
+    """A copy of the settings with another store URL."""
+    return settings.model_copy(update={"store_url": SecretStr(store_url)})
+
+
+def simulating(settings: Settings, *urls: str) -> Settings:
+    """A copy of the settings in which all lanes use only the simulated APIs at `urls`, named `simulated`,
+    `simulated-2` and so on, with the limits of the first provider."""
+    limits = {name: getattr(settings.budget, name) for name in LimitsSettings.model_fields}
+    providers = {
+        f"{SIMULATED}-{number}" if number > 1 else SIMULATED: ProviderSettings.model_validate(
+            {"base_url": url, "api_key": SIMULATED, **limits}
+        )
+        for number, url in enumerate(urls, start=1)
+    }
+    alone = with_provider(settings, urls[0], key=SIMULATED)
+    return alone.model_copy(update={"anthropic_base_url": None, "anthropic_api_key": None, "providers": providers})
+
+
+def with_provider(settings: Settings, url: str, *, key: str) -> Settings:
+    """A copy of the settings in which all lanes use a single provider: an API like Anthropic's at `url`, called with
+    the API key `key`."""
+    lanes = settings.lanes
+    unnamed = {lane.name: getattr(lanes, lane.name).model_copy(update={"providers": None}) for lane in DEFAULT_LANES}
+    return settings.model_copy(
+        update={
+            "anthropic_base_url": SecretStr(url),
+            "anthropic_api_key": SecretStr(key),
+            "providers": {},
+            "lanes": lanes.model_copy(update=unnamed),
+        }
+    )
+
 
 CONFIG_FILE = Path("lanekeeper.toml")
 DOTENV_FILE = Path(".env")
+_OWN_HOSTS = {urlsplit(ANTHROPIC_URL).hostname, "localhost", "127.0.0.1", "::1"}
 
 
 def load_settings(
@@ -49,6 +487,36 @@ def load_with_sources(config: Path | None = None, **options: Any) -> tuple[Setti
     `environment`, `option`, or the file's name. Raises SettingsError."""
     given = _read(config, os.environ, DOTENV_FILE, options)
     return given.settings(for_calls=False), {place: found.source for place, found in given.found.items()}
+
+
+class ChangedKeys:
+    """Reads the gateway's keys again when a file that settings come from has changed. The arguments are those of
+    `load_settings`. Make it before the settings are loaded, so that it misses no change."""
+
+    def __init__(self, config: Path | None = None, **options: Any) -> None:
+        self._config = config
+        self._options = options
+        self._files = (config or CONFIG_FILE, DOTENV_FILE)
+        self._seen = self._state()
+
+    def __call__(self) -> Mapping[str, GatewayKey] | None:
+        """The keys; None if no file has changed since the last call. Raises SettingsError."""
+        state = self._state()
+        if state == self._seen:
+            return None
+        self._seen = state
+        return load_settings(self._config, **self._options).gateway.keys
+
+    def _state(self) -> list[tuple[int, ...] | None]:
+        return [_state_of(file) for file in self._files]
+
+
+def _state_of(file: Path) -> tuple[int, ...] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _read(config: Path | None, environ: Mapping[str, str], dotenv: Path, options: Mapping[str, Any]) -> "_Given":
@@ -76,6 +544,8 @@ def _toml(path: Path) -> dict[str, Any]:
 
 def _dotenv(path: Path) -> dict[str, str]:
     try:
+        if path.stat().st_mode & stat.S_IWOTH:
+            raise SettingsError(f"{path} can be written by every user of this machine; run: chmod o-w {path}")
         return {name: value or "" for name, value in dotenv_values(path, encoding="utf-8").items()}
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} cannot be read: {error}") from None
@@ -97,20 +567,20 @@ class _Given:
             name = ".".join(place) + where
             if value is None:
                 continue
-            if names.is_setting(place):
+            if is_setting(place):
                 self.found[place] = Found(value, name, source)
-            elif names.is_group(place) and isinstance(value, Mapping):
+            elif is_group(place) and isinstance(value, Mapping):
                 self.add(value, source=source, where=where, group=place)
             else:
-                self.problems.append(f"{name}: {names.unknown_key(place, value)}")
+                self.problems.append(f"{name}: {unknown_key(place, value)}")
 
     def add_variables(self, variables: Mapping[str, str], *, source: str, where: str = "") -> None:
         """Add environment variables. An empty variable counts as not set, because Docker Compose passes an empty one
         for `${NAME:-}` if NAME is not set."""
         for name, value in variables.items():
-            if (place := names.place_of(name)) is None:
+            if (place := place_of(name)) is None:
                 if name.upper().startswith(PREFIX):
-                    self.problems.append(f"{name}{where}: {names.unknown_variable(name)}")
+                    self.problems.append(f"{name}{where}: {unknown_variable(name)}")
             elif value.strip():
                 self.found[place] = Found(value, name + where, source)
 
@@ -118,18 +588,33 @@ class _Given:
         """Create the settings and check them. Raises SettingsError, which names everything wrong."""
         settings, wrong = self._validated()
         disagreements = [
-            *cross_checks.every(settings),
-            *(cross_checks.missing_for_calls(settings) if for_calls else ()),
+            *contradictions(settings),
+            *(missing_for_calls(settings) if for_calls else ()),
         ]
         lines = [
             *self.problems,
             *wrong.values(),
-            *error_messages.of_disagreements(disagreements, self.found, wrong=wrong.keys()),
+            *of_disagreements(disagreements, self.found, wrong=wrong.keys()),
+            *self._keys_sent_elsewhere(),
         ]
         if lines:
             count = "wrong setting: " if len(lines) == 1 else f"{len(lines)} wrong settings:\n  "
             raise SettingsError(count + "\n  ".join(lines))
         return settings
+
+    def _keys_sent_elsewhere(self) -> Iterator[str]:
+        """The `.env` of whatever folder a command is run in may not say where a key that another source has set is
+        sent."""
+        for place, address in self.found.items():
+            key = self.found.get((*place[:-1], place[-1].replace("base_url", "api_key")))
+            if not place[-1].endswith("base_url") or key is None or key.source == address.source:
+                continue
+            text = str(address.value).strip()
+            if address.source == str(DOTENV_FILE) and urlsplit(text).hostname not in _OWN_HOSTS:
+                yield (
+                    f"{address.name}: {mask_url(text)} would get the key {key.name} of another source; "
+                    "if that is meant, set both in the same place"
+                )
 
     def _validated(self) -> tuple[Settings, dict[Place, str]]:
         """Create the settings, leaving out wrong values until pydantic accepts the rest. Returns the settings, with
@@ -139,7 +624,7 @@ class _Given:
             try:
                 return Settings(**self._nested(omitted=wrong)), wrong
             except ValidationError as error:
-                lines = error_messages.of_values(error, self.found)
+                lines = of_values(error, self.found)
                 if not lines.keys() - wrong.keys():  # no further value to leave out: the loop would not end
                     raise
                 wrong |= lines

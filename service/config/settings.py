@@ -1,51 +1,703 @@
-"""Declares all settings, whose values `service/config/loading.py` reads. The packages `lanekeeper`, `consumers` and
-`topology` do not import `Settings`, but get the values that they need as frozen dataclasses, such as `RetryPolicy`."""
+"""All settings, and the frozen specs that the lower packages get of them; none of those sees `Settings`."""
 
 import fnmatch
+import os
 import re
 import ssl
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 from urllib.parse import quote, unquote, urlsplit
 
-from pydantic import Field, SecretStr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from consumers.limits.spec import BudgetSpec
+from consumers.housekeeping import DeadSpec
+from consumers.job import ATTEMPT_WITHIN_S
+from consumers.limits.base import DEFAULT_SHARES, LEAST_LIMITS, AccountCaps, BudgetSpec
 from consumers.providers.routes import ProviderModels, RoutesSpec
-from consumers.replies.address import ReplyRule
+from consumers.rate_limit import INVALID_PER_HOUR
+from consumers.replies.reply import MAX_WAITING
+from consumers.replies.sender import ReplyRule
 from consumers.retry import RetryPolicy
-from consumers.state.spec import SEEN_LATE_S, StoreSpec
-from lanekeeper.amqp.driver.urls import urls_of
-from lanekeeper.bodies import MOST_BYTES, BodyStore
+from consumers.spending import AS_OF, Cap, CapsSpec, Prices
+from consumers.state.base import SEEN_LATE_S, StoreSpec
+from lanekeeper.bodies import IN_ALL_BYTES, KEEP_S, MOST_BYTES, OVER_BYTES, BodyStore
+from lanekeeper.contract.identity import urls_of
 from lanekeeper.contract.names import Names
-from service.config.bodies_section import BodiesSettings
-from service.config.budget_sections import (
-    FIRST,
-    BudgetSettings,
-    CapsSettings,
-    FairSettings,
-    ModelsSettings,
-    PricesSettings,
-    ProviderSettings,
+from service.config.value_types import (
+    AmqpUrl,
+    CapTable,
+    Chances,
+    Day,
+    HttpUrl,
+    Key,
+    ModelLists,
+    ModelName,
+    ModelNames,
+    ModelWords,
+    Namespace,
+    Number,
+    Origins,
+    Patterns,
+    PlaceName,
+    PriceTable,
+    ProviderNames,
+    ReadableFile,
+    ShareTable,
+    StoreUrl,
+    UserNames,
+    each_of,
+    mask_url,
+    not_empty,
+    read_models,
+    read_tenant,
+    words,
+    wrong,
 )
-from service.config.gateway_section import GatewaySettings
-from service.config.masking import mask_url
-from service.config.sections import (
-    ControlSettings,
-    DeadSettings,
-    LaneSettings,
-    LanesSettings,
-    ReplySettings,
-    ResultSettings,
-    RetrySettings,
-    TlsSettings,
-    WaitingSettings,
-)
-from service.config.state_folder import state_folder
-from service.config.value_types import AmqpUrl, Chances, HttpUrl, Key, Namespace, Number, StoreUrl, UserNames
 from topology.codec.bounds import ANSWER_BYTES, VALUES
-from topology.lanes import DEFAULT_LANES, LaneSpec
+from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, GIB, MIB, NORMAL, LaneSpec
+
+YEAR_S = 365 * 86_400
+"""The highest value, in seconds, that most settings of a duration may have: a year."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Settings that are each valid by themselves, but contradict each other; or a missing setting that another setting
+    requires."""
+
+    text: str
+    at: tuple[tuple[str, ...], ...]
+    """The paths of the settings that contradict each other. The error message names those that the user has set."""
+    by: tuple[tuple[str, ...], ...] = ()
+    """The paths of further settings that contribute to the contradiction; the error message does not name them. If any
+    setting of `at` or `by` is wrong by itself, the disagreement is not reported."""
+
+    def under(self, place: tuple[str, ...]) -> "Disagreement":
+        """A copy in which `place`, the path of a group of settings, precedes each path: ("slots",) becomes ("lanes",
+        "batch", "slots")."""
+        return Disagreement(
+            self.text,
+            tuple((*place, *setting) for setting in self.at),
+            tuple((*place, *setting) for setting in self.by),
+        )
+
+
+class Section(BaseModel):
+    """A group of settings. Unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def disagreements(self) -> Iterator[Disagreement]:
+        """Find contradictions between settings of this group that are each valid by themselves."""
+        return iter(())
+
+
+class LaneSettings(Section):
+    """The settings of one lane. The defaults are in `topology/lanes.py`."""
+
+    slots: Number[int] = Field(ge=1, le=10_000)
+    """How many requests of the lane's intake one process works on at the same time. If it is set, `slots_max` is the
+    same by default."""
+    slots_min: Number[int] | None = Field(default=None, ge=0, le=10_000)
+    """How many idle slots the lane keeps for itself and never lends. None: one eighth of `slots`, and at least one; for
+    the lane `critical`, two. Example: 4"""
+    slots_max: Number[int] | None = Field(default=None, ge=1, le=10_000)
+    """The most slots that the lane may have, with those that are lent and added. None: eight times the default of
+    `slots`, or `slots` if that is set. Example: 64"""
+    target_wait_s: Number[float] = Field(gt=0, le=YEAR_S)
+    """If requests wait longer than this for a slot, the lane gets more slots."""
+    call_timeout_s: Number[float] = Field(gt=0, le=ATTEMPT_WITHIN_S)
+    """The time limit of one attempt; streamed, of the wait for the first token, and of every pause after it. A call of
+    the gateway's `/v1/messages` may take all of its deadline instead."""
+    deadline_s: Number[float] = Field(gt=0, le=YEAR_S)
+    """The deadline of a request that names none: from its publishing or due time to its final answer. A stream that
+    flows is not cut by it."""
+    deadline_max_s: Number[float] = Field(gt=0, le=YEAR_S)
+    """The longest deadline that a request may name."""
+    max_attempts: Number[int] = Field(ge=1, le=100)
+    """How often one request may be tried, including the first attempt."""
+    model: ModelName
+    """The model for requests that name none. It must have a price, or be listed in a provider's table of models."""
+    max_tokens: Number[int] = Field(ge=1, le=1_000_000)
+    """`max_tokens` of requests that do not set it."""
+    models: ModelWords | None = None
+    """The models that requests of the lane may name. None: every model. Example: claude-sonnet-5-5,claude-haiku-5-5"""
+    providers: ProviderNames | None = None
+    """The providers that the lane calls, in this order. None: all, the one of ANTHROPIC_API_KEY first, then by name.
+    Example: anthropic"""
+    max_length: Number[int] = Field(ge=1, le=1_000_000_000)
+    """How many messages the lane's intake holds at most. When it is full, publishers get a nack in place of a
+    confirm."""
+    max_length_bytes: Number[int] = Field(ge=MIB, le=1024 * GIB)  # at least the largest request
+    """The maximum size of all message bodies in the lane's intake together."""
+    side_queues: Number[int] = Field(ge=0, le=32)
+    """The number of queues to which the backlog of a tenant is moved. 0: nothing is moved. After a change run
+    `lanekeeper topology apply`."""
+
+    def disagreements(self) -> Iterator[Disagreement]:
+        if self.models is not None and self.model not in self.models:
+            yield Disagreement(
+                f"models leaves out the lane's own model, {self.model}; add it, or set another model",
+                at=(("models",), ("model",)),
+            )
+        if self.slots_min is not None and self.slots_min > self.slots:
+            yield Disagreement(
+                f"slots_min ({self.slots_min}) is above slots ({self.slots}); lower it, or set more slots",
+                at=(("slots_min",), ("slots",)),
+            )
+        if self.slots_max is not None and self.slots_max < self.slots:
+            yield Disagreement(
+                f"slots_max ({self.slots_max}) is below slots ({self.slots}); raise it, or set fewer slots",
+                at=(("slots_max",), ("slots",)),
+            )
+
+    @classmethod
+    def of(cls, spec: LaneSpec) -> "LaneSettings":
+        fields = {name: getattr(spec, name) for name in cls.model_fields if name not in ("models", "providers")}
+        return cls(**fields, models=None if spec.models is None else tuple(sorted(spec.models)))
+
+    def spec(self, name: str) -> LaneSpec:
+        values = self.model_dump(exclude={"providers", "models"})
+        return LaneSpec(name=name, **values, models=None if self.models is None else frozenset(self.models))
+
+
+class LanesSettings(Section):
+    """The settings of the three lanes. Each lane is a field, not an entry of a table, so that one value of one lane can
+    be set while its other values keep their defaults."""
+
+    critical: LaneSettings = LaneSettings.of(CRITICAL)
+    normal: LaneSettings = LaneSettings.of(NORMAL)
+    batch: LaneSettings = LaneSettings.of(BATCH)
+
+
+class TlsSettings(Section):
+    """The TLS settings for connections to the broker (`amqps://`) and to its management API (https). The broker's
+    certificate is always verified."""
+
+    ca_file: ReadableFile | None = None
+    """The certificate authorities by which the broker's certificate is checked. None: the operating system's. Example:
+    /etc/lanekeeper/ca.pem"""
+    cert_file: ReadableFile | None = None
+    """Lanekeeper's own certificate, for brokers that ask for one. Example: /etc/lanekeeper/client.pem"""
+    key_file: ReadableFile | None = None
+    """The key of `cert_file`, not encrypted. None: it is in the certificate's file. Example:
+    /etc/lanekeeper/client.key"""
+    plain_hosts: Annotated[tuple[str, ...], BeforeValidator(words)] = ()
+    """Hosts to which the profile `production` accepts unencrypted connections. Example: rabbitmq,redis"""
+
+    def disagreements(self) -> Iterator[Disagreement]:
+        if self.key_file is not None and self.cert_file is None:
+            yield Disagreement("key_file is given without cert_file", at=(("key_file",),), by=(("cert_file",),))
+        try:
+            self.given_context()
+        except (ssl.SSLError, OSError) as error:
+            yield Disagreement(
+                f"ca_file, cert_file or key_file cannot be used: {error}",
+                at=(("ca_file",), ("cert_file",), ("key_file",)),
+            )
+
+    def given_context(self) -> ssl.SSLContext | None:
+        """The TLS context for https. None if no file is set: then the HTTP library's default is used."""
+        return None if self.ca_file is None and self.cert_file is None else self.context()
+
+    def context(self) -> ssl.SSLContext:
+        """A TLS context that verifies the server's certificate, and presents `cert_file` if it is set."""
+        context = ssl.create_default_context(cafile=self.ca_file)
+        if self.cert_file is not None:
+            # Without `password`, OpenSSL would ask for that of an encrypted key on the terminal; a service has none.
+            context.load_cert_chain(self.cert_file, self.key_file, password=lambda: "")
+        return context
+
+
+class ReplySettings(Section):
+    """Says to which queues workers may send replies, and how many replies may wait because their queue is full."""
+
+    allow: Patterns | None = None
+    """The queues to which replies may go, as shell patterns. None: all queues that the contract allows. Example:
+    amq.gen-*,lane.reply.*"""
+    bound_to_user: bool | None = None
+    """Whether replies go only to the user who published the request: by direct reply-to, or to `lane.reply.<user_id>`.
+    None: true with the profile `production`, else false. Example: true"""
+    waiting: Number[int] = Field(default=MAX_WAITING, ge=1, le=100_000)
+    """How many replies of one process may wait to be sent again because their queue was full; at most a tenth of them
+    for one tenant. Others are not sent again; the results can be fetched."""
+
+
+class ResultSettings(Section):
+    """How long results are kept, and how much space they may use. After a result was removed, a further request with
+    the same message id is no longer recognised as a repetition."""
+
+    keep_s: Number[float] = Field(default=StoreSpec().keep_s, ge=1, le=YEAR_S)
+    """How long a result is kept, and a further request with its id recognised as a repetition."""
+    max_bytes: Number[int] = Field(default=StoreSpec().max_bytes, ge=MIB, le=1024 * GIB)
+    """The maximum size of the store. When it is larger, the oldest rows of the tenants that have most are deleted; in
+    Redis also when 7/8 of its `maxmemory` are used."""
+    answer_bytes: Number[int] | None = Field(default=None, ge=64 * 1024, le=512 * MIB)
+    """The maximum size of an answer; the request of a larger one ends as `answer_too_large`. None: 32 MiB if there is a
+    store for large answers (LANEKEEPER_BODIES__URL), else 16 MiB or the broker's limit. Example: 33554432"""
+
+
+class ControlSettings(Section):
+    """Limits for a tenant's control messages (cancel, result, status), so that no tenant delays those of another."""
+
+    per_tenant_s: Number[float] = Field(default=100, ge=1, le=100_000)
+    """How many control messages of one tenant a process carries out in a second; in a burst, five times as many. Others
+    are answered `too_many_control_messages`, at most the same number in a second."""
+    unseen_per_tenant: Number[int] = Field(default=StoreSpec().unseen_per_tenant, ge=1, le=10_000_000)
+    """How many cancellations of one tenant are kept for ids that no worker has seen yet. When there are more, the
+    oldest is deleted."""
+    operators: UserNames | None = None
+    """AMQP users that may pause and resume lanes, tenants, applications, models and providers (docs/brake.md). None:
+    the worker's own user. Example: ops"""
+
+
+class WaitingSettings(Section):
+    """Limits for requests whose publisher asked for a delay of more than a minute."""
+
+    per_tenant: Number[int] = Field(default=StoreSpec().waiting_per_tenant, ge=1, le=100_000_000)
+    """How many requests of one tenant may wait for a delay of more than a minute; each begun 16 KiB of a body counts as
+    one. Further ones are answered `too_many_waiting`."""
+    in_all: Number[int] = Field(default=StoreSpec().waiting_in_all, ge=1, le=1_000_000_000)
+    """The same for all tenants together."""
+
+    def disagreements(self) -> Iterator[Disagreement]:
+        if self.per_tenant > self.in_all:
+            yield Disagreement(
+                f"per_tenant ({self.per_tenant}) is above in_all ({self.in_all}); lower it, or raise in_all",
+                at=(("per_tenant",), ("in_all",)),
+            )
+
+
+class DeadSettings(Section):
+    """How many dead letters are kept, and for how long."""
+
+    max_count: Number[int] = Field(default=DeadSpec().max_count, ge=1, le=1_000_000_000)
+    """How many dead letters the broker keeps at most. Once a minute the oldest beyond this number are written to
+    `folder`, or dropped if it is not set, with a warning and the event `removed`."""
+    max_bytes: Number[int] = Field(default=DeadSpec().max_bytes, ge=MIB, le=1024 * GIB)
+    """The maximum size of the bodies of all dead letters together, which is estimated."""
+    keep_s: Number[float] = Field(default=DeadSpec().keep_s, ge=1, le=10 * YEAR_S)
+    """How long a dead letter is kept."""
+    folder: Path | None = None
+    """The folder to which removed dead letters are written: one file of JSON lines a day. None: they are dropped.
+    Example: /var/lib/lanekeeper/dead"""
+    invalid_per_hour: Number[float] = Field(default=INVALID_PER_HOUR, ge=1, le=1_000_000_000)
+    """How many invalid messages of one tenant a process keeps as dead letters in an hour; each begun 64 KiB of a
+    message counts as one. Further ones are only answered."""
+
+    def spec(self) -> DeadSpec:
+        return DeadSpec(max_count=self.max_count, max_bytes=self.max_bytes, keep_s=self.keep_s, folder=self.folder)
+
+
+class RetrySettings(Section):
+    """The pauses between attempts. `consumers/retry.py` gives the reasons for the defaults."""
+
+    base_s: Number[float] = Field(default=RetryPolicy().base_s, gt=0, le=3600)
+    """The first pause after an overload or a rate limit of the provider. After any other failure it is a quarter of
+    this."""
+    span_s: Number[float] = Field(default=RetryPolicy().span_s, gt=0, le=86_400)
+    """All pauses of a request together last at least this long, if its deadline allows that."""
+    cap_s: Number[float] = Field(default=RetryPolicy().cap_s, gt=0, le=86_400)
+    """The longest pause between two attempts; up to half of it is added at random."""
+
+    def disagreements(self) -> Iterator[Disagreement]:
+        if self.base_s > self.cap_s:
+            yield Disagreement(
+                f"base_s ({self.base_s:g}) is above cap_s ({self.cap_s:g})", at=(("base_s",), ("cap_s",))
+            )
+
+
+WEB = ("https://", "http://")
+_URL = re.compile(r"[a-z][a-z0-9+.-]{1,19}://[!-~]{1,1000}")
+
+
+def _folder(value: str) -> str:
+    if _URL.fullmatch(value) is None or "::" in value or {"?", "#"} & set(value) or "@" in urlsplit(value).netloc:
+        raise wrong("a URL such as file:///var/lib/lanekeeper/bodies or s3://bucket/bodies, without password")
+    return value.rstrip("/")
+
+
+def _store(value: str) -> str:
+    if urlsplit(_folder(value)).scheme in ("http", "https"):
+        raise wrong("the URL of a folder or bucket that can be written, such as file:///… or s3://…")
+    return _folder(value)
+
+
+FolderUrl = Annotated[str, AfterValidator(_folder)]
+BodyStoreUrl = Annotated[str, AfterValidator(_store)]
+
+
+class BodiesSettings(Section):
+    """Bodies of requests and answers that are too large for an AMQP message are kept in a store, and the message
+    contains only their address."""
+
+    url: BodyStoreUrl | None = None
+    """The store of large bodies and answers: a folder (`file:///…`), or any other URL that the Python library fsspec
+    supports (`s3://…`, if its driver is installed). None: a folder beside the file of the SQLite store; with Redis,
+    large bodies are refused. Example: s3://lanekeeper/bodies"""
+    over_bytes: Number[int] = Field(default=OVER_BYTES, ge=4096, le=MIB)
+    """A larger body is kept in the store, and the message contains only its address."""
+    answers_over_bytes: Number[int] = Field(default=OVER_BYTES, ge=4096, le=512 * MIB)
+    """A larger answer is kept in the store, and the reply contains only its address. Raise this if requesters cannot
+    reach the store."""
+    most_bytes: Number[int] = Field(default=MOST_BYTES, ge=MIB, le=512 * MIB)
+    """The maximum size of a request's body. Anthropic accepts 32 MiB."""
+    in_all_bytes: Number[int] = Field(default=IN_ALL_BYTES, ge=MIB, le=1024 * GIB)
+    """The maximum size of all bodies in the store together. A tenant may use at most as much as it leaves free for the
+    others; beyond that its large bodies are refused."""
+    keep_s: Number[float] = Field(default=KEEP_S, ge=60, le=10 * YEAR_S)
+    """The longest time that a request's body stays in the store. Answers stay as long as results."""
+    allow: Annotated[tuple[FolderUrl, ...], BeforeValidator(words)] = ()
+    """URLs below which workers may fetch the bodies that `x-lane-body` names (https, or any URL that fsspec reads);
+    gateways fetch stored answers from them, except over https. If you change LANEKEEPER_BODIES__URL, list the old URL
+    here. Example: s3://crm-bodies/lane,https://files.example.com/prompts"""
+    allow_private: bool = False
+    """Whether the hosts in `allow` may have private, loopback or link-local addresses. Example: true"""
+
+    def allowed_stores(self) -> list[BodyStore]:
+        """A `BodyStore` for each URL in `allow` that is not an http(s) URL. It creates and opens nothing before it is
+        used."""
+        return [BodyStore(url) for url in self.allow if not url.startswith(WEB)]
+
+
+LANES = tuple(lane.name for lane in DEFAULT_LANES)
+KEYS_AT_MOST = 1000
+"""How many API keys the gateway's settings may have at most."""
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+OperatorRight = Literal["no", "look", "act"]
+OPERATOR_RIGHTS: tuple[OperatorRight, ...] = get_args(OperatorRight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayKey:
+    """What a caller with one of the gateway's API keys may do: for which tenant, in which lanes, with which models."""
+
+    tenant: str | None
+    """The tenant to which the caller's requests belong. None: they belong to no tenant, which is only possible if no
+    keys are set."""
+    lanes: tuple[str, ...] = LANES
+    """The lanes that calls may name."""
+    default_lane: str = NORMAL.name
+    """The lane of calls that name none: the first that the key lists, or `normal` if it lists none."""
+    models: tuple[str, ...] | None = None
+    """The models that calls may name. None: all."""
+    expires_at: float | None = None
+    """From when on the key is not valid any longer (seconds since 1970). None: it does not expire."""
+    operator: OperatorRight = "no"
+    """Whether calls may see ("look"), or also change ("act"), what all tenants' requests do: dead letters, pauses, all
+    lanes."""
+
+
+def _hash(value: Any) -> str:
+    if not isinstance(value, str) or _HASH.fullmatch(value) is None:
+        raise ValueError
+    return value
+
+
+def _key(value: Mapping[str, Any]) -> GatewayKey:
+    if not value.keys() <= {"tenant", "lanes", "models", "expires", "operator"}:
+        raise ValueError
+    given: dict[str, Any] = {"tenant": read_tenant(value["tenant"])}
+    if "lanes" in value:
+        given["lanes"] = not_empty(tuple(words(value["lanes"])))
+        given["default_lane"] = given["lanes"][0]
+        if not set(given["lanes"]) <= set(LANES):
+            raise ValueError
+    if "models" in value:
+        given["models"] = read_models(value["models"])
+    if "expires" in value:
+        given["expires_at"] = _moment(value["expires"]).timestamp()
+    if "operator" in value:
+        if value["operator"] not in OPERATOR_RIGHTS:
+            raise ValueError
+        given["operator"] = value["operator"]
+    return GatewayKey(**given)
+
+
+def _moment(value: Any) -> datetime:
+    found = value if isinstance(value, datetime) else datetime.fromisoformat(value)
+    if found.tzinfo is None:
+        raise ValueError
+    return found
+
+
+KeyTable = Annotated[
+    Mapping[str, GatewayKey],
+    each_of(
+        _hash,
+        _key,
+        f"for each key's SHA-256 (`lanekeeper key new` prints it) a table: tenant, and perhaps lanes (of "
+        f"{', '.join(LANES)}; the first is the default; without a list all, and `normal` is the default), models, "
+        "expires (a time with its zone, such as 2027-01-31T18:00:00Z), and operator (no, look or act: whether it may "
+        "see or change what all tenants' requests do); in the environment as JSON",
+    ),
+    Field(max_length=KEYS_AT_MOST),
+]
+
+
+class GatewaySettings(Section):
+    """The settings of a process's HTTP server: its address, and the API keys and limits of the gateway."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, max_length=255)
+    """The address on which the server listens. If it is not loopback, the gateway requires `keys`. Example: 0.0.0.0"""
+    port: Number[int] = Field(default=8080, ge=0, le=65_535)
+    """The port on which the server listens; 0: any free port."""
+    keys: KeyTable = Field(default={})
+    """For the SHA-256 of each API key: tenant, lanes, models, when it expires, and whether it is an operator's. None:
+    all programs on this machine may call. A changed file is read again. Example:
+    {"9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08": {"tenant": "crm", "lanes": ["normal"]}}"""
+    origins: Origins = ()
+    """The origins of web pages that may call a gateway with keys, beside the gateway's own. Example:
+    https://app.example.com"""
+    calls: Number[int] = Field(default=1000, ge=1, le=100_000)
+    """How many HTTP calls are answered at the same time, shared by tenants. Further ones get the status 529."""
+    followers: Number[int] = Field(default=1000, ge=1, le=100_000)
+    """How many HTTP calls may wait for a request's end (`?wait=`), or receive its events, at the same time. Further
+    ones get the status 529."""
+    ping_every_s: Number[float] = Field(default=10, ge=0.05, le=600)
+    """A streamed call gets a `ping` event whenever nothing was sent to it for this many seconds."""
+    lookups_per_min: Number[float] = Field(default=2000, ge=1, le=1_000_000)
+    """How many calls of `count_tokens` and `models` the gateway passes on in a minute; one of several tenants may use
+    half."""
+    cancel_abandoned: bool = True
+    """Whether a request without `Idempotency-Key` is cancelled when its client disconnects. Example: false"""
+
+
+LEAST_TOKENS_PER_MIN = LEAST_LIMITS[1]
+"""The lowest limit of tokens a minute that an operator may set, because a single request could need more tokens than a
+lower limit allows."""
+FIRST = "anthropic"
+"""The name of the provider that ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL configure."""
+_NEEDS = {
+    "anthropic": ("api_key", "base_url"),
+    "bedrock": ("region",),
+    "vertex": ("region", "project"),
+    "foundry": ("api_key", "base_url"),
+}
+"""For each kind of provider (anthropic, bedrock, …): the settings that it requires."""
+
+
+class LimitsSettings(Section):
+    """Limits on the use of a provider, for each class of models (such as Claude Haiku) by itself, because a provider's
+    own limits apply to each class by itself too. The limits set here hold even if the provider allows more."""
+
+    requests_per_min: Number[float] | None = Field(default=None, ge=1)
+    """The maximum number of requests a minute, for each class of models (such as Haiku). None: the provider's own
+    limit. Example: 300"""
+    input_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
+    """The maximum number of input tokens a minute, for each class of models. None: the provider's own limit. Example:
+    200000"""
+    output_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
+    """The maximum number of output tokens a minute, for each class of models. None: the provider's own limit. Example:
+    40000"""
+    concurrency: Number[int] | None = Field(default=None, ge=1)
+    """The maximum number of calls at the same time, for each class of models. None: no limit. Example: 50"""
+
+    def limits(self) -> AccountCaps:
+        return AccountCaps(
+            requests=self.requests_per_min,
+            input_tokens=self.input_tokens_per_min,
+            output_tokens=self.output_tokens_per_min,
+            concurrency=self.concurrency,
+        )
+
+
+class ProviderSettings(LimitsSettings):
+    """A provider in addition to the first one; the user chooses its name. For Bedrock and Vertex, credentials that are
+    not given here are found by Amazon's and Google's own libraries."""
+
+    kind: Literal["anthropic", "bedrock", "vertex", "foundry"] = "anthropic"
+    """The kind of API. `anthropic`: any server at `base_url` that behaves like Anthropic's. Example: bedrock"""
+    api_key: Key | None = None
+    """The provider's key. For `bedrock` and `vertex`, Amazon's and Google's own libraries find the credentials.
+    Example: sk-secret"""
+    base_url: HttpUrl | None = None
+    """The URL of the API, for the kinds `anthropic` and `foundry`. Example: https://other.example.com/v1"""
+    region: PlaceName | None = None
+    """The cloud region, for the kinds `bedrock` and `vertex`. Example: eu-central-1"""
+    project: PlaceName | None = None
+    """The Google Cloud project, for the kind `vertex`. Example: my-project"""
+    models: ModelNames | None = None
+    """The provider's name for each model that it offers. None: all, under Anthropic's names. Example:
+    claude-sonnet-5-5=anthropic.claude-sonnet-5-5"""
+
+    def disagreements(self) -> Iterator[Disagreement]:
+        needs, kind = _NEEDS[self.kind], (("kind",),)
+        for name in needs:
+            if name != "api_key" and getattr(self, name) is None:
+                yield Disagreement(f"not set; a provider of kind {self.kind} needs it", at=((name,),), by=kind)
+        for name in ("region", "project"):
+            if name not in needs and getattr(self, name) is not None:
+                yield Disagreement(f"a provider of kind {self.kind} has none; remove it", at=((name,),), by=kind)
+
+        if self.models is not None and not self.models:
+            yield Disagreement("names no model; where it has all of them, leave it out", at=(("models",),))
+
+    def missing_for_calls(self) -> Iterator[Disagreement]:
+        """Find missing settings that only a process which calls providers needs. In other processes they may be
+        missing, because an application may use the same settings file without the provider's key."""
+        if "api_key" in _NEEDS[self.kind] and self.api_key is None:
+            yield Disagreement(f"not set; a provider of kind {self.kind} needs it", at=(("api_key",),), by=(("kind",),))
+
+
+class MetricsSettings(Section):
+    """What metrics may name."""
+
+    tenants: UserNames = ()
+    """The tenants of which metrics tell figures of their own: each one adds a dozen time series to each worker, and
+    `/metrics` needs no key. Example: crm"""
+
+
+class ModelsSettings(Section):
+    """Fallback models, and the models that a tenant may use."""
+
+    fallbacks: ModelNames = Field(default_factory=dict)
+    """For a model: the one that is called when no provider can answer with it. Example:
+    claude-sonnet-5-5=claude-haiku-5-5"""
+    tenants: ModelLists = Field(default_factory=dict)
+    """The only models that a tenant may use. Tenants not listed may use all. Example: {"crm": ["claude-haiku-5-5"]}"""
+
+
+class PricesSettings(Section):
+    """The prices of tokens, and the day on which they were valid. The prices in `models` are added to the table in
+    `consumers/spending.py`, or replace prices in it."""
+
+    as_of: Day = AS_OF
+    """The day on which the prices were valid. Example: 2026-11-01"""
+    models: PriceTable = Field(default_factory=dict)
+    """Prices in US dollars per million tokens, over those of the built-in table. Example: {"my-model": {"input": 1,
+    "output": 5}}"""
+
+    def table(self) -> Prices:
+        return Prices(self.models, as_of=self.as_of)
+
+
+class CapSettings(Section):
+    """Limits for what a lane may use in one day (UTC)."""
+
+    requests: Number[float] | None = Field(default=None, gt=0)
+    """The most requests of this lane in a day (UTC). Example: 10000"""
+    tokens: Number[float] | None = Field(default=None, gt=0)
+    """The most input and output tokens of this lane in a day (UTC). Example: 5000000"""
+    usd: Number[float] | None = Field(default=None, gt=0)
+    """The most US dollars of this lane in a day (UTC). Example: 25"""
+
+
+class LaneBudgetSettings(Section):
+    """One lane's share of the providers' budgets, that is, of what the providers' limits allow in a minute."""
+
+    share: Number[float] = Field(gt=0, le=1)
+    """The share of each provider's budget (what its limits allow in a minute) that is reserved for this lane. The rest
+    goes to the most urgent request that waits."""
+
+
+class LaneBudgetsSettings(Section):
+    """For each lane, the share of the providers' budgets (what their limits allow in a minute) that is reserved for
+    it."""
+
+    critical: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[CRITICAL.name])
+    normal: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[NORMAL.name])
+    batch: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[BATCH.name])
+
+    def shares(self) -> dict[str, float]:
+        """The lanes' shares by name, the most urgent lane first."""
+        return {lane: budget["share"] for lane, budget in self.model_dump().items()}
+
+    def disagreements(self) -> Iterator[Disagreement]:
+        shares = self.shares()
+        if (total := sum(shares.values())) > 1 + 1e-9:
+            listed = ", ".join(f"{lane} {share * 100:g} %" for lane, share in shares.items())
+            yield Disagreement(
+                f"the shares are {total * 100:g} % together ({listed}), allowed are 100 %",
+                at=tuple((lane, "share") for lane in shares),
+            )
+
+
+class BudgetSettings(LimitsSettings):
+    """How the lanes share the providers' budgets, that is, the requests and tokens that the limits allow in a minute.
+    The four limits here apply to the first provider; other providers have their own settings. Limits that a provider
+    sends in its headers always hold as well."""
+
+    lanes: LaneBudgetsSettings = LaneBudgetsSettings()
+    burst_s: Number[float] = Field(default=BudgetSpec().burst_s, gt=0, le=60)
+    """What a provider's limits allow and is not used accumulates for at most this many seconds."""
+    overflow_s: Number[float] | None = Field(default=None, gt=0, le=3600)
+    """A request that would wait longer than this for a provider's limits goes to the next provider, if the wait there
+    is shorter. None: the lane's `target_wait_s`. Example: 5"""
+
+    def spec(self, others: Mapping[str, ProviderSettings]) -> BudgetSpec:
+        """Convert these settings to the `BudgetSpec` that workers use: the lanes' shares, and the limits of all
+        providers' accounts."""
+        return BudgetSpec(
+            shares=self.lanes.shares(),
+            burst_s=self.burst_s,
+            overflow_s=self.overflow_s,
+            accounts={FIRST: self.limits(), **{name: other.limits() for name, other in others.items()}},
+        )
+
+
+class LaneCapsSettings(Section):
+    """For each lane, the limits for what it may use in one day (UTC)."""
+
+    critical: CapSettings = CapSettings()
+    normal: CapSettings = CapSettings()
+    batch: CapSettings = CapSettings()
+
+
+class FairSettings(Section):
+    """How tenants share the slots of a lane, each of which works on one request at a time (docs/fairness.md)."""
+
+    tenants: ShareTable = Field(default_factory=dict)
+    """`weight`: a tenant's share relative to the others, 1 by default. `in_flight`: how many of its requests a process
+    works on at a time in one lane. `*`: each tenant that is not listed. Example: {"*": {"in_flight": 8}, "crm":
+    {"weight": 2}}"""
+
+
+class CapsSettings(Section):
+    """Limits for what lanes and tenants may use in one day (UTC)."""
+
+    lanes: LaneCapsSettings = LaneCapsSettings()
+    tenants: CapTable = Field(default_factory=dict)
+    """What each tenant may use in a day (UTC). `*`: each tenant that is not listed. Example: {"*": {"usd": 5}, "crm":
+    {"requests": 10000}}"""
+
+    def spec(self) -> CapsSpec:
+        return CapsSpec(lanes={name: Cap(**cap) for name, cap in self.lanes.model_dump().items()}, tenants=self.tenants)
+
+
+_PORTS = {"amqp": 5672, "amqps": 5671}
+_LOOPBACK = {"127.0.0.1", "::1"}
+
+
+def state_folder() -> Path:
+    """Lanekeeper's folder below the one in which this user's programs keep their state, according to the XDG Base
+    Directory Specification."""
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not base.is_absolute():  # the specification says that a relative path is ignored
+        try:
+            base = Path.home() / ".local/state"
+        except RuntimeError:  # a user without name and home, in a container
+            base = Path("/var/lib")
+    return base / "lanekeeper"
+
+
+def broker_identity(urls: Sequence[str]) -> str:
+    """The first host, readable, and a hash of hosts, ports and virtual host. It does not depend on users, passwords and
+    the order of a cluster's nodes."""
+    parts = [urlsplit(url) for url in urls]
+    hosts = ["localhost" if each.hostname in {None, *_LOOPBACK} else str(each.hostname) for each in parts]
+    nodes = sorted(f"{host}:{each.port or _PORTS[each.scheme]}" for host, each in zip(hosts, parts, strict=True))
+    vhost = unquote(parts[0].path[1:]) or "/"
+    hashed = sha256("\n".join((*nodes, vhost)).encode()).hexdigest()[:8]
+    return f"{re.sub('[^a-z0-9.-]', '-', min(hosts))[:60]}-{hashed}"
+
 
 PREFIX: Final = "LANEKEEPER_"
 ANTHROPIC_URL: Final = "https://api.anthropic.com"
@@ -64,25 +716,24 @@ class Settings(BaseSettings):
     )
 
     amqp_url: AmqpUrl = SecretStr("amqp://guest:guest@localhost:5672/")
-    """The broker's URL, or the URLs of one cluster's nodes, separated by commas. `amqps://` means TLS. Write special
-    characters in user, password and virtual host as %XX. Example:
-    amqps://lanekeeper:secret@rabbit.example.com:5671/prod"""
+    """The broker's URL, or those of one cluster's nodes, separated by commas. Write special characters in user,
+    password and virtual host as %XX. Example: amqps://lanekeeper:secret@rabbit.example.com:5671/prod"""
     management_url: HttpUrl | None = None
-    """The URL of RabbitMQ's management API, from which `lanekeeper topology plan` and `lanekeeper check` read the
-    arguments of queues and the bindings. None: port 15672 of the AMQP host is tried. A URL without user and password
-    uses those of the AMQP URL. Example: https://rabbit.example.com:15671"""
+    """The URL of RabbitMQ's management API, for `lanekeeper topology plan` and `check`. None: port 15672 of the AMQP
+    host. Without user and password, those of the AMQP URL are used. Example: https://rabbit.example.com:15671"""
     namespace: Namespace = "lane"
-    """The prefix of all names on the broker, so that installations can share a virtual host. Example: staging"""
+    """The prefix of all names on the broker. Example: staging"""
     anthropic_api_key: Key | None = Field(default=None, alias="ANTHROPIC_API_KEY")
     """The API key of the provider named `anthropic`. `serve --simulate` needs none. Example: sk-ant-secret"""
     anthropic_base_url: HttpUrl | None = Field(default=None, alias="ANTHROPIC_BASE_URL")
-    """The URL of the first provider, which is named `anthropic`. None: https://api.anthropic.com. Example:
+    """The URL of the provider `anthropic`. None: https://api.anthropic.com. Example:
     https://gateway.example.com/anthropic"""
     providers: dict[str, ProviderSettings] = {}
     models: ModelsSettings = ModelsSettings()
     prices: PricesSettings = PricesSettings()
     caps: CapsSettings = CapsSettings()
     fair: FairSettings = FairSettings()
+    metrics: MetricsSettings = MetricsSettings()
     budget: BudgetSettings = BudgetSettings()
     lanes: LanesSettings = LanesSettings()
     gateway: GatewaySettings = GatewaySettings()
@@ -90,8 +741,8 @@ class Settings(BaseSettings):
     reply_to: ReplySettings = ReplySettings()
     retry: RetrySettings = RetrySettings()
     store_url: StoreUrl | None = None
-    """The URL of the store of results, claims (which worker works on which request) and counters: `sqlite:////file` for
-    one machine, `redis://` for several. None: a SQLite file in the user's state folder. Example:
+    """The store of results, claims and counters: `sqlite:////file` for one machine, `redis://` for several. None: a
+    SQLite file in the user's state folder (`lanekeeper check` shows it). Example:
     redis://:secret@redis.example.com:6379/0"""
     results: ResultSettings = ResultSettings()
     bodies: BodiesSettings = BodiesSettings()
@@ -102,30 +753,38 @@ class Settings(BaseSettings):
     """AMQP users (such as a gateway's) that may publish, cancel and fetch for other tenants. Example: gateway"""
     profile: Literal["production"] | None = None
     """`production`: a worker does not start while `lanekeeper check` finds any of the risks in docs/production.md.
-    None: the check only warns of them, and a starting process logs unencrypted connections. Example: production"""
+    None: the check only warns. Example: production"""
     require_user_id: bool | None = None
-    """Whether requests without the AMQP property `user_id` are refused. If they are accepted, they all belong to one
-    common tenant. None: true with the profile `production`, else false. Example: true"""
+    """Whether requests without the AMQP property `user_id` are refused; else they belong to one common tenant. None:
+    true with the profile `production`, else false. Example: true"""
     failpoints: Chances = {}
-    """For tests: places (`consumers/failpoints.py`) at which the process kills itself. Example: after_store:0.2"""
+    """For tests: places (`consumers/settle.py`) at which the process kills itself. Example: after_store:0.2"""
     json_values: Number[int] = Field(default=VALUES, ge=1000, le=10_000_000)
-    """How many keys and values together the JSON of a request or an answer may have. Parsing 100,000 of them blocks the
-    process for 50 ms. If the JSON of a request has more, the request ends with the error `too_large`; if the JSON of
-    its answer has more, it ends with `answer_too_large`."""
+    """How many keys and values the JSON of a request (else `too_large`) or an answer (else `answer_too_large`) may
+    have."""
     grace_s: Number[float] = Field(default=25, ge=0, le=3600)
     """How long running requests may take to finish when the process is stopped; Kubernetes kills it after 30 s."""
     log_format: Literal["auto", "json", "console"] = "auto"
     """`auto`: `console` (readable lines) on a terminal, else `json`. Example: json"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The lowest level of our events that is logged; libraries are logged from `warning` on. Example: debug"""
+    """The lowest level of our events that is logged; libraries from `warning` on. Example: debug"""
     log_content: bool = False
     """Whether prompts and answers may appear in the log. They never appear in spans or metrics. Example: true"""
     otel_endpoint: HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_ENDPOINT")
-    """The collector to which spans are sent, over OTLP/HTTP. OpenTelemetry's SDK reads all other `OTEL_*` variables
-    itself. None: no spans are sent. Example: http://jaeger.example.com:4318"""
+    """The collector of spans and metrics, over OTLP/HTTP. OpenTelemetry's SDK reads all other `OTEL_*` itself. None:
+    none are sent. Example: http://jaeger.example.com:4318"""
+    jaeger_url: HttpUrl | None = None
+    """Where people open Jaeger: what shows the id of a trace then has a link to it. Example:
+    https://jaeger.example.com"""
     otel_traces_endpoint: HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-    """The complete URL for spans. If set, it is used instead of `OTEL_EXPORTER_OTLP_ENDPOINT`. Example:
+    """The complete URL for spans, instead of `OTEL_EXPORTER_OTLP_ENDPOINT`. Example:
     http://jaeger.example.com:4318/v1/traces"""
+    otel_metrics_endpoint: HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
+    """The complete URL for metrics. If set, it is used instead of `OTEL_EXPORTER_OTLP_ENDPOINT`. Example:
+    http://collector.example.com:4318/v1/metrics"""
+    otel_metrics_exporter: Literal["otlp", "none"] = Field(default="otlp", alias="OTEL_METRICS_EXPORTER")
+    """`none`: no metrics are sent over OTLP, because the collector takes none, such as a Jaeger. `/metrics` is served
+    nevertheless. Example: otlp"""
 
     @classmethod
     def settings_customise_sources(
@@ -230,6 +889,11 @@ class Settings(BaseSettings):
         return unquote(parts.username or "guest"), unquote(parts.password or "guest")
 
     @property
+    def operators(self) -> tuple[str, ...]:
+        """The AMQP users that may pause and resume."""
+        return self.control.operators if self.control.operators is not None else (self.credentials[0],)
+
+    @property
     def provider_url(self) -> str:
         """The first provider's base URL, with credentials if it has any; it must never be shown."""
         return _unmasked(self.anthropic_base_url) or ANTHROPIC_URL
@@ -246,8 +910,17 @@ class Settings(BaseSettings):
 
     @property
     def store(self) -> str:
-        """The store's URL, with its password if it has one; it must never be shown."""
-        return _unmasked(self.store_url) or f"sqlite:///{quote(str(state_folder() / f'{self.namespace}.sqlite'))}"
+        """The store's URL, with its password if it has one; it must never be shown. By default it is a file whose name
+        has the broker's identity, because brokers whose processes run on one machine have nothing in common."""
+        if (given := _unmasked(self.store_url)) is not None:
+            return given
+        file = state_folder() / f"{self.namespace}-{broker_identity(self.broker_urls)}.sqlite"
+        return f"sqlite:///{quote(str(file))}"
+
+    @property
+    def former_store(self) -> Path | None:
+        """The file that was the default store before its name had the broker's identity; None if `store_url` is set."""
+        return state_folder() / f"{self.namespace}.sqlite" if self.store_url is None else None
 
     @property
     def shown_store(self) -> str:
@@ -279,7 +952,7 @@ class Settings(BaseSettings):
         return StoreSpec(
             keep_s=self.results.keep_s,
             max_bytes=self.results.max_bytes,
-            cancelled_s=max(lane.deadline_s for lane in self.lane_specs()) + SEEN_LATE_S,
+            cancelled_s=max(lane.deadline_max_s for lane in self.lane_specs()) + SEEN_LATE_S,
             unseen_per_tenant=self.control.unseen_per_tenant,
             waiting_per_tenant=self.waiting.per_tenant,
             waiting_in_all=self.waiting.in_all,
@@ -290,6 +963,19 @@ class Settings(BaseSettings):
         """The complete URL to which spans are sent; None: no spans are sent."""
         base = _unmasked(self.otel_endpoint)
         return _unmasked(self.otel_traces_endpoint) or (base and f"{base}/v1/traces")
+
+    @property
+    def metrics_url(self) -> str | None:
+        """The complete URL to which metrics are sent; None: they are only served at `/metrics`."""
+        base = _unmasked(self.otel_endpoint)
+        url = _unmasked(self.otel_metrics_endpoint) or (base and f"{base}/v1/metrics")
+        return url if self.otel_metrics_exporter == "otlp" else None
+
+    @property
+    def traces_page(self) -> str | None:
+        """The URL of Jaeger's pages, without a slash at its end; None: no links to traces are shown."""
+        url = _unmasked(self.jaeger_url)
+        return None if url is None else url.rstrip("/")
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """The TLS context for the broker; None without TLS."""

@@ -1,19 +1,50 @@
-"""Types of settings that have a single value or a list: numbers, names, URLs, files."""
+"""Types of settings, and how a value is shown in messages: short, and without secrets."""
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import jiter
-from pydantic import AfterValidator, BeforeValidator, SecretStr
+from pydantic import AfterValidator, BeforeValidator, PlainValidator, SecretStr
 from pydantic_core import PydanticCustomError
 
-from consumers import failpoints
-from lanekeeper.amqp.driver.urls import urls_of
-from service.config.masking import mask
+from consumers.settle import FAILPOINTS
+from consumers.slots.lane_slots import TenantShare
+from consumers.spending import EVERY_TENANT, Cap, Price, Spent
+from lanekeeper.contract.identity import urls_of
+from service.telemetry import redaction
+
+SHOWN = 60
+"""The maximum number of characters of a wrong value that an error message about settings quotes."""
+_PLAIN_URL = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._%/-]*)?")
+
+
+def mask_url(url: str) -> str:
+    """A URL as messages show it: `***` in place of user and password, and no query. If user and password cannot be
+    recognised in a text, it becomes `(hidden, … characters)`."""
+    head, _, rest = url.partition("://")
+    address, credentials = rest, ""
+    if "@" in rest:
+        _, _, address = rest.rpartition("@")
+        credentials = "***@"
+    address = address.partition("?")[0].partition("#")[0]
+    if _PLAIN_URL.fullmatch(f"{head}://{address}") is None:
+        return f"(hidden, {len(url)} characters)"
+    return f"{head}://{credentials}{address}"
+
+
+def mask(value: Any) -> str:
+    """A setting's value as error messages show it: its `repr` on one short line, without anything that looks like a key
+    or a URL's password."""
+    if isinstance(value, str) and "://" in value:
+        return mask_url(value.strip())
+    shown = redaction.text(repr(value))
+    return shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
+
 
 ALLOWED = "allowed"
 """The pydantic error type of Lanekeeper's own validation errors. Their context contains a text that says which values
@@ -162,6 +193,13 @@ def _amqp_url(url: str) -> SplitResult:
     return parts
 
 
+def _origin(text: str) -> str:
+    parts = _split(text, schemes=("http", "https"), example="https://app.example.com")
+    if parts.path or parts.query or "@" in parts.netloc:
+        raise wrong("origins of web pages, such as https://app.example.com, separated by commas")
+    return text
+
+
 def _http_url(text: str) -> str:
     parts = _split(text, schemes=("http", "https"), example="https://host:8443")
     if parts.query:
@@ -194,8 +232,8 @@ def _chances(value: Any) -> Any:
         chances = {name: float(chance) for name, chance in value.items()}
     except (AttributeError, TypeError, ValueError):
         chances = {"": 0.0}  # the empty name is no failpoint, so this is refused below
-    if not chances.keys() <= failpoints.NAMES or not all(0 <= chance <= 1 for chance in chances.values()):
-        raise wrong(f"name:probability from 0 to 1, separated by commas; names: {', '.join(sorted(failpoints.NAMES))}")
+    if not chances.keys() <= FAILPOINTS or not all(0 <= chance <= 1 for chance in chances.values()):
+        raise wrong(f"name:probability from 0 to 1, separated by commas; names: {', '.join(sorted(FAILPOINTS))}")
     return chances
 
 
@@ -219,9 +257,154 @@ ModelWords = Annotated[tuple[ModelName, ...], *_Once]
 ProviderNames = Annotated[tuple[ProviderName, ...], *_Once]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(words), AfterValidator(not_empty)]
 UserNames = Annotated[tuple[Annotated[str, AfterValidator(_user)], ...], BeforeValidator(words)]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], BeforeValidator(words)]
 Key = Annotated[SecretStr, _secret(_key)]
 AmqpUrl = Annotated[SecretStr, _secret(_amqp_urls)]
 HttpUrl = Annotated[SecretStr, _secret(_http_url)]
 StoreUrl = Annotated[SecretStr, _secret(_store_url)]
 Chances = Annotated[dict[str, float], BeforeValidator(_chances)]
 ReadableFile = Annotated[Path, AfterValidator(_readable_file)]
+
+
+_EARLIEST = timezone(timedelta(hours=14))
+"""The time zone in which each date begins first: a date that has not begun in this zone is in the future everywhere."""
+
+
+def _table(value: Any, what: str) -> Any:
+    """Read a setting that is a table. As text, in an environment variable, it is a JSON object or `name=value` pairs
+    separated by commas. `what`: what is allowed, for the error message."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("{"):
+        try:
+            return jiter.from_json(value.encode(), catch_duplicate_keys=True)
+        except ValueError as error:
+            why = "a name is there twice" if "duplicate" in str(error) else "this is no JSON"
+            raise wrong(f"{what}; {why}") from None
+    found: dict[str, str] = {}
+    for name, _, text in (pair.partition("=") for pair in value.split(",") if pair.strip()):
+        if name.strip() in found:
+            raise wrong(f"{what}; {mask(name.strip())} is there twice")
+        found[name.strip()] = text.strip()
+    return found
+
+
+def each_of(name_of: Callable[[Any], str], read: Callable[[Any], Any], what: str) -> PlainValidator:
+    """The validator of a setting that is a table. `name_of` checks each name in the table, and `read` the value beside
+    it; both raise an exception for what is not allowed. `what`: what is allowed, for the error message."""
+
+    def validate(value: Any) -> dict[str, Any]:
+        table = _table(value, what)
+        if not isinstance(table, Mapping):
+            raise wrong(what)
+        found: dict[str, Any] = {}
+        refused: list[str] = []
+        for name, entry in table.items():
+            try:
+                found[name_of(name)] = read(entry)
+            except (AttributeError, KeyError, TypeError, ValueError):
+                refused.append(name)
+        if refused:
+            raise wrong(f"{what}; not so: {listed(refused)}")
+        return found
+
+    return PlainValidator(validate)
+
+
+def read_tenant(value: Any) -> str:
+    """Check the name of a tenant, which is a user of the broker. Raises ValueError if no user can have that name."""
+    if not isinstance(value, str) or not value.isprintable() or value != value.strip() or not 0 < len(value) < 256:
+        raise ValueError
+    if EVERY_TENANT in value:
+        raise ValueError
+    return value
+
+
+def _tenant_or_every(value: Any) -> str:
+    return EVERY_TENANT if value == EVERY_TENANT else read_tenant(value)
+
+
+def read_models(value: Any) -> tuple[str, ...]:
+    """Read a setting that is a list of at least one model's name."""
+    return tuple(model(name) for name in not_empty(tuple(words(value))))
+
+
+def _figure(value: Any) -> float:
+    found = float(not_bool(value))
+    if not 0 <= found < 1e15:
+        raise ValueError
+    return found
+
+
+def _figures(value: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, float]:
+    if not value or not value.keys() <= set(fields):
+        raise ValueError
+    return {name: _figure(figure) for name, figure in value.items()}
+
+
+def _price(value: Any) -> Price:
+    return Price(**_figures(value, ("input", "output", "cache_read", "cache_write")))
+
+
+def _cap(value: Any) -> Cap:
+    found = _figures(value, Spent._fields)
+    if not all(found.values()):
+        raise ValueError
+    return Cap(**found)
+
+
+def _share(value: Any) -> TenantShare:
+    found = _figures(value, ("weight", "in_flight"))
+    if not all(found.values()) or not found.get("in_flight", 1.0).is_integer():
+        raise ValueError
+    return TenantShare(
+        weight=found.get("weight", 1.0), in_flight=int(found["in_flight"]) if "in_flight" in found else None
+    )
+
+
+def _day(value: Any) -> str:
+    try:
+        found = date.fromisoformat(str(value).strip())
+    except ValueError:
+        raise wrong("a date such as 2026-11-21") from None
+    if found > (today := datetime.now(_EARLIEST).date()):
+        raise wrong(f"the day from which these prices are known, {today} at the latest")
+    return found.isoformat()
+
+
+Day = Annotated[str, PlainValidator(_day)]
+ModelNames = Annotated[
+    Mapping[str, str],
+    each_of(model, model, "a table model = model, or model=model, separated by commas"),
+]
+ModelLists = Annotated[
+    Mapping[str, tuple[str, ...]],
+    each_of(read_tenant, read_models, "a table tenant = [models], in the environment as JSON, without *"),
+]
+PriceTable = Annotated[
+    Mapping[str, Price],
+    each_of(
+        model,
+        _price,
+        "for each model a table of US dollars per million tokens: input, output, and perhaps cache_read and "
+        "cache_write; in the environment as JSON",
+    ),
+]
+ShareTable = Annotated[
+    Mapping[str, TenantShare],
+    each_of(
+        _tenant_or_every,
+        _share,
+        "for each tenant (* alone: for every other) a table of numbers above 0: weight, in_flight (a whole one); "
+        "in the environment as JSON",
+    ),
+]
+CapTable = Annotated[
+    Mapping[str, Cap],
+    each_of(
+        _tenant_or_every,
+        _cap,
+        "for each tenant (* alone: for every other) a table of numbers above 0: requests, tokens, usd, what is "
+        "used in a day; in the environment as JSON",
+    ),
+]

@@ -1,4 +1,1 @@
-"""The parts ("acts") of `lanekeeper demo`, each of which shows one promise; `story.py` runs them in order.
-
-Only `cli` imports this folder.
-"""
+"""`lanekeeper demo`: `story.py` runs the acts of `acts.py` in order, each of which shows one promise."""

@@ -1,7 +1,4 @@
-"""The acts of the demo on one machine: a flood of batch jobs that chats overtake, compared with a single queue; a
-worker that is killed; Anthropic's SDK through the gateway; a small budget, compared with workers that do not check a
-provider's limits before they call it; and a provider that fails for a while.
-"""
+"""START HERE: runs the acts of the demo on one machine, and shows what each of them promises and kept."""
 
 import asyncio
 import secrets
@@ -11,86 +8,102 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import quote
 
-import uvloop
 from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
 from lanekeeper.amqp.connection import Connection
-from service.config.budget_sections import BudgetSettings, CapsSettings
-from service.config.copies import with_broker, with_provider, with_store
-from service.config.sections import LanesSettings
-from service.config.settings import Settings
-from service.demo import budget, by_sdk, load, outage, unbroken
-from service.demo.table import show_budget, show_by_sdk, show_outage, show_unbroken, show_verdict, watching
-from service.demo.working import working
-from service.private_broker.broker import private_broker
-from service.simulated.app import SimulatedAPI
-from service.simulated.options import SimulatedOptions
-from topology.broker.admin.remove import remove
+from service.config.loading import simulating, with_broker, with_store
+from service.config.settings import BudgetSettings, CapsSettings, LanesSettings, Settings
+from service.demo import acts
+from service.demo.acts import SENT, Score, Scores, Spending, share_ms
+from service.private_broker import private_broker
+from service.side_tasks import beside
+from service.simulated.app import SimulatedAPI, SimulatedOptions
+from topology.broker.admin import remove
 from topology.declaration import declare
-from topology.lanes import BATCH
+from topology.lanes import BATCH, CRITICAL
 
 BATCH_SLOTS = 12
 LATENCY_MS = 300
-RETRY_BASE_S, RETRY_SPAN_S = 0.2, 6.0
-PLAIN_WIDTH = 110
-"""How many characters a line of the demo's output has if the output is not a terminal."""
+PLAIN_WIDTH = 80
+REDRAW_S = 0.25
+LINE_EVERY_S = 2.0
 
 
-def run(settings: Settings) -> bool:
-    """Run the demo and print its results. Returns whether every act succeeded."""
-    return uvloop.run(_tell(settings))
-
-
-async def _tell(settings: Settings) -> bool:
+async def tell_story(settings: Settings) -> bool:
+    """Run the demo and print its results. Returns whether every act kept its promise."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
     _end_on_signals()
+    failed: list[str] = []
+
+    def act(text: str) -> None:
+        console.print(f"{text} …", style="dim", highlight=False)
+
+    def show(what: str, text: str, is_well: bool) -> None:
+        console.print(text, style="green" if is_well else "bold red", highlight=False)
+        if not is_well:
+            failed.append(what)
+
     async with AsyncExitStack() as stack:
         url = settings.broker_url
         if "amqp_url" not in settings.model_fields_set:
-            console.print("starting a broker …", style="dim")
+            act("starting a broker")
             url = (await stack.enter_async_context(private_broker(say=console.print))).amqp_url
         settings = _for_demo(with_broker(settings, url, namespace=f"demo-{secrets.token_hex(4)}"))
         folder = stack.enter_context(TemporaryDirectory(prefix="lanekeeper-demo-"))
         settings = with_store(settings, f"sqlite:///{quote(folder)}/store.sqlite")
         api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(latency_ms=LATENCY_MS)))
-        settings = with_provider(settings, api.base_url, key="simulated")
+        settings = simulating(settings, api.base_url)
         await _remove_topology_at_end(stack, settings)
-        async with working(settings) as (parts, client):
-            console.print(
+        async with acts.working(settings) as (parts, client):
+            act(
                 f"RabbitMQ {parts.version} at {settings.broker}, a simulated provider that answers in {LATENCY_MS} ms; "
-                f"{load.BATCH_JOBS} batch jobs, then {load.CHATS} critical and {load.CHATS} normal chats among them",
-                style="dim",
-                highlight=False,
+                f"{acts.FLOOD} batch jobs, then {acts.CHATS} critical and {acts.CHATS} normal chats among them"
             )
-            lanes = load.Board()
-            async with watching(console, lanes, {activity.lane: activity for activity in parts.activities}):
-                await load.send(client, lanes)
-            console.print("a second worker, which is killed in the middle of its work …", style="dim")
-            unbroken_act = await unbroken.run(settings, client, api, folder=Path(folder))
-            console.print("Anthropic's SDK, through the gateway, among batch jobs …", style="dim")
-            sdk_act = await by_sdk.run(settings, client, parts.store)
-        console.print("the first load again, through one first-come queue …", style="dim")
-        api.configure(api.options)  # resets the counts, so that the same faults occur again
-        async with working(_with_single_queue(settings), lanes=(BATCH.name,)) as (_, client):
-            queued = load.Board()
-            await load.send(client, queued, lane=BATCH.name)
-        console.print(
-            f"a provider that allows {budget.ACCOUNT.requests_per_minute} requests a minute, {budget.JOBS} batch jobs "
-            "and a critical request now and then; the same without a gate …",
-            style="dim",
-            highlight=False,
+            lanes, queued = ({lane: Score(count) for lane, count in SENT.items()} for _ in range(2))
+            async with beside(_watch(console, lanes), name="demo table"):
+                lanes_s = await acts.flood(client, lanes)
+            act("a second worker, which is killed in the middle of its work")
+            show("nothing lost", *await acts.unbroken(settings, client, api, folder=Path(folder)))
+            act("Anthropic's SDK, through the gateway, among batch jobs")
+            show("the SDK", *await acts.by_sdk(settings, client, api, folder=Path(folder)))
+        act("two providers, of which the first goes down and comes back")
+        outage = await acts.outage(settings)
+        show("the outage", outage.text, outage.is_well)
+        act(
+            f"a provider that allows {acts.ACCOUNT.requests_per_minute} requests a minute, {acts.BUDGET_JOBS} batch "
+            "jobs and a critical request now and then; the same without a gate"
         )
-        gated, ungated = await budget.run(settings)
-        console.print("two providers, of which the first goes down and comes back …", style="dim")
-        outage_act = await outage.run(settings)
-        show_unbroken(console, unbroken_act)
-        show_by_sdk(console, sdk_act)
-        show_outage(console, outage_act)
-        show_budget(console, gated, ungated)
-        show_verdict(console, lanes, queued)
-        return lanes.all_right and unbroken_act.is_well and sdk_act.is_well and gated.is_well and outage_act.is_well
+        gated, ungated = await acts.budget(settings)
+        _show_budget(console, gated, ungated)
+        if not gated.is_well(ungated):
+            promised = f"no 429, a critical p95 below {acts.SOON_S:g} s, and {acts.USED_LEAST:.0%} of the budget used"
+            show("the budget", f"promised is {promised}", is_well=False)
+        act("the first load again, through one first-come queue")
+        api.configure(api.options)  # resets the counts, so that the same faults occur again
+        every_slot = _with_batch_slots(settings, sum(lane.slots for lane in settings.lane_specs()))
+        settings = settings.model_copy(update={"lanes": every_slot})
+        async with acts.working(settings, lanes=(BATCH.name,)) as (_, client):
+            queued_s = await acts.flood(client, queued, lane=BATCH.name)
+        _show_flood(console, ("lanes", lanes, lanes_s), ("first come", queued, queued_s))
+        if wrong := [request for score in lanes.values() for request in score.wrong]:
+            why = "\n".join(f"  not answered right: {request}" for request in wrong[:5])
+            show("the flood", f"{why}\nFAILED: {len(wrong)} requests were not answered right", is_well=False)
+    if failed:
+        console.print(f"FAILED: {', '.join(failed)}", style="bold red", highlight=False)
+        return False
+    urgent, behind = lanes[CRITICAL.name].waits_ms, queued[CRITICAL.name].waits_ms
+    console.print(
+        f"OK: all {sum(SENT.values())} requests answered right. A critical chat waited "
+        f"{_ms(share_ms(urgent, 0.5))} (p95 {_ms(share_ms(urgent, 0.95))}) among {acts.FLOOD} batch jobs; in one "
+        f"first-come queue {_ms(share_ms(behind, 0.5))} (p95 {_ms(share_ms(behind, 0.95))}).",
+        style="bold green",
+        highlight=False,
+    )
+    return True
 
 
 def _end_on_signals() -> None:
@@ -103,8 +116,7 @@ def _end_on_signals() -> None:
 
 
 async def _remove_topology_at_end(stack: AsyncExitStack, settings: Settings) -> None:
-    """Remove the demo's queues and exchanges when `stack` is closed. This uses a separate connection, because the
-    worker's are closed by then."""
+    """Through a separate connection, because the worker's are closed by then."""
     connection = await stack.enter_async_context(
         Connection(settings.broker_url, name="lanekeeper demo", ssl_context=settings.ssl_context())
     )
@@ -113,26 +125,87 @@ async def _remove_topology_at_end(stack: AsyncExitStack, settings: Settings) -> 
 
 
 def _for_demo(settings: Settings) -> Settings:
-    """The user's settings, changed for the demo: no limits or caps of a real provider, short pauses before retries, and
-    twelve slots for the batch lane, unless the user has set its slots."""
-    lanes = settings.lanes if settings.lanes.batch.slots_max else _with_batch_slots(settings, BATCH_SLOTS)
+    """The user's settings without limits or caps of a real provider, with short pauses before retries, and with twelve
+    slots for the batch lane, unless the user has set its slots."""
     return settings.model_copy(
         update={
-            "lanes": lanes,
-            "retry": settings.retry.model_copy(update={"base_s": RETRY_BASE_S, "span_s": RETRY_SPAN_S}),
+            "lanes": settings.lanes if settings.lanes.batch.slots_max else _with_batch_slots(settings, BATCH_SLOTS),
+            "retry": settings.retry.model_copy(update={"base_s": 0.2, "span_s": 6.0}),
             "budget": BudgetSettings(),
             "caps": CapsSettings(),
         }
     )
 
 
-def _with_single_queue(settings: Settings) -> Settings:
-    """The settings for the comparison with a single queue: all requests go to the batch lane, which has the slots of
-    all lanes."""
-    slots = sum(lane.slots for lane in settings.lane_specs())
-    return settings.model_copy(update={"lanes": _with_batch_slots(settings, slots)})
-
-
 def _with_batch_slots(settings: Settings, slots: int) -> LanesSettings:
     batch = settings.lanes.batch.model_copy(update={"slots": slots, "slots_max": slots})
     return settings.lanes.model_copy(update={"batch": batch})
+
+
+# ---- what is shown, in 80 columns ------------------------------------------------------------------------------------
+
+
+async def _watch(console: Console, scores: Scores) -> None:
+    """Show what happens in the lanes: on a terminal in a table that is redrawn, else in new lines."""
+    if not console.is_terminal:
+        while True:
+            await asyncio.sleep(LINE_EVERY_S)
+            told = [f"{lane} {score.right}/{score.expected} answered" for lane, score in scores.items()]
+            console.print(f"  {'   '.join(told)}", highlight=False)
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            table = _table("lane", "sent", "answered", "retried", "wait p50", "p95")
+            for lane, score in scores.items():
+                waits = (_ms(share_ms(score.waits_ms, share)) for share in (0.5, 0.95))
+                table.add_row(lane, str(score.asked), str(score.right), str(score.retried), *waits)
+            live.update(table, refresh=True)
+            await asyncio.sleep(REDRAW_S)
+
+
+def _show_flood(console: Console, *runs: tuple[str, Scores, float]) -> None:
+    title = "the same load, the same broker, provider and number of workers"
+    table = _table("", "lane", "answered", "retried", "wait p50", "p95", "max", "total", title=title)
+    for name, scores, total_s in runs:
+        for number, (lane, score) in enumerate(scores.items()):
+            table.add_row(
+                "" if number else name,
+                lane,
+                f"{score.right}/{score.expected}",
+                str(score.retried),
+                *(_ms(share_ms(score.waits_ms, share)) for share in (0.5, 0.95, 1.0)),
+                "" if number else f"{total_s:.1f} s",
+            )
+    console.print(table)
+    console.print(
+        "One queue lets the flood have every worker and ends it sooner; the lanes keep theirs free for what is urgent.",
+        style="dim",
+    )
+
+
+def _show_budget(console: Console, gated: Spending, ungated: Spending) -> None:
+    title = f"{acts.ACCOUNT.requests_per_minute} requests a minute, {acts.BUDGET_JOBS} batch jobs; critical waits"
+    table = _table("", "wait p50", "p95", "answered", "429s", "calls/answer", "used", title=title)
+    for name, spent in (("the budget gate", gated), ("whoever calls first", ungated)):
+        table.add_row(
+            name,
+            *(_ms(share_ms(spent.waits_ms, share)) for share in (0.5, 0.95)),
+            str(spent.answered),
+            str(spent.refused),
+            f"{spent.calls / max(1, spent.answered):.2f}",
+            f"{spent.used:.0%}",
+        )
+    console.print(table)
+    console.print("What the gate leaves is kept for the lanes above batch, so that they find it at once.", style="dim")
+    for request in gated.wrong[:5]:
+        console.print(f"  not answered: {request}", style="red", highlight=False)
+
+
+def _table(*columns: str, title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("", "lane") else "right", no_wrap=True)
+    return table
+
+
+def _ms(value: int) -> str:
+    return f"{value} ms" if value < 10_000 else f"{value / 1000:.1f} s"

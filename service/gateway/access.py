@@ -3,10 +3,13 @@
 A key is 256 random bits, so its SHA-256 without salt is safe to store, and the settings contain only this hash.
 """
 
+import asyncio
 import hashlib
 import hmac
 import secrets
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -14,45 +17,80 @@ from aiohttp import web
 from multidict import MultiMapping
 
 from lanekeeper.contract.problems import RequestProblem, invalid_request
-from service.config.gateway_section import LANES, GatewayKey
+from lanekeeper.telemetry import signals
+from lanekeeper.telemetry.logs import logger
+from service.config.settings import LANES, GatewayKey
 from service.gateway.problems import ApiError, api_error_of
 
 PREFIX = "lane-"
 _LONGEST = 256
-"""How many characters of a caller's key are hashed at most, to be compared with the hashes in the settings."""
+log = logger()
 
 
 def new_key() -> str:
-    """Make a random API key for a caller of the gateway. Only its hash is stored, so the key is shown once."""
+    """A random API key. Only its hash is stored, so it is shown once."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_of(key: str) -> str:
-    """The SHA-256 of an API key, which the settings contain in place of the key."""
+    """What the settings contain in place of an API key."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or host name is a loopback address: only programs on this machine can use it."""
+    """Whether only programs on this machine can use the address or host name."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
 
 
-class Access:
-    """Finds out which caller makes an HTTP call, by its API key, and what that caller may do (`GatewayKey`). `local`:
-    what callers may do if no keys are set; None: their calls are then refused."""
+def require_operator(caller: GatewayKey, *, acts: bool) -> None:
+    """Raise ApiError 403 unless the caller is an operator; `acts`: one that may also change things."""
+    if caller.operator == "act" or (caller.operator == "look" and not acts):
+        return
+    needed = "act" if acts else "look"
+    log.warning(signals.OPERATOR_REFUSED, tenant=caller.tenant, needed=needed, found=caller.operator)
+    raise ApiError(
+        403,
+        f"this needs a key with the right operator {needed}, this one has operator {caller.operator}: "
+        f"`lanekeeper key new … --operator {needed}` makes one",
+    )
 
-    def __init__(self, keys: Mapping[str, GatewayKey], *, local: GatewayKey | None) -> None:
-        self._keys = [(hashed.encode(), key) for hashed, key in keys.items()]
+
+class Access:
+    """Finds the caller of an HTTP call by its API key. `local`: what callers may do if no keys are set; None: they are
+    refused. `origins`: of web pages that may call, beside the gateway's own address."""
+
+    def __init__(
+        self, keys: Mapping[str, GatewayKey], *, local: GatewayKey | None, origins: Collection[str] = ()
+    ) -> None:
+        self._keys: Mapping[str, GatewayKey] = {}
+        self._hashes: Sequence[tuple[bytes, GatewayKey]] = ()
+        self._needs_key = False
         self._local = local
+        self._origins = frozenset(origins)
+        self._open: dict[asyncio.Timeout, GatewayKey] = {}
+        self.use(keys)
+
+    def use(self, keys: Mapping[str, GatewayKey]) -> None:
+        """Replace the keys. Where there were keys, a key is needed also if none is left."""
+        self._keys = {hashed: key if key != (old := self._keys.get(hashed)) else old for hashed, key in keys.items()}
+        self._hashes = [(hashed.encode(), key) for hashed, key in self._keys.items()]
+        self._needs_key = self._needs_key or bool(keys)
+        self.end_invalid()
+
+    @property
+    def has_several_tenants(self) -> bool:
+        return len({key.tenant for key in self._keys.values()}) > 1
 
     def caller(self, request: web.BaseRequest) -> GatewayKey:
-        """The caller of this HTTP call. Raises ApiError: 401 if the key is missing or unknown; 403 if no keys are set
-        and the call does not come from this machine."""
-        if self._keys:
-            return self._by_key(request)
+        """Raises ApiError: 401 if the key is missing, unknown or expired; 403 if no keys are set and the call does not
+        come from this machine, or if a web page of another origin makes it."""
+        if self._needs_key:
+            found = self._by_key(request)
+            self._require_known_origin(request)
+            return found
         if self._local is None:
             raise ApiError(
                 403,
@@ -61,6 +99,32 @@ class Access:
             )
         _require_local_call(request)
         return self._local
+
+    @asynccontextmanager
+    async def while_valid(self, caller: GatewayKey) -> AsyncIterator[None]:
+        """Run the block until the caller's key is revoked or expires. Raises ApiError 401 then."""
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._open[scope] = caller
+                try:
+                    yield
+                finally:
+                    del self._open[scope]
+        except TimeoutError:
+            if scope.expired():
+                raise ApiError(401, "this API key was revoked, or has expired") from None
+            raise
+
+    def end_invalid(self) -> None:
+        for scope, caller in self._open.items():
+            if not self._is_valid(caller) and scope.when() is None:
+                scope.reschedule(asyncio.get_running_loop().time())
+
+    def _is_valid(self, caller: GatewayKey) -> bool:
+        if caller is self._local:
+            return not self._needs_key
+        return not _has_expired(caller) and any(caller is key for key in self._keys.values())
 
     def _by_key(self, request: web.BaseRequest) -> GatewayKey:
         try:
@@ -73,17 +137,35 @@ class Access:
             raise ApiError(401, "x-api-key header is required")
         given = hash_of(key[:_LONGEST].strip()).encode()
         found = None
-        for hashed, caller in self._keys:  # no early end, so that the duration does not show which key matched
+        for hashed, caller in self._hashes:  # no early end, so that the duration does not show which key matched
             if hmac.compare_digest(hashed, given):
                 found = caller
         if found is None:
             raise ApiError(401, "invalid x-api-key")
+        if _has_expired(found):
+            raise ApiError(401, "this API key has expired")
         return found
+
+    def _require_known_origin(self, request: web.BaseRequest) -> None:
+        """Browsers let any page call with what a proxy adds to its calls, such as a key: so refuse pages of others."""
+        origin = request.headers.get("origin")
+        if origin is None or origin in self._origins:
+            return
+        try:
+            own = urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower() != ""
+        except ValueError:
+            own = False
+        if not own:
+            raise ApiError(403, f"header Origin: {origin[:100]!r} is not among LANEKEEPER_GATEWAY__ORIGINS")
+
+
+def _has_expired(key: GatewayKey) -> bool:
+    return key.expires_at is not None and key.expires_at <= time.time()
 
 
 def _require_local_call(request: web.BaseRequest) -> None:
-    """Raise ApiError unless a program on this machine makes the call. A web page in a browser on this machine is
-    refused too: its call names another site in the header Origin, or another host in the header Host."""
+    """Raise ApiError unless a program on this machine makes the call. A page in a browser on this machine is refused
+    too: its call names another site in the header Origin, or another host in the header Host."""
     peer = request.transport.get_extra_info("peername") if request.transport is not None else None
     if not peer or not is_loopback(str(peer[0])):
         raise ApiError(403, "no keys are set: only calls from this machine are answered")
@@ -100,8 +182,8 @@ def _host_of(url: str) -> str:
 
 
 def only_value(headers: MultiMapping[str], name: str) -> str | None:
-    """The value of a header that may have only one; None if it is absent. Raises RequestProblem if the header occurs
-    with different values, because a proxy in front of the gateway could have read another value than the gateway."""
+    """The value of a header that may have only one; None if it is absent. Raises RequestProblem if there are several:
+    a proxy in front of the gateway could have read another one than the gateway."""
     values = set(headers.getall(name, ()))
     if len(values) > 1:
         raise invalid_request(f"header {name}: there are {len(values)} different values; send one")
@@ -109,11 +191,10 @@ def only_value(headers: MultiMapping[str], name: str) -> str | None:
 
 
 def lane_of(caller: GatewayKey, named: str | None) -> str:
-    """The lane for a call: `named`, if the call names a lane in its header `x-lane-name`, else the first lane that the
-    caller may use. Raises ApiError 403 for a lane that the caller's key does not allow, and RequestProblem if there is
-    no such lane."""
+    """The lane for a call: `named`, else the caller's default. Raises ApiError 403 if the key does not allow it, and
+    RequestProblem if there is no such lane."""
     if named is None:
-        return caller.lanes[0]
+        return caller.default_lane
     if named in caller.lanes:
         return named
     if named in LANES:
@@ -123,7 +204,7 @@ def lane_of(caller: GatewayKey, named: str | None) -> str:
 
 
 def require_allowed_model(models: Collection[str] | None, model: str) -> None:
-    """Raise RequestProblem if `model` is not among the `models` that a caller may use (None: it may use all)."""
+    """Raise RequestProblem if `model` is not among `models` (None: all are allowed)."""
     if models is not None and model not in models:
         allowed = ", ".join(models)
         raise RequestProblem(

@@ -1,31 +1,158 @@
-"""Sends large answers, which workers put into the store of large bodies, to HTTP clients. Each answer is first copied
-into a temporary file, so that many can be sent at the same time with only a piece of each in memory."""
+"""Sends HTTP answers in pieces, with time limits, so that a client that does not read cannot keep its connection.
+
+Large answers, which workers put into the store of large bodies, are first copied into a temporary file, so that many
+can be sent at the same time with only a piece of each in memory.
+"""
+
+from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, suppress
 from typing import BinaryIO, Final, TypeVar
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import StreamWriter
 
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyStore
 from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.telemetry import logs, signals
 from service.gateway.problems import ApiError, refused
+from service.gateway.shares import ParsingTime, SharedLimit
 
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+WRITE_WITHIN_S = 30.0
 AT_ONCE: Final = 64
-"""How many large answers may be in temporary files at the same time. If each has 32 MiB, they take 2 GiB together."""
-IN_MEMORY_AT_ONCE: Final = 2
-"""How many large answers may be in memory as a whole at the same time."""
-WITHIN_S: Final = 60.0
-"""The time limit, in seconds, for each of two steps of sending a large answer: waiting until fewer than `AT_ONCE`
-answers are in temporary files, and then fetching the answer from its store."""
+"""How many large answers may be in temporary files at a time. If each has 32 MiB, they take 2 GiB together."""
+IN_MEMORY_AT_ONCE: Final = 4
+FETCHED_WITHIN_S: Final = 60.0
+"""The time limit for waiting until one more fits, and then again for fetching it from its store."""
 PIECE_BYTES: Final = 128 * 1024
-"""How many bytes of a large answer are read from its temporary file at a time."""
 T = TypeVar("T")
 log = logs.logger()
 
 
-class Answer:
+class Drain:
+    """Waits until a client has read what was written to its connection, and aborts the connection if it reads nothing.
+
+    If several tasks wait in aiohttp's `drain` until the client reads and one of them is cancelled, aiohttp cancels them
+    all. So only a separate task waits in aiohttp's `drain`, and all others wait for that task.
+    """
+
+    def __init__(self, request: web.BaseRequest) -> None:
+        self._transport = request.transport
+        self._draining: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def limited(self, *, more_s: float = 0.0) -> AsyncIterator[None]:
+        """Abort the connection, and raise ConnectionError, if the block takes `more_s` longer than `WRITE_WITHIN_S`."""
+        try:
+            async with asyncio.timeout(WRITE_WITHIN_S + more_s):
+                yield
+        except TimeoutError:
+            self.abort()
+            raise ConnectionResetError("the client reads nothing") from None
+
+    async def wait(self, out: AbstractStreamWriter) -> None:
+        if self._draining is None or self._draining.done():
+            self._draining = asyncio.create_task(out.drain(), name="client reads")
+        await asyncio.shield(self._draining)
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class Writing:
+    """Writes a response in pieces. The status 200 is sent only with the first bytes, so that an error before can still
+    be answered with another status."""
+
+    def __init__(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+        self._request = request
+        self.response = response
+        self._drain = Drain(request)
+        self._write_lock = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._last_write_s = self._loop.time()
+
+    @property
+    def has_begun(self) -> bool:
+        return self.response.prepared
+
+    async def write(self, data: bytes) -> None:
+        """Raises ConnectionError if the client has disconnected, or reads nothing."""
+        if not data:
+            return
+        async with self._drain.limited(), self._write_lock:
+            await self._write(data)
+
+    async def write_all(self, pieces: AsyncIterable[bytes]) -> None:
+        async with self._write_lock:
+            async for piece in pieces:
+                if not piece:
+                    continue
+                async with self._drain.limited():
+                    await self._write(piece)
+
+    async def _write(self, data: bytes) -> None:
+        self._last_write_s = self._loop.time()
+        out = await self.response.prepare(self._request)  # sends the headers only once
+        assert isinstance(out, StreamWriter)
+        await out.write(data, drain=False)
+        if self._request.protocol.writing_paused:
+            await self._drain.wait(out)
+
+    async def pings(self, ping: bytes, *, every_s: float) -> None:
+        with suppress(ConnectionError):
+            while True:
+                await asyncio.sleep(self._last_write_s + every_s - self._loop.time())
+                if self._write_lock.locked():  # another task is writing
+                    self._last_write_s = self._loop.time()
+                elif self._loop.time() >= self._last_write_s + every_s:
+                    await self.write(ping)
+
+    async def end(self) -> web.StreamResponse:
+        with suppress(ConnectionError):
+            async with self._drain.limited(), self._write_lock:
+                await self.response.write_eof()
+        return self.response
+
+
+def event_stream(request: web.BaseRequest, request_id: str) -> Writing:
+    """The response for a stream of Server-Sent Events."""
+    headers = {
+        "content-type": EVENT_STREAM,
+        "cache-control": "no-store",
+        "x-accel-buffering": "no",
+        "request-id": request_id,
+    }
+    return Writing(request, web.StreamResponse(headers=headers))
+
+
+async def send_pieces(
+    request: web.BaseRequest, pieces: AsyncIterable[bytes], *, size: int, headers: Mapping[str, str]
+) -> web.StreamResponse:
+    """Send a response whose body has `size` bytes. Returns also when the client has disconnected or reads nothing."""
+    writing = Writing(request, web.StreamResponse(headers={**headers, "content-length": str(size)}))
+    with suppress(ConnectionError):
+        await writing.write_all(pieces)
+        await writing.end()
+    return writing.response
+
+
+class StoredAnswer:
     """A large answer, copied from its store to a local file and checked against its SHA-256."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
@@ -33,7 +160,6 @@ class Answer:
         self.size = size
 
     async def pieces(self, *, begin: bytes = b"", end: bytes = b"") -> AsyncGenerator[bytes, None]:
-        """Yield `begin`, then the whole answer in pieces, then `end`."""
         yield begin
         await asyncio.to_thread(self._file.seek, 0)
         while piece := await asyncio.to_thread(self._file.read, PIECE_BYTES):
@@ -41,43 +167,46 @@ class Answer:
         yield end
 
 
-class Answers:
-    """Fetches large answers from `stores`: those in which workers keep them now, or kept them before a change of the
-    settings. `most_bytes`: the size of the largest answer that is fetched."""
+class StoredAnswers:
+    """Fetches large answers of at most `most_bytes` from `stores`: those in which workers keep them now, or kept them
+    before a change of the settings."""
 
-    def __init__(self, stores: Sequence[BodyStore], *, most_bytes: int) -> None:
+    def __init__(self, stores: Sequence[BodyStore], parsing: ParsingTime, *, most_bytes: int) -> None:
         self._stores = stores
+        self._parsing = parsing
         self._most_bytes = most_bytes
-        self._places = asyncio.Semaphore(AT_ONCE)
-        self._in_memory = asyncio.Semaphore(IN_MEMORY_AT_ONCE)
+        self._places = SharedLimit(AT_ONCE, "large answers")
+        self._in_memory = SharedLimit(IN_MEMORY_AT_ONCE, "large answers", spared=2)
 
     @asynccontextmanager
-    async def fetched(self, kept: BodyAddress) -> AsyncIterator[Answer]:
-        """Copy the answer to a temporary file, and yield it. The file exists inside this block only. Raises ApiError:
-        410 if the answer is lost, 503 if it cannot be fetched at present."""
-        async with self._filed() as file:
+    async def fetched(self, kept: BodyAddress, tenant: str | None) -> AsyncIterator[StoredAnswer]:
+        """The answer in a temporary file, which exists inside this block only. Raises ApiError: 410 if the answer is
+        lost, 503 if it cannot be fetched at present."""
+        async with self._filed(tenant) as file:
             size = await self._read(kept, lambda store: store.fetch_into(file, kept, most_bytes=self._most_bytes))
-            yield Answer(file, size)
+            yield StoredAnswer(file, size)
 
     @asynccontextmanager
-    async def in_memory(self, kept: BodyAddress) -> AsyncIterator[bytes]:
-        """Yield the whole answer in memory, for callers that need it in one piece. Leave the block within a bounded
-        time, because only `IN_MEMORY_AT_ONCE` calls can be inside. Raises the errors of `fetched`."""
-        async with _place(self._in_memory):
+    async def in_memory(self, kept: BodyAddress, tenant: str | None) -> AsyncIterator[bytes]:
+        """The whole answer in memory. Leave the block within a bounded time: only `IN_MEMORY_AT_ONCE` can be inside.
+        Raises the errors of `fetched`."""
+        async with self._in_memory.taken_soon(tenant, within_s=FETCHED_WITHIN_S):
             yield await self._read(kept, lambda store: store.fetch(kept, most_bytes=self._most_bytes))
 
     @asynccontextmanager
-    async def converted(self, kept: BodyAddress, make: Callable[[bytes], Iterable[bytes]]) -> AsyncIterator[Answer]:
-        """Convert the stored answer with `make`, which is called in a thread, and yield the result in a temporary file,
-        which exists inside this block only."""
-        async with self._filed() as file:
-            async with self.in_memory(kept) as body:
-                await asyncio.to_thread(lambda: file.writelines(make(body)))
-            yield Answer(file, file.tell())
+    async def converted(
+        self, kept: BodyAddress, tenant: str | None, make: Callable[[bytes], Iterable[bytes]]
+    ) -> AsyncIterator[StoredAnswer]:
+        """What `make`, called in a thread, makes of the answer, in a temporary file that exists inside this block only.
+        Raises the errors of `fetched`."""
+        async with self._filed(tenant) as file:
+            async with self.in_memory(kept, tenant) as body:
+                await self._parsing.run(tenant, math.inf, lambda: file.writelines(make(body)))
+            yield StoredAnswer(file, file.tell())
 
     @asynccontextmanager
-    async def _filed(self) -> AsyncIterator[BinaryIO]:
-        async with _place(self._places):
+    async def _filed(self, tenant: str | None) -> AsyncIterator[BinaryIO]:
+        async with self._places.taken_soon(tenant, within_s=FETCHED_WITHIN_S):
             file = await asyncio.to_thread(tempfile.TemporaryFile)
             try:
                 yield file
@@ -90,7 +219,7 @@ class Answers:
             settings = "LANEKEEPER_BODIES__URL, LANEKEEPER_BODIES__ALLOW"
             raise refused(f"the answer lies in a store that this gateway does not know ({settings})")
         try:
-            async with asyncio.timeout(WITHIN_S):
+            async with asyncio.timeout(FETCHED_WITHIN_S):
                 return await reading(store)
         except BodyError as error:
             log.error(signals.BODY_UNAVAILABLE, error=str(error))
@@ -99,17 +228,4 @@ class Answers:
             log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
             raise refused(str(error)) from error
         except TimeoutError:
-            raise refused(f"the answer could not be fetched within {WITHIN_S:g} s") from None
-
-
-@asynccontextmanager
-async def _place(places: asyncio.Semaphore) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(WITHIN_S):
-            await places.acquire()
-    except TimeoutError:
-        raise refused("as many large answers are under way here as fit", status=529) from None
-    try:
-        yield
-    finally:
-        places.release()
+            raise refused(f"the answer could not be fetched within {FETCHED_WITHIN_S:g} s") from None

@@ -1,26 +1,50 @@
-"""The gateway's error answers in Anthropic's format: a status, and `{"type": "error", "error": {…}, "request_id"}`.
+"""Every error answer of the gateway: what a handler may raise, what the client is told, and in which format.
+
+Calls of paths below `/v1/messages` and `/v1/models` get errors in Anthropic's format (`{"type": "error", "error": {…},
+"request_id"}`), all others get problem documents (RFC 9457).
 
 Anthropic's SDKs repeat a call after 408, 409, 429 and 5xx. Repeating it helps if the request was not accepted. If a
 worker has ended the request with an error, repeating the call brings nothing new, and `x-should-retry: false` tells the
 SDK so.
 """
 
+from __future__ import annotations
+
 import json
+import math
 import re
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
+from multidict import istr
 
+from consumers.rate_limit import LogThrottle
 from consumers.state.base import StoreUnavailable
-from lanekeeper.contract.names import CODE
-from lanekeeper.contract.problems import AccessRefused, LanekeeperError, MessageTooLarge, PublishRefused, RequestProblem
+from lanekeeper.bodies import BodiesFull
+from lanekeeper.contract.names import BODY, CODE
+from lanekeeper.contract.problems import (
+    AccessRefused,
+    BrokerBlocked,
+    BrokerError,
+    LanekeeperError,
+    MessageTooLarge,
+    PublishRefused,
+    RequestProblem,
+    TopologyMismatch,
+)
 from lanekeeper.errors import NoReply
+from lanekeeper.replies import Problem
+from lanekeeper.telemetry import signals
+from lanekeeper.telemetry.logs import logger
 
 TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
     401: "authentication_error",
-    402: "billing_error",
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
@@ -33,83 +57,206 @@ TYPES: Mapping[int, str] = {
     529: "overloaded_error",
 }
 AGAIN_AFTER_S = 2
-"""The value of the header `retry-after`, in seconds, in answers to calls that the client may repeat. A full lane, or a
-broker that restarts, seldom accepts requests sooner."""
-_TRIED_ALREADY = frozenset({"attempts_exhausted", "deadline_exceeded"})
+"""The usual `retry-after`: a full lane, or a broker that restarts, seldom accepts requests sooner."""
+_TRIED_ALREADY = frozenset({"attempts_exhausted", "deadline_exceeded", "provider_unavailable"})
 """The codes of errors after which a client should not repeat the call, because workers have retried it already."""
-_BY_PROVIDER = re.compile(r"\d{3} (?P<type>[a-z_]{1,60}): (?P<message>.*)", re.DOTALL)
+_BY_PROVIDER = _TRIED_ALREADY | {"provider_rejected"}
+"""The codes of errors whose detail may tell with which error the provider answered the last call."""
+_PASSING = frozenset({429, 529})
+"""The provider's statuses with which a call is answered if all its attempts ended so."""
+_TOLD = re.compile(
+    r"(^|^all \d+ attempts failed; the last: |^attempt \d+ failed \(|; attempt \d+: )"
+    r"(?P<status>\d{3}) (?P<type>[a-z_]{1,60}): (?P<message>.*?)"
+    r"( \(retry-after: (?P<after_s>\d+)\)|\), and the next could start in (?P<next_ms>\d+) ms: \d+ ms are left)?$",
+    re.DOTALL,
+)
+"""Finds the provider's last error in a problem's detail. What comes before it is never quoted from outside, so the
+first match is ours."""
+_TEXTS: Mapping[str, str] = {
+    "idempotency_conflict": "Idempotency-Key: it was used with another body",
+    "poison": "its worker died or hung under it, again and again",
+    "internal": "a fault of Lanekeeper; its log tells of this request",
+}
+"""The text over HTTP where the one over AMQP names properties and queues."""
+_BODY = f"header {BODY}: "
+JSON = "application/json"
+PROBLEM = "application/problem+json"
+ABOUT_REQUEST = web.RequestKey("request_id", str)
+NO_SNIFFING = istr("X-Content-Type-Options")
+_ANTHROPICS = ("/v1/messages", "/v1/models")
+_HAS_BEGUN = web.RequestKey("has_begun", bool)
+_away = LogThrottle()
+log = logger()
 
 
 @dataclass(slots=True)
 class ApiError(Exception):
-    """An error with which the gateway answers an HTTP call, in Anthropic's format or as a problem document."""
+    """An error with which a call is answered. `type`: Anthropic's; empty: that of the status in `TYPES`."""
 
     status: int
     message: str
     type: str = ""
-    """Anthropic's type of error. If it is empty, the type that `TYPES` has for the status is used."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self, request_id: str) -> bytes:
-        """The error in Anthropic's JSON format, for a response or for an `error` event of a stream."""
         kind = self.type or TYPES.get(self.status, "api_error")
         error = {"type": kind, "message": self.message}
         return json.dumps({"type": "error", "error": error, "request_id": request_id}, ensure_ascii=False).encode()
 
     def response(self, request_id: str) -> web.Response:
-        return web.Response(
-            status=self.status,
-            body=self.body(request_id),
-            headers={
-                **self.headers,
-                "content-type": "application/json",
-                "cache-control": "no-store",  # it may depend on the key, or on the moment
-                "request-id": request_id,
-            },
-        )
+        headers = {**self.headers, "request-id": request_id}
+        return answer(self.body(request_id), status=self.status, **headers)
 
 
 def refused(message: str, *, status: int = 503) -> ApiError:
-    """The error for an HTTP call that cannot be accepted at present. Its header `retry-after` tells the client when to
-    repeat the call."""
+    """The error for a call that cannot be accepted at present, with `retry-after`."""
     return ApiError(status, message, headers={"retry-after": str(AGAIN_AFTER_S)})
 
 
 def stopping() -> ApiError:
-    """The error for an HTTP call to a process that is stopping."""
+    """The error for a call to a process that is stopping."""
     return refused("this process stops; the next try reaches another, or the one that follows")
+
+
+def _retry_after(told: re.Match[str] | None) -> str:
+    if told is None or not (told["next_ms"] or told["after_s"]):
+        return str(AGAIN_AFTER_S)
+    return told["after_s"] or str(math.ceil(int(told["next_ms"]) / 1000))
+
+
+def detail_of(problem: RequestProblem, *, chose_id: bool = True) -> str:
+    """The detail of a request's error in the words of HTTP."""
+    advice = problem.type.advice
+    detail = _TEXTS.get(problem.code, problem.detail.removesuffix(advice))
+    if problem.code in ("deadline_exceeded", "provider_unavailable"):
+        detail = detail.replace(" ms in the queue", " ms waiting", 1)
+    if isinstance(problem, Problem) and detail.startswith(_BODY):  # the caller sent no such header
+        detail = f"body: {detail.removeprefix(_BODY)}"
+    if advice and chose_id:
+        detail += "; to try again, send it with another Idempotency-Key: under this one this error is kept"
+    return detail
 
 
 def _of_problem(problem: RequestProblem, *, chose_id: bool) -> ApiError:
     headers = {CODE: problem.code}
+    told = _TOLD.search(problem.detail.removesuffix(problem.type.advice))
+    if problem.code not in _BY_PROVIDER:
+        told = None
+    status, kind = (problem.status, "") if told is None else (int(told["status"]), told["type"])
     is_kept = chose_id and problem.type.kept
-    if not problem.type.retryable or is_kept or problem.code in _TRIED_ALREADY:
+    is_passed_on = told is not None and (problem.code == "provider_rejected" or status in _PASSING)
+    if is_kept or not problem.type.retryable or (problem.code in _TRIED_ALREADY and not is_passed_on):
         headers["x-should-retry"] = "false"
-    elif problem.status in (429, 503, 529):
-        headers["retry-after"] = str(AGAIN_AFTER_S)
-    by_provider = _BY_PROVIDER.fullmatch(problem.detail) if problem.code == "provider_rejected" else None
-    if by_provider is not None:
-        return ApiError(problem.status, by_provider["message"], by_provider["type"], headers)
-    return ApiError(problem.status, problem.detail, headers=headers)
+    elif is_passed_on or problem.status in (429, 503, 529):
+        headers["retry-after"] = _retry_after(told)
+    if told is not None and is_passed_on:
+        return ApiError(status, told["message"], kind, headers)
+    return ApiError(problem.status, detail_of(problem, chose_id=chose_id), headers=headers)
 
 
 def api_error_of(error: ApiError | LanekeeperError, *, chose_id: bool = False) -> ApiError:
-    """Convert any error that a handler can raise to the error of an HTTP call. `chose_id`: whether the caller chose the
-    request's id. If so, the error may be stored under that id, and repeating the call would return the stored error."""
+    """Any error of a handler as that of an HTTP call. `chose_id`: whether the caller chose the request's id. The error
+    may then be kept under that id, and a repeated call would get it again."""
     match error:
         case ApiError():
             return error
         case RequestProblem():
             return _of_problem(error, chose_id=chose_id)
         case StoreUnavailable():
-            return refused(f"the store: {error}")
+            return refused("the service's store cannot be used at present; try again later")
+        case BodiesFull():
+            return refused(str(error), status=429)
         case NoReply():
             return ApiError(504, str(error), headers={"x-should-retry": "false"})
         case PublishRefused():
-            return refused(str(error), status=529)
+            return refused("the lane is full and takes no more requests; try again later", status=529)
         case MessageTooLarge():
-            return ApiError(413, str(error))
+            return ApiError(413, f"body: {error.size} bytes, the service takes {error.limit}")
         case AccessRefused():
-            return ApiError(403, f"the gateway's user on the broker may not publish this: {error}")
+            return ApiError(403, "the gateway itself has no right to submit this: its operator must grant it")
+        case BrokerBlocked():
+            return refused("the service accepts no requests at present: its broker is low on memory or disk")
+        case TopologyMismatch():
+            return refused("the service is not set up: its operator must run lanekeeper topology verify")
+        case BrokerError():
+            return refused("no connection to the service's broker at present; try again later")
         case _:
             return refused(str(error))
+
+
+def problem_of(error: ApiError | LanekeeperError, id: str | None) -> dict[str, Any]:
+    """The problem document (RFC 9457) for an error. `id`: of the request that the call was about, if there is one."""
+    if isinstance(error, RequestProblem):
+        document: dict[str, Any] = json.loads(error.document(request=id or "", attempts=0))
+        return {**document, "detail": detail_of(error)}
+    known = api_error_of(error)
+    try:
+        title = HTTPStatus(known.status).phrase
+    except ValueError:  # 529 is not a standard status
+        title = "Overloaded"
+    document = {"type": "about:blank", "title": title, "status": known.status, "detail": known.message}
+    return document if id is None else {**document, "request": id}
+
+
+def answer(body: bytes | dict[str, Any], *, status: int = 200, **headers: str) -> web.Response:
+    """A response with a JSON body. No cache may keep it: it may depend on the key, or on the moment."""
+    if not isinstance(body, bytes):
+        body = json.dumps(body, ensure_ascii=False).encode()
+    return web.Response(
+        body=body, status=status, headers={"content-type": JSON, "cache-control": "no-store", **headers}
+    )
+
+
+def refusal(
+    call: web.BaseRequest, error: ApiError | LanekeeperError, *, anthropic_id: str | None = None
+) -> web.Response:
+    """The error answer in the format of the call's path. `anthropic_id`: its `request-id` in Anthropic's format, if not
+    the request's id, or a random one."""
+    request_id, api_error = call.get(ABOUT_REQUEST), api_error_of(error)
+    if isinstance(error, StoreUnavailable) and (count := _away.count("store")):
+        log.error(signals.STORE_AWAY, reason=str(error), count=count)
+    if call.path.startswith(_ANTHROPICS):
+        return api_error.response(anthropic_id or request_id or uuid.uuid4().hex)
+    document = problem_of(error, request_id)
+    return answer(document, status=api_error.status, **{**api_error.headers, "content-type": PROBLEM})
+
+
+def _without_handler(request: web.Request, error: web.HTTPException) -> ApiError:
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        names = ", ".join(sorted(error.allowed_methods))
+        return ApiError(405, f"{request.method} {request.path}: allowed is {names}", headers={"Allow": names})
+    if error.status != 404 or not request.path:  # CONNECT has no path
+        return ApiError(error.status, error.text or error.reason)
+    why = "is not a path of Lanekeeper's"
+    if request.path == "/v1/messages":
+        why = "is served by `lanekeeper gateway` and `lanekeeper serve`, not by this process"
+    return ApiError(404, f"{request.path} {why}")
+
+
+async def note_beginning(request: web.Request, response: web.StreamResponse) -> None:
+    """Called when the status of a call is sent, which a later error cannot change. No browser shall guess what an
+    answer is, and nobody learns which version of which server gave it."""
+    request[_HAS_BEGUN] = True
+    headers = response.headers
+    headers[NO_SNIFFING] = "nosniff"
+    headers.popall("Server", None)
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers what handlers raise. An unexpected error is answered with 500, and logged without the call's content."""
+    try:
+        return await handler(request)
+    except (ApiError, LanekeeperError) as error:
+        return refusal(request, error)
+    except ConnectionError:  # the client has disconnected
+        raise
+    except web.HTTPException as error:
+        return refusal(request, _without_handler(request, error))
+    except Exception:
+        id, resource = uuid.uuid4().hex, request.match_info.route.resource
+        path = "" if resource is None else resource.canonical
+        log.exception(signals.HANDLER_FAILED, where=f"gateway {path}", request=id)
+        if request.get(_HAS_BEGUN) and request.transport is not None:
+            request.transport.abort()  # otherwise the client would take the part that it has for the whole answer
+        return refusal(request, ApiError(500, f"a fault of Lanekeeper; its log tells of {id}"), anthropic_id=id)

@@ -1,51 +1,204 @@
-"""Submits requests, tells their status, and cancels them, for clients of `/v1/requests` and of the WebSocket.
+"""`/v1/requests`: submit a request, get its status, wait for its end, follow it, or cancel it.
 
 The gateway publishes without `reply_to` and follows the request in the store, so that any gateway can answer for any
-request, and nothing is lost if a gateway dies (docs/decisions/0019).
+request, and nothing is lost if a gateway dies (docs/decisions/0019). In this order: the HTTP paths; what they and the
+WebSocket do with requests; the JSON of a status; the poller of the store; the position of a waiting request.
 """
+
+from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
-from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+import re
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Final, NamedTuple
+
+from aiohttp import web
 
 from consumers.background import Background
-from consumers.job import moment_text, now_ms
-from consumers.state.base import Identity
-from consumers.state.following import QUEUED, Entry, FollowedStore, NewEntry, Submission, Submitted
+from consumers.clock import moment_text, now_ms
+from consumers.slots import activity
+from consumers.state.base import (
+    QUEUED,
+    Allowances,
+    Completion,
+    Entry,
+    FollowedStore,
+    Following,
+    Found,
+    Identity,
+    Look,
+    NewEntry,
+    Pause,
+    StoreUnavailable,
+    Submission,
+    Submitted,
+)
 from lanekeeper import Client
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import is_request_id
-from lanekeeper.contract.problems import BrokerError, LanekeeperError, RequestProblem
+from lanekeeper.contract.messages import BodyAddress, body_address_in
+from lanekeeper.contract.problems import BrokerError, LanekeeperError, RequestProblem, invalid_request
 from lanekeeper.errors import ControlRefused, NoReply
-from service.config.gateway_section import GatewayKey
-from service.gateway.call_reader import CheckedCall
-from service.gateway.documents import End, Known, LargeStatus, end_of, status_of, word_of
-from service.gateway.polling import LARGEST_NUMBER, Poller
-from service.gateway.positions import Positions
-from service.gateway.problems import ApiError, refused
+from lanekeeper.replies import Problem
+from lanekeeper.telemetry import signals
+from lanekeeper.telemetry.logs import logger
+from service.config.settings import GatewayKey
+from service.gateway.access import Access
+from service.gateway.answers import EVENT_STREAM, StoredAnswers, event_stream, send_pieces
+from service.gateway.calls import Bodies, CheckedCall, submitted_id_of
+from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, answer, detail_of, refused, stopping
+from service.gateway.shares import SharedLimit
+from service.side_tasks import beside
 
+WAIT_AT_MOST_S: Final = 60.0
+"""The highest value of `?wait=`: proxies and clients seldom keep a call open for longer."""
+LAST_EVENT_ID: Final = "Last-Event-ID"
+BEGIN: Final = b"retry: 1000\n\n"
+"""The first bytes of each event stream: browsers wait 1000 ms before they connect again."""
+HEARTBEAT: Final = b": waiting\n\n"
+LARGEST_NUMBER = 1 << 53
 KEPT_AFTER_MS = 86_400_000
-"""For how many ms after its deadline a submitted request stays known to the gateway if no worker has received it."""
+"""For how long after its deadline a submitted request stays known to the gateway if no worker has received it."""
+WAITING = frozenset({"queued", "delayed", "retrying"})
+EVERY_S = 0.05
+AGAIN_S = 0.5
+FAULTS_AT_MOST = 3
+"""After so many unexpected errors in a row, all clients that follow requests are answered with an error."""
+AGE_S = 1.0
+ESTIMATED_WITHIN_S = 0.5
+PACE_AGE_S = 60.0
+_WAIT = re.compile(r"(?P<number>\d{1,6}(\.\d{1,3})?)(?P<unit>ms|s|m)?")
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
+_HEADER_FIELDS = {n.MODEL: "model", n.PROVIDER: "provider", n.WAIT_MS: "wait_ms", n.RUN_MS: "run_ms"}
+log = logger()
 
 
 @dataclass(slots=True)
-class Requests:
+class RequestPaths:
+    """The handlers of the path `/v1/requests` and of those below it. All of them raise ApiError, LanekeeperError."""
+
+    requests: SubmittedRequests
+    bodies: Bodies
+    answers: StoredAnswers
+    _: KW_ONLY
+    ping_every_s: float
+
+    async def post(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        request[ABOUT_REQUEST] = id = submitted_id_of(request.headers)
+        async with self.bodies.checked_call(request, caller, request_id=id, task="requests") as call:
+            await self.requests.submit(call, caller)
+        return answer({"id": id, **urls_of(id)}, status=202, Location=urls_of(id)["status_url"])
+
+    async def get(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        request[ABOUT_REQUEST] = id = request.match_info["id"]
+        status = await self.requests.status(id, caller, wait_s=_wait_s(request.query.get("wait")))
+        if not isinstance(status, LargeStatus):
+            return answer(status)
+        async with self.answers.fetched(status.result, caller.tenant) as result:
+            return await send_pieces(
+                request,
+                result.pieces(begin=status.begin, end=status.end),
+                size=len(status.begin) + result.size + len(status.end),
+                headers={"content-type": JSON, "cache-control": "no-store"},
+            )
+
+    async def delete(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        request[ABOUT_REQUEST] = id = request.match_info["id"]
+        outcome = await self.requests.cancel(id, caller)
+        return answer({"id": id, "outcome": outcome}, status=200 if outcome == "ended" else 202)
+
+    async def events(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        """Stream the request's entries (its stored steps and events) as Server-Sent Events, beginning after the entry
+        that the header `Last-Event-ID` names; 204 if it was the last one, because then no browser connects again."""
+        request[ABOUT_REQUEST] = id = request.match_info["id"]
+        after = _number_of(request.headers.get(LAST_EVENT_ID))
+        await self.requests.known(id, caller)
+        poller = self.requests.poller
+        if poller.closing.is_set():
+            return _no_events_yet(id)
+        writing = event_stream(request, id)
+        try:
+            async with (
+                poller.following(caller),
+                beside(writing.pings(HEARTBEAT, every_s=self.ping_every_s), name=f"heartbeats {id}"),
+                aclosing(self.requests.entries(id, caller, after=after)) as entries,
+            ):
+                async for entry in entries:
+                    head = b"id: %d\nevent: %b\ndata: " % (entry.number, entry.kind.encode())
+                    if not writing.has_begun:
+                        head = BEGIN + head
+                    if not isinstance(entry.body, LargeStatus):
+                        await writing.write(b"%b%b\n\n" % (head, _in_one_line(entry.body)))
+                        continue
+                    status = entry.body
+                    async with self.answers.fetched(status.result, caller.tenant) as result:
+                        await writing.write_all(_event_of(head, result.pieces(begin=status.begin, end=status.end)))
+        except ConnectionError:
+            return writing.response
+        except (ApiError, LanekeeperError):
+            if not writing.has_begun:
+                raise
+            # The stream ends without its last entry: the client connects again, and is answered with the error.
+        if writing.has_begun:
+            return await writing.end()
+        if poller.closing.is_set():
+            return _no_events_yet(id)
+        return web.Response(status=204, headers={"cache-control": "no-store"})
+
+
+def _no_events_yet(id: str) -> web.Response:
+    """The answer while the process stops: an event stream that ends at once. A browser then connects again, and reaches
+    another process; after a 503, its EventSource would never connect again."""
+    headers = {"content-type": EVENT_STREAM, "cache-control": "no-store", "connection": "close", "request-id": id}
+    return web.Response(body=BEGIN, headers=headers)
+
+
+def _wait_s(text: str | None) -> float:
+    """Read `?wait=`: `20s`, `500ms`, `1m`; without a unit, seconds."""
+    if text is None:
+        return 0.0
+    found = _WAIT.fullmatch(text)
+    wait_s = float(found["number"]) * _UNITS[found["unit"] or "s"] if found else -1.0
+    if not 0 <= wait_s <= WAIT_AT_MOST_S:
+        raise invalid_request(f"parameter wait: found {text[:20]!r}, allowed are 0s to {WAIT_AT_MOST_S:g}s")
+    return wait_s
+
+
+def _number_of(text: str | None) -> int:
+    if text and (re.fullmatch("[0-9]{1,16}", text) is None or int(text) > LARGEST_NUMBER):
+        raise invalid_request(f"header {LAST_EVENT_ID}: found {text[:20]!r}, allowed is an event's id")
+    return int(text or 0)
+
+
+async def _event_of(head: bytes, pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
+    yield head
+    async for piece in pieces:
+        yield _in_one_line(piece)
+    yield b"\n\n"
+
+
+def _in_one_line(json: bytes) -> bytes:
+    """Replace line breaks, which would end the event's field `data`. In JSON they occur only between values."""
+    return json.replace(b"\r", b" ").replace(b"\n", b" ")
+
+
+class SubmittedRequests:
     """Submits requests without waiting for their answers, reports their status and their entries (stored steps and
     events) from the store, and cancels them. A caller can see only requests of its own tenant."""
 
-    client: Client
-    store: FollowedStore
-    _: KW_ONLY
-    poller: Poller
-    positions: Positions
-    _background: Background = field(default_factory=Background, init=False)
+    def __init__(self, client: Client, store: FollowedStore, poller: Poller) -> None:
+        self._client = client
+        self._store = store
+        self.poller = poller
+        self._positions = Positions(client, store)
+        self._background = Background()
 
     async def submit(self, call: CheckedCall, caller: GatewayKey) -> None:
-        """Publish a request, unless a worker has already seen a request with its id. The request is published even if
-        this coroutine is cancelled meanwhile, as happens when the HTTP client disconnects. Raises ApiError,
-        LanekeeperError."""
+        """Publish a request, unless a worker has already seen one with its id. It is published even if this call is
+        cancelled meanwhile, as happens when the HTTP client disconnects. Raises ApiError, LanekeeperError."""
         submitting = self._background.begin(self._submit(call, caller), name=f"submit {call.request.id}")
         try:
             await asyncio.shield(submitting)
@@ -54,39 +207,43 @@ class Requests:
             raise
 
     async def known(self, id: str, caller: GatewayKey) -> Known:
-        """What the store knows about a request of the caller's tenant. Raises ApiError 404 if it is unknown, and
-        StoreUnavailable."""
+        """Raises ApiError 404 if the caller's tenant has no such request, and StoreUnavailable."""
         if not is_request_id(id):
             raise _unknown(id)
         identity = identity_of(id, caller)
-        found, submission = await asyncio.gather(self.store.find(identity), self.store.submission(identity))
+        found, submission = await asyncio.gather(self._store.find(identity), self._store.submission(identity))
         if found is None:
             raise _unknown(id)
         return Known(id, found, submission)
 
     async def status(self, id: str, caller: GatewayKey, *, wait_s: float) -> bytes | LargeStatus:
-        """The status of a request. Waits for up to `wait_s` until the request has ended or is unknown, or the process
-        stops. Raises ApiError, StoreUnavailable."""
+        """The status of a request, after waiting for its end for up to `wait_s`. Raises ApiError, StoreUnavailable."""
         known = await self.known(id, caller)
         if wait_s and known.found.completion is None:
-            async with self.poller.following():
+            async with self.poller.following(caller):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
                         await self.poller.news(identity_of(id, caller), LARGEST_NUMBER)  # no entries, only the end
             known = await self.known(id, caller)
-        place = None
-        if known.submission is not None and word_of(known, now_ms()) == "queued":
-            place = await self.positions.of(known.submission.lane)
-        return status_of(known, now_ms=now_ms(), place=place)
+        place = pause = None
+        if known.submission is not None and (word := word_of(known, now_ms())) in WAITING:
+            pause = await self._pause_of(known.submission.lane, caller)
+            if word == "queued" and pause is None:
+                place = await self._positions.of(known.submission.lane)
+        return status_of(known, now_ms=now_ms(), place=place, pause=pause)
+
+    async def _pause_of(self, lane: str, caller: GatewayKey) -> Pause | None:
+        """The pause of the lane or tenant of a waiting request. (Its application and model are not known here.)"""
+        with suppress(StoreUnavailable):
+            for pause in await self._store.pauses():
+                if (pause.kind, pause.name) in (("lane", lane), ("tenant", caller.tenant)):
+                    return pause
+        return None
 
     async def entries(self, id: str, caller: GatewayKey, *, after: int) -> AsyncGenerator[Entry | End, None]:
-        """Yield the request's entries (steps and events) with a number above `after`, as soon as workers have stored
-        them. The iterator ends after the entry that says how the request ended. This last entry is not stored, but made
-        from the request's result; its number is one above that of the last stored entry.
-
-        When the process stops, the iterator ends without the last entry. Raises ApiError if the request is unknown, and
-        StoreUnavailable.
-        """
+        """Yield the request's entries (steps and events) with a number above `after`, as soon as they are stored. The
+        last one says how the request ended. It is not stored, but made from the request's result; when the process
+        stops, it does not come. Raises ApiError if the request is unknown, and StoreUnavailable."""
         identity = identity_of(id, caller)
         while (look := await self.poller.news(identity, after)) is not None:
             for entry in look.entries:
@@ -102,13 +259,12 @@ class Requests:
             return
 
     async def cancel(self, id: str, caller: GatewayKey) -> str:
-        """Cancel a request. Returns the outcome of the cancellation, one of the words of `Cancelled`
-        (lanekeeper/errors.py), such as `ended`. Raises ApiError, LanekeeperError."""
+        """Returns one of the words of `Cancelled` (lanekeeper/errors.py). Raises ApiError, LanekeeperError."""
         known = await self.known(id, caller)
         if known.found.completion is not None:
             return "ended"
         try:
-            return await self.client.cancel(id, tenant=caller.tenant)
+            return await self._client.cancel(id, tenant=caller.tenant)
         except NoReply:  # no worker runs: the broker keeps the cancellation
             return "unseen"
         except ControlRefused as error:
@@ -120,7 +276,7 @@ class Requests:
         first: dict[str, str] = {"lane": request.lane, "submitted_at": moment_text(request.published.ms)}
         if request.due_ms is not None:
             first["due_at"] = moment_text(request.due_ms)
-        submitted = await self.store.follow(
+        submitted = await self._store.follow(
             identity,
             Submission.of(request, call.body_hash),
             first_entry=NewEntry(QUEUED, json.dumps(first).encode()),
@@ -130,32 +286,260 @@ class Requests:
             raise RequestProblem("idempotency_conflict", "Idempotency-Key: it was used with another body")
         if submitted is Submitted.KNOWN and await self._is_seen(identity):
             return
-        try:
-            await self._publish(call)
-        except LanekeeperError as error:
-            maybe_published = isinstance(error, BrokerError) and error.maybe_published
-            if submitted is Submitted.NEW and not maybe_published:
-                await self.store.unfollow(identity)
-            raise
-
-    async def _publish(self, call: CheckedCall) -> None:
-        headers = {**call.options.get("headers", {}), n.SENT_MS: call.request.published.ms}
+        headers = {**call.options.get("headers", {}), n.SENT_MS: request.published.ms}
         if call.stream:
             headers[n.STREAM] = True
         call.options["headers"] = headers
-        await self.client.publish(call.body, key=call.key, **call.options)
+        try:
+            await self._client.publish(call.body, key=call.key, **call.options)
+        except LanekeeperError as error:
+            maybe_published = isinstance(error, BrokerError) and error.maybe_published
+            if submitted is Submitted.NEW and not maybe_published:
+                await self._store.unfollow(identity)
+            raise
 
     async def _is_seen(self, identity: Identity) -> bool:
-        """Whether a worker has already received the request, according to the store. If not, the request waits in a
-        queue, or a gateway has stored its submission, and died before it published the request."""
-        found = await self.store.find(identity)
+        """Whether a worker has received the request. If not, it waits in a queue, or a gateway has stored its
+        submission and died before it published the request."""
+        found = await self._store.find(identity)
         return found is not None and (found.running or found.attempts > 0 or found.completion is not None)
 
 
 def identity_of(id: str, caller: GatewayKey) -> Identity:
-    """The identity of a caller's request in the workers' store: the caller's tenant and the request's id."""
+    """The identity of a caller's request in the workers' store."""
     return Identity(caller.tenant or "", id)
 
 
 def _unknown(id: str) -> ApiError:
     return ApiError(404, f"request {id[:128]!r} is not known, or is kept no longer")
+
+
+def urls_of(id: str) -> dict[str, str]:
+    """The fields of an answer that tell where a request's status and events are."""
+    return {"status_url": f"/v1/requests/{id}", "events_url": f"/v1/requests/{id}/events"}
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the workers' store knows about a request. `submission`: None if it was not submitted through a gateway."""
+
+    id: str
+    found: Found
+    submission: Submission | None
+
+    @property
+    def due_ms(self) -> int | None:
+        return self.found.due_ms or (None if self.submission is None else self.submission.due_ms)
+
+
+class LargeStatus(NamedTuple):
+    """The status of a request whose result is in the store for large bodies: the JSON before it, its address there, and
+    the JSON after it."""
+
+    begin: bytes
+    result: BodyAddress
+    end: bytes
+
+
+class End(NamedTuple):
+    """The last entry that a client gets when it follows a request: how it ended, with its status."""
+
+    number: int
+    kind: str
+    body: bytes | LargeStatus
+
+
+def status_of(
+    known: Known, *, now_ms: int, place: Place | None = None, pause: Pause | None = None
+) -> bytes | LargeStatus:
+    """The status of a request as JSON. Once it has ended, with the result or problem that a worker stored."""
+    found, submission, due_ms = known.found, known.submission, known.due_ms
+    ended = found.completion
+    fields: dict[str, Any] = {"id": known.id, "status": word_of(known, now_ms)}
+    lane = None if ended is None else ended.headers.get(n.LANE_NAME)
+    fields["lane"] = lane if submission is None else submission.lane
+    fields["attempts"] = found.attempts if ended is None else ended.headers.get(n.ATTEMPT, found.attempts)
+    if submission is not None:
+        fields["submitted_at"] = moment_text(submission.submitted_ms)
+        fields["deadline_at"] = moment_text(submission.deadline_ms)
+    if ended is None:
+        if due_ms is not None and due_ms > now_ms:
+            fields["due_at"] = moment_text(due_ms)
+        if pause is not None:
+            told = pause.as_json()
+            fields["paused"] = {name: told[name] for name in ("kind", "since", "until", "why") if told[name]}
+        if place is not None:
+            fields["position"] = place.position
+            if place.starts_in_s is not None:
+                fields["predicted_start_at"] = moment_text(now_ms + round(place.starts_in_s * 1000))
+        return json.dumps(fields).encode()
+    fields["ended_at"] = moment_text(ended.ended_ms)
+    fields |= {name: ended.headers[header] for header, name in _HEADER_FIELDS.items() if header in ended.headers}
+    begin = json.dumps(fields, ensure_ascii=False).encode()[:-1]
+    name = b"result" if ended.status == "ok" else b"problem"
+    if (kept := body_address_in(ended.headers)) is not None:
+        return LargeStatus(b'%b, "%b": ' % (begin, name), kept, b"}")
+    body = ended.body
+    if name == b"problem":
+        found = json.loads(body)
+        body = json.dumps({**found, "detail": detail_of(Problem(found))}, ensure_ascii=False).encode()
+    return b'%b, "%b": %b}' % (begin, name, body)
+
+
+def word_of(known: Known, now_ms: int) -> str:
+    """The field `status` of a request's status."""
+    found = known.found
+    if found.completion is not None:
+        return end_of(found.completion)
+    if found.running:
+        return "running"
+    if found.attempts:
+        return "retrying"
+    return "delayed" if (known.due_ms or 0) > now_ms else "queued"
+
+
+def end_of(completion: Completion) -> str:
+    """How a request ended: `completed`, `failed` or `cancelled`."""
+    if completion.status == "ok":
+        return "completed"
+    return "cancelled" if completion.code == "cancelled" else "failed"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiter:
+    identity: Identity
+    after: int
+    news: asyncio.Future[Look | None]
+
+
+class Poller:
+    """Polls the store for new entries of all requests that clients follow, with one query for all of them, as long as
+    any client waits. `followers`: the most calls that may follow requests at the same time.
+
+    A follower asks for the entries after the last one that it has sent, and asks again only after it has sent these. So
+    for a slow client, the entries of only one query are kept in memory.
+    """
+
+    def __init__(self, store: Following, access: Access, *, followers: int) -> None:
+        self._store = store
+        self._access = access
+        self._places = SharedLimit(followers, "calls that follow requests")
+        self._waiters: set[_Waiter] = set()
+        self._task: asyncio.Task[None] | None = None
+        self.closing = asyncio.Event()
+        """Set when the process stops: clients continue at another gateway."""
+
+    @property
+    def followers(self) -> int:
+        return self._places.used
+
+    @asynccontextmanager
+    async def following(self, caller: GatewayKey) -> AsyncIterator[None]:
+        """Count the caller as a follower while the block runs. Raises ApiError if there are too many, if the process
+        stops, or as soon as the caller's key is revoked."""
+        if self.closing.is_set():
+            raise stopping()
+        with self._places.taken(caller.tenant):
+            async with self._access.while_valid(caller):
+                yield
+
+    async def news(self, identity: Identity, after: int) -> Look | None:
+        """Wait until the request has entries with a number above `after`, or has ended, also while the store cannot be
+        reached. Returns None if the process stops. Raises ApiError after several unexpected errors in a row."""
+        if self.closing.is_set():
+            return None
+        waiter = _Waiter(identity, after, asyncio.get_running_loop().create_future())
+        self._waiters.add(waiter)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._poll(), name="poller")
+        try:
+            return await waiter.news
+        finally:
+            self._waiters.discard(waiter)
+
+    def close(self) -> None:
+        self.closing.set()
+        for waiter in self._waiters:
+            if not waiter.news.done():
+                waiter.news.set_result(None)
+
+    async def aclose(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _poll(self) -> None:
+        faults = 0
+        while waiters := list(self._waiters):
+            pause_s = EVERY_S
+            try:
+                found = await self._store.look([(waiter.identity, waiter.after) for waiter in waiters])
+            except StoreUnavailable:
+                pause_s = AGAIN_S
+            except Exception:
+                log.exception(signals.HANDLER_FAILED, where="look")
+                pause_s, faults = AGAIN_S, faults + 1
+                if faults >= FAULTS_AT_MOST:
+                    self._fail(waiters)
+            else:
+                faults = 0
+                for waiter, look in zip(waiters, found, strict=True):
+                    if look is not None and not waiter.news.done():
+                        waiter.news.set_result(look)
+                        self._waiters.discard(waiter)
+            await asyncio.sleep(pause_s)
+
+    def _fail(self, waiters: list[_Waiter]) -> None:
+        for waiter in waiters:
+            self._waiters.discard(waiter)
+            if not waiter.news.done():
+                waiter.news.set_exception(ApiError(500, "a fault of Lanekeeper; its log tells of it"))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The estimated position of a waiting request in its lane, and when it may start."""
+
+    position: int
+    """How many requests are ahead of it at most: some of those counted may be behind it."""
+    starts_in_s: float | None
+    """If the lane goes on at its pace of the last minute. None: the pace is unknown, or no worker consumes the lane."""
+
+
+class Positions:
+    """Estimates the positions of waiting requests: for each lane that of the last one in the intake, given as that of
+    every request there. The broker and the store are asked at most once a second for each lane."""
+
+    def __init__(self, client: Client, store: Allowances) -> None:
+        self._client = client
+        self._store = store
+        self._places: dict[str, tuple[float, Place | None]] = {}
+        self._paces: dict[str, tuple[float, float]] = {}
+
+    async def of(self, lane: str) -> Place | None:
+        now_s = asyncio.get_running_loop().time()
+        at_s, place = self._places.get(lane, (-AGE_S, None))
+        if now_s - at_s >= AGE_S:
+            self._places[lane] = now_s, place  # so that other calls use the old estimate instead of asking as well
+            place = await self._estimate(lane)
+            self._places[lane] = now_s, place
+        return place
+
+    async def _estimate(self, lane: str) -> Place | None:
+        try:
+            async with asyncio.timeout(ESTIMATED_WITHIN_S):
+                depth, per_s = await asyncio.gather(self._client.depth(lane), self._pace(lane))
+        except TimeoutError:
+            return None
+        if depth is None or not depth.ready:  # the queue is empty: a worker or a side queue has the request
+            return None
+        return Place(depth.ready - 1, None if per_s is None or not depth.consumers else depth.ready / per_s)
+
+    async def _pace(self, lane: str) -> float | None:
+        now_s = asyncio.get_running_loop().time()
+        with suppress(StoreUnavailable):
+            if found := await activity.ended_per_s(self._store, lane):
+                self._paces[lane] = now_s, found
+        at_s, last = self._paces.get(lane, (now_s - PACE_AGE_S, None))
+        return last if now_s - at_s < PACE_AGE_S else None

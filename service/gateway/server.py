@@ -1,84 +1,104 @@
-"""START HERE: the HTTP server of a process. It answers `/healthz`, `/readyz`, and the gateway's paths if the process
-has a gateway.
+"""START HERE: the HTTP server of a process. It answers `/healthz`, `/readyz`, `/metrics`, and the gateway's paths if
+the process has a gateway.
 
-`/healthz` succeeds whenever the event loop can answer. `/readyz` succeeds if no part of the process reports a problem.
+`/healthz` succeeds whenever the event loop can answer. `/readyz` succeeds if no part of the process reports a problem;
+its `reasons` also name what the process can do its work without.
 """
 
 import asyncio
 import errno
+import resource
+import time
 import uuid
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol, Self
+from contextlib import suppress
+from typing import Any, Final, Protocol, Self
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
-from aiohttp.http_exceptions import ContentEncodingError, InvalidURLError, LineTooLong
+from aiohttp.hdrs import METH_ALL
+from aiohttp.http import HttpProcessingError, WebSocketReader
+from aiohttp.http_exceptions import InvalidURLError, LineTooLong
 
 from lanekeeper.contract.problems import LanekeeperError
-from service.gateway.bodies import unknown_encoding
-from service.gateway.documents import answer
-from service.gateway.error_answers import answer_errors, note_beginning
-from service.gateway.problems import ApiError
+from lanekeeper.telemetry.figures import Histogram
+from service.gateway.problems import NO_SNIFFING, ApiError, answer, answer_errors, note_beginning
+from service.side_tasks import end
 from topology.codec.decoding import PACKED_BYTES
 
 Readiness = Callable[[], Mapping[str, str | None]]
-"""A function that returns the parts of the process that must work, by name ("consume connection"), each with its
-problem, or None if the part works. The function is called for every `GET /readyz`."""
+"""The parts of the process that must work ("consume connection"), each with its problem, or None if it works."""
 HOST = "LANEKEEPER_GATEWAY__HOST"
 PORT = "LANEKEEPER_GATEWAY__PORT"
-KEEP_ALIVE_S = 75.0
-"""How many seconds an HTTP connection may be idle, and how many seconds a client may take to send the headers of a
-request."""
-LINGER_S = 2.0
-"""For how many seconds the server goes on reading a body that it has refused. If it closed the connection at once, the
-client would get a TCP reset in place of the error answer."""
+KEEP_ALIVE_S: Final = 75.0
+HEADERS_WITHIN_S: Final = 15.0
+LINGER_S: Final = 2.0
+"""For how long a body that was refused is still read, if the caller's key is known: if the connection were closed at
+once, the client would get a TCP reset in place of the error answer. From others nothing more is read."""
+HEALTH_CONNECTIONS: Final = 64
+MOST_DESCRIPTORS: Final = 65_536
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Routes(Protocol):
-    """What a `Server` needs to serve further paths in addition to the health checks; `Gateway` (`app.py`) implements
-    it."""
-
-    def handlers(self) -> Mapping[tuple[str, str], Handler]:
-        """The functions that handle HTTP calls, by method and path."""
-        ...
+class Paths(Protocol):
+    """What a `Server` serves besides health: the `Gateway` (`app.py`)."""
 
     @property
-    def largest_body(self) -> int:
-        """The maximum size of a call's body in bytes. A client that sends `Expect: 100-continue` is refused before it
-        sends a larger body."""
+    def connections(self) -> int:
+        """How many connections may be open at the same time."""
+        ...
+
+    def handlers(self) -> Mapping[tuple[str, str], Handler]:
+        """By method and path."""
+        ...
+
+    async def run(self) -> None:
+        """What goes on beside the calls, until it is cancelled."""
         ...
 
     async def drained(self) -> None:
-        """Refuse new HTTP calls, and return when the last call in progress has been answered."""
+        """Refuse new calls, and return when the last one in progress has been answered."""
         ...
 
-    async def aclose(self) -> None:
-        """Close all connections and files that were opened for these paths."""
-        ...
+    async def aclose(self) -> None: ...
 
 
 class CannotListen(LanekeeperError):
-    """The HTTP server cannot listen on its address, because the address is in use, does not belong to this machine, or
-    needs rights that this user does not have."""
+    """The address is in use, is none of this machine, or needs rights that this user does not have."""
 
 
 class Server:
-    """The HTTP server of a process: `/healthz`, `/readyz`, and the paths of `routes`. It listens inside its `async
-    with` block. If `port` is 0, the server listens on a free port, and `port` is then its number."""
+    """Serves `/healthz`, `/readyz`, `/metrics` (what `scrape` returns), and `paths`, inside its `async with` block. If
+    `port` is 0, it becomes that of a free one. `limitations`: the parts that do not work, but are not needed for the
+    process to be ready."""
 
-    def __init__(self, readiness: Readiness, *, host: str, port: int, routes: Routes | None = None) -> None:
+    def __init__(
+        self,
+        readiness: Readiness,
+        *,
+        host: str,
+        port: int,
+        paths: Paths | None = None,
+        limitations: Callable[[], Mapping[str, str]] = dict,
+        scrape: Callable[[], Awaitable[tuple[bytes, str]]] | None = None,
+    ) -> None:
         self._readiness = readiness
+        self._limitations = limitations
         self._host = host
         self.port = port
-        self._routes = routes
-        app = web.Application(client_max_size=PACKED_BYTES, middlewares=[answer_errors])
+        self._paths = paths
+        self._scrape = scrape
+        self.times: defaultdict[tuple[str, str, int], Histogram] = defaultdict(Histogram)
+        """How long calls took, by method, path as it is routed, and status."""
+        app = web.Application(client_max_size=PACKED_BYTES, middlewares=[self._timed, answer_errors])
         app.on_response_prepare.append(note_beginning)
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/readyz", self._readyz)
-        for (method, path), handler in ({} if routes is None else routes.handlers()).items():
-            app.router.add_route(method, path, handler, expect_handler=self._expected)
+        app.router.add_get("/healthz", self._healthz, expect_handler=_send_no_100)
+        app.router.add_get("/readyz", self._readyz, expect_handler=_send_no_100)
+        if scrape is not None:
+            app.router.add_get("/metrics", self._metrics, expect_handler=_send_no_100)
+        for (method, path), handler in ({} if paths is None else paths.handlers()).items():
+            app.router.add_route(method, path, handler, expect_handler=_send_no_100)
         self._runner = web.AppRunner(
             app,
             handle_signals=False,
@@ -86,6 +106,8 @@ class Server:
             shutdown_timeout=1,
         )
         self._listening: asyncio.Server | None = None
+        self._connections = _Connections(HEALTH_CONNECTIONS if paths is None else paths.connections)
+        self._beside: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
@@ -93,7 +115,7 @@ class Server:
         return f"http://{host}:{self.port}"
 
     async def __aenter__(self) -> Self:
-        """Start to listen. Raises CannotListen."""
+        """Raises CannotListen."""
         await self._runner.setup()
         try:
             loop = asyncio.get_running_loop()
@@ -103,70 +125,206 @@ class Server:
             raise CannotListen(why_not(error, host=self._host, port=self.port)) from error
         self._listening = listening
         self.port = listening.sockets[0].getsockname()[1]
+        if self._paths is not None:
+            self._beside = asyncio.create_task(self._paths.run(), name="gateway")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._listening is not None:
             self._listening.close()
+        if self._beside is not None:
+            await end((self._beside,))
         await self._runner.cleanup()
-        if self._routes is not None:
-            await self._routes.aclose()
+        if self._paths is not None:
+            await self._paths.aclose()
 
-    def _connection(self) -> "_Connection":
+    def _connection(self) -> "Connection":
         assert self._runner.server is not None
-        return _Connection(
+        return Connection(
             self._runner.server,
+            self._connections,
             loop=asyncio.get_running_loop(),
-            access_log=None,  # type: ignore[arg-type]  # aiohttp then logs no access
+            access_log=None,  # aiohttp then logs no access
+            auto_decompress=False,  # nothing is unpacked before its caller is known
             keepalive_timeout=KEEP_ALIVE_S,
             lingering_time=LINGER_S,
         )
 
     async def drained(self, *, within_s: float) -> None:
-        """Refuse new calls, and wait up to `within_s` until the calls in progress have been answered."""
-        if self._routes is not None:
+        if self._paths is not None:
             try:
                 async with asyncio.timeout(within_s):
-                    await self._routes.drained()
+                    await self._paths.drained()
             except TimeoutError:
                 return  # the connections of the remaining calls are closed with the server
 
+    @property
+    def is_ready(self) -> bool:
+        return not any(self._readiness().values())
+
+    @web.middleware
+    async def _timed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        began_s, status = time.monotonic(), 499  # the client has gone
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        finally:
+            resource = request.match_info.route.resource
+            method = request.method if request.method in METH_ALL else "_OTHER"
+            path = "" if resource is None else resource.canonical
+            self.times[method, path, status].add(time.monotonic() - began_s)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        _require_no_body(request)
+        assert self._scrape is not None
+        text, content_type = await self._scrape()
+        return web.Response(body=text, headers={"Content-Type": content_type})
+
     async def _healthz(self, request: web.Request) -> web.Response:
+        _require_no_body(request)
         return answer({"alive": True})
 
-    async def _expected(self, request: web.Request) -> None:
-        """Answer `Expect: 100-continue` with 100, so that the client sends the body, unless the body is too large."""
-        most = 0 if self._routes is None else self._routes.largest_body
-        if (request.content_length or 0) <= most and request.transport is not None:
-            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
     async def _readyz(self, request: web.Request) -> web.Response:
+        _require_no_body(request)
         troubles = {name: trouble for name, trouble in self._readiness().items() if trouble is not None}
-        return answer({"ready": not troubles, "reasons": troubles}, status=503 if troubles else 200)
+        reasons = {**self._limitations(), **troubles}
+        return answer({"ready": not troubles, "reasons": reasons}, status=503 if troubles else 200)
 
 
-class _Connection(web.RequestHandler):
-    """An HTTP connection. It answers calls that aiohttp's parser cannot read with an error in Anthropic's format;
-    aiohttp itself answers them with plain text, and logs them with a part of the call, which may be a key."""
+def _require_no_body(request: web.Request) -> None:
+    if request.body_exists:
+        raise ApiError(413, f"{request.path} takes no body")
 
-    __slots__ = ()
+
+async def _send_no_100(request: web.Request) -> None:
+    """`Expect: 100-continue` is answered when the body is wanted (`calls.py`), so only if its caller is known."""
+
+
+class _Connections:
+    """The open connections of a server. If there are too many, the oldest on which no caller showed a key is closed,
+    else the oldest idle one, else the new one."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: set[Connection] = set()
+        self._strangers: dict[Connection, None] = {}
+        self._idle: dict[Connection, None] = {}
+
+    def add(self, connection: "Connection") -> None:
+        if len(self._open) >= self._most:
+            silent = self._strangers or self._idle
+            oldest = next(iter(silent), connection)
+            self.remove(oldest)
+            oldest.abort()
+            if oldest is connection:
+                return
+        self._open.add(connection)
+        self._strangers[connection] = None
+
+    def is_in_use(self, connection: "Connection") -> None:
+        self._strangers.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def is_idle(self, connection: "Connection") -> None:
+        if connection in self._open:
+            self._idle[connection] = None
+
+    def remove(self, connection: "Connection") -> None:
+        self._open.discard(connection)
+        self.is_in_use(connection)
+
+
+class Connection(web.RequestHandler):
+    """An HTTP connection.
+
+    Until `admit` is called for a call, its caller counts as a stranger: of a body that has not come completely when the
+    call is answered, nothing more is read. Calls that aiohttp's parser cannot read are answered in Anthropic's format,
+    whatever their path, which aiohttp does not tell; aiohttp itself answers with plain text, and logs a part of the
+    call, which may be a key."""
+
+    __slots__ = ("_connections", "_is_admitted", "_is_deaf", "_parsed_s", "before_parser")
+
+    def __init__(self, manager: web.Server, connections: _Connections, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._connections = connections
+        self._is_admitted = False
+        self._is_deaf = False
+        self._parsed_s = 0.0
+        self.before_parser: Callable[[WebSocketReader], Any] | None = None
+        """Makes what gets a WebSocket's bytes in place of aiohttp's parser."""
+
+    def admit(self) -> None:
+        self._is_admitted = True
+        self._connections.is_in_use(self)
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def hold(self, is_held: bool) -> None:
+        if is_held:
+            self._pause_reading_for_buffer()
+        else:
+            self._resume_reading_for_buffer()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self._keepalive_handle is not None:
+            self._keepalive_handle.cancel()
+        self._next_keepalive_close_time = self._loop.time() + HEADERS_WITHIN_S
+        self._keepalive_handle = self._loop.call_at(self._next_keepalive_close_time, self._process_keepalive)
+        self._connections.add(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._connections.remove(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            self._pause_transport_reading()
+            return
+        began_s = time.thread_time()
+        super().data_received(data)
+        self._parsed_s += time.thread_time() - began_s
+
+    def parsed_s(self) -> float:
+        """The seconds of CPU that it took to parse what has arrived since this was last asked."""
+        took_s, self._parsed_s = self._parsed_s, 0.0
+        return took_s
+
+    def set_parser(self, parser: WebSocketReader, data_received_cb: Callable[[], None] | None = None) -> None:
+        super().set_parser(parser if self.before_parser is None else self.before_parser(parser), data_received_cb)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        answered = await super().finish_response(request, resp, start_time)
+        if self._is_admitted:
+            self._is_admitted = False
+            self._connections.is_idle(self)
+        elif not request.content.is_eof():
+            self._is_deaf = True
+            self._pause_transport_reading()
+            if self.transport is not None:
+                with suppress(OSError, RuntimeError, NotImplementedError):
+                    self.transport.write_eof()  # so the client knows that the answer is all
+        return answered
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """The answer to a call that aiohttp could not parse. aiohttp does not tell the path of such a call, so the
-        answer has the same format for all paths."""
         if not isinstance(exc, HttpProcessingError):
             return super().handle_error(request, status, exc, message)
         response = _parse_error(exc).response(uuid.uuid4().hex)
         response.force_close()  # the parser cannot find the next call
+        response.headers[NO_SNIFFING] = "nosniff"
+        response.headers["Server"] = "lanekeeper"  # in place of aiohttp's name and version
         return response
 
 
 def _parse_error(error: HttpProcessingError) -> ApiError:
     match error:
-        case ContentEncodingError():
-            return unknown_encoding()
         case LineTooLong():
             return ApiError(400, "not valid HTTP: the first line or a header is too long (at most 8190 bytes)")
         case InvalidURLError():
@@ -176,7 +334,7 @@ def _parse_error(error: HttpProcessingError) -> ApiError:
 
 
 def why_not(error: Exception, *, host: str, port: int, host_name: str = HOST, port_name: str = PORT) -> str:
-    """The error text for an address on which the server cannot listen. It names the setting to change."""
+    """The error text for an address on which nothing can listen. It names the setting to change."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EADDRINUSE:
         why = f"something else listens there; choose another {port_name} (0: any free one)"
@@ -185,3 +343,14 @@ def why_not(error: Exception, *, host: str, port: int, host_name: str = HOST, po
     else:
         why = f"{error}; is {host_name} an address of this machine?"
     return f"cannot listen on {host}:{port}: {why}"
+
+
+def descriptors() -> int:
+    """Raise the limit of open files of this process as far as it may, and return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and (soft < hard or hard == resource.RLIM_INFINITY):
+        wanted = hard if hard != resource.RLIM_INFINITY else max(soft, MOST_DESCRIPTORS)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft

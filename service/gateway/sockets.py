@@ -1,8 +1,13 @@
-"""`GET /v1/ws`: submit, follow and cancel many requests on one connection. `socket_messages.py` reads the client's
-messages.
+"""`GET /v1/ws`: submit, follow and cancel many requests on one connection. The client's messages:
 
-The gateway sends answers to the client's messages, and the entries of followed requests: their stored steps and events,
-with the numbers and kinds that `GET /v1/requests/{id}/events` sends too:
+    {"type": "submit", "body": {…}, "id": "…", "headers": {"x-lane-name": "batch"}, "subscribe": true, "ref": "…"}
+    {"type": "subscribe", "id": "…", "after": 0, "ref": "…"}
+    {"type": "unsubscribe", "id": "…", "ref": "…"}
+    {"type": "cancel", "id": "…", "ref": "…"}
+
+`type` is required in all messages, `body` in `submit`, and `id` in the others. If a message has a `ref`, the answer
+contains the same `ref`. The gateway sends answers, and the entries of followed requests, with the numbers and kinds
+that `GET /v1/requests/{id}/events` sends too:
 
     {"type": "submitted", "id": "…", "status_url": "…", "events_url": "…", "ref": "…"}
     {"type": "subscribed" | "unsubscribed", "id": "…", "ref": "…"}
@@ -14,70 +19,96 @@ When a connection ends, nothing is cancelled: the requests that it submitted go 
 connection.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import KW_ONLY, dataclass
-from typing import Final
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from typing import Any, Final, Literal
 from weakref import WeakValueDictionary
 
-from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import WebSocketReader
 from multidict import CIMultiDict
 
 from lanekeeper.contract.problems import LanekeeperError
-from service.config.gateway_section import GatewayKey
-from service.gateway.answers import Answers
-from service.gateway.bounded_socket import BoundedSocket
-from service.gateway.call_limit import CallLimit
-from service.gateway.call_reader import IDEMPOTENCY_KEY, CallReader, submitted_id_of
-from service.gateway.documents import LargeStatus, path_of, problem_of
-from service.gateway.polling import Poller
-from service.gateway.problems import ApiError, refused
-from service.gateway.requests import Requests
-from service.gateway.socket_messages import ClientMessage, InvalidMessage, read
+from service.config.settings import GatewayKey
+from service.gateway.answers import Drain, StoredAnswers
+from service.gateway.calls import IDEMPOTENCY_KEY, CallReader, submitted_id_of
+from service.gateway.problems import ApiError, problem_of, refused
+from service.gateway.requests import LARGEST_NUMBER, LargeStatus, SubmittedRequests, urls_of
+from service.gateway.server import Connection
+from service.gateway.shares import Shares, Taken, UsedTime
 from service.side_tasks import beside
+from topology.codec import bounds
 from topology.codec.decoding import PACKED_BYTES
 
 AT_ONCE: Final = 16
-"""The most messages of one WebSocket connection that are processed at the same time. A further message is read as soon
-as one of these has been processed."""
+"""How many messages of one connection are processed at a time; a further one is read when one of them is done."""
 FOLLOWED_AT_MOST: Final = 100
-"""The most requests that one WebSocket connection follows at the same time."""
 MESSAGE_BYTES: Final = PACKED_BYTES + 16 * 1024
-"""The maximum size, in bytes, of a message that a client sends over a WebSocket."""
+LONGEST_REF: Final = 128
+HEADERS_AT_MOST: Final = 20
+LONGEST_HEADER: Final = 1000
+VALUES_OUTSIDE_BODY: Final = 100
+"""How many JSON keys and values a message may have beside those of its request body. Valid ones have fewer."""
+FIELDS: Final[Mapping[str, frozenset[str]]] = {
+    "submit": frozenset({"type", "ref", "body", "id", "headers", "subscribe"}),
+    "subscribe": frozenset({"type", "ref", "id", "after"}),
+    "unsubscribe": frozenset({"type", "ref", "id"}),
+    "cancel": frozenset({"type", "ref", "id"}),
+}
+LEAST_BYTES_PER_S: Final = 256 * 1024
+"""The lowest accepted rate at which a client reads a large text: the time for it is added to `WRITE_WITHIN_S`."""
+CLOSE_WITHIN_S: Final = 5.0
+FRAMES_AT_ONCE: Final = 50
+"""How many frames of one WebSocket are read before other tasks may run."""
+FRAME_S: Final = 0.0001
+"""How many seconds of CPU a frame counts for, beside what its message takes to be parsed."""
 
 
 @dataclass(slots=True)
 class Sockets:
-    """Answers `GET /v1/ws`: accepts WebSocket connections, over which clients submit, follow and cancel requests."""
+    """Accepts WebSocket connections."""
 
-    requests: Requests
-    poller: Poller
-    _: KW_ONLY
+    requests: SubmittedRequests
     call_reader: CallReader
-    limit: CallLimit
-    answers: Answers
+    shares: Shares
+    answers: StoredAnswers
+    _: KW_ONLY
     ping_every_s: float
 
     async def get(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        """Serve one WebSocket connection until it ends. Raises ApiError if the connection is not accepted."""
+        """Serve one connection until it ends. Raises ApiError if it is not accepted."""
         ws = BoundedSocket(request, heartbeat_s=self.ping_every_s, message_bytes=MESSAGE_BYTES)
         if not ws.can_prepare(request).ok:
             raise ApiError(426, "this path is a WebSocket's", headers={"upgrade": "websocket"})
-        async with self.poller.following():
-            await ws.prepare(request)
-            async with beside(self._close_with_the_process(ws), name="socket stopping"):
-                await _Socket(ws, caller, self).serve()
+        try:
+            async with self.requests.poller.following(caller):
+                with self.shares.memory.taken(caller.tenant, 0) as memory:
+                    ws.count_in(memory, self.shares.receiving, caller.tenant)
+                    await ws.prepare(request)
+                    async with beside(self._close_with_the_process(ws), name="socket stopping"):
+                        await _Socket(ws, caller, self).serve()
+        except ApiError as error:  # after the beginning: the key was revoked
+            if not ws.prepared:
+                raise
+            await ws.close(code=WSCloseCode.POLICY_VIOLATION, message=error.message.encode())
         return ws
 
     async def _close_with_the_process(self, ws: BoundedSocket) -> None:
-        await self.poller.closing.wait()
+        await self.requests.poller.closing.wait()
         await ws.close(code=WSCloseCode.GOING_AWAY, message=b"this process stops; connect again")
 
 
 class _Socket:
-    """One WebSocket connection: carries out the client's messages, and sends the entries (stored steps and events) of
-    the requests that it follows."""
+    """One connection: carries out the client's messages, and sends the entries of the requests that it follows."""
 
     def __init__(self, ws: BoundedSocket, caller: GatewayKey, of: Sockets) -> None:
         self._ws = ws
@@ -87,11 +118,9 @@ class _Socket:
         self._working = asyncio.Semaphore(AT_ONCE)
         self._followed: dict[str, asyncio.Task[None]] = {}
         self._orders: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """For each request id: the lock by which messages about the request are carried out one after the other."""
         self._group = asyncio.TaskGroup()
 
     async def serve(self) -> None:
-        """Receive and carry out the client's messages until the connection ends."""
         with suppress(ConnectionError):
             try:
                 async with self._group:
@@ -99,8 +128,10 @@ class _Socket:
                     raise _Ended
             except* _Ended:
                 pass
-            except* InvalidMessage as error:
-                await self._close(error)
+            except* InvalidMessage as group:
+                error = group.exceptions[0]
+                assert isinstance(error, InvalidMessage)
+                await self._ws.close(code=error.code, message=error.reason.encode()[:120])
             except* ConnectionError:
                 pass
 
@@ -110,16 +141,16 @@ class _Socket:
                 raise InvalidMessage(WSCloseCode.UNSUPPORTED_DATA, "binary messages are not understood")
             if frame.type is not WSMsgType.TEXT:
                 return  # aiohttp has closed the connection: the message is not UTF-8, or too large
-            message = read(frame.data, max_values=self._of.call_reader.max_values)
             await self._working.acquire()
-            self._group.create_task(self._work(message), name=f"socket {message.type}")
+            size = self._ws.sizes.popleft()
+            reading = partial(read_message, frame.data, max_values=self._of.call_reader.max_values)
+            try:
+                message = await self._of.shares.parsing.run(self._caller.tenant, len(frame.data), reading)
+            except ApiError as error:
+                raise InvalidMessage(WSCloseCode.TRY_AGAIN_LATER, error.message) from None
+            self._group.create_task(self._work(message, size), name=f"socket {message.type}")
 
-    async def _close(self, group: "ExceptionGroup[InvalidMessage]") -> None:
-        first = group.exceptions[0]
-        assert isinstance(first, InvalidMessage)
-        await self._ws.close(code=first.code, message=first.reason.encode()[:120])
-
-    async def _work(self, message: ClientMessage) -> None:
+    async def _work(self, message: ClientMessage, size: int) -> None:
         order = asyncio.Lock()
         if message.id is not None:
             order = self._orders.setdefault(message.id, order)
@@ -127,6 +158,7 @@ class _Socket:
             async with order:
                 await self._carry_out(message)
         finally:
+            self._ws.forget(size)
             self._working.release()
 
     async def _carry_out(self, message: ClientMessage) -> None:
@@ -154,21 +186,16 @@ class _Socket:
         headers = CIMultiDict(message.headers)
         if message.id is not None:
             headers[IDEMPOTENCY_KEY] = message.id
-        id, chose_id = submitted_id_of(headers)
-        with self._of.limit.counted(len(message.body)):
-            asked = self._of.call_reader.read(
-                headers, message.body, self._caller, request_id=id, chose_id=chose_id, task="requests"
-            )
+        id, read = submitted_id_of(headers), self._of.call_reader.read
+        with self._of.shares.calls.taken(self._caller.tenant):
+            reading = partial(read, headers, message.body, self._caller, request_id=id, task="requests")
+            asked = await self._of.shares.parsing.run(self._caller.tenant, len(message.body), reading)
             await self._requests.submit(asked, self._caller)
-        path = path_of(id)
-        await self._send("submitted", id, message.ref, status_url=path, events_url=f"{path}/events")
+        await self._send("submitted", id, message.ref, **urls_of(id))
         if message.subscribe:
             self._follow(id, after=0)
 
     def _follow(self, id: str, *, after: int) -> None:
-        """Start to send the entries (stored steps and events) of a request whose numbers are above `after`. If this
-        connection follows the request already, it starts again after that number. Raises ApiError if the connection
-        follows too many requests."""
         if (before := self._followed.pop(id, None)) is not None:
             before.cancel()
         if len(self._followed) >= FOLLOWED_AT_MOST:
@@ -180,7 +207,7 @@ class _Socket:
     async def _entries(self, id: str, after: int) -> None:
         try:
             async with (
-                self._of.poller.following(),
+                self._requests.poller.following(self._caller),
                 aclosing(self._requests.entries(id, self._caller, after=after)) as entries,
             ):
                 begin = b'{"type": "entry", "id": %b, "number": ' % json.dumps(id).encode()
@@ -190,7 +217,7 @@ class _Socket:
                         await self._ws.send_text(b"%b%b}" % (head, entry.body))
                         continue
                     status = entry.body
-                    async with self._of.answers.in_memory(status.result) as result:
+                    async with self._of.answers.in_memory(status.result, self._caller.tenant) as result:
                         await self._ws.send_large(b"%b%b%b%b}" % (head, status.begin, result, status.end))
         except (ApiError, LanekeeperError) as error:
             await self._send("problem", id, problem=problem_of(error, id))
@@ -201,5 +228,242 @@ class _Socket:
 
 
 class _Ended(Exception):
-    """Raised in a WebSocket connection's task group when the client has closed the connection, to cancel all its
-    tasks."""
+    """Cancels all tasks of a connection that the client has closed."""
+
+
+class InvalidMessage(Exception):
+    """A client's message is invalid: the connection is closed with this close code and reason."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        self.code = code
+        self.reason = reason
+        super().__init__(reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientMessage:
+    """One message of a client, after it was checked. `id`: None only in `submit`: the gateway then creates one."""
+
+    type: Literal["submit", "subscribe", "unsubscribe", "cancel"]
+    ref: str | None = None
+    id: str | None = None
+    after: int = 0
+    subscribe: bool = True
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+
+def read_message(text: str, *, max_values: int = bounds.VALUES) -> ClientMessage:
+    """Raises InvalidMessage: 1007 if the text is no JSON object, 1008 if it is no valid message, 1009 if its body has
+    more than `max_values` keys and values."""
+    if (excess := bounds.excess(text.encode(), max_values=max_values + VALUES_OUTSIDE_BODY)) is not None:
+        raise InvalidMessage(WSCloseCode.MESSAGE_TOO_BIG, excess)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidMessage(WSCloseCode.INVALID_TEXT, "not JSON") from None
+    if not isinstance(found, dict):
+        raise InvalidMessage(WSCloseCode.INVALID_TEXT, "not a JSON object")
+    kind = found.get("type")
+    if not isinstance(kind, str) or kind not in FIELDS:
+        raise _wrong(f"type: allowed are {', '.join(FIELDS)}")
+    if not found.keys() <= FIELDS[kind]:
+        raise _wrong(f"{kind}: allowed are the fields {', '.join(sorted(FIELDS[kind]))}")
+    if kind == "submit" and not isinstance(found.get("body"), dict):
+        raise _wrong("submit: body: an object is needed")
+    if kind != "submit" and found.get("id") is None:
+        raise _wrong(f"{kind}: id is needed")
+    for name, (is_valid, wanted) in _VALUES.items():
+        if name in found and not is_valid(found[name]):
+            raise _wrong(f"{name}: {wanted}")
+    if kind == "submit":
+        found["body"] = json.dumps(found["body"]).encode()
+    return ClientMessage(**found)
+
+
+def _is_text(value: object) -> bool:
+    return value is None or (isinstance(value, str) and len(value) <= LONGEST_REF)
+
+
+def _are_headers(value: object) -> bool:
+    return isinstance(value, dict) and len(value) <= HEADERS_AT_MOST and all(map(_is_header, value.values()))
+
+
+def _is_header(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= LONGEST_HEADER and value.isascii() and value.isprintable()
+
+
+_TEXT: Final = f"a string of at most {LONGEST_REF} characters"
+_HEADERS: Final = f"an object of at most {HEADERS_AT_MOST} strings, each of at most {LONGEST_HEADER} ASCII characters"
+_VALUES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "ref": (_is_text, _TEXT),
+    "id": (_is_text, _TEXT),
+    "after": (lambda value: type(value) is int and 0 <= value <= LARGEST_NUMBER, "the number of an entry"),
+    "subscribe": (lambda value: isinstance(value, bool), "true or false"),
+    "headers": (_are_headers, _HEADERS),
+}
+
+
+def _wrong(reason: str) -> InvalidMessage:
+    return InvalidMessage(WSCloseCode.POLICY_VIOLATION, reason)
+
+
+class BoundedSocket(web.WebSocketResponse):
+    """aiohttp's WebSocket with limits, so that a client that does not read cannot keep it open, and one that sends
+    cannot fill the memory.
+
+    aiohttp waits without a limit until the client has read what was sent: in `close`, when it answers a ping, and when
+    it closes a connection because of an invalid message or a missed heartbeat. It also accepts frames that are not
+    masked, does not tell how much of a message has arrived, and reads all frames that have arrived before anything else
+    can run: one read can bring 40,000 pings. Messages are not packed."""
+
+    def __init__(self, request: web.Request, *, heartbeat_s: float, message_bytes: int) -> None:
+        super().__init__(heartbeat=heartbeat_s, max_msg_size=message_bytes, writer_limit=sys.maxsize, compress=False)
+        self._protocol = request.protocol
+        self.memory: Taken
+        self.sizes: deque[int] = deque()
+        """How many bytes the messages take that were received and not read yet."""
+        self._drain = Drain(request)
+        self._write_lock = asyncio.Lock()
+        self._out: AbstractStreamWriter
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter:
+        self._out = await super().prepare(request)
+        return self._out
+
+    def count_in(self, memory: Taken, used: UsedTime, tenant: str | None) -> None:
+        """Count the bytes of messages in `memory` as they arrive, until `forget` is called, and frames in `used`."""
+        assert isinstance(self._protocol, Connection)
+        self.memory = memory
+        self._protocol.before_parser = partial(_Frames, self, self._protocol, used, tenant or "")
+
+    def forget(self, size: int) -> None:
+        self.memory.change(self.memory.amount - size)
+
+    def fail(self, error: WebSocketError) -> None:
+        """Let the reading of messages end with this error."""
+        assert self._reader is not None
+        self._reader.set_exception(error)
+
+    async def send_text(self, text: bytes) -> None:
+        await self._write(text, WSMsgType.TEXT)
+
+    async def send_large(self, text: bytes) -> None:
+        """Return when the client has read the text and it is no longer in memory. Raises ConnectionError."""
+        await self.send_text(text)
+        async with self._drain.limited(more_s=len(text) / LEAST_BYTES_PER_S):
+            await self._drain.wait(self._out)
+
+    async def pong(self, message: bytes = b"") -> None:
+        await self._write(message, WSMsgType.PONG)
+
+    async def close(self, *, code: int = 1000, message: bytes = b"", drain: bool = True) -> bool:
+        asyncio.get_running_loop().call_later(CLOSE_WITHIN_S, self._drain.abort)
+        return await super().close(code=code, message=message, drain=drain)
+
+    async def _write(self, content: bytes, kind: WSMsgType) -> None:
+        async with self._drain.limited(), self._write_lock:
+            if self._protocol.writing_paused:
+                await self._drain.wait(self._out)
+            await self.send_frame(content, kind)
+
+
+class _Frames:
+    """Reads the heads of a client's frames before aiohttp's parser gets them. A message that is not masked (RFC 6455,
+    5.1), or for which there is no room, ends the connection. A tenant's frames are read for at most `INLINE_SHARE` of
+    the time; until then, no more is read from the connection."""
+
+    def __init__(
+        self, socket: BoundedSocket, connection: Connection, used: UsedTime, tenant: str, parser: WebSocketReader
+    ) -> None:
+        self._socket = socket
+        self._connection = connection
+        self._used = used
+        self._tenant = tenant
+        self._parser = parser
+        self._has_failed = False
+        self._came = b""
+        self._going_on: asyncio.TimerHandle | None = None
+        self._head = bytearray()
+        self._left = 0
+        """How many bytes of the present frame's payload are still to come."""
+        self._is_control = False
+        self._is_last = True
+        self._size = 0
+
+    def feed_data(self, data: bytes) -> tuple[bool, bytes]:
+        self._came = self._came + data if self._came else data
+        if self._going_on is None:
+            self._go_on()
+        elif not self._has_failed:
+            self._connection.hold(True)
+        return self._has_failed, b""
+
+    def feed_eof(self) -> None:
+        if self._going_on is not None:
+            self._going_on.cancel()
+        self._has_failed = True
+        self._parser.feed_eof()
+
+    def _go_on(self) -> None:
+        """Read what has arrived, or as much as the tenant may send at present, and the rest later."""
+        was_held, self._going_on = self._going_on is not None, None
+        while self._came and not self._has_failed:
+            if pause_s := self._used.pause_s(self._tenant):
+                self._going_on = asyncio.get_running_loop().call_later(pause_s, self._go_on)
+                self._connection.hold(True)
+                return
+            try:
+                end = self._read(self._came)
+            except (WebSocketError, ApiError) as error:
+                self._has_failed = True
+                if isinstance(error, ApiError):
+                    error = WebSocketError(WSCloseCode.TRY_AGAIN_LATER, error.message)
+                self._socket.fail(error)
+                break
+            came, self._came = self._came[:end], self._came[end:]
+            self._has_failed, _ = self._parser.feed_data(came)
+        if was_held:
+            if self._has_failed:
+                self._connection.close()
+            self._connection.hold(False)
+
+    def _read(self, data: bytes) -> int:
+        """Returns where the part ends that was read: all, or `FRAMES_AT_ONCE` frames."""
+        at = frames = 0
+        memory = self._socket.memory
+        while at < len(data) and frames < FRAMES_AT_ONCE:
+            if self._left:
+                step = min(self._left, len(data) - at)
+                self._left -= step
+                if not self._is_control:
+                    memory.change(memory.amount + step)
+                    self._size += step
+            else:
+                step = min(_head_bytes(self._head) - len(self._head), len(data) - at)
+                self._head += data[at : at + step]
+                if len(self._head) < _head_bytes(self._head):
+                    at += step
+                    continue
+                self._begin(self._head)
+                self._head.clear()
+                frames += 1
+            at += step
+            if not self._left and self._is_last and not self._is_control:
+                self._socket.sizes.append(self._size)
+                self._size = 0
+        self._used.add(self._tenant, frames * FRAME_S)
+        return at
+
+    def _begin(self, head: bytearray) -> None:
+        self._is_last, self._is_control = bool(head[0] & 0x80), bool(head[0] & 0x08)
+        self._left = head[1] & 0x7F if len(head) == 6 else int.from_bytes(head[2:-4], "big")
+
+
+def _head_bytes(head: bytearray) -> int:
+    """How long a frame's head is, by its beginning. Raises WebSocketError if it has no mask."""
+    if len(head) < 2:
+        return 2
+    if not head[1] & 0x80:
+        raise WebSocketError(WSCloseCode.PROTOCOL_ERROR, "a client's frames have to be masked")
+    return 6 + {126: 2, 127: 8}.get(head[1] & 0x7F, 0)

@@ -1,4 +1,1 @@
-"""A simulated Anthropic API, as a real HTTP server, with faults on request.
-
-`demo`, `cli` and tests import this folder.
-"""
+"""A simulated Anthropic API, as a real HTTP server, with faults on request."""

@@ -1,21 +1,78 @@
-"""START HERE: the simulated Anthropic API, an HTTP server. Its methods `_messages` and `_answer` contain the steps of a
-call to `POST /v1/messages`: check key, version, request and model; choose a fault; apply the limits; wait; answer.
-"""
+"""START HERE: the simulated Anthropic API, an HTTP server. `_messages` and `_answer` contain the steps of a call to
+`POST /v1/messages`: check key, version, request and model; choose a fault; apply the limits; wait; answer."""
 
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from aiohttp import web
 
-from service.simulated import messages, models, sending, streaming
+from service.simulated import messages, sending
 from service.simulated.buckets import Limits
-from service.simulated.calls import BODY_KEPT_BYTES, TEXT_KEPT, Call, Calls
-from service.simulated.errors import TYPES, Refusal, invalid
-from service.simulated.faults import Fault, Faults
-from service.simulated.options import SimulatedOptions
+from service.simulated.faults import ERROR_TYPES, Fault, Faults, Refusal, invalid
+
+BODY_KEPT_BYTES = 16 * 1024
+TEXT_KEPT = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedOptions:
+    """Latency, limits and faults of a simulated API. With the defaults, it answers every call at once."""
+
+    api_key: str | None = None
+    """The only API key that is accepted. None: any key is accepted, but a call without a key is refused."""
+    models: frozenset[str] = frozenset()
+    """Model names that are accepted in addition to the known ones."""
+    latency_ms: float = 0.0
+    """The least time that an answer takes; in a stream it is spread evenly over the events."""
+    tokens_per_s: float | None = None
+    """The speed of the output; the time is added to the latency. None: output takes no time."""
+    output_tokens: int | None = None
+    """The length of every answer: an echo of the prompt, then filler words. None: only the echo."""
+    stream_deltas: int = 8
+    """The number of pieces into which a content block is cut in a stream, if the block is long enough."""
+    requests_per_minute: int = 1_000_000
+    input_tokens_per_minute: int = 1_000_000_000
+    output_tokens_per_minute: int = 1_000_000_000
+    """Each class of models (`messages.limit_class`) has these three limits to itself."""
+    burst_s: float = 60.0
+    """The size of a limit's token bucket, as the number of seconds in which it is filled. With 1, a limit of 60 a
+    minute is enforced as 1 a second, which Anthropic may do as well."""
+    faults: Mapping[str, float] = field(default_factory=dict)
+    """Random faults: each as in a prompt's marker (`faults.py`), and the share of calls that it hits, 0 to 1."""
+    seed: int = 0
+    """With the same seed, the same calls in the same order get the same faults."""
+    keep_calls: int = 2_000
+    """How many of the latest calls `SimulatedAPI.calls` keeps."""
+    max_body_bytes: int = 32 * 1024 * 1024
+    """A call with a larger body is answered with 413, as Anthropic does."""
+
+
+@dataclass(slots=True)
+class Call:
+    """The record of one call to `POST /v1/messages`."""
+
+    started_s: float
+    """When the call arrived, by `time.monotonic()`."""
+    headers: Mapping[str, str]
+    body: bytes = b""
+    """Empty if it was larger than `BODY_KEPT_BYTES`."""
+    model: str = ""
+    stream: bool = False
+    prompt: str = ""
+    """The first `TEXT_KEPT` characters of the last user message."""
+    request_id: str = ""
+    outcome: str = "running"
+    """`running` until the call ends, then `ok` or a short name for its error."""
+    status: int = 0
+    ended_s: float | None = None
+    concurrency: int = 0
+    """How many calls were running when this call started, including itself."""
 
 
 class SimulatedAPI:
@@ -26,7 +83,13 @@ class SimulatedAPI:
         self.host = host
         self.port = port
         self.configure(options or SimulatedOptions())
-        self._calls = Calls(self.options.keep_calls)
+        self.running = 0
+        """The number of calls that have not ended yet."""
+        self._latest: deque[Call] = deque(maxlen=self.options.keep_calls)
+        self._outcomes: Counter[str] = Counter()
+        self._models: Counter[str] = Counter()
+        self._total = self._peak = self._input_tokens = self._output_tokens = 0
+        self._waiting: set[asyncio.Event] = set()
         self._ids = itertools.count(1)
         self._runner: web.ServerRunner | None = None
 
@@ -40,9 +103,9 @@ class SimulatedAPI:
                 output_tokens=options.output_tokens_per_minute,
                 burst_s=options.burst_s,
             )
-            for name in models.LIMIT_CLASSES
+            for name in messages.LIMIT_CLASSES
         }
-        self._models = frozenset(models.KNOWN) | options.models
+        self._known_models = frozenset(messages.KNOWN_MODELS) | options.models
         self.options = options
 
     @property
@@ -53,21 +116,31 @@ class SimulatedAPI:
     @property
     def calls(self) -> Sequence[Call]:
         """The latest calls that the API has received, oldest first."""
-        return self._calls.latest
-
-    @property
-    def running(self) -> int:
-        """The number of calls that have not ended yet."""
-        return self._calls.running
+        return self._latest
 
     def stats(self) -> dict[str, Any]:
-        """Statistics of all calls: how many there were by outcome and by model, how many run now, the maximum that ran
-        at the same time, and the tokens of all calls."""
-        return self._calls.stats()
+        """Counts of all calls: the JSON answer of `GET /simulated/stats`."""
+        return {
+            "calls": self._total,
+            "running": self.running,
+            "peak_running": self._peak,
+            "outcomes": dict(self._outcomes),
+            "models": dict(self._models),
+            "input_tokens": self._input_tokens,
+            "output_tokens": self._output_tokens,
+        }
 
     async def until(self, holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
         """Wait until `holds()` is true; it is checked whenever a call starts or ends. Raises `TimeoutError`."""
-        await self._calls.until(holds, timeout_s)
+        changed = asyncio.Event()
+        self._waiting.add(changed)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not holds():
+                    await changed.wait()
+                    changed.clear()
+        finally:
+            self._waiting.discard(changed)
 
     async def start(self) -> None:
         server = web.Server(self._handle, request_factory=self._request, handler_cancellation=True, access_log=None)
@@ -104,31 +177,34 @@ class SimulatedAPI:
             if method == "GET" and path == "/healthz":
                 return _json({"status": "ok"}, {})
             if method == "GET" and path == "/simulated/stats":
-                return _json(self._calls.stats(), {})
+                return _json(self.stats(), {})
             self._authorise(request)
             headers = self._headers(request_id, "")
             if method == "POST" and path == "/v1/messages/count_tokens":
-                asked = messages.read(await self._body(request), counting=True)
+                asked = messages.read_request(await _body(request), counting=True)
                 return _json({"input_tokens": asked.input_tokens}, headers)
             if method == "GET" and path == "/v1/models":
-                return _json(models.page(sorted(self._models)), headers)
+                found = [messages.model_info(model) for model in sorted(self._known_models)]
+                page = {"data": found, "has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
+                return _json(page, headers)
             if method == "GET" and path.startswith("/v1/models/"):
-                return _json(models.info(self._known(path.removeprefix("/v1/models/"))), headers)
+                model = path.removeprefix("/v1/models/")
+                self._check_model(model)
+                return _json(messages.model_info(model), headers)
             raise Refusal(404, "Not found", outcome="not_found")
         except Refusal as refusal:
             return self._refused(refusal, request_id, "")
 
     async def _messages(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
-        call = self._calls.begin(headers=request.headers, request_id=request_id)
+        call = self._begin(request, request_id)
         outcome, status = "client_gone", 0
         try:
             self._authorise(request)
-            body = await self._body(request)
+            body = await _body(request)
             call.body = body if len(body) <= BODY_KEPT_BYTES else b""
-            asked = messages.read(body)
-            call.model, call.stream = asked.model[:TEXT_KEPT], asked.stream
-            call.prompt = asked.prompt[:TEXT_KEPT]
-            self._known(asked.model)
+            asked = messages.read_request(body)
+            call.model, call.stream, call.prompt = asked.model[:TEXT_KEPT], asked.stream, asked.prompt[:TEXT_KEPT]
+            self._check_model(asked.model)
             fault = self._faults.choose(asked.script, asked.prompt)
             if fault is not None:
                 outcome = fault.name
@@ -139,41 +215,58 @@ class SimulatedAPI:
             outcome, status = refusal.outcome, refusal.status
             return self._refused(refusal, request_id, call.model)
         finally:
-            self._calls.end(call, outcome=outcome, status=status)
+            call.outcome, call.status, call.ended_s = outcome, status, time.monotonic()
+            self.running -= 1
+            self._outcomes[outcome] += 1
+            self._notify()
+
+    def _begin(self, request: web.BaseRequest, request_id: str) -> Call:
+        self._total += 1
+        self.running += 1
+        self._peak = max(self._peak, self.running)
+        call = Call(time.monotonic(), request.headers, request_id=request_id, concurrency=self.running)
+        self._latest.append(call)
+        self._notify()
+        return call
+
+    def _notify(self) -> None:
+        for event in self._waiting:
+            event.set()
 
     async def _answer(
         self, request: web.BaseRequest, asked: messages.Asked, fault: Fault | None, request_id: str
     ) -> web.StreamResponse:
         if fault is not None:
             await _before_answering(request, asked, fault)
-        limits = self._limits[models.limit_class(asked.model)]
+        limits = self._limits[messages.limit_class(asked.model)]
         limits.enter(asked.estimated_tokens)
         headers = self._headers(request_id, asked.model)
         if fault is not None and fault.name == "html":
             return sending.html(headers)
-        reply = messages.answer(asked, output_tokens=self.options.output_tokens)
+        output = messages.answer(asked, output_tokens=self.options.output_tokens)
         id = f"msg_{request_id[4:]}"
         try:
+            duration_s = self._duration_s(asked, output)
             if asked.stream:
-                events = streaming.events(asked, reply, id=id, deltas=self.options.stream_deltas)
-                pause_s = self._duration_s(asked, reply) / len(events)
+                events = messages.events(asked, output, id=id, deltas=self.options.stream_deltas)
+                pause_s = duration_s / len(events)
                 return await sending.send_stream(
                     request, events, headers=headers, pause_s=pause_s, fault=fault, request_id=request_id
                 )
-            if (duration_s := self._duration_s(asked, reply)) > 0:
+            if duration_s > 0:
                 await asyncio.sleep(duration_s)
-            body = json.dumps(messages.message(asked, reply, id=id)).encode()
+            body = json.dumps(messages.message(asked, output, id=id)).encode()
             return await sending.send_message(request, body, headers=headers, fault=fault)
         finally:
-            limits.settle(input_tokens=asked.input_tokens - asked.estimated_tokens, output_tokens=reply.output_tokens)
-            self._calls.count_usage(
-                model=asked.model, input_tokens=asked.input_tokens, output_tokens=reply.output_tokens
-            )
+            limits.settle(input_tokens=asked.input_tokens - asked.estimated_tokens, output_tokens=output.tokens)
+            self._models[asked.model] += 1
+            self._input_tokens += asked.input_tokens
+            self._output_tokens += output.tokens
 
-    def _duration_s(self, asked: messages.Asked, reply: messages.Answer) -> float:
+    def _duration_s(self, asked: messages.Asked, output: messages.Output) -> float:
         if asked.script.latency_s is not None:
             return asked.script.latency_s
-        writing_s = reply.output_tokens / self.options.tokens_per_s if self.options.tokens_per_s else 0.0
+        writing_s = output.tokens / self.options.tokens_per_s if self.options.tokens_per_s else 0.0
         return self.options.latency_ms / 1000 + writing_s
 
     def _authorise(self, request: web.BaseRequest) -> None:
@@ -188,35 +281,31 @@ class SimulatedAPI:
         if "anthropic-version" not in headers:
             raise invalid("anthropic-version: header is required")
 
-    async def _body(self, request: web.BaseRequest) -> bytes:
-        try:
-            return await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise Refusal(413, "Request exceeds the maximum size", outcome="too_large") from None
-
-    def _known(self, model: str) -> str:
-        if model not in self._models:
-            raise models.unknown(model)
-        return model
+    def _check_model(self, model: str) -> None:
+        if model not in self._known_models:
+            raise Refusal(404, f"model: {model[:100]}", outcome="unknown_model")
 
     def _headers(self, request_id: str, model: str) -> dict[str, str]:
         return {
             "request-id": request_id,
             "anthropic-organization-id": "org_simulated",
-            **self._limits[models.limit_class(model)].headers(),
+            **self._limits[messages.limit_class(model)].headers(),
         }
 
     def _refused(self, refusal: Refusal, request_id: str, model: str) -> web.Response:
-        return web.Response(
-            status=refusal.status,
-            body=refusal.body(request_id),
-            headers={**self._headers(request_id, model), **refusal.headers, "content-type": "application/json"},
-        )
+        headers = {**self._headers(request_id, model), **refusal.headers, "content-type": "application/json"}
+        return web.Response(status=refusal.status, body=refusal.body(request_id), headers=headers)
+
+
+async def _body(request: web.BaseRequest) -> bytes:
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise Refusal(413, "Request exceeds the maximum size", outcome="too_large") from None
 
 
 async def _before_answering(request: web.BaseRequest, asked: messages.Asked, fault: Fault) -> None:
-    """Carry out a fault that acts before the first byte of the answer: an error answer (raised as `Refusal`), a pause,
-    or a TCP reset. Other faults take effect later."""
+    """Carry out a fault that acts before the first byte of the answer."""
     if (refusal := fault.refusal()) is not None:
         raise refusal
     match fault.name:
@@ -227,10 +316,8 @@ async def _before_answering(request: web.BaseRequest, asked: messages.Asked, fau
         case "reset" if fault.at == "start" or (fault.at is None and not asked.stream):
             await sending.reset(request)
         case "error_mid_stream" if not asked.stream:
-            status = next((status for status, type in TYPES.items() if type == fault.type), 500)
+            status = next((status for status, type in ERROR_TYPES.items() if type == fault.type), 500)
             raise Refusal(status, f"{fault.type} instead of an answer", outcome=fault.name)
-        case _:
-            pass
 
 
 def _json(content: dict[str, Any], headers: dict[str, str]) -> web.Response:

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import lru_cache
 
-from service.simulated.errors import Refusal
+from service.simulated.faults import Refusal
 
 Seconds = Callable[[], float]
 
 
 class Bucket:
-    """A token bucket for one rate limit. It holds up to `capacity` (requests or tokens), and is refilled evenly with
-    `per_minute`. Its level may become negative, because tokens that a call has used beyond the estimate are taken when
-    the call ends."""
+    """One rate limit. Its level may become negative, because what a call used beyond the estimate is taken at its
+    end."""
 
     def __init__(self, per_minute: int, *, burst_s: float, clock: Seconds) -> None:
         self.per_minute = per_minute
@@ -35,8 +34,7 @@ class Bucket:
         self._level = self.level() - amount
 
     def wait_s(self, amount: float) -> float:
-        """How many seconds it takes until `amount` is available; 0 if it is available now. For an amount above the
-        capacity: until the bucket is full."""
+        """How long until `amount` is available; for an amount above the capacity: until the bucket is full."""
         missing = min(amount, self.capacity) - self.level()
         return 0.0 if missing <= 0 else missing / self._per_s
 
@@ -54,7 +52,6 @@ class Limits:
     def __init__(
         self, *, requests: int, input_tokens: int, output_tokens: int, burst_s: float, clock: Seconds = time.monotonic
     ) -> None:
-        """The arguments are the limits per minute. At the start all token buckets are full."""
         self.requests, self.input_tokens, self.output_tokens = (
             Bucket(per_minute, burst_s=burst_s, clock=clock) for per_minute in (requests, input_tokens, output_tokens)
         )
@@ -78,15 +75,14 @@ class Limits:
         self.input_tokens.take(input_tokens)
 
     def settle(self, *, input_tokens: int, output_tokens: int) -> None:
-        """Correct the buckets when a call ends. `input_tokens`: the actual number of input tokens minus the estimate.
-        `output_tokens`: the number of output tokens."""
+        """Correct the buckets when a call ends. `input_tokens`: the actual number minus the estimate."""
         self.input_tokens.take(input_tokens)
         self.output_tokens.take(output_tokens)
 
     def headers(self) -> dict[str, str]:
-        """The response headers `anthropic-ratelimit-*`, as Anthropic sends them: remaining tokens are rounded to
-        thousands, `tokens-*` describe the emptier of the buckets of input and output tokens, and `*-reset` is the time
-        when a bucket will be full."""
+        """The headers `anthropic-ratelimit-*`, as Anthropic sends them: remaining tokens are rounded to thousands,
+        `tokens-*` describe the emptier of the buckets of input and output tokens, and `*-reset` is when a bucket will
+        be full."""
         now_s = time.time()
         tokens = min(self.input_tokens, self.output_tokens, key=lambda bucket: bucket.level() / bucket.capacity)
         found: dict[str, str] = {}

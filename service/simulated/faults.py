@@ -12,15 +12,28 @@ effect one after the other: `[[fault: overloaded x2]] [[fault: reset x1]]` fails
 are `500ms`, `2s` or `1h`. A marker that cannot be read is answered with 400, so that a typo is noticed.
 """
 
+import json
 import random
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from hashlib import blake2b
-from typing import Final
+from typing import Any, Final
 
-from service.simulated.errors import Refusal, invalid
+ERROR_TYPES: Final[Mapping[int, str]] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "api_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 
 REFUSED: Final[Mapping[str, tuple[int, str]]] = {
     "invalid": (400, "messages: this request is invalid because its prompt asked for that"),
@@ -37,8 +50,7 @@ REFUSED: Final[Mapping[str, tuple[int, str]]] = {
     "unavailable": (503, "Service unavailable"),
     "overloaded": (529, "Overloaded"),
 }
-"""The simulated faults that are error answers: the status and the message of each. In a marker, `retry_after=` sets the
-header `retry-after` (`none`: no header)."""
+"""Faults that are error answers. In a marker, `retry_after=` sets the header `retry-after` (`none`: no header)."""
 
 BROKEN: Final[Mapping[str, str]] = {
     "html": "502 with a page of HTML, as from a proxy",
@@ -54,8 +66,7 @@ BROKEN: Final[Mapping[str, str]] = {
     "not_a_message": "200 with JSON that is no Message",
     "unfinished": "a whole Message (or stream) without a stop_reason",
 }
-"""The simulated faults that are no error answers, but spoil the transfer or the answer itself; each with its
-description."""
+"""Faults that are no error answers, but spoil the transfer or the answer itself."""
 
 _RETRY_AFTER: Final[Mapping[str, str]] = {"rate_limited": "1", "acceleration": "1"}
 _DELAYS_S: Final[Mapping[str, float]] = {"slow_first_byte": 10.0, "stall": 3600.0, "drip": 1.0}
@@ -65,13 +76,44 @@ _ERROR_CODES: Final[Mapping[str, str]] = {
 }
 _PARAMETERS: Final = frozenset({"retry_after", "delay", "type", "at"})
 _MARKER: Final = re.compile(r"\[\[\s*(fault|latency|tokens)\s*:\s*([^\[\]]*?)\s*\]\]")
-_PROMPTS_COUNTED: Final = 100_000
+
+
+@dataclass(slots=True)
+class Refusal(Exception):
+    """Raised when the simulated API answers a call with an error. `outcome`: its name in the API's statistics."""
+
+    status: int
+    message: str
+    _: KW_ONLY
+    outcome: str
+    details: Mapping[str, Any] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self, request_id: str) -> bytes:
+        return error_body(ERROR_TYPES[self.status], self.message, details=self.details, request_id=request_id)
+
+
+def error_body(type: str, message: str, *, request_id: str, details: Mapping[str, Any] | None = None) -> bytes:
+    """The JSON of an error in Anthropic's format, for a response's body or for an `error` event of a stream."""
+    error: dict[str, Any] = {"type": type, "message": message}
+    if details is not None:
+        error["details"] = details
+    return json.dumps({"type": "error", "error": error, "request_id": request_id}).encode()
+
+
+def event(type: str, **fields: Any) -> bytes:
+    """One Server-Sent Event of Anthropic's stream format."""
+    return b"event: %b\ndata: %b\n\n" % (type.encode(), json.dumps({"type": type, **fields}).encode())
+
+
+def invalid(message: str) -> Refusal:
+    """The error 400 for an invalid request."""
+    return Refusal(400, message, outcome="invalid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault that the simulated API produces on request, such as `overloaded`. `times`: how many calls with the same
-    prompt it hits; None: all."""
+    """A fault to produce. `times`: how many calls with the same prompt it hits; None: all."""
 
     name: str
     times: int | None = None
@@ -98,7 +140,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What the markers in one prompt ask the simulated API to do, such as `[[fault: overloaded x1]]`."""
+    """What the markers in one prompt ask for."""
 
     faults: tuple[Fault, ...] = ()
     latency_s: float | None = None
@@ -109,15 +151,15 @@ NO_SCRIPT: Final = Script()
 
 
 class Faults:
-    """Decides which fault hits a call to the simulated API: one that the markers in its prompt ask for, or else a
-    random one, with the probabilities in `ratios`. For each of the last 100,000 prompts with fault markers the calls
-    are counted, because a fault marked `x2` hits only the first two calls with its prompt."""
+    """Decides which fault hits a call: one that the markers in its prompt ask for, or else a random one, with the
+    probabilities in `ratios`. Calls are counted for each prompt with markers, because `x2` means the first two."""
 
-    def __init__(self, ratios: Mapping[str, float], *, seed: int) -> None:
+    def __init__(self, ratios: Mapping[str, float], *, seed: int, prompts_counted: int = 100_000) -> None:
         if not all(0 <= share <= 1 for share in ratios.values()) or sum(ratios.values()) > 1 + 1e-9:
             raise ValueError(f"the shares of the faults must be 0 to 1, and 1 at most together: {dict(ratios)}")
         self._ratios = [(parse_fault(text), share) for text, share in ratios.items()]
         self._rng = random.Random(seed)
+        self._prompts_counted = prompts_counted
         self._seen: OrderedDict[bytes, int] = OrderedDict()
 
     def choose(self, script: Script, prompt: str) -> Fault | None:
@@ -136,7 +178,7 @@ class Faults:
         key = blake2b(prompt.encode(errors="replace"), digest_size=16).digest()
         nth = self._seen.pop(key, 0) + 1
         self._seen[key] = nth
-        if len(self._seen) > _PROMPTS_COUNTED:
+        if len(self._seen) > self._prompts_counted:
             self._seen.popitem(last=False)
         for fault in faults:
             if fault.times is None or nth <= fault.times:
@@ -195,9 +237,8 @@ def parse_fault(text: str) -> Fault:
 
 
 def parse_share(text: str) -> tuple[str, float]:
-    """Read an option NAME=SHARE, such as `overloaded=0.3` or `rate_limited retry_after=2=0.1`: a fault and the share of
-    calls that it hits. Raises `ValueError` that names what is allowed.
-    """
+    """Read an option NAME=SHARE, such as `rate_limited retry_after=2=0.1`. Raises `ValueError` that names what is
+    allowed."""
     fault, equals, share_text = text.rpartition("=")
     try:
         share = float(share_text)

@@ -1,21 +1,64 @@
-"""Reads requests to the simulated model, and makes its answers. The model echoes the prompt, so that each answer shows
-to which request it belongs."""
+"""Reads requests to the simulated model, and makes its answers, whole or as the events of a stream. The model echoes
+the prompt, so that each answer shows to which request it belongs."""
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from service.simulated.errors import invalid
-from service.simulated.faults import Script, parse_script
+from service.simulated.faults import Script, event, invalid, parse_script
+from topology.codec import media
 
+KNOWN_MODELS: Final = (
+    "claude-fable-5-2",
+    "claude-fable-5-1",
+    "claude-fable-5",
+    "claude-mythos-5-2",
+    "claude-mythos-5-1",
+    "claude-mythos-5",
+    "claude-opus-5-5",
+    "claude-opus-5",
+    "claude-opus-4-8",
+    "claude-opus-4-7",
+    "claude-opus-4-6",
+    "claude-opus-4-5",
+    "claude-sonnet-5-5",
+    "claude-sonnet-5",
+    "claude-sonnet-4-6",
+    "claude-sonnet-4-5",
+    "claude-haiku-5-5",
+    "claude-haiku-4-5",
+)
+LIMIT_CLASSES: Final = ("fable", "mythos", "opus", "sonnet", "haiku", "other")
 _SAMPLING: Final = ("temperature", "top_p", "top_k")
 _FILLING: Final = " and so on"
+_PIECES: Final = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
+
+
+def limit_class(model: str) -> str:
+    """The class of models that share one rate limit with this model, such as `opus`."""
+    return next((name for name in LIMIT_CLASSES if name in model), "other")
+
+
+def model_info(model: str) -> dict[str, Any]:
+    """The JSON answer of the simulated `GET /v1/models/{id}`."""
+    return {
+        "type": "model",
+        "id": model,
+        "display_name": model.replace("-", " ").title(),
+        "created_at": "2026-01-01T00:00:00Z",
+        "lifecycle": "active",
+        "deprecated_at": None,
+        "retires_at": None,
+        "max_input_tokens": 200_000,
+        "max_tokens": 128_000,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A checked Messages request to the simulated API, with the parts that the simulated model uses."""
+    """A checked Messages request, with the parts that the simulated model uses."""
 
     model: str
     max_tokens: int
@@ -27,23 +70,22 @@ class Asked:
     thinking: bool
     input_tokens: int
     estimated_tokens: int
-    """The estimated number of input tokens, which is taken from the token bucket when the call starts. It is higher
-    than the actual number, `input_tokens`."""
+    """What is taken from the bucket of input tokens at the start; more than `input_tokens`, as Anthropic's estimate."""
     script: Script
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The simulated model's answer: its content blocks, and why it ended."""
+class Output:
+    """What the simulated model has written."""
 
     blocks: tuple[dict[str, Any], ...]
     stop_reason: str
-    output_tokens: int
+    tokens: int
 
 
-def read(body: bytes, *, counting: bool = False) -> Asked:
-    """Parse and check the JSON body of a Messages request. `counting`: whether it is a request to count tokens, which
-    needs no `max_tokens`. Raises `Refusal` (400)."""
+def read_request(body: bytes, *, counting: bool = False) -> Asked:
+    """Parse and check the JSON body of a Messages request. `counting`: a request to count tokens, which needs no
+    `max_tokens`. Raises `Refusal` (400)."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -61,9 +103,10 @@ def read(body: bytes, *, counting: bool = False) -> Asked:
         raise invalid("max_tokens: Input should be a valid integer greater than or equal to 1")
     if not isinstance(fields["model"], str):
         raise invalid("model: Input should be a valid string")
-    last = _last_user_message(fields["messages"])
-    prompt, is_result = _text(last["content"])
+    prompt, is_result = _text(_last_user_message(fields["messages"])["content"])
     tools = fields.get("tools") or []
+    found = media.count(fields)
+    input_tokens = _tokens_of(len(body) - found.bytes) + found.tokens(fields["model"])
     return Asked(
         model=fields["model"],
         max_tokens=max_tokens,
@@ -71,73 +114,10 @@ def read(body: bytes, *, counting: bool = False) -> Asked:
         prompt=prompt,
         tool=tools[0] if tools and not is_result and isinstance(tools[0], dict) else None,
         thinking=isinstance(fields.get("thinking"), dict) and fields["thinking"].get("type") != "disabled",
-        input_tokens=tokens_of(len(body)),
-        estimated_tokens=tokens_of(len(body)) * 4 // 3,
+        input_tokens=input_tokens,
+        estimated_tokens=input_tokens * 4 // 3,
         script=parse_script(prompt),
     )
-
-
-def answer(asked: Asked, *, output_tokens: int | None) -> Answer:
-    """Make the simulated model's answer: the text `echo: ` and the last user message, filled up to `output_tokens` and
-    cut at `max_tokens`. If the request has a tool and does not contain the tool's result yet, the answer is a call of
-    that tool."""
-    blocks: list[dict[str, Any]] = []
-    if asked.thinking:
-        blocks.append({"type": "thinking", "thinking": f"They said: {asked.prompt[:200]}", "signature": "c2ltdWxhdGVk"})
-    if asked.tool is not None:
-        schema = asked.tool.get("input_schema") or {}
-        argument = next(iter(schema.get("required") or schema.get("properties") or ()), "echo")
-        blocks.append(
-            {
-                "type": "tool_use",
-                "id": "toolu_simulated",
-                "name": asked.tool.get("name", "tool"),
-                "input": {argument: asked.prompt},
-            }
-        )
-        return Answer(blocks=tuple(blocks), stop_reason="tool_use", output_tokens=tokens_of(len(asked.prompt)))
-    text = f"echo: {asked.prompt}"
-    length = asked.script.tokens or output_tokens
-    if length is not None:
-        text = (text + _FILLING * (length * 4 // len(_FILLING) + 1))[: max(len(text), length * 4)]
-    cut = tokens_of(len(text)) > asked.max_tokens
-    if cut:
-        text = text[: asked.max_tokens * 4]
-    blocks.append({"type": "text", "text": text})
-    return Answer(
-        blocks=tuple(blocks), stop_reason="max_tokens" if cut else "end_turn", output_tokens=tokens_of(len(text))
-    )
-
-
-def message(asked: Asked, reply: Answer, *, id: str) -> dict[str, Any]:
-    """The simulated answer (`reply`) to a request (`asked`) as the JSON of an Anthropic Message."""
-    return {
-        "id": id,
-        "type": "message",
-        "role": "assistant",
-        "model": asked.model,
-        "content": list(reply.blocks),
-        "stop_reason": reply.stop_reason,
-        "stop_sequence": None,
-        "usage": usage(asked.input_tokens, reply.output_tokens),
-    }
-
-
-def usage(input_tokens: int, output_tokens: int) -> dict[str, Any]:
-    """A call's token counts, as in a Message's `usage`."""
-    return {
-        "input_tokens": input_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
-        "output_tokens": output_tokens,
-        "service_tier": "standard",
-    }
-
-
-def tokens_of(characters: int) -> int:
-    """The number of tokens that the simulated API counts for a text of this many characters: one for each four
-    characters, and at least one."""
-    return max(1, math.ceil(characters / 4))
 
 
 def _last_user_message(messages: Any) -> dict[str, Any]:
@@ -170,3 +150,91 @@ def _text(content: Any) -> tuple[str, bool]:
         elif isinstance(block.get("text"), str):
             texts.append(block["text"])
     return "\n".join(texts), is_result
+
+
+def answer(asked: Asked, *, output_tokens: int | None) -> Output:
+    """What the simulated model writes: `echo: ` and the last user message, filled up to `output_tokens` and cut at
+    `max_tokens`; or a call of the request's tool, until the request contains the tool's result."""
+    blocks: list[dict[str, Any]] = []
+    if asked.thinking:
+        blocks.append({"type": "thinking", "thinking": f"They said: {asked.prompt[:200]}", "signature": "c2ltdWxhdGVk"})
+    if asked.tool is not None:
+        schema = asked.tool.get("input_schema") or {}
+        argument = next(iter(schema.get("required") or schema.get("properties") or ()), "echo")
+        called = {"name": asked.tool.get("name", "tool"), "input": {argument: asked.prompt}}
+        blocks.append({"type": "tool_use", "id": "toolu_simulated", **called})
+        return Output(blocks=tuple(blocks), stop_reason="tool_use", tokens=_tokens_of(len(asked.prompt)))
+    text = f"echo: {asked.prompt}"
+    length = asked.script.tokens or output_tokens
+    if length is not None:
+        text = (text + _FILLING * (length * 4 // len(_FILLING) + 1))[: max(len(text), length * 4)]
+    is_cut = _tokens_of(len(text)) > asked.max_tokens
+    if is_cut:
+        text = text[: asked.max_tokens * 4]
+    blocks.append({"type": "text", "text": text})
+    stop_reason = "max_tokens" if is_cut else "end_turn"
+    return Output(blocks=tuple(blocks), stop_reason=stop_reason, tokens=_tokens_of(len(text)))
+
+
+def message(asked: Asked, output: Output, *, id: str) -> dict[str, Any]:
+    """The answer as the JSON of an Anthropic Message."""
+    return {
+        "id": id,
+        "type": "message",
+        "role": "assistant",
+        "model": asked.model,
+        "content": list(output.blocks),
+        "stop_reason": output.stop_reason,
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": asked.input_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": output.tokens,
+            "service_tier": "standard",
+        },
+    }
+
+
+def events(asked: Asked, output: Output, *, id: str, deltas: int) -> list[bytes]:
+    """The answer as the Server-Sent Events of Anthropic's stream; each block is cut into up to `deltas` pieces."""
+    whole = message(asked, output, id=id)
+    begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 1}}
+    found = [event("message_start", message=begun)]
+    for index, block in enumerate(output.blocks):
+        found.extend(_block(index, block, deltas=deltas))
+    ending = {"stop_reason": output.stop_reason, "stop_sequence": None}
+    found.append(event("message_delta", delta=ending, usage={"output_tokens": output.tokens}))
+    found.append(event("message_stop"))
+    return found
+
+
+def _block(index: int, block: dict[str, Any], *, deltas: int) -> Iterator[bytes]:
+    empty = dict(block)
+    pieces: list[dict[str, Any]]
+    if block["type"] == "tool_use":
+        empty["input"] = {}
+        parts = ["", *_cut(json.dumps(block["input"]), deltas)]
+        pieces = [{"type": "input_json_delta", "partial_json": part} for part in parts]
+    else:
+        delta, field = _PIECES[block["type"]]
+        empty[field] = ""
+        pieces = [{"type": delta, field: part} for part in _cut(block[field], deltas)]
+        if "signature" in block:
+            empty["signature"] = ""
+            pieces.append({"type": "signature_delta", "signature": block["signature"]})
+    yield event("content_block_start", index=index, content_block=empty)
+    if index == 0:
+        yield event("ping")
+    for piece in pieces:
+        yield event("content_block_delta", index=index, delta=piece)
+    yield event("content_block_stop", index=index)
+
+
+def _cut(text: str, deltas: int) -> list[str]:
+    pieces = min(deltas, len(text))
+    return [text[n * len(text) // pieces : (n + 1) * len(text) // pieces] for n in range(pieces)]
+
+
+def _tokens_of(characters: int) -> int:
+    return max(1, math.ceil(characters / 4))

@@ -9,24 +9,21 @@ from typing import NoReturn
 
 from aiohttp import web
 
-from service.simulated.errors import error_body
-from service.simulated.faults import Fault
-from service.simulated.streaming import event
+from service.simulated.faults import Fault, error_body, event
 
 _FOREVER_S = 10 * 365 * 86_400.0
 _HTML = b"<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gateway</h1></body></html>"
 
 
 def html(headers: Mapping[str, str]) -> web.Response:
-    """An HTTP response 502 with HTML, as a proxy in front of the API would send it if it could not reach the API."""
+    """502 with HTML, as a proxy sends it that cannot reach the API."""
     return web.Response(status=502, body=_HTML, headers={**headers, "content-type": "text/html"})
 
 
 async def send_message(
     request: web.BaseRequest, message: bytes, *, headers: Mapping[str, str], fault: Fault | None
 ) -> web.StreamResponse:
-    """Send the simulated answer (`message`: its JSON) as one body, not as a stream. `fault`: the fault to simulate, if
-    there is one."""
+    """Send an answer (`message`: its JSON) as one body."""
     headers = {**headers, "content-type": "application/json"}
     match fault.name if fault else "":
         case "broken_json":
@@ -41,8 +38,6 @@ async def send_message(
             half = len(message) // 2
             headers["content-length"] = str(len(message))
             return await _send(request, [message[:half], message[half:]], headers=headers, fault=fault)
-        case _:
-            pass
     return web.Response(body=message, headers=headers)
 
 
@@ -55,8 +50,7 @@ async def send_stream(
     fault: Fault | None,
     request_id: str,
 ) -> web.StreamResponse:
-    """Send the simulated answer as a stream of events, with a pause of `pause_s` seconds before each. `fault`: the
-    fault to simulate, if there is one."""
+    """Send an answer as a stream of events, with a pause of `pause_s` seconds before each."""
     headers = {**headers, "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
     events = list(events)
     half = max(1, len(events) // 2)
@@ -72,13 +66,11 @@ async def send_stream(
             events[half:] = [b"event: error\ndata: %b\n\n" % error]
         case "cut":
             del events[half:]
-        case _:
-            pass
     return await _send(request, events, headers=headers, fault=fault, pause_s=pause_s)
 
 
 async def reset(request: web.BaseRequest) -> NoReturn:
-    """End a client's connection with a TCP reset, to simulate a broken connection."""
+    """End a client's connection with a TCP reset."""
     if request.transport is not None:
         connection: socket.socket = request.transport.get_extra_info("socket")
         # With a linger time of zero, closing the socket sends RST.
@@ -88,7 +80,7 @@ async def reset(request: web.BaseRequest) -> NoReturn:
 
 
 async def hang() -> NoReturn:
-    """Send nothing until the client has disconnected, to simulate an API that hangs."""
+    """Send nothing until the client has disconnected."""
     await asyncio.sleep(_FOREVER_S)
     _break_off()
 
@@ -123,8 +115,6 @@ async def _send(
                     _break_off()
                 case "reset":
                     await reset(request)
-                case _:
-                    pass
         if name == "drip":
             for at in range(len(chunk)):
                 await response.write(chunk[at : at + 1])

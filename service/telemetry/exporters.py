@@ -38,7 +38,7 @@ def exporting(url: str | None, *, service_name: str) -> Iterator[TracerProvider 
         return
     exporter = OTLPSpanExporter(endpoint=url)
     # The queue is bounded (OTEL_BSP_MAX_QUEUE_SIZE, 2048 spans): further spans are dropped, so nothing blocks.
-    provider = TracerProvider(resource=_resource(service_name), shutdown_on_exit=False)
+    provider = TracerProvider(resource=resource_of(service_name), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     log.info(signals.TRACES_EXPORTED_TO, endpoint=url)
     try:
@@ -54,9 +54,9 @@ def exporting(url: str | None, *, service_name: str) -> Iterator[TracerProvider 
             log.warning(signals.TRACES_LOST, endpoint=url, error=f"not all spans were taken within {FLUSH_S:g} s")
 
 
-def _resource(service_name: str) -> Resource:
-    """The OpenTelemetry resource (service name, host and process) that spans name as their origin. The variables
-    OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override `service_name`."""
+def resource_of(service_name: str) -> Resource:
+    """The OpenTelemetry resource (service name, host and process) that spans and metrics name as their origin. The
+    variables OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override `service_name`."""
     found = Resource.create({SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{os.getpid()}"})
     if str(found.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):
         found = found.merge(Resource({SERVICE_NAME: service_name}))

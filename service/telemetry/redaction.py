@@ -21,7 +21,7 @@ _SECRETS: Final = re.compile(
 _HINT: Final = re.compile(r"sk-ant-|bearer\s|://", re.IGNORECASE)  # if this does not match, _SECRETS cannot match
 _SECRET_NAME: Final = re.compile(r"api[-_]?key|authorization|passw|secret|(^|[-_])token$|cookie", re.IGNORECASE)
 _CONTENT_NAMES: Final = frozenset({"answer", "body", "content", "messages", "prompt"})
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _LONGEST: Final = 2000
 """A value in a log event is cut after this many characters."""
 _DEEPEST: Final = 6
@@ -29,8 +29,9 @@ _DEEPEST: Final = 6
 
 
 def text(value: str) -> str:
-    """The text, made safe for logs: secrets (keys, passwords in URLs) are removed. Control characters and characters
-    that change the direction of text are escaped, so that the text cannot forge a log line."""
+    """The text, made safe for logs: secrets (keys, passwords in URLs) are removed. Control characters, characters
+    that change the direction of text and lone surrogates are escaped, so that the text can be written, and cannot forge
+    a log line."""
     shown = value if len(value) <= _LONGEST else value[:_LONGEST] + GONE
     if _HINT.search(shown):
         shown = _SECRETS.sub(_gone, shown)

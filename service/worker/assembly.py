@@ -1,53 +1,498 @@
-"""Creates every part of a worker process, connects the parts to each other, and closes them in reverse order."""
+"""Creates every part of a worker process, connects the parts, and closes them in reverse order: `assemble`."""
 
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from opentelemetry.trace import TracerProvider
 
 from consumers.attempt import Attempts
-from consumers.bodies.fetching import Fetching
-from consumers.bodies.web import WebBodies
-from consumers.capacity.pausing import Pausing
-from consumers.capacity.scaling import Scaling
+from consumers.bodies import Fetching, WebBodies
+from consumers.brake import Brake
 from consumers.claiming import Claiming
-from consumers.control.answer import Answers
+from consumers.clock import now_ms
+from consumers.control.brake import BrakeCommands
+from consumers.control.messages import ControlAnswers
 from consumers.control.queue import Control
-from consumers.dead_letters import DeadLetters
-from consumers.decoding import Decoding
-from consumers.failpoints import Failpoints
-from consumers.fairness.scouting import Scouting
-from consumers.gates.body import BodyGate
-from consumers.gates.claim import ClaimGate
-from consumers.gates.deadline import DeadlineGate
-from consumers.gates.schedule import ScheduleGate
+from consumers.decoding import Decoding, Parsing
+from consumers.fallen import Fallen
+from consumers.gates import Gate
+from consumers.gates.brake import BrakeGate
+from consumers.gates.budget import BudgetGate
+from consumers.gates.caps import CapsGate
+from consumers.gates.claim import ClaimGate, fetch_body
+from consumers.gates.route import await_route
+from consumers.gates.timing import defer_until_due, refuse_if_late
 from consumers.handler import Handler
-from consumers.job import now_ms
+from consumers.housekeeping import DeadLetters
+from consumers.job import Job, source_of
 from consumers.lifecycle import Lifecycle
-from consumers.parking import Parking
-from consumers.parsing import Parsing
-from consumers.replies.reply import Replies
-from consumers.replies.reply_retries import ReplyRetries
-from consumers.replies.sendable import Sendable
+from consumers.limits.accounts import Budgets, own_accounts
+from consumers.limits.base import BudgetSpec
+from consumers.limits.estimates import Estimates
+from consumers.pool import Pool
+from consumers.providers.anthropic import AnthropicProvider
+from consumers.providers.breakers import Breakers, Pauses
+from consumers.providers.cloud import KINDS, ExtraMissing
+from consumers.providers.registry import Provider, Registry
+from consumers.providers.routes import Routes
+from consumers.rate_limit import Parking
+from consumers.replies.reply import LargeAnswers, Replies, ReplyRetries
 from consumers.replies.sender import ReplySender
-from consumers.settle import Settler
-from consumers.state.opening import open_store
+from consumers.settle import Failpoints, Settler
+from consumers.slots.activity import LaneActivity
+from consumers.slots.admission import QueueAdmitter, SideQueueAdmitter, SideQueues
+from consumers.slots.lane_slots import LaneSlots, TenantShare
+from consumers.slots.pausing import Pausing, Watchdog
+from consumers.slots.scaling import SCOUT_PREFETCH, QueueLoad, ScaledQueue, Scaling, Scouted, Scouting
+from consumers.spending import Spending
+from consumers.state import open_store
+from consumers.state.base import FollowedStore, Store, StoreUnavailable
+from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.bodies import BodyStore
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import (
+    AccessRefused,
+    BrokerBlocked,
+    BrokerUnreachable,
+    SettingsError,
+    TopologyMismatch,
+)
 from lanekeeper.telemetry.tracing import Tracing
-from service.config.bodies_section import WEB
-from service.config.settings import Settings
-from service.worker.broker import apply_or_check, connection_for, management_of, watched_rights
-from service.worker.budgeting import open_budgeting
-from service.worker.open_providers import open_providers
-from service.worker.pool_factory import PoolFactory, ready_in
-from service.worker.worker import Worker
-from topology.broker.admin.deadletters import OldestMessages
-from topology.broker.admin.watch import TopologyWatch
-from topology.broker.deliveries import Deliveries
+from service.config.loading import variable
+from service.config.settings import FIRST, WEB, Settings
+from service.side_tasks import beside
+from service.worker.figures import QueueLengths, side_of
+from topology.broker.admin import WritingRights, apply, verify
+from topology.broker.consume import Deliveries, Heads, OldestMessages
+from topology.broker.management import Management, discover
 from topology.broker.notices import Notices
-from topology.declaration import RECOMMENDED, declare, is_before
+from topology.broker.watch import TopologyWatch
+from topology.declaration import RECOMMENDED, Topology, declare, is_before
+from topology.lanes import LaneSpec
+
+
+def connection_for(purpose: str, settings: Settings) -> Connection:
+    """Create a connection to the configured broker, without opening it. The broker lists it under a name that contains
+    `purpose`."""
+    return Connection(settings.broker_url, name=f"lanekeeper {purpose}", ssl_context=settings.ssl_context())
+
+
+async def management_of(settings: Settings, connection: Connection) -> Management | None:
+    """Find the management API of the broker to which `connection` is open; None if none is found."""
+    return await discover(
+        settings.broker_url,
+        settings.management,
+        connection=await connection.underlying(),
+        ssl_context=settings.tls.given_context(),
+    )
+
+
+@asynccontextmanager
+async def watched_rights(connection: Connection, names: Names) -> AsyncIterator[WritingRights]:
+    """Check that the worker's AMQP user may publish replies and events. If the broker cannot answer now, the check is
+    repeated in the background while the block runs.
+
+    Without this permission a worker would take requests, fail to publish their replies, and return the requests to
+    their queues, until they are dead-lettered because they were delivered too often. Raises AccessRefused."""
+    rights = WritingRights(connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")))
+    try:
+        await rights.check()
+    except (BrokerBlocked, BrokerUnreachable):
+        pass  # the broker has an alarm or is unreachable: the worker takes no requests until `rights.run` has checked
+    except AccessRefused as error:
+        raise AccessRefused(
+            f"a worker must be allowed to write: {error}; "
+            "give its user the rights that `lanekeeper topology export --user NAME:worker` shows"
+        ) from error
+    async with beside(rights.run(), name="rights"):
+        yield rights
+
+
+async def apply_or_check(topology: Topology, connection: Connection, *, declares: bool) -> None:
+    """Declare the topology (queues, exchanges, bindings) if `declares` is true; otherwise check that the broker has it.
+    Raises TopologyMismatch."""
+    if declares:
+        await apply(topology, await connection.underlying())
+        return
+    differences = (await verify(topology, None, await connection.underlying())).differences
+    if differences:
+        raise TopologyMismatch(
+            f"the broker's topology is not as declared ({len(differences)} differences): {differences[0].line}; "
+            "run: lanekeeper topology apply"
+        )
+
+
+def open_providers(
+    settings: Settings, *, traceparent: Callable[[], str | None], parsing: Parsing
+) -> tuple[AnthropicProvider, ...]:
+    """Create the clients of all providers to which requests can be routed, in the order in which they are called.
+    Raises SettingsError, which names all missing settings."""
+    found: list[AnthropicProvider] = []
+    problems: list[str] = []
+    for provider in settings.routes_spec().providers:
+        try:
+            found.append(open_provider(settings, provider.name, traceparent=traceparent, parsing=parsing))
+        except SettingsError as wrong:
+            problems.append(str(wrong))
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return tuple(found)
+
+
+def open_provider(
+    settings: Settings,
+    name: str,
+    *,
+    traceparent: Callable[[], str | None] = lambda: None,
+    parsing: Parsing | None = None,
+) -> AnthropicProvider:
+    """Create the client of one configured provider. Raises SettingsError if a setting is missing."""
+    common: dict[str, Any] = {
+        "traceparent": traceparent,
+        "parsing": parsing,
+        "max_answer_bytes": settings.answer_bytes,
+        "max_values": settings.json_values,
+    }
+    if name == FIRST:
+        if settings.api_key is None:
+            raise SettingsError(
+                "ANTHROPIC_API_KEY is not set: set it, or answer without a provider: lanekeeper serve --simulate"
+            )
+        return AnthropicProvider.at(settings.provider_url, api_key=settings.api_key, **common)
+    section = settings.providers[name]
+    for missing_setting in section.missing_for_calls():
+        raise SettingsError(f"{key_setting(name)} is {missing_setting.text}")
+    given = {
+        "api_key": None if section.api_key is None else section.api_key.get_secret_value(),
+        "base_url": None if section.base_url is None else section.base_url.get_secret_value(),
+        "region": section.region,
+        "project": section.project,
+    }
+    options = {option: value for option, value in given.items() if value is not None}
+    try:
+        return KINDS[section.kind](name=name, **common, **options)
+    except ExtraMissing as missing:
+        raise SettingsError(f"providers.{name}: {missing}") from None
+
+
+def key_setting(name: str) -> str:
+    """The name of the setting that holds a provider's key."""
+    return variable(("anthropic_api_key",) if name == FIRST else ("providers", name, "api_key"))
+
+
+HELD_FROM_S = 0.5
+"""A lane counts as waiting for a provider's budget once one of its requests has waited for that budget for this many
+seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budgeting:
+    """The parts of a worker that limit its calls to providers: budgets and daily caps, the gates that enforce them, and
+    the registry that makes the calls."""
+
+    budgets: Budgets
+    breakers: Breakers
+    spending: Spending
+    prices_as_of: str
+    registry: Registry
+    routes: Routes
+    caps_gate: CapsGate
+    budget_gate: BudgetGate
+
+    def waiting_for(self) -> Mapping[str, str]:
+        """The lanes whose requests wait for a provider's budget, each with the limit that they wait for, such as `rpm`
+        (requests per minute). Lanes whose requests have all waited for less than `HELD_FROM_S` are left out."""
+        return {
+            lane: waiting.reason
+            for lanes in self.budgets.waiting().values()
+            for lane, waiting in lanes.items()
+            if waiting.oldest_s >= HELD_FROM_S
+        }
+
+
+def open_budgeting(
+    settings: Settings,
+    providers: Sequence[Provider],
+    *,
+    store: Store,
+    brake: Brake,
+    lifecycle: Lifecycle,
+    tracing: Tracing,
+    rng: random.Random,
+    stack: AsyncExitStack,
+) -> Budgeting:
+    """Create the parts of a worker that limit its calls to providers; `stack` closes them."""
+    spec, prices = settings.budget_spec(), settings.prices.table()
+    budgets = _budgets(settings, spec, stack)
+    registry = Registry(*providers, tracing=tracing, prices=prices, learn=budgets.learn)
+    pauses = Pauses(registry.probe)
+    stack.push_async_callback(pauses.aclose)
+    breakers = Breakers(store, pauses=pauses, brake=brake)
+    spending = Spending(store, settings.caps.spec())
+    budget_gate = BudgetGate(
+        budgets,
+        breakers,
+        Estimates(first_output_tokens=spec.first_output_tokens, first_bytes_per_token=spec.first_bytes_per_token),
+        spec=spec,
+        now_ms=now_ms,
+        on_wait=lambda job, wait: lifecycle.publish(
+            job,
+            "deferred",
+            delay_ms=round(1000 * wait.seconds),
+            reason=wait.reason,
+            **({} if wait.is_known else {"guessed": True}),
+        ),
+    )
+    return Budgeting(
+        budgets=budgets,
+        breakers=breakers,
+        spending=spending,
+        prices_as_of=prices.as_of,
+        registry=registry,
+        routes=Routes(settings.routes_spec()),
+        caps_gate=CapsGate(
+            spending,
+            breakers,
+            prices=prices,
+            estimate=budget_gate.amounts,
+            now_ms=now_ms,
+            rng=rng,
+            publish=lifecycle.publish,
+        ),
+        budget_gate=budget_gate,
+    )
+
+
+def _budgets(settings: Settings, spec: BudgetSpec, stack: AsyncExitStack) -> Budgets:
+    """The providers' budgets. If the store is in Redis, all processes that use this store share the budgets; otherwise
+    the budgets belong to this process alone."""
+    if not settings.store.startswith(("redis://", "rediss://")):
+        return own_accounts(spec)
+
+    # Imported here, because these modules take 4 MiB of memory, which a worker with a SQLite store can save.
+    from consumers.state.redis.client import RedisClient
+    from consumers.state.redis.shared_turns import shared_accounts
+
+    client = RedisClient(settings.store)
+    stack.push_async_callback(client.aclose)
+    shared = shared_accounts(client, namespace=settings.namespace, spec=spec)
+    stack.push_async_callback(shared.aclose)
+    return shared
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """All parts of a worker process, created and connected to each other. `running.run` runs it."""
+
+    names: Names
+    lanes: tuple[LaneSpec, ...]
+    topology: Topology
+    consuming: Connection
+    publishing: Connection
+    publisher: Publisher
+    lengths: QueueLengths
+    store: FollowedStore
+    bodies: BodyStore | None
+    claiming: Claiming
+    control: Control
+    answers: ControlAnswers
+    parking: Parking
+    dead_letters: DeadLetters
+    reply_retries: ReplyRetries
+    brake: Brake
+    pausing: Pausing
+    watch: TopologyWatch
+    pools: tuple[Pool, ...]
+    scaling: Scaling
+    scouting: Scouting
+    watchdog: Watchdog
+    lifecycle: Lifecycle
+    lane_slots: Mapping[str, LaneSlots]
+    """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
+    budgeting: Budgeting
+    simulated: bool
+    """Whether a simulated provider answers the requests, so that their calls cost nothing."""
+    activities: tuple[LaneActivity, ...]
+
+    @property
+    def version(self) -> str:
+        return self.publishing.version
+
+    def reasons(self) -> Mapping[str, str | None]:
+        """The parts that must work before the worker takes requests, each with a text that says what is wrong with it,
+        or None if nothing is wrong."""
+        paused = self.paused_providers()
+        return {
+            "consume connection": self.consuming.trouble,
+            "publish connection": self.publishing.trouble or self.publishing.blocked,
+            "topology": self.watch.trouble,
+            "store": self.store.trouble,
+            "control queue": self.control.trouble,
+            "lanes": self.watchdog.trouble,
+            **(paused if len(paused) == len(self.budgeting.registry.names) else {}),
+            **{f"queue {pool.queue}": pool.trouble for pool in self.pools},
+        }
+
+    def limitations(self) -> Mapping[str, str]:
+        """What this worker can do its work without, each with the reason."""
+        braked = (f"lane {lane.name}" for lane in self.lanes if self.brake.of("lane", lane.name))
+        return {**self.paused_providers(), **dict.fromkeys(braked, "paused by an operator")}
+
+    def paused_providers(self) -> Mapping[str, str]:
+        """The providers that are paused, each with the reason. While another one can be called, the worker is ready."""
+        return {f"provider {name}": why for name, why in self.budgeting.breakers.pauses.reasons().items()}
+
+
+FALLEN_SLOTS = 8
+"""How many messages of `lane.fallen` (those that the broker dead-lettered or could not route) are worked on at a
+time."""
+SIDE_PREFETCH = 10_000
+"""The prefetch of the pool that consumes a lane's side queues. It equals the largest number of slots that a lane can
+have, because the pool works on the messages of its side queues with the slots of the lane's intake queue."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolFactory:
+    """Creates the pools of a worker, each of which consumes a queue and works on its requests, and collects them in
+    `made`."""
+
+    deliveries: Callable[..., Deliveries]
+    """A function that creates the consumer of a queue."""
+    counted: Collection[str]
+    """The names of the quorum queues: for their messages the broker counts the deliveries."""
+    names: Names
+    speakers: Sequence[str]
+    settler: Settler
+    tracing: Tracing
+    publisher: Publisher
+    shares: Mapping[str, TenantShare]
+    brake: Brake
+    made: list[Pool] = field(default_factory=list)
+    scouted: list[Scouted] = field(default_factory=list)
+    """The queues that may get a scout, that is, a further consumer that moves requests over their tenant's share to
+    side queues (`consumers/slots/scaling.py`)."""
+    lane_slots: dict[str, LaneSlots] = field(default_factory=dict)
+    """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
+    heads: dict[str, Heads] = field(default_factory=dict)
+    """What this process knows of each lane's side queues (for requests over their tenant's share), that is, their
+    lengths and first messages, by the name of the lane's intake queue."""
+    scaled: list[ScaledQueue] = field(default_factory=list)
+    activities: list[LaneActivity] = field(default_factory=list)
+
+    def add_lane(self, lane: LaneSpec, handler: Handler) -> None:
+        """Create a lane's pools (consumers): one for its due queue (retried and delayed requests; its slots are never
+        lent), one for its intake (new requests), and one for all its side queues (requests over their tenant's share),
+        which uses the intake's slots."""
+        activity = LaneActivity(lane.name, slots=lane.slots, due_slots=lane.due_slots)
+        self.activities.append(activity)
+        heads = Heads(self.names.side(lane.name, number) for number in range(lane.side_queues))
+        side_queues = None
+        if heads.queues:
+            side_queues = SideQueues(lane, heads, publisher=self.publisher, names=self.names, now_ms=now_ms)
+        lane_slots = LaneSlots(self.shares, None if side_queues is None else side_queues.has)
+        self.lane_slots[lane.name] = lane_slots
+        self.heads[self.names.intake(lane.name)] = heads
+        common: dict[str, Any] = {
+            "job_of": lambda delivery: Job(
+                delivery,
+                lane=lane,
+                source=source_of(delivery.message, self.names),
+                taken_ms=now_ms(),
+                speakers=self.speakers,
+            ),
+            "handle": handler.handle,
+            "activity": activity,
+            "brake": partial(self.brake.of, "lane", lane.name),
+        }
+        intake, due = lane_slots.queue(lane.slots), lane_slots.queue(lane.due_slots)
+        side_pool = None
+        if side_queues is not None:
+            deliveries = partial(
+                self.deliveries,
+                queue=side_of(self.names.intake(lane.name)),
+                counted=heads.queues[0] in self.counted,
+                heads=heads,
+            )
+            admitter = SideQueueAdmitter(intake, side_queues)
+            side_pool = self._pool(deliveries, 0, prefetch=SIDE_PREFETCH, admitter=admitter, **common)
+            self.made.append(side_pool)
+        for queue, queue_slots, its_side_pool, slots, reserved, max_slots in (
+            (self.names.due(lane.name), due, None, lane.due_slots, lane.due_slots, lane.most_due_slots),
+            (self.names.intake(lane.name), intake, side_pool, lane.slots, lane.reserved_slots, lane.most_slots),
+        ):
+            new_pool: Callable[..., Pool] = partial(
+                self._pool,
+                partial(self.deliveries, queue=queue, counted=queue in self.counted),
+                admitter=QueueAdmitter(queue_slots, side_queues, names=self.names),
+                **common,
+            )
+            self.made.append(new_pool(slots))
+            if side_queues is not None:
+                scout = partial(new_pool, 0, prefetch=SCOUT_PREFETCH)
+                self.scouted.append(Scouted(lane=lane.name, queue=queue, slots=queue_slots, scout=scout))
+            self.scaled.append(
+                ScaledQueue(
+                    lane=lane.name,
+                    pool=self.made[-1],
+                    new_pool=new_pool,
+                    load=QueueLoad(
+                        slots=slots, reserved=reserved, max_slots=max_slots, target_wait_s=lane.target_wait_s
+                    ),
+                    activity=activity,
+                    side=its_side_pool,
+                    resize=queue_slots.resize,
+                )
+            )
+
+    def add_fallen(self, lanes: Sequence[LaneSpec]) -> None:
+        """Create the pool that consumes `lane.fallen`, the queue of messages that the broker dead-lettered or could not
+        route. `lanes`: all lanes, including those that this worker does not consume."""
+        fallen = Fallen(lanes, names=self.names, now_ms=now_ms, speakers=self.speakers)
+        self.made.append(
+            self._pool(
+                partial(self.deliveries, queue=self.names.fallen),
+                FALLEN_SLOTS,
+                job_of=fallen.job_of,
+                handle=fallen.handle,
+                activity=LaneActivity("fallen", slots=FALLEN_SLOTS, due_slots=0),
+            )
+        )
+
+    async def ready_with_sides(self, connection: Connection, queues: list[str]) -> Mapping[str, int]:
+        """Ask the broker how many messages wait in each queue. The number for a lane's intake queue includes the
+        messages in the lane's side queues, as far as this process knows of them. Raises BrokerError."""
+        ready = await ready_in(connection, queues)
+        return {
+            queue: count + (self.heads[queue].ready if queue in self.heads else 0) for queue, count in ready.items()
+        }
+
+    async def unfetched(self, connection: Connection, queues: list[str]) -> Mapping[str, int]:
+        """How many messages wait in the queue of each of these pools. For the pool of a lane's side queues: 1 if a
+        message waits in a side queue from which none is held here. Raises BrokerError."""
+        sides = {side_of(intake): heads for intake, heads in self.heads.items()}
+        ready = await ready_in(connection, [queue for queue in queues if queue not in sides])
+        return {**ready, **{queue: int(sides[queue].next() is not None) for queue in queues if queue in sides}}
+
+    def lost_slots(self) -> Mapping[str, int]:
+        """For each lane: how many slots count as used without a request that runs."""
+        return {each.lane: self.lane_slots[each.lane].running - each.running for each in self.activities}
+
+    def _pool(
+        self, deliveries: Callable[..., Deliveries], slots: int, *, prefetch: int | None = None, **options: Any
+    ) -> Pool:
+        consumer = deliveries(prefetch=slots if prefetch is None else prefetch)
+        return Pool(consumer, slots=slots, settler=self.settler, tracing=self.tracing, **options)
+
+
+async def ready_in(connection: Connection, queues: list[str]) -> Mapping[str, int]:
+    """Ask the broker how many messages wait in each queue. Raises BrokerError."""
+    return {queue: depth.ready for queue, depth in (await depths(connection, queues)).items()}
+
 
 CONTROL_PREFETCH = 512
 """The prefetch of the control queue. It is high, because the store records all delivered control messages together,
@@ -102,10 +547,15 @@ async def assemble(
         reply_sender = ReplySender(publisher, own=direct_publisher)
         reply_rule = settings.reply_rule()
         store = await stack.enter_async_context(
-            open_store(settings.store, namespace=names.namespace, spec=settings.store_spec())
+            open_store(
+                settings.store, namespace=names.namespace, spec=settings.store_spec(), former=settings.former_store
+            )
         )
         claiming = Claiming(store)
         stack.push_async_callback(claiming.finish, within_s=FINISH_WITHIN_S)
+        brake = Brake(store)
+        with suppress(StoreUnavailable):  # then the worker takes no requests until `brake.run` has read it
+            await brake.read()
         failpoints = Failpoints(settings.failpoints)
         pausing = Pausing(
             {
@@ -114,30 +564,31 @@ async def assemble(
                 "store": lambda: store.trouble,
                 "topology": lambda: watch.hindrance,
                 "control queue": lambda: control.behind,
+                "brake": lambda: brake.behind,
             }
         )
         rng = random.Random()
         replies = Replies(reply_sender, rule=reply_rule, loses_large_parts=settings.bodies_url is not None)
         lifecycle = Lifecycle(notices, names=names, now_ms=now_ms)
         budgeting = open_budgeting(
-            settings, providers, store=store, lifecycle=lifecycle, tracing=tracing, rng=rng, stack=stack
+            settings, providers, store=store, brake=brake, lifecycle=lifecycle, tracing=tracing, rng=rng, stack=stack
         )
         stack.push_async_callback(budgeting.spending.finish, within_s=FINISH_WITHIN_S)
-        reply_retries = ReplyRetries(claiming, max_waiting=settings.reply_to.waiting)
+        reply_retries = ReplyRetries(max_waiting=settings.reply_to.waiting)
         parking = Parking(invalid_per_hour=settings.dead.invalid_per_hour)
-        decoding = Decoding(parsing, budgeting.routes, max_values=settings.json_values)
+        decoding = Decoding(parsing, budgeting.routes.of, max_values=settings.json_values)
         body_store, spec = settings.body_store(), settings.bodies
         web = WebBodies([url for url in spec.allow if url.startswith(WEB)], private=spec.allow_private)
         bodies = Fetching(body_store, others=[*spec.allowed_stores(), web], most_bytes=spec.most_bytes)
         stack.push_async_callback(bodies.aclose, within_s=FINISH_WITHIN_S)
-        sendable = Sendable(
+        large_answers = LargeAnswers(
             publisher,
             answer_bytes=settings.answer_bytes,
             bodies=body_store,
             over_bytes=spec.answers_over_bytes,
             keep_s=settings.results.keep_s,
         )
-        stack.push_async_callback(sendable.aclose, within_s=FINISH_WITHIN_S)
+        stack.push_async_callback(large_answers.aclose, within_s=FINISH_WITHIN_S)
         settler = Settler(
             publisher,
             replies=replies,
@@ -149,23 +600,25 @@ async def assemble(
             now_ms=now_ms,
             failpoints=failpoints,
             parking=parking,
-            sendable=sendable,
+            large_answers=large_answers,
             bodies=bodies,
         )
+        claim_gate = ClaimGate(claiming, now_ms=now_ms)
+        brake_gate = BrakeGate(brake, claiming, now_ms=now_ms, rng=rng, publish=lifecycle.publish)
         handler = Handler(
             gates=(
-                DeadlineGate(now_ms=now_ms),
-                ScheduleGate(claiming, now_ms=now_ms),
-                ClaimGate(claiming, now_ms=now_ms),
-                BodyGate(bodies, decoding, now_ms=now_ms),
-                budgeting.route_gate,
-                budgeting.caps_gate,
-                budgeting.budget_gate,
+                Gate(partial(refuse_if_late, breakers=budgeting.breakers, now_ms=now_ms)),
+                Gate(partial(defer_until_due, claiming=claiming, bodies=bodies, now_ms=now_ms)),
+                Gate(brake_gate.enter),
+                Gate(claim_gate.enter, claim_gate.leave),
+                Gate(partial(fetch_body, fetching=bodies, decoding=decoding, now_ms=now_ms)),
+                Gate(partial(await_route, breakers=budgeting.breakers, now_ms=now_ms, rng=rng)),
+                Gate(budgeting.caps_gate.enter, budgeting.caps_gate.leave),
+                Gate(budgeting.budget_gate.enter, budgeting.budget_gate.leave),
             ),
             attempts=Attempts(
                 budgeting.registry,
                 breakers=budgeting.breakers,
-                route_gate=budgeting.route_gate,
                 budget_gate=budgeting.budget_gate,
                 replies=replies,
                 lifecycle=lifecycle,
@@ -175,7 +628,7 @@ async def assemble(
                 rng=rng,
             ),
             replies=replies,
-            names=names,
+            exchange=names.requests,
             failpoints=failpoints,
             decoding=decoding,
             needs_user_id=settings.needs_user_id,
@@ -186,15 +639,19 @@ async def assemble(
             names=names,
             speakers=settings.speakers,
             settler=settler,
-            reply_retries=reply_retries,
             tracing=tracing,
             publisher=publisher,
             shares=settings.fair.tenants,
+            brake=brake,
         )
         for lane in worked_lanes:
             pools.add_lane(lane, handler)
         pools.add_fallen(all_lanes)
-        answers = Answers(reply_sender, rule=reply_rule, notices=notices)
+
+        def is_braked(lane: str) -> bool:
+            return brake.of("lane", lane) is not None
+
+        answers = ControlAnswers(reply_sender, rule=reply_rule, notices=notices)
         control = Control(
             Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.check_soon),
             claiming=claiming,
@@ -204,6 +661,14 @@ async def assemble(
             ready=partial(ready_in, consuming, [names.control]),
             kept_s=settings.store_spec().cancelled_s,
             per_tenant_s=settings.control.per_tenant_s,
+            brake=BrakeCommands(
+                brake,
+                store,
+                operators=settings.operators,
+                lanes=[lane.name for lane in all_lanes],
+                providers=budgeting.registry.names,
+                now_ms=now_ms,
+            ),
             speakers=settings.speakers,
             needs_user_id=settings.needs_user_id,
         )
@@ -213,6 +678,8 @@ async def assemble(
             topology=topology,
             consuming=consuming,
             publishing=publishing,
+            publisher=publisher,
+            lengths=QueueLengths(consuming, worked_lanes, names=names),
             store=store,
             bodies=body_store,
             claiming=claiming,
@@ -227,6 +694,7 @@ async def assemble(
                 now_ms=now_ms,
             ),
             reply_retries=reply_retries,
+            brake=brake,
             pausing=pausing,
             watch=watch,
             pools=tuple(pools.made),
@@ -235,8 +703,11 @@ async def assemble(
                 depths=partial(pools.ready_with_sides, consuming),
                 now_ms=now_ms,
                 waiting_for=budgeting.waiting_for,
+                is_braked=is_braked,
             ),
-            scouting=Scouting(pools.scouted, depths=partial(ready_in, consuming)),
+            scouting=Scouting(pools.scouted, depths=partial(ready_in, consuming), is_braked=is_braked),
+            watchdog=Watchdog(pools.made, unfetched=partial(pools.unfetched, consuming), lost_slots=pools.lost_slots),
+            lifecycle=lifecycle,
             lane_slots=pools.lane_slots,
             budgeting=budgeting,
             simulated=simulated,

@@ -2,26 +2,24 @@
 at the end stops the worker's parts in the right order."""
 
 import asyncio
+import gc
 import os
 import platform
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from typing import Final
 
-from consumers.capacity.activity import quantile
-from consumers.capacity.pace import noting
-from consumers.job import now_ms
-from consumers.storekeeping import probing, sweeping
-from lanekeeper.amqp.depth import depths
-from lanekeeper.contract.messages import Message
-from lanekeeper.contract.names import STATUS_KEY, Names
+from consumers.housekeeping import probing, sweeping
+from consumers.slots.activity import WINDOWS, note_ends
+from lanekeeper.contract.names import STATUS_KEY
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 from service.side_tasks import beside, end
-from service.worker.worker import Worker
-from topology.broker.inbox import Inbox
-from topology.lanes import LaneSpec
+from service.sketches import quantiles
+from service.worker.assembly import Worker
+from service.worker.figures import status
+from topology.broker.consume import Inbox
 
 SUMMARY_EVERY_S = 60
 """The seconds between two log events that sum up the state of a lane (its depth, waits and throughput)."""
@@ -37,7 +35,8 @@ async def run(
 ) -> None:
     """Run a worker until `stop` is set. Then stop consuming, return to the broker the requests for which no call to a
     provider has begun, let running calls finish within `grace_s` seconds, and return the requests whose calls have not
-    finished by then. `on_ready` is called once, when every queue is consumed."""
+    finished by then. `on_ready` is called once, when every queue is consumed. If a lane has lost slots, `stop` is set
+    here, and RuntimeError raised at the end."""
     async with asyncio.TaskGroup() as group:
         consuming = {
             **{f"pool {pool.queue}": pool.run() for pool in worker.pools},
@@ -48,9 +47,11 @@ async def run(
         supporting = {
             "status": _answer_status(worker),
             "summary": _summarise(worker),
+            "lengths": worker.lengths.run(),
             "claims": worker.claiming.run(),
+            "brake": worker.brake.run(),
             "probing": probing(worker.store),
-            "pace": noting(worker.store, worker.activities),
+            "pace": note_ends(worker.store, worker.activities),
             "sweeping": sweeping(worker.store, worker.bodies, owner=uuid.uuid4().hex),
             "dead letters": worker.dead_letters.run(owner=uuid.uuid4().hex),
             "pausing": worker.pausing.run((*worker.pools, worker.scaling, worker.scouting)),
@@ -60,8 +61,11 @@ async def run(
         background = [group.create_task(work, name=name) for name, work in supporting.items()]
         announcing = group.create_task(_announce(worker, on_ready), name="announce")
         stopping = group.create_task(stop.wait(), name="stop")
-        ended, _ = await asyncio.wait((stopping, *pools, *background), return_when=asyncio.FIRST_COMPLETED)
-        if stopping not in ended:  # the process must end: a lane that nobody consumes would look like an idle lane
+        watching = group.create_task(worker.watchdog.run(), name="watchdog")
+        ended, _ = await asyncio.wait((stopping, watching, *pools, *background), return_when=asyncio.FIRST_COMPLETED)
+        if watching in ended:
+            stop.set()
+        elif stopping not in ended:  # the process must end: a lane that nobody consumes would look like an idle lane
             raise RuntimeError(f"{', '.join(task.get_name() for task in ended)} ended by itself")
         running = sum(activity.running for activity in worker.activities)
         log.info(signals.SERVICE_STOPPING, running=running, grace_s=grace_s)
@@ -71,8 +75,10 @@ async def run(
         ]
         _, late = await asyncio.wait((*stops, *pools), timeout=grace_s)
         orphaned = sum(activity.running for activity in worker.activities) if late else 0
-        await end((*late, *background, announcing))
+        await end((*late, *background, announcing, watching))
         log.info(signals.SERVICE_STOPPED, orphaned=orphaned)
+        if watching in ended:
+            raise RuntimeError(worker.watchdog.trouble)
 
 
 async def _stop(worker: Worker) -> None:
@@ -106,7 +112,7 @@ async def _answer_status(worker: Worker) -> None:
             ):
                 async for question in inbox:
                     if question.type == STATUS_KEY:  # other types are answered from the control queue
-                        await _send_status(worker, question, worker_name)
+                        await worker.answers.tell(question, status(worker, worker_name), control="accepted")
         await asyncio.sleep(1)  # a lost connection opens again by itself, with its own back-off
 
 
@@ -119,76 +125,40 @@ async def _bind_again(inbox: Inbox) -> None:
             await inbox.bind()
 
 
-async def _send_status(worker: Worker, question: Message, worker_name: str) -> None:
-    """Answer a status question with the counts and states of this worker's lanes, budgets, circuit breakers and
-    tenants."""
-    budgeting = worker.budgeting
-    figures = {
-        "worker": worker_name,
-        "lanes": {activity.lane: dict(activity.snapshot()) for activity in worker.activities},
-        "waiting": {
-            account: {lane: asdict(waiting) for lane, waiting in lanes.items()}
-            for account, lanes in budgeting.budgets.waiting().items()
-        },
-        "paused_until_ms": {
-            account: now_ms() + round(1000 * remaining_s) for account, remaining_s in budgeting.budgets.paused().items()
-        },
-        "breakers": dict(budgeting.breakers.states(asyncio.get_running_loop().time())),
-        "spent": {
-            kind: {name: spent._asdict() for name, spent in by_name.items()}
-            for kind, by_name in budgeting.spending.totals().items()
-        },
-        "prices_as_of": budgeting.prices_as_of,
-        "simulated": worker.simulated,
-        "tenants": {lane: slots.snapshot() for lane, slots in worker.lane_slots.items()},
-        "undelivered": worker.reply_retries.given_up,
-        "dead_letters": {
-            "exported": worker.dead_letters.exported,
-            "dropped": worker.dead_letters.dropped,
-            "unparked": worker.parking.unparked,
-        },
-        "control": {
-            "refused": worker.answers.refused,
-            "unanswered": worker.answers.unanswered,
-            "displaced": worker.control.displaced,
-        },
-    }
-    await worker.answers.tell(question, figures, control="accepted")
-
-
 async def _summarise(worker: Worker) -> None:
     """Log a summary of each lane once a minute, until cancelled."""
     while True:
         await asyncio.sleep(SUMMARY_EVERY_S)
-        await summarise_once(worker)
+        summarise_once(worker)
 
 
-async def summarise_once(worker: Worker) -> None:
+def summarise_once(worker: Worker) -> None:
     """Log one line for each lane, with values that `lanekeeper status` shows too: depth, consumers, running requests,
     waits, throughput."""
-    queues = {lane.name: _queues(worker.names, lane) for lane in worker.lanes}
-    try:
-        depth_of = await depths(worker.consuming, [queue for names in queues.values() for queue in names])
-    except BrokerError as error:
-        log.warning(signals.BROKER_UNREACHABLE, connection="consume", reason=str(error))
-        return
     for activity in worker.activities:
-        figures = activity.snapshot()
-        intake, *others = (depth_of[queue] for queue in queues[activity.lane])
-        waits = sorted(figures["waits_ms"])
+        figures, intake = activity.snapshot(), worker.lengths.intake(activity.lane)
+        waiting, (waits, _) = worker.lengths.waiting(activity.lane), activity.recent.over(WINDOWS["5m"])
+        wait_ms = quantiles(waits)
         log.info(
             signals.LANE_SUMMARY,
             lane=activity.lane,
-            depth=intake.ready + sum(queue.ready for queue in others) + worker.lane_slots[activity.lane].in_hand,
-            consumers=intake.consumers,
+            depth=None if waiting is None else waiting + worker.lane_slots[activity.lane].in_hand,
+            consumers=None if intake is None else intake.consumers,
             running=figures["running"],
-            wait_p50_ms=quantile(waits, 0.5),
-            wait_p95_ms=quantile(waits, 0.95),
+            wait_p50_ms=wait_ms["p50"],
+            wait_p95_ms=wait_ms["p95"],
             per_min=figures["throughput_per_min"],
         )
 
 
-def _queues(names: Names, lane: LaneSpec) -> tuple[str, ...]:
-    """The names of a lane's queues: intake, due queue, side queues."""
-    sides = (names.side(lane.name, number) for number in range(lane.side_queues))
-    return names.intake(lane.name), names.due(lane.name), *sides
+THRESHOLD: Final = 10_000
+"""After how many new objects Python's garbage collector runs. Python's default is 700, and a few requests create as
+many objects, so the collector would run very often."""
+
+
+def tune() -> None:
+    """Make the garbage collector ignore all objects that exist now, and scan others less often. Call it once, when all
+    parts of the worker have been created."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(THRESHOLD)

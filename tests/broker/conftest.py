@@ -9,9 +9,8 @@ from aio_pika.abc import AbstractConnection
 from lanekeeper.contract.names import Names
 from tests.support.brokers import Vhost, version_of
 from tests.support.lanes import LANES
-from topology.broker.admin.management import Management, discover
-from topology.declaration import declare
-from topology.model import Topology
+from topology.broker.management import Management, discover
+from topology.declaration import Topology, declare
 
 
 @pytest.fixture

@@ -7,18 +7,17 @@ import pytest
 from aiormq.connection import Connection as Underlying
 from structlog.testing import capture_logs
 
-from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.depth import depths
-from lanekeeper.amqp.driver import alarms
+from lanekeeper.amqp import driver
+from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerBlocked, BrokerUnreachable, ConfirmUnknown
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
-from service.private_broker.broker import PrivateBroker
+from service.private_broker import PrivateBroker
 from tests.support.alarms import memory_alarm
 from tests.support.waiting import until
-from topology.broker.admin.rights import WritingRights, check_write_rights
+from topology.broker.admin import WritingRights
 
 MESSAGE = Message(body=b"x")
 
@@ -26,7 +25,7 @@ MESSAGE = Message(body=b"x")
 def test_the_methods_of_aiormq_that_we_override_still_exist() -> None:
     for name in ("_Connection__handle_connection_blocked", "_Connection__handle_connection_unblocked"):
         assert name in vars(Underlying), "aiormq has changed: an alarm would not be noticed"
-        assert name in vars(alarms.UnderlyingConnection)
+        assert name in vars(driver.UnderlyingConnection)
 
 
 @pytest.mark.every_version
@@ -76,41 +75,6 @@ async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(o
         await until(
             is_there
         )  # the one before, the one whose outcome is unknown, the one published surely, the one after
-
-
-async def test_a_connection_that_was_lost_while_blocked_is_not_blocked_when_it_is_back(
-    own_broker: PrivateBroker,
-) -> None:
-    async with Connection(own_broker.amqp_url, name="publish") as connection:
-        publisher = Publisher(connection, tracing=Tracing())
-        async with memory_alarm(own_broker.amqp_url):
-            with pytest.raises(ConfirmUnknown):
-                await publisher.publish(MESSAGE, exchange="", routing_key="x", mandatory=False, timeout_s=1)
-            await until(lambda: connection.blocked)
-            await (await connection.underlying()).close()
-            await until(lambda: connection.openings == 2)
-            assert connection.blocked is None
-        await publisher.publish(MESSAGE, exchange="", routing_key="x", mandatory=False)
-
-
-async def test_during_an_alarm_the_right_to_write_is_unknown_and_the_check_delivers_nothing(
-    own_broker: PrivateBroker,
-) -> None:
-    async with (
-        Connection(own_broker.amqp_url, name="publish") as connection,
-        Connection(own_broker.amqp_url, name="look") as looking,
-    ):
-        channel = await looking.channel(confirms=False)
-        queue = (await channel.queue_declare("", exclusive=True)).queue or ""
-        async with memory_alarm(own_broker.amqp_url):
-            began_s = time.monotonic()
-            with pytest.raises((BrokerUnreachable, BrokerBlocked)):
-                await check_write_rights(connection, (("", queue),))
-            print(f"not known after {time.monotonic() - began_s:.1f} s")
-            assert time.monotonic() - began_s < 60
-        await connection.flowing(timeout_s=60)
-        await check_write_rights(connection, (("", queue),))
-        assert (await channel.queue_declare(queue, passive=True)).message_count == 0
 
 
 async def test_a_missing_right_hidden_by_an_alarm_is_found_when_the_alarm_ends(own_broker: PrivateBroker) -> None:

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import aiormq
 import pytest
-import structlog.testing
 
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.driver.alarms import UnderlyingConnection
-from service.private_broker.broker import PrivateBroker
+from service.private_broker import PrivateBroker
 from tests.support.brokers import Vhost
-from tests.support.connections import close_connection
-from tests.support.waiting import STARTED_S, until
+from tests.support.waiting import STARTED_S
 
 APPLICATION = """
 import asyncio, logging, sys
@@ -74,21 +71,3 @@ async def test_aiormqs_own_log_lines_are_kept_for_the_applications_other_connect
         with caplog.at_level(logging.WARNING), pytest.raises(aiormq.exceptions.AMQPConnectionError):
             await aiormq.connect("amqp://guest:guest@127.0.0.1:1/")
     assert [record.name for record in caplog.records] == ["aiormq.connection"]
-
-
-async def test_every_error_of_the_driver_while_connecting_is_reported_as_broker_unreachable(
-    vhost: Vhost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """aiormq raises a bare `Exception` if the connection closes between two steps of opening it."""
-
-    async def closes(_: UnderlyingConnection) -> bool:
-        monkeypatch.undo()
-        raise Exception
-
-    async with Connection(vhost.amqp_url, name=vhost.name) as connection:
-        with structlog.testing.capture_logs() as events:
-            monkeypatch.setattr(UnderlyingConnection, "connect", closes)
-            await close_connection(vhost, vhost.name)
-            await until(lambda: connection.openings == 2)
-    (told,) = [each for each in events if each["event"] == "broker.unreachable"]
-    assert "closed the connection" in told["reason"]

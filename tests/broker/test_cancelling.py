@@ -8,8 +8,7 @@ import pytest
 
 from lanekeeper.amqp.connection import Connection
 from tests.support.brokers import Vhost
-from topology.broker.deliveries import Deliveries
-from topology.broker.inbox import Inbox
+from topology.broker.consume import Deliveries, Inbox
 
 TIMES = 150
 WITHIN_S = 0.015

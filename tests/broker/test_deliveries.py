@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 
-from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.depth import depths
+from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.messages import Message
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.waiting import until
-from topology.broker import deliveries as deliveries_module
-from topology.broker.deliveries import Deliveries
-from topology.broker.session import ChannelLost, Delivery
+from topology.broker.consume import ChannelLost, Deliveries, Delivery
 
 QUORUM: dict[str, Any] = {"x-queue-type": "quorum"}
 
@@ -135,46 +132,21 @@ async def test_several_deliveries_are_acknowledged_at_once_and_unfinished_ones_a
 
 
 @pytest.mark.every_version
-async def test_a_delivery_count_header_from_a_client_is_ignored(lines: Lines) -> None:
-    seen: list[int | None] = []
-
-    async def look(delivery: Delivery) -> None:
-        seen.append(delivery.times_delivered)
-        await delivery.ack()
-
-    async with lines.at_work(look):
-        await lines.publish(b"x", headers={"x-delivery-count": 30, "x-acquired-count": 30})
-        await until(lambda: seen)
-    assert seen == [1]
-
-
-@pytest.mark.every_version
-async def test_a_rejected_delivery_is_counted(lines: Lines) -> None:
-    seen: list[int | None] = []
-
-    async def reject_twice(delivery: Delivery) -> None:
-        seen.append(delivery.times_delivered)
-        await (delivery.reject() if len(seen) < 3 else delivery.ack())
-
-    async with lines.at_work(reject_twice):
-        await lines.publish(b"x")
-        await until(lambda: len(seen) == 3)
-    assert seen == [1, 2, 3]
-
-
-@pytest.mark.every_version
-async def test_a_nacked_delivery_is_counted_only_before_4_3(lines: Lines) -> None:
+@pytest.mark.parametrize("how", ["reject", "nack"])
+async def test_a_rejected_delivery_is_counted_whatever_its_headers_say_and_a_nacked_one_only_before_4_3(
+    lines: Lines, how: str
+) -> None:
     seen: list[int | None] = []
 
     async def give_back_twice(delivery: Delivery) -> None:
         seen.append(delivery.times_delivered)
-        await (delivery.nack() if len(seen) < 3 else delivery.ack())
+        await (getattr(delivery, how)() if len(seen) < 3 else delivery.ack())
 
     async with lines.at_work(give_back_twice):
-        await lines.publish(b"x")
+        await lines.publish(b"x", headers={"x-delivery-count": 30} if how == "reject" else {})
         await until(lambda: len(seen) == 3)
     version = tuple(int(part) for part in lines.vhost.version.split(".")[:2])
-    assert seen == ([1, 1, 1] if version >= (4, 3) else [1, 2, 3])
+    assert seen == ([1, 1, 1] if how == "nack" and version >= (4, 3) else [1, 2, 3])
 
 
 @pytest.mark.oldest_version
@@ -275,24 +247,6 @@ async def test_a_stop_does_not_wait_for_a_missing_queue(lines: Lines) -> None:
     await asyncio.wait_for(running, 60)
 
 
-async def test_a_stop_while_a_channel_is_opened_takes_nothing(lines: Lines) -> None:
-    await lines.publish(b"x")
-    deliveries = Deliveries(lines.consuming, queue="some", prefetch=1)
-    taken: list[Delivery] = []
-
-    async def run() -> None:
-        async for session in deliveries.sessions():
-            async for delivery in session:
-                taken.append(delivery)
-
-    running = asyncio.create_task(run())
-    await asyncio.sleep(0)  # it is waiting for its channel
-    await deliveries.stop()
-    await asyncio.wait_for(running, 60)
-    assert not taken
-    await lines.until_ready(1)
-
-
 async def test_deliveries_held_over_a_pause_and_later_ones_are_each_settled_once(lines: Lines) -> None:
     settled: list[bytes] = []
     go = asyncio.Event()
@@ -357,45 +311,6 @@ async def test_after_a_channel_error_a_new_channel_gets_the_unsettled_messages_a
         await lines.until_ready(0)
     assert "PRECONDITION_FAILED" in str(lines.lost[0])
     assert lines.consuming.openings == 1, "the connection was kept"
-
-
-async def test_each_time_a_channel_is_lost_at_once_the_pause_before_the_next_one_grows(
-    lines: Lines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paused_after: list[int] = []
-
-    def short_pause_s(failures: int, *, first_s: float, cap_s: float) -> float:
-        paused_after.append(failures)
-        return 0.0
-
-    async def refuse(delivery: Delivery) -> None:
-        delivery.tag = 99  # a delivery tag that the broker does not know: 406 PRECONDITION_FAILED
-        await delivery.ack()
-
-    monkeypatch.setattr(deliveries_module, "pause_s", short_pause_s)
-    async with lines.at_work(refuse):
-        await lines.publish(b"1")
-        await until(lambda: len(paused_after) >= 4)
-    assert paused_after[:4] == [1, 2, 3, 4]
-
-
-@pytest.mark.oldest_version
-async def test_a_queue_whose_consumer_was_cancelled_is_reported_as_possibly_missing(lines: Lines) -> None:
-    asked = asyncio.Event()
-    deliveries = Deliveries(lines.consuming, queue="some", prefetch=1, on_missing=asked.set)
-
-    async def run() -> None:
-        async for session in deliveries.sessions():
-            with pytest.raises(ChannelLost):
-                await anext(session)
-
-    running = asyncio.create_task(run())
-    await until(lambda: deliveries.trouble is None)
-    channel = await lines.publisher.connection.channel(confirms=False)
-    await channel.queue_delete("some")
-    await asyncio.wait_for(asked.wait(), 60)
-    await deliveries.stop()
-    await asyncio.wait_for(running, 60)
 
 
 async def test_a_stop_does_not_wait_for_a_missing_connection(lines: Lines) -> None:

@@ -7,7 +7,7 @@ import pytest
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import AccessRefused, TopologyMismatch
 from tests.support.brokers import Vhost
-from topology.broker.admin.rights import check_write_rights
+from topology.broker.admin import check_write_rights
 
 pytestmark = pytest.mark.oldest_version
 

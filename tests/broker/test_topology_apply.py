@@ -8,14 +8,13 @@ import pytest
 from aio_pika.abc import AbstractConnection
 
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import BrokerUnreachable, TopologyMismatch
+from lanekeeper.contract.problems import TopologyMismatch
 from tests.support.brokers import Vhost
 from tests.support.lanes import LANES
-from topology.broker.admin.apply import apply, bind, declare_exchange, declare_queue
-from topology.broker.admin.management import Management
-from topology.declaration import declare
+from topology.broker.admin import apply, declare_exchange, declare_queue
+from topology.broker.management import Management
+from topology.declaration import Exchange, Queue, Topology, declare
 from topology.lanes import BATCH, CRITICAL, NORMAL
-from topology.model import Binding, Exchange, Queue, Topology
 from topology.plan import compare
 
 pytestmark = pytest.mark.usefixtures("few_delay_levels")
@@ -66,38 +65,6 @@ async def test_two_installations_share_a_virtual_host(
 
     assert await lines(declared, management) == []
     assert await lines(other, management) == []
-
-
-@pytest.mark.oldest_version
-async def test_applying_deletes_nothing(
-    declared: Topology, connection: AbstractConnection, management: Management
-) -> None:
-    await apply(declared, connection)
-    channel = await connection.channel()
-    await declare_queue(channel, Queue("lane.gold", {"x-queue-type": "quorum"}))
-    await declare_exchange(channel, Exchange("lane.old", "topic"))
-    await bind(channel, Binding("lane.requests", "lane.gold", routing_key="gold.#"))
-
-    await apply(declare(LANES[:1], names=Names(), broker_version=declared.broker_version), connection)
-
-    found = await management.topology()
-    assert {each.name for each in declared.queues} | {"lane.gold"} == {each.name for each in found.queues}
-    assert {each.name for each in declared.exchanges} | {"lane.old"} == {each.name for each in found.exchanges}
-    assert len(found.bindings) == len(declared.bindings) + 1
-
-
-@pytest.mark.oldest_version
-async def test_a_missing_object_is_declared_again(
-    declared: Topology, connection: AbstractConnection, management: Management
-) -> None:
-    await apply(declared, connection)
-    channel = await connection.channel()
-    await channel.queue_delete("lane.batch.due")
-    await channel.exchange_delete("lane.due")
-
-    await apply(declared, connection)
-
-    assert await lines(declared, management) == []
 
 
 @pytest.mark.every_version
@@ -164,34 +131,3 @@ async def test_a_name_exclusively_used_by_another_client_is_reported(
     with pytest.raises(TopologyMismatch, match="an exclusive queue of another client"):
         await apply(declared, connection)
     await other.close()
-
-
-async def test_after_a_refusal_the_connection_can_be_used(
-    declared: Topology, connection: AbstractConnection, management: Management
-) -> None:
-    channel = await connection.channel()
-    await declare_exchange(channel, Exchange("lane.events", "fanout"))
-    with pytest.raises(TopologyMismatch):
-        await apply(declared, connection)
-    channel = await connection.channel()
-    await channel.exchange_delete("lane.events")
-
-    await apply(declared, connection)
-
-    assert await lines(declared, management) == []
-
-
-async def test_a_lost_connection_while_applying_is_reported(declared: Topology, connection: AbstractConnection) -> None:
-    await connection.close()
-
-    with pytest.raises(BrokerUnreachable):
-        await apply(declared, connection)
-
-
-async def test_applying_can_be_cancelled(declared: Topology, connection: AbstractConnection) -> None:
-    task = asyncio.create_task(apply(declared, connection))
-    await asyncio.sleep(0.02)
-    task.cancel()
-
-    with pytest.raises(asyncio.CancelledError):
-        await task

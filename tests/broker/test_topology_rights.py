@@ -7,16 +7,14 @@ from typing import Any
 import aio_pika
 import pytest
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
-from yarl import URL
 
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused
 from tests.support.brokers import Vhost
 from tests.support.serving import serving
 from tests.support.users import Act, Broker, imported_users
-from topology.broker.admin.apply import apply
-from topology.broker.admin.management import Management, discover
-from topology.broker.admin.verify import verify
+from topology.broker.admin import apply, verify
+from topology.broker.management import Management, discover
 from topology.delays import hop
 from topology.plan import compare
 
@@ -226,7 +224,6 @@ async def test_a_worker_may_do_its_work_and_nothing_else(broker_with_users: Brok
 
 NOT_FOR_OPERATORS = [
     publish("lane.requests", "nowhere.somebody.chat"),
-    publish("lane.dead", "normal.a.b"),
     publish("", "lane.critical"),
     get("lane.critical"),
     own_queue("lane.requests"),
@@ -244,6 +241,7 @@ async def test_an_operator_may_publish_to_any_lane_cancel_watch_read_dead_letter
     assert await it.may("operator", publish("lane.control", "cancel"))
     assert await it.may("operator", own_queue("lane.events"))
     assert await it.may("operator", get("lane.dead"))
+    assert await it.may("operator", publish("lane.dead", "normal.a.b")), "dead letters that were exported"
     assert compare(it.topology, await (await management_of(it, "operator")).topology()) == []
     assert [act.what for act in NOT_FOR_OPERATORS if await it.may("operator", act)] == []
 
@@ -262,14 +260,6 @@ async def test_a_deployer_may_apply_and_read_the_whole_topology(broker_with_user
     verification = await verify(it.topology, await management_of(it, "deployer"), connection)
     assert (verification.seen, verification.differences) == ("everything", ())
     assert not await it.may("deployer", declare_queue("orders"))
-
-
-async def test_no_other_role_may_apply_the_topology(broker_with_users: Broker) -> None:
-    it = broker_with_users
-
-    for role in ("application", "client", "worker", "operator"):
-        with pytest.raises(AccessRefused, match=r"`lanekeeper topology apply` needs a user that may configure"):
-            await apply(it.topology, await it.connection(role))
 
 
 async def test_a_worker_can_verify_the_objects_it_may_see(broker_with_users: Broker) -> None:
@@ -302,10 +292,3 @@ async def management_of(it: Broker, role: str) -> Management:
     found = await discover(it.url(role), it.management.url)
     assert found is not None
     return found
-
-
-async def test_a_wrong_password_is_refused(broker_with_users: Broker) -> None:
-    url = URL(broker_with_users.url("application")).with_password("wrong")
-
-    with pytest.raises((aio_pika.exceptions.AMQPConnectionError, asyncio.CancelledError)):
-        await aio_pika.connect(url)

@@ -14,13 +14,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
-from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
+from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 from tests.support.brokers import Vhost
-from topology.broker.admin import management as management_module
-from topology.broker.admin.apply import apply, bind
-from topology.broker.admin.management import Management, discover, is_same_broker
-from topology.broker.admin.verify import verify
-from topology.model import Binding, Topology
+from topology.broker import management as management_module
+from topology.broker.admin import apply, bind, verify
+from topology.broker.management import Management, discover, is_same_broker
+from topology.declaration import Binding, Topology
 
 pytestmark = pytest.mark.usefixtures("few_delay_levels")
 
@@ -73,24 +72,6 @@ async def test_without_the_management_api_missing_objects_are_found_and_the_limi
     )
 
 
-async def test_on_an_empty_virtual_host_everything_is_missing_with_and_without_the_api(
-    declared: Topology, connection: AbstractConnection, management: Management
-) -> None:
-    things = len(declared.exchanges) + len(declared.queues)
-
-    assert len((await verify(declared, None, connection)).missing) == things
-    assert len((await verify(declared, management, connection)).missing) == things + len(declared.bindings)
-
-
-async def test_verifying_changes_nothing(
-    declared: Topology, connection: AbstractConnection, management: Management
-) -> None:
-    await verify(declared, None, connection)
-    await verify(declared, management, connection)
-
-    assert (await management.topology()).queues == ()
-
-
 async def test_an_api_that_does_not_answer_is_reported(
     declared: Topology, connection: AbstractConnection, management: Management
 ) -> None:
@@ -119,15 +100,6 @@ async def test_the_api_of_another_broker_is_not_used(
     assert "is another broker's" in str(found.note)
 
 
-async def test_a_lost_connection_while_verifying_is_reported(
-    declared: Topology, connection: AbstractConnection
-) -> None:
-    await connection.close()
-
-    with pytest.raises(BrokerUnreachable):
-        await verify(declared, None, connection)
-
-
 @pytest.fixture
 def port_of_api(vhost: Vhost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the default port be that of the test's broker: the real port is rarely free."""
@@ -146,12 +118,6 @@ async def test_the_api_is_found_at_the_amqp_host(
 @pytest.mark.oldest_version
 async def test_an_api_that_refuses_the_amqp_user_counts_as_not_found(vhost: Vhost, port_of_api: None) -> None:
     assert await discover(str(URL(vhost.amqp_url).with_user("nobody").with_password("wrong"))) is None
-
-
-async def test_without_a_server_no_api_is_found(vhost: Vhost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(management_module, "PORT", 9)
-
-    assert await discover(vhost.amqp_url) is None
 
 
 async def test_credentials_in_the_management_url_are_used_before_those_of_the_amqp_url() -> None:
@@ -203,22 +169,6 @@ async def test_a_password_is_never_shown() -> None:
 
     assert "hidden" not in str(raised.value)
     assert "hidden" not in repr(shown)
-
-
-async def test_wrong_credentials_and_an_unknown_virtual_host_have_different_errors(management: Management) -> None:
-    with pytest.raises(AccessRefused, match="refuses user 'guest' \\(401\\)"):
-        await replace(management, user="guest", password="wrong").cluster_name()
-    with pytest.raises(BrokerError, match="knows no virtual host 'nowhere'"):
-        await replace(management, vhost="nowhere").topology()
-
-
-async def test_an_answer_that_is_no_json_is_reported() -> None:
-    async def page(request: web.Request) -> web.Response:
-        return web.Response(text="<html>", content_type="text/html")
-
-    async with answering(page) as url:
-        with pytest.raises(BrokerError, match="something else than JSON"):
-            await Management(url, "app", "secret", "/").cluster_name()
 
 
 async def test_an_answer_that_never_comes_ends_with_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

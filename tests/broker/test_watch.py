@@ -14,13 +14,11 @@ from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.lanes import LANES
 from tests.support.waiting import until
-from topology.broker.admin import watch as watching
-from topology.broker.admin.apply import apply
-from topology.broker.admin.management import Management, discover
-from topology.broker.admin.verify import verify
-from topology.broker.admin.watch import TopologyWatch
-from topology.declaration import declare
-from topology.model import Topology
+from topology.broker import watch as watching
+from topology.broker.admin import apply, verify
+from topology.broker.management import Management, discover
+from topology.broker.watch import TopologyWatch
+from topology.declaration import Topology, declare
 
 COMMAND = "run: lanekeeper topology apply"
 
@@ -108,14 +106,6 @@ async def test_a_process_that_declares_recreates_a_deleted_queue_and_reports_it(
     assert any(each["event"] == signals.QUEUE_DELETED and each["queues"] == ["lane.critical"] for each in logs)
     assert not (await verify(declared.topology, None, await declared.connection.underlying())).missing
     assert await declared.is_bound()
-
-
-async def test_a_lane_without_its_intake_does_not_stop_the_other_lanes(declared: Declared, often: None) -> None:
-    async with declared.watched() as watch:
-        await declared.delete_queue("lane.normal")
-        watch.check_soon()
-        await until(mentions(watch, "lane.normal is missing", COMMAND))
-        assert watch.hindrance is None
 
 
 @pytest.mark.oldest_version

@@ -2,16 +2,13 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
+import pytest
 from typing_extensions import override
 
 from consumers.claiming import Claiming
-from consumers.gates.claim import ClaimGate
-from consumers.job import Job
-from consumers.outcomes import Answered, Deferred, Outcome
 from consumers.state.base import (
     Cancelling,
     ClaimAnswer,
@@ -24,9 +21,8 @@ from consumers.state.base import (
     Stop,
     StoreUnavailable,
 )
-from consumers.state.following import Part, Refused
 from lanekeeper.contract import names as n
-from tests.support.jobs import NOW_MS, Bench, decoded, read
+from tests.support.jobs import NOW_MS, Bench
 from tests.support.memory_store import MemoryStore
 from tests.support.virtual_time import virtually
 
@@ -99,59 +95,72 @@ def test_claims_are_renewed_twice_a_second_while_they_are_held_and_otherwise_the
     assert virtually(story()) == [6, 12]
 
 
-class Followed(MemoryStore):
-    """A store whose requests are followed. It writes their entries when `writes` is set."""
+class SlowToRelease(MemoryStore):
+    """A store that needs `takes_s` for each release, or fails `fails` times before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_s: float = 0, fails: int = 0) -> None:
         super().__init__()
-        self.is_asked = asyncio.Event()
-        self.writes = asyncio.Event()
+        self.takes_s, self.fails = takes_s, fails
 
     @override
-    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
-        found = await super().claim(identity, fingerprint)
-        return replace(found, followed=True) if isinstance(found, Granted) else found
-
-    @override
-    async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
-        self.is_asked.set()
-        await self.writes.wait()
-        return [None] * len(parts)
+    async def release(self, held: Held, **how: Any) -> None:
+        await asyncio.sleep(self.takes_s)
+        if self.fails:
+            self.fails -= 1
+            raise StoreUnavailable("locked")
+        await super().release(held, **how)
 
 
-async def lost_while_its_entries_are_written(store: Followed, outcome: Outcome, completion: Completion | None) -> None:
-    """Let a request have this outcome, and lose its delivery before all of its entries are written."""
-    claiming = Claiming(store)
-    gate, job = ClaimGate(claiming, now_ms=lambda: NOW_MS), read(Bench().job())
+@pytest.mark.parametrize("slow", [{"takes_s": 8}, {"fails": 9}, {"takes_s": 25}])
+def test_a_request_that_is_deferred_again_and_again_is_no_poison_because_its_releases_are_slow(
+    slow: dict[str, Any],
+) -> None:
+    async def story() -> list[int]:
+        store = SlowToRelease()
+        claiming = Claiming(store)
+        deaths = []
+        for _ in range(6):
+            store.fails, store.takes_s = slow.get("fails", 0), slow.get("takes_s", 0)
+            job, began_s = Bench().job(exchange="lane.due"), asyncio.get_running_loop().time()
+            found = await claiming.claim(job)
+            assert isinstance(found, Granted)
+            deaths.append(found.deaths)
+            await claiming.release(job, due_ms=NOW_MS)
+            assert asyncio.get_running_loop().time() - began_s <= 1.01
+            await asyncio.sleep(30)
+            store.now_ms += 30_000
+        return deaths
 
-    async def ended(job: Job) -> None:
-        await gate.leave(job, decoded(job), outcome)
-        if completion is not None:
-            await claiming.complete(job, completion)
-
-    await gate.enter(job, decoded(job))
-    assert job.trail is not None
-    job.trail.tell("started")
-    ending = asyncio.create_task(ended(job))
-    await store.is_asked.wait()
-    ending.cancel()
-    with suppress(asyncio.CancelledError):
-        await ending
-    store.writes.set()
-    await claiming.finish(within_s=30)
-
-
-async def test_a_claim_is_given_back_although_the_delivery_is_lost_while_entries_are_written() -> None:
-    store = Followed()
-    await lost_while_its_entries_are_written(store, Deferred(delay_ms=10, reason="paused"), None)
-    assert store.log == ["claim", "release"]
+    assert virtually(story()) == [0] * 6
 
 
-async def test_an_answer_is_stored_although_the_delivery_is_lost_while_entries_are_written() -> None:
-    store = Followed()
-    answer = Completion(status="ok", body=b"{}", headers={}, ended_ms=NOW_MS)
-    await lost_while_its_entries_are_written(store, Answered(body=b"{}", model="m", provider="p"), answer)
-    assert store.log == ["claim", "stored"]
+def test_no_more_than_so_many_releases_go_on_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consumers.claiming.RELEASES_AT_MOST", 2)
+
+    async def story() -> list[str]:
+        store = SlowToRelease(takes_s=5)
+        claiming = Claiming(store)
+        for each in range(4):
+            job = Bench().job(message_id=f"m-{each}")
+            await claiming.claim(job)
+            await claiming.release(job)
+        await claiming.finish(within_s=30)
+        return store.log
+
+    assert virtually(story()) == ["claim"] * 4 + ["release"] * 2
+
+
+def test_a_claim_that_the_store_grants_too_late_is_given_back() -> None:
+    async def story() -> list[str]:
+        store, job = SlowToTell(), Bench().job()
+        claiming = Claiming(store)
+        with pytest.raises(StoreUnavailable):
+            await claiming.claim(job)
+        store.tells.set()
+        await claiming.finish(within_s=30)
+        return store.log
+
+    assert virtually(story()) == ["claim", "release"]
 
 
 def test_a_store_that_is_unavailable_is_asked_again_at_least_once_a_second() -> None:
@@ -194,3 +203,21 @@ async def test_a_request_that_has_ended_does_not_wait_unless_it_is_a_dead_letter
     for defer in (claiming.defer, claiming.defer_for_long):
         assert not await defer(ended, due_ms=NOW_MS, deadline_ms=NOW_MS)
         assert await defer(again, due_ms=NOW_MS, deadline_ms=NOW_MS)
+
+
+def test_a_claim_is_released_if_the_outcome_could_not_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(MemoryStore):
+        @override
+        async def complete(self, *_: Any, **__: Any) -> Completion | None:
+            raise StoreUnavailable("full")
+
+    async def story() -> list[str]:
+        store, job = Full(), Bench().job()
+        claiming = Claiming(store)
+        await claiming.claim(job)
+        with pytest.raises(StoreUnavailable):
+            await claiming.complete(job, Completion(status="ok", body=b"{}", headers={}, ended_ms=NOW_MS))
+        await claiming.finish(within_s=30)
+        return store.log
+
+    assert virtually(story()) == ["claim", "release"]

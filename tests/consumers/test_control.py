@@ -8,8 +8,8 @@ import pytest
 import structlog
 
 from consumers import claiming, settle
-from consumers.outcomes import Answered, Refused
-from consumers.state.base import Cancelling, Completion, Granted, Held, Identity, StoreUnavailable
+from consumers.outcomes import Answered
+from consumers.state.base import Cancelling, Completion, Identity, StoreUnavailable
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
@@ -58,13 +58,6 @@ def told(bench: Bench) -> dict[str, Any]:
     return found
 
 
-async def test_a_cancellation_is_recorded_answered_and_acknowledged(bench: Bench) -> None:
-    await read(bench, {"cancel": "m-1"})
-    assert bench.log == ["cancel", "confirmed: reply", "ack"]
-    assert told(bench) == {"id": "m-1", "outcome": "unseen", "kept_until": "2026-09-22T14:13:20.000Z"}
-    assert bench.to("").headers == {n.CONTROL: "accepted", n.REQUEST_ID: "m-1"}
-
-
 async def test_cancellations_that_displaced_earlier_ones_are_counted_and_logged_once_a_minute(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,72 +76,6 @@ async def test_cancellations_that_displaced_earlier_ones_are_counted_and_logged_
     assert reading.displaced == 3
     told = [each for each in logs if each["event"] == signals.CANCELLATION_DISPLACED]
     assert [(each["count"], each["displaced"]) for each in told] == [(1, 1)]
-
-
-async def test_the_cancellation_of_a_delayed_request_is_recorded(bench: Bench) -> None:
-    await bench.store.defer(Identity("", "m-1"), due_ms=NOW_MS, keep_until_ms=2 * NOW_MS)
-    await read(bench, {"cancel": "m-1"})
-    assert told(bench) == {"id": "m-1", "outcome": "recorded"}
-
-
-async def test_the_cancellation_of_a_request_that_runs_here_stops_it_at_once(bench: Bench) -> None:
-    job = bench.job()
-    await bench.claiming.claim(job)
-    await read(bench, {"cancel": "m-1"})
-    assert told(bench)["outcome"] == "told"
-    assert job.stopped == "cancelled"
-
-
-async def test_a_cancellation_changes_nothing_after_the_end(bench: Bench) -> None:
-    await bench.settler.settle(bench.job(reply_to=None), Answered(body=b'{"id":"msg"}', model="m", provider="p"))
-    await read(bench, {"cancel": "m-1"})
-    assert told(bench)["outcome"] == "ended"
-    found = await bench.store.find(Identity("", "m-1"))
-    assert found is not None
-    assert found.completion is not None
-    assert found.completion.status == "ok"
-
-
-async def test_a_stored_result_is_answered_with_the_final_reply(bench: Bench) -> None:
-    await bench.settler.settle(bench.job(reply_to=None), Answered(body=b'{"id":"msg"}', model="m", provider="p"))
-    await read(bench, {"result": "m-1"}, kind="result")
-    answer = bench.to("")
-    assert (answer.body, answer.correlation_id) == (b'{"id":"msg"}', "q-1")
-    assert n.CONTROL not in answer.headers
-    expected = {n.STATUS: "ok", n.REPLAYED: True, n.REQUEST_ID: "m-1", n.MODEL: "m", n.PROVIDER: "p"}
-    assert expected.items() <= answer.headers.items()
-
-
-async def test_a_stored_error_is_answered_with_its_problem_document(bench: Bench) -> None:
-    await bench.settler.settle(bench.job(reply_to=None), Refused(RequestProblem("deadline_exceeded", "too late")))
-    await read(bench, {"result": "m-1"}, kind="result")
-    answer = bench.to("")
-    assert (answer.content_type, answer.headers[n.STATUS]) == ("application/problem+json", "error")
-    assert told(bench)["code"] == "deadline_exceeded"
-
-
-@pytest.mark.parametrize(("is_claimed", "status"), [(True, "running"), (False, "unknown")])
-async def test_a_result_that_is_not_there_yet_is_answered_as_pending(
-    bench: Bench, is_claimed: bool, status: str
-) -> None:
-    if is_claimed:
-        await bench.claiming.claim(bench.job())
-    await read(bench, {"result": "m-1"}, kind="result")
-    assert bench.to("").headers == {n.CONTROL: "pending", n.REQUEST_ID: "m-1"}
-    assert told(bench) == {"id": "m-1", "status": status, "attempts": 0}
-
-
-@pytest.mark.parametrize("attempts", [0, 2])
-async def test_the_pending_answer_of_a_delayed_request_has_due_time_and_attempts(bench: Bench, attempts: int) -> None:
-    if attempts:
-        found = await bench.store.claim(Identity("", "m-1"), bench.job().fingerprint)
-        assert isinstance(found, Granted)
-        await bench.store.release(Held(Identity("", "m-1"), found.token), attempts=attempts, due_ms=NOW_MS + 60_000)
-    else:
-        await bench.store.defer(Identity("", "m-1"), due_ms=NOW_MS + 60_000, keep_until_ms=2 * NOW_MS)
-    await read(bench, {"result": "m-1"}, kind="result")
-    waiting = {"id": "m-1", "status": "waiting", "attempts": attempts, "due_at": "2026-09-21T14:14:20.000Z"}
-    assert told(bench) == waiting
 
 
 @pytest.mark.parametrize(
@@ -193,25 +120,6 @@ async def test_an_invalid_control_message_is_refused_and_acknowledged(
     assert document["detail"]
 
 
-@pytest.mark.parametrize(
-    ("body", "kind", "key", "detail"),
-    [
-        ({"cancel": "m-1"}, None, "cancel", "type: it is missing; known are cancel, result, change, status"),
-        ({"cancel": "m-1"}, "reboot", "reboot", "type 'reboot': known are cancel"),
-        ({"cancel": "m-1"}, "cancel", "result", "routing key 'result' and type 'cancel' differ"),
-        ({"change": "m-1"}, "change", "change", "not available in this version"),
-        ({"cancel": "m-1", "tenant": "x"}, "cancel", "cancel", "without user_id may not speak for tenant 'x'"),
-        ({"result": "a b"}, "result", "result", "result: 'a b' can be no request's id: allowed are 1 to 128 of A-Z"),
-    ],
-)
-async def test_the_refusal_names_what_is_invalid(
-    bench: Bench, body: Any, kind: str | None, key: str, detail: str
-) -> None:
-    await read(bench, body, kind=kind, key=key)
-    assert detail in told(bench)["detail"]
-    assert told(bench)["request"] == ("" if " " in str(body) and "a b" in body.values() else "m-1")
-
-
 async def test_status_questions_in_the_control_queue_are_ignored(bench: Bench) -> None:
     await read(bench, {}, kind="status")
     assert bench.log == ["ack"]
@@ -248,16 +156,6 @@ async def test_an_internal_error_does_not_lose_a_cancellation_and_is_answered_af
     assert (told(bench)["code"], told(bench)["request"]) == ("internal", "m-1")
 
 
-@pytest.mark.parametrize(("reply_to", "unanswered"), [("lane.critical", 1), ("my.queue", 1), (None, 0)])
-async def test_no_answer_goes_to_a_queue_with_a_chosen_name(
-    bench: Bench, reply_to: str | None, unanswered: int
-) -> None:
-    answers = answers_of(bench)
-    await answers.tell(Message(body=b"", reply_to=reply_to), {"id": "m-1"}, control="accepted")
-    assert bench.log == []
-    assert answers.unanswered == unanswered
-
-
 async def test_a_refusal_without_an_address_is_counted(bench: Bench) -> None:
     answers = answers_of(bench)
     await answers.refuse(Message(body=b"", type="reboot"), RequestProblem("invalid_request", "type"))
@@ -282,35 +180,6 @@ async def test_a_stored_result_that_the_broker_no_longer_accepts_is_answered_as_
     assert told(bench)["code"] == "answer_too_large"
 
 
-DIRECT = "amq.rabbitmq.reply-to.g1h2.abc=="
-"""An address of direct reply-to, in the broker's form."""
-
-
-@pytest.mark.parametrize(
-    ("address", "user", "bound", "is_told"),
-    [
-        (ASKER, None, False, True),
-        (ASKER, "shop", True, False),
-        (DIRECT, None, False, True),
-        (DIRECT, None, True, True),
-        ("lane.reply.shop", "shop", False, True),
-        ("lane.reply.shop.x", "shop", True, True),
-        ("lane.reply.shop", "bank", False, False),
-        ("lane.reply.shop", None, True, False),
-        ("shop.answers", "shop", False, False),
-        ("amq.gen-short", None, False, False),
-    ],
-)
-async def test_with_bound_replies_an_answer_goes_only_to_the_user_who_asked(
-    bench: Bench, address: str, user: str | None, bound: bool, is_told: bool
-) -> None:
-    answers = answers_of(bench, bound=bound)
-    question = Message(body=b"{}", reply_to=address, user_id=user)
-    await answers.tell(question, {}, control="accepted")
-    assert [each.routing_key for each in bench.publisher.sent] == [address] * is_told
-    assert answers.unanswered == (not is_told)
-
-
 @pytest.mark.parametrize("kind", ["cancel", "result"])
 async def test_where_users_are_required_a_message_without_user_is_refused(bench: Bench, kind: str) -> None:
     await read(bench, {kind: "m-1"}, kind=kind, needs_user_id=True)
@@ -318,11 +187,6 @@ async def test_where_users_are_required_a_message_without_user_is_refused(bench:
     assert told(bench)["code"] == "invalid_request"
     assert told(bench)["detail"].startswith("user_id: missing; publish with the property user_id")
     assert bench.to("").headers == {n.CONTROL: "error", n.REQUEST_ID: "m-1"}
-
-
-async def test_where_users_are_required_a_message_with_user_is_carried_out(bench: Bench) -> None:
-    await read(bench, {"cancel": "m-1"}, needs_user_id=True, user_id="shop")
-    assert told(bench)["outcome"] == "unseen"
 
 
 async def test_a_control_message_may_have_4096_bytes(bench: Bench) -> None:
@@ -333,3 +197,30 @@ async def test_a_control_message_may_have_4096_bytes(bench: Bench) -> None:
 async def test_a_larger_control_message_is_refused_with_its_size(bench: Bench) -> None:
     await read(bench, b'{"cancel": "m-1"}'.ljust(4097))
     assert told(bench)["detail"] == "body: 4097 bytes, allowed are 4096"
+
+
+async def brakes(bench: Bench, kind: str, body: Any, *, user: str | None = "ops") -> Any:
+    bench.publisher.sent.clear()
+    delivery = await read(bench, body, kind=kind, user_id=user)
+    assert delivery.log[-1] == "ack"
+    return told(bench)
+
+
+@pytest.mark.parametrize("user", [None, "crm", "gateway"])
+@pytest.mark.parametrize("kind", ["pause", "resume", "pauses"])
+async def test_only_operators_use_the_brake(bench: Bench, kind: str, user: str | None) -> None:
+    refused = await brakes(bench, kind, {"pause": {"kind": "tenant", "name": "crm"}}, user=user)
+    assert (refused["code"], refused["status"]) == ("forbidden_control", 403)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({}, 'body: allowed is {"pause":'),
+        ({"pause": "batch"}, 'body: allowed is {"pause":'),
+        ({"pause": {"kind": "lane", "name": "bach"}}, "no lane 'bach'"),
+        (b"\xff", "body: not a JSON object"),
+    ],
+)
+async def test_a_pause_that_cannot_be_read_is_refused(bench: Bench, body: Any, text: str) -> None:
+    assert text in (await brakes(bench, "pause", body))["detail"]

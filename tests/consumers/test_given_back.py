@@ -1,165 +1,74 @@
-"""Everything that a request took (claim, caps, budget, a breaker's probe) is given back, however the request ends."""
+"""Everything that counts its users is as at the start when they are gone, however and whenever they end."""
 
 import asyncio
-import random
 from typing import Any
 
 import pytest
+import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from consumers.failures import (
     UNREACHABLE,
+    AccountError,
     OverloadedError,
     RateLimitedError,
     RejectedError,
-    SpendLimitError,
     TransientError,
 )
-from consumers.gates.budget import BudgetGate
-from consumers.gates.caps import CapsGate
-from consumers.gates.claim import ClaimGate
-from consumers.gates.deadline import DeadlineGate
-from consumers.gates.route import RouteGate
-from consumers.job import Job
-from consumers.limits.estimates import Estimates
-from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import AccountCaps, BudgetSpec
+from consumers.limits.base import Amounts
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Refused, Retried
-from consumers.prices import Prices, Usage
-from consumers.providers.base import Answer, OnEvent
-from consumers.providers.breaker import FAILURES
-from consumers.providers.breakers import Breakers
-from consumers.providers.registry import Registry
-from consumers.spending import Cap, CapsSpec, Spending
-from consumers.state.base import Granted, Identity, Stop
+from consumers.providers.breakers import FAILURES
+from consumers.state.base import Granted, Stop
 from lanekeeper.contract import names as n
-from lanekeeper.telemetry.tracing import Tracing
-from tests.support.allowances import MemoryAllowances
-from tests.support.jobs import NOW_MS, Bench, attempts, handler, routes_of
+from tests.support.counted import (
+    BODY,
+    EVERYTHING,
+    Caps,
+    Counted,
+    Do,
+    Ground,
+    Pipeline,
+    Probes,
+    Slots,
+    Step,
+    play,
+)
+from tests.support.examples import examples
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
-from topology.codec.request import Request
-from topology.lanes import CRITICAL
 
-MODEL = "claude-sonnet-5-5"
-BODY = b'{"model":"claude-sonnet-5-5","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}'
-
-
-class Provider:
-    """A provider that answers after a few turns of the loop, or fails."""
-
-    name = "anthropic"
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.takes_s = 0.0
-        self.calls = 0
-
-    async def stream(self, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
-        self.calls += 1
-        for _ in range(3):
-            await asyncio.sleep(0)
-        await asyncio.sleep(self.takes_s)
-        if self.error is not None:
-            raise self.error
-        return Answer(body=b"{}", model=MODEL, provider=self.name, usage=Usage(input_tokens=9, output_tokens=4))
-
-    async def aclose(self) -> None: ...
+STEPS = st.lists(
+    st.tuples(st.sampled_from([*Do, Do.BEGIN, Do.BEGIN]), st.integers(0, 11), st.integers(0, 11)), max_size=40
+)
+FOUND: list[tuple[type[Counted], list[Step], int]] = [
+    (Slots, [(Do.BEGIN, 1, 0), (Do.BEGIN, 7, 0), (Do.WAIT, 0, 0)], 1),
+    (Pipeline, [(Do.BEGIN, 10, 0), (Do.BEGIN, 1, 0), (Do.TURN, 0, 0)], 1),
+    (Caps, [(Do.BEGIN, 0, 0), (Do.TURN, 0, 0)], 1),
+    (Probes, [(Do.BEGIN, 0, 3), (Do.WAIT, 0, 0)], 2),
+]
+"""The shortest schedules after which something was left once."""
 
 
-class Ground:
-    """The whole pipeline with one account."""
+@pytest.mark.parametrize(("thing", "schedule", "cancels"), FOUND)
+def test_what_was_left_once_is_given_back(thing: type[Counted], schedule: list[Step], cancels: int) -> None:
+    virtually(play(thing, schedule, cancels=cancels))
 
-    def __init__(self) -> None:
-        self.bench = Bench()
-        self.provider = Provider()
-        limits = AccountCaps(requests=6000, input_tokens=600_000, output_tokens=600_000)
-        spec = BudgetSpec(accounts={"anthropic": limits})
-        self.budgets = own_accounts(spec)
-        self.breakers = Breakers(rng=random.Random(1))
-        self.store = MemoryAllowances()
-        self.spending = Spending(self.store, CapsSpec(lanes={"critical": Cap(requests=10, usd=1)}))
-        rng = random.Random(1)
-        routes = RouteGate(self.breakers, now_ms=lambda: NOW_MS, rng=rng)
-        budget = BudgetGate(
-            self.budgets,
-            self.breakers,
-            Estimates(first_output_tokens=5, first_bytes_per_token=3.5),
-            spec=spec,
-            now_ms=lambda: NOW_MS,
-            rng=rng,
-            on_wait=lambda job, wait: None,
-        )
-        self.caps = CapsGate(
-            self.spending,
-            self.breakers,
-            prices=Prices(),
-            estimate=budget.amounts,
-            now_ms=lambda: NOW_MS,
-            rng=rng,
-            publish=lambda _, __, **___: None,
-        )
-        self.handler = handler(
-            attempts(
-                Registry(self.provider, tracing=Tracing()),
-                breakers=self.breakers,
-                route_gate=routes,
-                budget_gate=budget,
-                replies=self.bench.replies,
-                lifecycle=self.bench.lifecycle,
-            ),
-            gates=(
-                DeadlineGate(now_ms=lambda: NOW_MS),
-                ClaimGate(self.bench.claiming, now_ms=lambda: NOW_MS),
-                routes,
-                self.caps,
-                budget,
-            ),
-            provider="anthropic",
-            replies=self.bench.replies,
-        )
 
-    def job(self, **headers: Any) -> Job:
-        return self.bench.job(body=BODY, headers=headers)
+@pytest.mark.parametrize("thing", EVERYTHING)
+@given(schedule=STEPS, cancels=st.integers(0, 2))
+@settings(max_examples=examples(500), deadline=None)
+def test_what_is_taken_is_given_back_whoever_is_cancelled_at_whatever_await(
+    thing: type[Counted], schedule: list[Step], cancels: int
+) -> None:
+    virtually(play(thing, schedule, cancels=cancels))
 
-    async def held(self, job: Job) -> dict[str, Any]:
-        """What a request still holds after all background work has ended; empty: nothing."""
-        for _ in range(3):
-            await self.spending.finish(within_s=30)
-            await self.bench.claiming.finish(within_s=30)
-        account = self.budgets.turns("anthropic/sonnet").account
-        found = {
-            "running": account.concurrency.running,
-            "waiting": len(account.lines),
-            "reservation": job.reserved,
-            "caps": len(self.caps._held),
-            "waiting for": job.waiting,
-            "probing": [each for each in self.breakers._all.values() if each.state == "probing"],
-        }
-        return {what: value for what, value in found.items() if value}
 
-    @property
-    def counted(self) -> float:
-        return self.store.used.get("cap lane critical requests", 0)
-
-    async def deaths(self) -> int:
-        """How many holders never released the claim, as reported to the next holder."""
-        delivery = self.bench.delivery(body=BODY)
-        delivery.redelivered = True
-        found = await self.bench.store.claim(Identity("", "m-1"), self.bench.job(delivery=delivery).fingerprint)
-        assert isinstance(found, Granted)
-        return found.deaths
-
-    async def open_breaker(self) -> None:
-        """Open the breaker, and wait until it may be probed."""
-        clock = asyncio.get_running_loop().time
-        (route,) = routes_of("anthropic").of("critical", "", MODEL).routes
-        for each in range(FAILURES):
-            entered = await self.breakers.enter(route, clock(), request=str(each))
-            assert entered
-            await self.breakers.failed(entered, TransientError("down"), clock(), timeout_s=60)
-        wait_s = self.breakers.wait_s(route, clock())
-        assert wait_s > 0
-        await asyncio.sleep(wait_s)
+@pytest.mark.parametrize("thing", EVERYTHING)
+@given(schedule=STEPS, cancels=st.integers(0, 2))
+@settings(max_examples=examples(100), deadline=None)
+def test_what_is_taken_is_given_back_on_uvloop(thing: type[Counted], schedule: list[Step], cancels: int) -> None:
+    uvloop.run(play(thing, schedule, cancels=cancels, is_real=True))
 
 
 CUT = TransientError("cut", type="cut")
@@ -175,18 +84,37 @@ FAULT = ValueError("a fault of ours")
         (RateLimitedError("429"), Retried, 0),
         (CUT, Retried, 1),
         (RejectedError("400", status=400), Buried, 0),
-        (SpendLimitError("429", status=429), Buried, 0),
+        (AccountError("429", reason="spent", status=429), Deferred, 0),
     ],
 )
 async def test_everything_is_given_back_after_a_call(error: Exception | None, outcome: type, counted: int) -> None:
     ground = Ground()
     ground.provider.error, job = error, ground.job()
 
-    assert isinstance(await ground.handler.handle(job, lane=CRITICAL), outcome)
+    assert isinstance(await ground.handler.handle(job), outcome)
 
     assert await ground.held(job) == {}
     assert ground.counted == counted
     assert (job.claim is not None) == (outcome in (Answered, Buried)), "what has ended keeps it until it is stored"
+
+
+@pytest.mark.parametrize("used", [None, Amounts(1, 9, 2)])
+@pytest.mark.parametrize("error", [None, CUT])
+async def test_a_call_that_was_cut_is_charged_what_is_known_of_it(
+    used: Amounts | None, error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ground = Ground()
+    ground.provider.used, ground.provider.error, job = used, error, ground.job()
+    ground.provider.takes_s = 0 if error else 3600
+    charged: list[Amounts | None] = []
+    monkeypatch.setattr(ground.budgets, "settle", lambda _, each: charged.append(each))
+    working = asyncio.create_task(ground.handler.handle(job))
+    await until(lambda: ground.provider.calls)
+    if error is None:
+        job.stop(Stop.CANCELLED)
+    await working
+
+    assert charged == [used or pytest.approx((1, len(BODY) / 3.5, 5))]
 
 
 async def test_everything_is_given_back_after_an_internal_error() -> None:
@@ -194,7 +122,7 @@ async def test_everything_is_given_back_after_an_internal_error() -> None:
     ground.provider.error, job = FAULT, ground.job()
 
     with pytest.raises(ValueError, match="a fault of ours"):
-        await ground.handler.handle(job, lane=CRITICAL)
+        await ground.handler.handle(job)
 
     assert await ground.held(job) == {}
     assert await ground.deaths() == 0
@@ -204,7 +132,7 @@ async def test_everything_is_given_back_after_an_internal_error() -> None:
 async def test_everything_is_given_back_by_a_request_that_is_told_to_stop(why: Stop, outcome: type) -> None:
     ground = Ground()
     ground.provider.takes_s, job = 30, ground.job()
-    working = asyncio.create_task(ground.handler.handle(job, lane=CRITICAL))
+    working = asyncio.create_task(ground.handler.handle(job))
     await until(lambda: ground.provider.calls)
     job.stop(why)
 
@@ -221,7 +149,7 @@ def test_everything_is_given_back_wherever_the_request_is_cancelled(is_probe: bo
         if is_probe:
             await ground.open_breaker()
         ground.provider.takes_s, job = 30, ground.job()
-        working = asyncio.create_task(ground.handler.handle(job, lane=CRITICAL))
+        working = asyncio.create_task(ground.handler.handle(job))
         for _ in range(turns):
             await asyncio.sleep(0)
         working.cancel()
@@ -265,11 +193,11 @@ async def test_a_request_takes_nothing_while_no_provider_may_be_called() -> None
     ground.provider.error = TransientError("500", status=500)
     for each in range(FAILURES):
         job = ground.bench.job(body=BODY, message_id=f"m-{each}")
-        await ground.handler.handle(job, lane=CRITICAL)
+        await ground.handler.handle(job)
         assert await ground.held(job) == {}
 
     calls, job = ground.provider.calls, ground.job(**{n.DEADLINE_MS: 300})
-    outcome = await ground.handler.handle(job, lane=CRITICAL)
+    outcome = await ground.handler.handle(job)
 
     assert isinstance(outcome, Refused)
     assert "no provider may be called for" in outcome.problem.detail

@@ -2,14 +2,28 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from consumers.copies import set_aside
-from consumers.job import Attempted, Job, Source, content_hash, dead_at_ms, moment_text, tenant_of
+from consumers.clock import moment_ms
+from consumers.fallen import Fallen
+from consumers.job import (
+    HIGHEST_PRIORITY,
+    Attempted,
+    Job,
+    Source,
+    content_hash,
+    original_priority,
+    side_priority,
+    tenant_of,
+)
+from consumers.outcomes import Buried, Refused
+from consumers.settle import set_aside
 from consumers.state.base import Stop
 from lanekeeper.contract import names as n
 from tests.support.jobs import NAMES, NOW_MS, Bench, read
+from topology.lanes import DEFAULT_LANES
 
 
 def test_a_request_has_waited_since_it_was_published() -> None:
@@ -17,11 +31,6 @@ def test_a_request_has_waited_since_it_was_published() -> None:
     assert (job.wait_ms, job.waited_ms(NOW_MS + 50)) == (700, 750)
     job.attempted = Attempted(started_ms=NOW_MS + 200, run_ms=30)
     assert (job.wait_ms, job.run_ms) == (900, 30)
-
-
-def test_a_message_that_cannot_be_read_has_waited_since_it_was_published() -> None:
-    job = Bench().job(headers={n.SENT_MS: NOW_MS - 700}, body=b"?")
-    assert (job.wait_ms, job.run_ms) == (700, 0)
 
 
 @pytest.mark.parametrize(("due_ms", "waited_ms"), [(NOW_MS - 300, 300), (NOW_MS - 5_000, 700), (NOW_MS + 300, 0)])
@@ -77,14 +86,9 @@ def test_only_a_dead_letter_that_is_published_again_names_its_tenant_by_the_user
     assert job.identity.tenant == tenant
 
 
-def test_a_time_survives_being_written_as_text() -> None:
-    assert moment_text(1_790_000_000_123) == "2026-09-21T14:13:20.123Z"
-    assert dead_at_ms("2026-09-21T14:13:20.123Z") == 1_790_000_000_123
-
-
 @pytest.mark.parametrize("text", [None, 7, "", "yesterday", b"2026-09-21T14:13:20Z"])
 def test_a_malformed_time_is_no_time(text: object) -> None:
-    assert dead_at_ms(text) is None
+    assert moment_ms(text) is None
 
 
 def test_a_body_has_the_hash_that_earlier_versions_have_stored() -> None:
@@ -141,3 +145,115 @@ def test_a_request_and_its_copy_in_a_side_queue_are_one_request_but_not_one_mess
 def test_a_request_that_is_set_aside_keeps_what_is_left_of_its_expiration(waited_ms: int, left: str) -> None:
     job = Bench().job(expiration="5000", headers={n.SENT_MS: NOW_MS})
     assert set_aside(job, now_ms=NOW_MS + waited_ms, names=NAMES).expiration == left
+
+
+SAID = (None, *range(HIGHEST_PRIORITY + 1))
+
+
+@pytest.mark.parametrize("priority", SAID)
+def test_requests_that_come_back_go_before_all_fresh_ones(priority: int | None) -> None:
+    back = side_priority(priority, is_fresh=False)
+    assert back is not None
+    assert back > max(side_priority(each, is_fresh=True) or 0 for each in SAID)
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+@pytest.mark.parametrize("priority", SAID)
+def test_the_requesters_priority_is_restored(priority: int | None, is_fresh: bool) -> None:
+    assert original_priority(side_priority(priority, is_fresh=is_fresh)) == priority
+
+
+def test_the_highest_priority_is_that_of_the_brokers_queues() -> None:
+    assert original_priority(side_priority(9, is_fresh=False)) == 9
+    assert side_priority(10, is_fresh=False) == side_priority(200, is_fresh=False) == side_priority(9, is_fresh=False)
+
+
+def test_a_priority_that_no_worker_sets_counts_as_none() -> None:
+    assert original_priority(255) is None
+
+
+FALLEN = Fallen(DEFAULT_LANES, names=NAMES, now_ms=lambda: NOW_MS)
+
+
+def death(queue: str, reason: str, **more: Any) -> dict[str, Any]:
+    return {"x-death": [{"queue": queue, "reason": reason, "exchange": "lane.requests", "count": 1, **more}]}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "key", "headers", "kind", "code", "named"),
+    [
+        (
+            "lane.fallen",
+            "critical.a.b",
+            death("lane.critical", "expired"),
+            Refused,
+            "deadline_exceeded",
+            "lane.critical",
+        ),
+        (
+            "lane.fallen",
+            "critical.a.b",
+            death("lane.critical", "expired", **{"original-expiration": "500"}),
+            Refused,
+            "deadline_exceeded",
+            "after its expiration of 500 ms",
+        ),
+        ("lane.fallen", "batch.a.b", death("lane.batch.due", "delivery_limit"), Buried, "poison", "lane.batch.due"),
+        (
+            "lane.requests",
+            "urgent.a.b",
+            {},
+            Buried,
+            "unroutable",
+            "'urgent.a.b': it begins with one of batch, critical",
+        ),
+        ("lane.requests", "urgent.a.b", death("lane.critical", "expired"), Buried, "unroutable", "urgent"),  # forged
+        ("lane.fallen", "critical.a.b", death("lane.critical", "rejected"), Buried, "internal", "rejected"),
+        ("lane.fallen", "critical.a.b", {}, Buried, "internal", "None"),
+        ("lane.due", "urgent.a.b", {}, Buried, "internal", "lane.due"),
+        ("lane.delay.03", "critical.a.b", {}, Buried, "internal", "lane.delay.03"),
+        ("lane.delay.03", "critical.a.b", death("lane.critical", "expired"), Buried, "internal", "lane.delay.03"),
+        ("lane.fallen", "critical.a.b", {"x-death": "rubbish"}, Buried, "internal", "None"),
+        ("lane.fallen", "critical.a.b", {"x-death": ["rubbish"]}, Buried, "internal", "None"),
+        ("lane.fallen", "critical.a.b", {"x-death": []}, Buried, "internal", "None"),
+        ("lane.fallen", "critical.a.b", {"x-death": 7}, Buried, "internal", "None"),
+        ("lane.fallen", "critical.a.b", {"x-death": [{"queue": 5, "reason": []}]}, Buried, "internal", "5"),
+    ],
+)
+async def test_the_outcome_of_a_fallen_request_follows_from_its_last_death(
+    exchange: str, key: str, headers: dict[str, Any], kind: type[Buried | Refused], code: str, named: str
+) -> None:
+    delivery = Bench().delivery(exchange=exchange, routing_key=key, headers=headers, queue="lane.fallen")
+    outcome = await FALLEN.handle(FALLEN.job_of(delivery))
+    assert isinstance(outcome, kind)
+    assert outcome.problem.code == code
+    assert named in outcome.problem.detail
+
+
+@pytest.mark.parametrize(
+    ("exchange", "headers", "lane", "trusted"),
+    [
+        ("lane.fallen", death("lane.normal", "expired"), "normal", False),
+        ("lane.fallen", death("lane.normal.due", "delivery_limit"), "normal", True),
+        ("lane.fallen", death("lane.unknown", "expired"), None, False),
+        ("lane.fallen", {}, None, False),
+        ("lane.requests", death("lane.normal.due", "delivery_limit"), None, False),  # forged
+        ("lane.due", {}, "normal", True),
+        ("lane.delay.05", {}, "normal", True),
+    ],
+)
+def test_internal_headers_are_believed_if_the_request_fell_from_a_delay_or_a_due_queue(
+    exchange: str, headers: dict[str, Any], lane: str | None, trusted: bool
+) -> None:
+    told = {n.ATTEMPT: 3, n.USER_ID: "shop", **headers}
+    delivery = Bench().delivery(exchange=exchange, routing_key="normal.a.b", headers=told, queue="lane.fallen")
+    job = FALLEN.job_of(delivery)
+    assert (job.lane.name if job.lane else None) == lane
+    assert job.trusted is trusted
+    assert job.attempts == (3 if trusted else 0)
+
+
+@pytest.mark.parametrize(("reason", "expected"), [("delivery_limit", True), ("expired", False)])
+def test_a_request_that_exceeded_the_delivery_limit_counts_as_redelivered(reason: str, expected: bool) -> None:
+    delivery = Bench().delivery(exchange="lane.fallen", headers=death("lane.critical", reason), queue="lane.fallen")
+    assert FALLEN.job_of(delivery).redelivered is expected

@@ -7,25 +7,14 @@ import pytest
 import structlog
 
 from consumers.replies.parts import FIRST_UNCONFIRMED, UNCONFIRMED, UNCONFIRMED_BYTES, Parts
-from lanekeeper.amqp.confirming import Answer
+from lanekeeper.amqp.publisher import Confirm
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import BrokerUnreachable, PublishRefused
 from lanekeeper.telemetry import signals
 from tests.support.jobs import Bench
 from tests.support.virtual_time import virtually
 
-
-class Noted:
-    """In place of a `Trail`."""
-
-    def __init__(self) -> None:
-        self.noted: list[tuple[str, bytes]] = []
-
-    def part(self, kind: str, body: bytes) -> None:
-        self.noted.append((kind, body))
-
-
-Answers = list[asyncio.Future[Answer]]
+Answers = list[asyncio.Future[Confirm]]
 
 
 @pytest.fixture
@@ -107,17 +96,17 @@ async def test_the_outcome_waits_until_every_part_is_confirmed_or_lost(bench: Be
     await waiting
 
 
-def lost(answer: asyncio.Future[Answer]) -> None:
+def lost(answer: asyncio.Future[Confirm]) -> None:
     answer.set_exception(ConnectionError("the channel was lost"))
 
 
-def refused(answer: asyncio.Future[Answer]) -> None:
+def refused(answer: asyncio.Future[Confirm]) -> None:
     answer.set_result(PublishRefused)
 
 
 @pytest.mark.parametrize("fails", [lost, refused])
 async def test_lost_parts_are_told_once_and_the_stream_goes_on(
-    bench: Bench, unconfirmed: Answers, fails: Callable[[asyncio.Future[Answer]], None]
+    bench: Bench, unconfirmed: Answers, fails: Callable[[asyncio.Future[Confirm]], None]
 ) -> None:
     parts = Parts(bench.replies, bench.job())
     with structlog.testing.capture_logs() as logs:
@@ -127,23 +116,6 @@ async def test_lost_parts_are_told_once_and_the_stream_goes_on(
         await parts.confirmed()
     assert len(bench.publisher.sent) == 3
     assert [each["event"] for each in logs] == [signals.PART_LOST]
-
-
-async def test_parts_of_a_followed_request_without_a_reply_address_are_noted_for_those_who_follow_it(
-    bench: Bench,
-) -> None:
-    job = bench.job(reply_to=None)
-    job.trail = noting = Noted()  # type: ignore[assignment]
-    parts = Parts(bench.replies, job)
-    await parts(b"1")
-    await parts(b"2")
-    assert noting.noted == [("event", b"1"), ("event", b"2")]
-    assert bench.publisher.sent == []
-
-
-async def test_parts_of_a_request_that_nobody_waits_for_are_dropped(bench: Bench) -> None:
-    await Parts(bench.replies, bench.job(reply_to=None))(b"1")
-    assert bench.publisher.sent == []
 
 
 async def test_parts_that_the_connection_does_not_take_are_told_once_and_the_stream_goes_on(bench: Bench) -> None:

@@ -1,17 +1,27 @@
 """Direct reply-to before RabbitMQ 4.3.5: an address is first tried on its own connection, then on the shared one."""
 
 import asyncio
+import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typing_extensions import override
 
-from consumers.replies.sender import ReplySender
-from lanekeeper.amqp.confirming import Answer
-from lanekeeper.amqp.publisher import Publisher
-from lanekeeper.contract.messages import Message
-from lanekeeper.contract.problems import ConfirmUnknown, RequestProblem
+from consumers.outcomes import Answered, Buried, Outcome, Refused, Replayed
+from consumers.replies import reply
+from consumers.replies.reply import PAUSES_S, LargeAnswers, ReplyRetries
+from consumers.replies.sender import ReplyRule, ReplySender
+from lanekeeper.amqp.publisher import Confirm, Publisher
+from lanekeeper.bodies import BodyStore
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import BodyAddress, Message
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import ConfirmUnknown, PublishRefused, RequestProblem
+from tests.support.jobs import BODY, NOW_MS, Bench, FakePublisher
 
 ADDRESS = "amq.rabbitmq.reply-to.somebody"
 ANSWER = Message(body=b"{}", exchange="", routing_key=ADDRESS)
@@ -42,8 +52,8 @@ class Line(Publisher):
     @override
     async def write(
         self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = 10
-    ) -> asyncio.Future[Answer]:
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    ) -> asyncio.Future[Confirm]:
+        answer: asyncio.Future[Confirm] = asyncio.get_running_loop().create_future()
         if self.dies_by is None:
             self.sent.append(routing_key)
             answer.set_result(None)
@@ -112,3 +122,235 @@ async def test_an_address_is_tried_separately_again_after_a_message_to_it_was_no
     await asyncio.sleep(0)  # its callback
     await direct.send_surely(ANSWER, ADDRESS)
     assert own.sent == [ADDRESS, ADDRESS]
+
+
+OPEN = ReplyRule(names=Names())
+BOUND = ReplyRule(names=Names(), bound=True)
+GEN = "amq.gen-abcdefghijklmnopqrstuv"
+DIRECT = "amq.rabbitmq.reply-to.g1h2/+_-.abc=="
+NEVER = [
+    "lane",
+    "lane.critical",
+    "lane.dead",
+    "lane.replyx",
+    "amq.topic",
+    "amq.rabbitmq.trace",
+    "amq.gen-short",
+    "x" * 256,
+]
+
+
+@pytest.mark.parametrize("address", NEVER)
+@pytest.mark.parametrize("rule", [OPEN, BOUND])
+def test_no_reply_goes_to_one_of_our_or_the_brokers_own_queues(rule: ReplyRule, address: str) -> None:
+    assert not rule.allows(address, user="shop")
+    assert not rule.allows_control(address, user="shop")
+
+
+@pytest.mark.parametrize("address", [GEN, DIRECT, "lane.reply.anybody", "shop.answers"])
+def test_unbound_replies_may_go_to_any_other_queue(address: str) -> None:
+    assert OPEN.allows(address, user=None)
+
+
+@pytest.mark.parametrize(
+    ("address", "user", "allowed"),
+    [
+        (DIRECT, None, True),
+        (DIRECT, "shop", True),
+        ("lane.reply.shop", "shop", True),
+        ("lane.reply.shop.eu.1", "shop", True),
+        ("lane.reply.shop", None, False),
+        ("lane.reply.shop", "bank", False),
+        ("lane.reply.shopping", "shop", False),
+        ("lane.reply.shop", "", False),
+        ("lane.reply.", "", False),
+        ("lane.reply.shop.eu", "shop.eu", False),  # this queue belongs to the user shop
+        ("shop.answers", "shop", False),
+        (GEN, "shop", False),
+    ],
+)
+def test_bound_replies_go_only_to_the_user_who_published(address: str, user: str | None, allowed: bool) -> None:
+    assert BOUND.allows(address, user=user) is allowed
+    if not allowed:
+        assert "direct reply-to" in BOUND.refusal(address, user=user).detail
+
+
+def test_a_refusal_says_which_addresses_are_allowed() -> None:
+    assert "lane.reply.shop" in BOUND.refusal(GEN, user="shop").detail
+    assert "user_id" in BOUND.refusal(GEN, user=None).detail
+
+
+def test_an_allow_list_restricts_bound_and_unbound_replies() -> None:
+    allow = (re.compile(r"lane\.reply\..*"),)
+    for bound in (False, True):
+        rule = ReplyRule(names=Names(), allow=allow, bound=bound)
+        assert rule.allows("lane.reply.shop", user="shop")
+        assert not rule.allows(DIRECT, user="shop")
+
+
+ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
+REJECTED = Buried(RequestProblem("provider_rejected", "402 …", status=402))
+UNREADABLE = Buried(RequestProblem("invalid_request", "body: empty"))
+CONFLICT = Refused(RequestProblem("idempotency_conflict", "another body"))
+FULL: dict[str, Exception] = {"": PublishRefused("full")}
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+async def come_back(bench: Bench) -> Outcome:
+    """Deliver the last delayed copy, and settle it."""
+    sent = [each for each in bench.publisher.sent if each.exchange.startswith("lane.delay.")][-1]
+    bench.publisher.sent.clear()
+    message = sent.message
+    back = bench.job(exchange="lane.due", body=message.body, headers=message.headers, message_id=message.message_id)
+    outcome = await bench.settler.reply_only(back)
+    assert outcome is not None
+    assert await bench.settler.settle(back, outcome)
+    return outcome
+
+
+@pytest.mark.parametrize("outcome", [ANSWERED, REJECTED, UNREADABLE, CONFLICT])
+async def test_a_refused_reply_is_sent_again_with_the_same_content(bench: Bench, outcome: Outcome) -> None:
+    bench.publisher.failing = {}
+    await bench.settler.settle(bench.job(message_id="m-0"), outcome)
+    told = bench.to("")
+    bench.publisher.sent.clear()
+    bench.publisher.failing = FULL
+    assert await bench.settler.settle(bench.job(), outcome) is outcome
+    assert bench.log[-4 if outcome in (REJECTED, UNREADABLE) else -3 :][:2] == ["confirmed: lane.delay.03", "ack"]
+    bench.publisher.failing = {}
+    assert isinstance(await come_back(bench), Replayed)
+    again = bench.to("")
+    assert again.body == told.body.replace(b"m-0", b"m-1")
+    same = {n.STATUS, n.ATTEMPT, n.LANE_NAME, n.RUN_MS}
+    assert {key: again.headers[key] for key in same} == {key: told.headers[key] for key in same}
+    assert [each.exchange for each in bench.publisher.sent] == [""], "and is not parked again"
+
+
+async def test_a_refused_reply_is_retried_for_a_minute_and_then_stays_available_under_its_id(bench: Bench) -> None:
+    bench.publisher.failing = FULL
+    job = bench.job()
+    await bench.settler.settle(job, ANSWERED)
+    for _ in PAUSES_S[1:]:
+        await come_back(bench)
+    assert bench.reply_retries.given_up == 0
+    await come_back(bench)
+    assert (bench.reply_retries.given_up, bench.publisher.sent) == (1, [])
+    assert bench.log[-2:] == ["event: undelivered", "ack"]
+    found = await bench.claiming.find(job.identity)
+    assert found is not None
+    assert found.completion is not None
+    assert found.completion.body == ANSWERED.body
+
+
+async def test_if_the_store_has_lost_the_result_the_request_runs_again(bench: Bench) -> None:
+    job = bench.job(exchange="lane.due", headers={n.REPLY_TRY: 2})
+    assert await bench.settler.reply_only(job) is None
+
+
+async def test_a_requesters_forged_retry_header_is_ignored(bench: Bench) -> None:
+    forged = {n.REPLY_TRY: 1, n.REPLY_ERROR: json.dumps({"code": "internal"})}
+    assert await bench.settler.reply_only(bench.job(headers=forged)) is None
+
+
+def test_the_number_of_waiting_replies_is_limited_for_one_tenant_and_in_total(bench: Bench) -> None:
+    reply_retries = ReplyRetries(max_waiting=30)
+
+    def sent(address: str, count: int, now_ms: int = NOW_MS, user: str | None = None) -> int:
+        jobs = [bench.job(reply_to=address, user_id=user) for _ in range(count)]
+        return sum(reply_retries.pause_ms(job, now_ms=now_ms) is not None for job in jobs)
+
+    assert sum(sent(f"shop.{n}", 50, user="shop") for n in range(10)) == 3, "however many queues a tenant has"
+    assert sent("shop.full", 50) == 3, "of a queue, where nobody knows the tenant"
+    assert sum(sent(f"shop.{n}", 50) for n in range(50)) == 24
+    assert sent("another", 1) == sent("another", 1, user="another") == 0
+    assert sent("shop.full", 50, NOW_MS + 1000) == 3, "what has come back waits no more"
+    assert sent("shop.1", 50, NOW_MS + 1000, user="shop") == 3
+
+
+def test_a_refused_reply_is_sent_again_after_1_2_4_8_16_and_30_seconds(bench: Bench) -> None:
+    def pause_ms(tries: int) -> int | None:
+        job = bench.job(exchange="lane.due", headers={n.REPLY_TRY: tries})
+        return bench.reply_retries.pause_ms(job, now_ms=NOW_MS)
+
+    assert [pause_ms(tries) for tries in range(7)] == [1000, 2000, 4000, 8000, 16_000, 30_000, None]
+
+
+@pytest.mark.parametrize(("outcome", "body"), [(ANSWERED, BODY), (REJECTED, BODY), (UNREADABLE, b""), (CONFLICT, b"")])
+async def test_a_request_whose_reply_is_sent_again_keeps_its_body_unless_its_error_is_in_a_header(
+    bench: Bench, outcome: Outcome, body: bytes
+) -> None:
+    bench.publisher.failing = FULL
+    await bench.settler.settle(bench.job(), outcome)
+    (copy,) = (each.message for each in bench.publisher.sent if each.exchange.startswith("lane.delay."))
+    assert copy.body == body
+    assert (n.REPLY_ERROR in copy.headers) == (body == b"")
+
+
+LARGE = Answered(body=b'{"text": "%b"}' % (b"x" * 100), model="m", provider="p")
+
+
+class Hangs(BodyStore):
+    """A store on a file system that does not answer."""
+
+    @override
+    async def keep_answer(self, body: bytes, *, for_s: float, tenant: str = "") -> BodyAddress:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reply, "SOON_S", 0.05)
+    monkeypatch.setattr(reply, "KEEP_WITHIN_S", 0.05)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BodyStore]:
+    made = BodyStore(f"file://{tmp_path}/bodies", in_all_bytes=10_000)
+    yield made
+    made.close()
+
+
+def of(publisher: FakePublisher, bodies: BodyStore | None, *, answer_bytes: int = 1000) -> LargeAnswers:
+    return LargeAnswers(publisher, answer_bytes=answer_bytes, bodies=bodies, over_bytes=100)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("kind", ["hangs", "full"])
+async def test_without_its_store_it_is_sent_as_it_is_if_the_broker_takes_it(store: BodyStore, kind: str) -> None:
+    broken = Hangs(store.url) if kind == "hangs" else BodyStore(store.url, in_all_bytes=10)
+    assert await of(FakePublisher([]), broken).sendable(LARGE) is LARGE
+    broken.close()
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("kind", ["hangs", "full"])
+async def test_if_the_broker_does_not_take_it_either_the_request_ends_as_too_large(store: BodyStore, kind: str) -> None:
+    broken = Hangs(store.url) if kind == "hangs" else BodyStore(store.url, in_all_bytes=10)
+    publisher = FakePublisher([])
+    publisher.largest = 50
+
+    found = await of(publisher, broken).sendable(LARGE)
+
+    assert isinstance(found, Buried)
+    assert (found.problem.code, "could not be used" in found.problem.detail) == ("answer_too_large", True)
+    broken.close()
+
+
+async def test_an_answer_is_kept_an_hour_longer_than_its_result(
+    store: BodyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_s: list[float] = []
+
+    async def keep_answer(body: bytes, *, for_s: float, tenant: str) -> BodyAddress:
+        kept_s.append(for_s)
+        return BodyAddress("file:///answer", "0" * 64)
+
+    monkeypatch.setattr(store, "keep_answer", keep_answer)
+    await LargeAnswers(FakePublisher([]), bodies=store, over_bytes=1, keep_s=86_400).sendable(LARGE)
+
+    assert kept_s == [86_400 + 3_600]

@@ -10,11 +10,23 @@ from hypothesis import strategies as st
 
 from consumers import retry
 from consumers.failures import (
+    BROKEN_OFF,
+    FORBIDDEN,
+    NO_ACCESS,
+    NO_ACCOUNT,
+    REJECTED,
+    SERVER_ERROR,
+    TIMED_OUT,
+    TOO_LARGE,
+    UNSENT,
+    AccountError,
+    AnswerTooLargeError,
+    Meaning,
     OverloadedError,
+    Paid,
     ProviderError,
     RateLimitedError,
     RejectedError,
-    SpendLimitError,
     TransientError,
 )
 from consumers.outcomes import Buried, Refused, Retried
@@ -139,14 +151,6 @@ def test_no_pause_is_shorter_than_the_minimum_or_ends_after_the_deadline(
     assert sum(pauses) < deadline_ms
 
 
-def test_a_request_near_its_deadline_still_makes_its_attempts() -> None:
-    pauses = pauses_ms(
-        TransientError("x"), max_attempts=4, deadline_ms=10_000, call_ms=100, policy=RetryPolicy(), seed=1
-    )
-    assert len(pauses) == 3
-    assert 4000 <= sum(pauses) < 9600
-
-
 def test_requests_that_failed_together_are_retried_at_different_times() -> None:
     rng = random.Random(5)
     delays = {decide(OverloadedError("x"), attempts=5, max_attempts=9, rng=rng).delay_ms for _ in range(50)}  # type: ignore[union-attr]
@@ -159,8 +163,6 @@ def test_requests_that_failed_together_are_retried_at_different_times() -> None:
         (RejectedError("400 invalid_request_error: …", status=400), 400),
         (RejectedError("403", status=403), 403),
         (RejectedError("unsendable"), 400),
-        (SpendLimitError("429 …", status=429), 429),
-        (SpendLimitError("400 …", status=400), 400),
     ],
 )
 @pytest.mark.parametrize("attempts", [1, 4])
@@ -206,7 +208,46 @@ def test_no_retry_is_planned_after_the_deadline(error: ProviderError, left_ms: i
         assert f"{max(0, left_ms)} ms are left" in outcome.problem.detail
 
 
-def test_a_retry_carries_the_error_along() -> None:
-    outcome = decide(TransientError("no connection"))
-    assert isinstance(outcome, Retried)
-    assert outcome.error == "no connection"
+@pytest.mark.parametrize(
+    ("error", "brief"),
+    [
+        (
+            OverloadedError("a prompt", status=529, type="overloaded_error", request_id="req_01/a@b:c.d-e"),
+            "overloaded_error 529 (req_01/a@b:c.d-e)",
+        ),
+        (TransientError("a prompt", status=500, type="a prompt", request_id="a prompt"), "TransientError 500 (?)"),
+        (TransientError("a prompt", type="cut", request_id="a" * 101), "cut (?)"),
+        (TransientError("a prompt", type="a\n", request_id="a\n"), "TransientError (?)"),
+        (TransientError("a prompt", type="cut"), "cut"),
+    ],
+)
+def test_the_brief_of_a_failure_has_names_and_ids_and_no_text(error: ProviderError, brief: str) -> None:
+    assert error.brief == brief
+
+
+@pytest.mark.parametrize(
+    ("error", "means"),
+    [
+        (TransientError("x", type="unreachable"), UNSENT),
+        (AccountError("x", reason="x", type="credentials"), NO_ACCESS),
+        (AccountError("x", reason="x", status=401), NO_ACCOUNT),
+        (TransientError("x", type="timeout"), TIMED_OUT),
+        (TransientError("x", type="timeout", status=500), SERVER_ERROR),
+        (TransientError("x", type="api_error", status=400), SERVER_ERROR),
+        (TransientError("x", type="cut"), BROKEN_OFF),
+        (RejectedError("x", status=400), REJECTED),
+        (RejectedError("x", status=403), FORBIDDEN),
+        (AnswerTooLargeError("x"), TOO_LARGE),
+    ],
+)
+def test_retry_failover_and_breaker_follow_from_the_failures_class_type_and_status(
+    error: ProviderError, means: Meaning
+) -> None:
+    assert error.means is means
+
+
+def test_a_failure_in_the_middle_of_an_answer_may_have_been_paid() -> None:
+    error = OverloadedError("x")
+    assert (error.paid, error.is_outage) == (Paid.REQUEST, True)
+    error.had_begun = True
+    assert (error.paid, error.is_outage) == (Paid.UNKNOWN, False)

@@ -20,8 +20,7 @@ from consumers.job import Job
 from consumers.outcomes import Outcome, Replayed
 from consumers.settle import Settler
 from consumers.state.base import Completion, Fingerprint, Identity
-from consumers.state.sqlite.requests import Requests
-from consumers.state.sqlite.rows import Times
+from consumers.state.sqlite.requests import Requests, Times
 from lanekeeper.contract import names as n
 from tests.support.examples import examples
 from tests.support.schedules.faults import FAULTS
@@ -29,7 +28,7 @@ from tests.support.schedules.operation import Operation
 from tests.support.schedules.schedule import run, with_faults
 from tests.support.schedules.worker import SPEC
 from tests.support.schedules.world import Violation, World, reads_logs
-from topology.broker.session import ChannelLost, Delivery
+from topology.broker.consume import ChannelLost, Delivery
 
 TURNS = 80
 """The length of a schedule, before the world must come to an end: long enough for each fault to happen twice to a
@@ -204,6 +203,9 @@ class Settled(Delivery):
 
     @override
     async def reject(self) -> None: ...
+
+    @override
+    async def nack(self) -> None: ...
 
 
 class TellsItsOwn(Settler):

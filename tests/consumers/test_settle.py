@@ -2,30 +2,29 @@
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import structlog
+from typing_extensions import override
 
 from consumers import claiming, settle
-from consumers.job import Attempted
+from consumers.bodies import Fetching
+from consumers.job import SETTLE_WITHIN_S, Attempted, Job, Source
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
-from consumers.parking import Parking
-from consumers.replies.sendable import Sendable
-from consumers.state.base import StoreUnavailable
+from consumers.replies.reply import LargeAnswers
+from consumers.state.base import Ended, Granted, Running, StoreUnavailable
 from lanekeeper.bodies import BodyStore
 from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.problems import (
     AccessRefused,
     BrokerUnreachable,
     ConfirmUnknown,
-    PublishRefused,
     RequestProblem,
     Unroutable,
 )
-from tests.support.completions import CANCELLED
 from tests.support.jobs import BODY, NOW_MS, Bench, decoded, read
+from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 from topology.codec import decoding
 from topology.codec.headers import HopHeaders, read_hop
@@ -82,29 +81,10 @@ async def test_if_a_publish_fails_nothing_is_acknowledged_and_no_event_is_sent(
     assert [step for step in bench.log if not step.startswith("failed")] in (["nack"], ["stored", "nack"])
 
 
-async def test_a_request_is_parked_before_it_is_answered(bench: Bench) -> None:
-    bench.publisher.failing = {"lane.dead": PublishRefused("full")}
-    assert not await bench.settler.settle(bench.job(), BURIED)
-    assert bench.log == ["stored", "failed: lane.dead", "nack"]
-
-
 async def test_a_reply_whose_queue_is_gone_counts_as_sent(bench: Bench) -> None:
     bench.publisher.failing = {"": Unroutable("gone")}
     assert await bench.settler.settle(bench.job(), ANSWERED)
     assert bench.log == ["stored", "failed: reply", "ack", "event: completed"]
-
-
-async def test_a_reply_that_the_worker_has_no_right_to_send_is_parked_as_internal(bench: Bench) -> None:
-    bench.publisher.failing = {"": AccessRefused("403")}
-    assert await bench.settler.settle(bench.job(), ANSWERED)
-    assert bench.log == ["stored", "failed: reply", "confirmed: lane.dead", "ack", "event: failed", "event: dead"]
-
-
-async def test_a_cancelled_publish_settles_nothing(bench: Bench) -> None:
-    bench.publisher.failing = {"": asyncio.CancelledError()}  # type: ignore[dict-item]
-    with pytest.raises(asyncio.CancelledError):
-        await bench.settler.settle(bench.job(), ANSWERED)
-    assert bench.log == ["stored", "failed: reply"]
 
 
 async def test_no_event_is_sent_if_the_channel_is_lost_before_the_acknowledgement(bench: Bench) -> None:
@@ -114,41 +94,23 @@ async def test_no_event_is_sent_if_the_channel_is_lost_before_the_acknowledgemen
     assert bench.log == ["stored", "confirmed: reply"]
 
 
-async def test_a_reply_address_that_closes_the_connection_is_parked_and_acknowledged(bench: Bench) -> None:
-    bench.publisher.failing = {"": RequestProblem("forbidden_reply_to", "forged")}
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(AccessRefused("403"), "internal"), (RequestProblem("forbidden_reply_to", "forged"), "forbidden_reply_to")],
+)
+async def test_a_request_whose_reply_may_not_be_sent_is_parked_and_acknowledged(
+    bench: Bench, error: Exception, code: str
+) -> None:
+    bench.publisher.failing = {"": error}
     assert await bench.settler.settle(bench.job(), ANSWERED)
     assert bench.log == ["stored", "failed: reply", "confirmed: lane.dead", "ack", "event: failed", "event: dead"]
-    assert bench.to("lane.dead").headers[n.DEAD_CODE] == "forbidden_reply_to"
-
-
-async def test_if_such_a_request_cannot_be_parked_either_it_is_requeued(bench: Bench) -> None:
-    bench.publisher.failing = {
-        "": RequestProblem("forbidden_reply_to", "forged"),
-        "lane.dead": BrokerUnreachable("down"),
-    }
-    assert not await bench.settler.settle(bench.job(), ANSWERED)
-    assert bench.log[-1] == "nack"
+    assert bench.to("lane.dead").headers[n.DEAD_CODE] == code
 
 
 async def test_a_dead_lettered_request_with_a_forbidden_reply_address_is_parked_once(bench: Bench) -> None:
     bench.publisher.failing = {"": RequestProblem("forbidden_reply_to", "forged")}
     assert await bench.settler.settle(bench.job(), BURIED)
     assert bench.to("lane.dead").headers[n.DEAD_CODE] == "provider_rejected"
-
-
-@pytest.mark.parametrize("told", [Buried, Refused])
-async def test_a_tenants_invalid_messages_beyond_its_share_are_answered_but_neither_parked_nor_stored(
-    told: type[Buried | Refused],
-) -> None:
-    """If they were stored under their ids, they would evict other tenants' results."""
-    bench = Bench(parking=Parking(invalid_per_hour=1))
-    rubbish = told(RequestProblem("invalid_request", "body: empty"))
-    for number in range(3):
-        await bench.settler.settle(bench.job(message_id=f"m-{number}", user_id="flood"), rubbish)
-    assert (bench.log.count("noted"), bench.log.count("confirmed: reply")) == (1, 3)
-    assert bench.log.count("confirmed: lane.dead") == (told is Buried)
-    await bench.settler.settle(bench.job(message_id="m-9", user_id="shop"), rubbish)
-    assert bench.log.count("noted") == 2, "another tenant has a share of its own"
 
 
 async def test_an_answer_too_large_for_the_broker_ends_the_request_before_it_is_stored(bench: Bench) -> None:
@@ -197,7 +159,7 @@ async def test_a_large_answer_kept_beside_the_broker_is_deleted_if_the_request_h
     bench: Bench, tmp_path: Path
 ) -> None:
     store = BodyStore(f"file://{tmp_path}/bodies", in_all_bytes=10_000)
-    bench.settler.sendable = Sendable(bench.publisher, bodies=store, over_bytes=100)
+    bench.settler.large_answers = LargeAnswers(bench.publisher, bodies=store, over_bytes=100)
     kept = tmp_path / "bodies"
 
     def large(text: bytes) -> Answered:
@@ -211,19 +173,67 @@ async def test_a_large_answer_kept_beside_the_broker_is_deleted_if_the_request_h
     store.close()
 
 
-async def test_a_model_name_in_an_unusual_form_is_shown_only_to_the_requester(bench: Bench) -> None:
-    odd = "a model\nwith a prompt in it"
-    with structlog.testing.capture_logs() as logged:
-        await bench.settler.settle(bench.job(), Answered(body=b"{}", model=odd, provider="anthropic"))
-    assert bench.to("").headers[n.MODEL] == odd
-    (event,) = bench.notices.bodies
-    assert {json.loads(event)["model"], *(each["model"] for each in logged if "model" in each)} == {"?"}
+async def test_a_worker_whose_paid_answer_cannot_be_stored_is_not_counted_as_dead(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claiming, "STORE_WITHIN_S", 0)
+    monkeypatch.setattr(LargeAnswers, "is_slow", lambda *_: True)
+    job = bench.job()
+    await bench.claiming.claim(job)
+
+    async def fails(*_: object, **__: object) -> None:
+        raise StoreUnavailable("full")
+
+    monkeypatch.setattr(bench.store, "complete", fails)
+    assert await bench.settler.settle(job, ANSWERED) is None
+    await bench.claiming.finish(within_s=30)
+    assert bench.log == ["claim", "shelter", "release", "nack"]
 
 
-async def test_a_stored_error_is_not_replaced_by_a_later_answer(bench: Bench) -> None:
-    await bench.settler.settle(bench.job(), REFUSED)
-    await bench.settler.settle(bench.job(), ANSWERED)
-    assert [each.message.headers[n.STATUS] for each in bench.publisher.sent] == ["error", "error"]
+def test_a_delivery_that_cannot_be_settled_for_long_is_returned(bench: Bench) -> None:
+    async def story() -> None:
+        async def hangs(*_: object, **__: object) -> None:
+            await asyncio.Event().wait()
+
+        bench.publisher.publish_surely = hangs  # type: ignore[method-assign]
+        began_s = asyncio.get_running_loop().time()
+        assert await bench.settler.settle(bench.job(), ANSWERED) is None
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(SETTLE_WITHIN_S)
+        assert bench.log == ["stored", "nack"]
+
+    virtually(story())
+
+
+@pytest.mark.parametrize("is_repeat", [False, True])
+async def test_a_repeat_that_may_not_wait_ends_itself_and_not_the_first_copy(bench: Bench, is_repeat: bool) -> None:
+    job = bench.job()
+    await bench.store.defer(job.identity, due_ms=NOW_MS + 90_000, keep_until_ms=2 * NOW_MS)
+    refused = Refused(RequestProblem("too_many_waiting", "as many as may"), is_repeat=is_repeat)
+
+    assert await bench.settler.settle(bench.job(), refused) == refused
+
+    found = await bench.store.find(job.identity)
+    assert found is not None
+    assert (found.completion, found.due_ms) == (None, NOW_MS + 90_000)
+    replied = [] if is_repeat else ["noted", "confirmed: reply"]  # the reply to the first copy is the reply to both
+    assert bench.log == ["defer", *replied, "ack", *([] if is_repeat else ["event: failed"])]
+    bench.store.now_ms += 100_000
+    assert isinstance(await bench.claiming.claim(job), Granted)
+
+
+@pytest.mark.parametrize("is_repeat", [False, True])
+async def test_the_stored_body_stays_for_the_first_copy_if_a_repeat_may_not_wait(
+    is_repeat: bool, tmp_path: Path
+) -> None:
+    store, bench = BodyStore(f"file://{tmp_path}/bodies"), Bench()
+    kept = await store.keep([b"{}"])
+    bench.settler.bodies = Fetching(store, most_bytes=10)
+    refused = Refused(RequestProblem("too_many_waiting", "as many as may"), is_repeat=is_repeat)
+
+    await bench.settler.settle(bench.job(headers=dict(kept.headers)), refused)
+
+    await bench.settler.bodies.aclose(within_s=10)
+    assert len(list((tmp_path / "bodies").iterdir())) == is_repeat
 
 
 async def test_while_another_delivery_is_worked_on_no_outcome_is_sent(bench: Bench) -> None:
@@ -232,33 +242,6 @@ async def test_while_another_delivery_is_worked_on_no_outcome_is_sent(bench: Ben
     settled = await bench.settler.settle(late, REFUSED)
     assert isinstance(settled, Deferred)
     assert [each.exchange for each in bench.publisher.sent] == ["lane.delay.03"]
-
-
-async def test_the_outcome_of_a_worker_that_lost_its_claim_is_discarded(bench: Bench) -> None:
-    zombie, heir = bench.job(), bench.job(delivery=bench.delivery())
-    await bench.claiming.claim(zombie)
-    heir.delivery.redelivered = True
-    await bench.claiming.claim(heir)
-    assert isinstance(await bench.settler.settle(zombie, ANSWERED), Deferred)
-    assert isinstance(await bench.settler.settle(heir, ANSWERED), Answered)
-
-
-async def test_while_the_store_is_unavailable_the_settler_waits_and_keeps_the_delivery(bench: Bench) -> None:
-    bench.store.failing = StoreUnavailable("locked")
-    settling = asyncio.create_task(bench.settler.settle(bench.job(), ANSWERED))
-    await asyncio.sleep(0.02)
-    assert bench.log == []
-    bench.store.failing = None
-    assert await settling == ANSWERED
-
-
-async def test_if_the_store_stays_unavailable_the_delivery_is_requeued(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claiming, "STORE_WITHIN_S", 0)
-    bench.store.failing = StoreUnavailable("locked")
-    assert await bench.settler.settle(bench.job(), ANSWERED) is None
-    assert bench.log == ["nack"]
 
 
 async def test_an_answer_is_stored_although_its_delivery_is_lost_meanwhile(bench: Bench) -> None:
@@ -322,60 +305,6 @@ async def test_a_dead_letter_that_is_published_again_has_a_new_start_and_keeps_i
 # what is published
 
 
-async def test_a_reply_has_the_providers_bytes_and_names_model_and_provider(bench: Bench) -> None:
-    await bench.settler.settle(bench.job(), ANSWERED)
-    reply = bench.to("")
-    assert (reply.body, reply.content_type, reply.correlation_id, reply.persistent) == (
-        ANSWERED.body,
-        "application/json",
-        "c-1",
-        True,
-    )
-    assert reply.message_id not in (None, "m-1")
-    told = {n.STATUS: "ok", n.REQUEST_ID: "m-1", n.LANE_NAME: "critical", n.MODEL: "claude-x", n.PROVIDER: "anthropic"}
-    assert told.items() <= reply.headers.items()
-    assert bench.publisher.sent[0].routing_key == "amq.gen-abcdefghijklmnopqrstuv"
-
-
-async def test_an_error_reply_is_a_problem_document(bench: Bench) -> None:
-    await bench.settler.settle(bench.job(), BURIED)
-    reply = bench.to("")
-    assert reply.content_type == "application/problem+json"
-    assert reply.headers[n.STATUS] == "error"
-    assert json.loads(reply.body)["status"] == 402
-
-
-async def test_a_dead_letter_is_the_request_as_published_with_the_cause(bench: Bench) -> None:
-    job = bench.job(
-        headers={"x-mine": 1, "x-lane-stream": True, "x-death": [{}], "x-delivery-count": 2, "x-lane-attempt": 77},
-        user_id="shop",
-        expiration="60000",
-        priority=3,
-        timestamp_s=5.0,
-        app_id="a",
-    )
-    await bench.settler.settle(job, BURIED)
-    dead = bench.to("lane.dead")
-    assert dead.headers == {
-        "x-mine": 1,
-        "x-lane-stream": True,
-        n.DEAD_CODE: "provider_rejected",
-        n.DEAD_DETAIL: "402 …",
-        n.DEAD_AT: "2026-09-21T14:13:20.000Z",
-        n.ATTEMPT: 0,
-        n.ROUTING_KEY: "critical.shop.chat",
-        n.ERRORS: ["provider_rejected: 402 …"],
-        n.USER_ID: "shop",
-        n.EXPIRATION: "60000",
-    }
-    # another user's user_id would close the channel; an expiration would remove it from lane.dead
-    assert (dead.user_id, dead.expiration) == (None, None)
-    kept = (dead.body, dead.message_id, dead.correlation_id, dead.priority, dead.timestamp_s, dead.app_id)
-    assert kept == (BODY, "m-1", "c-1", 3, 5.0, "a")
-    assert dead.persistent
-    assert bench.publisher.sent[0].routing_key == "critical.shop.chat"
-
-
 async def test_a_retry_carries_its_history_to_the_next_worker_in_headers(bench: Bench) -> None:
     job = bench.job(headers={"x-mine": 1, n.ATTEMPT: 9, n.USER_ID: "bank"}, user_id="shop", expiration="60000")
     job.attempted = Attempted(started_ms=NOW_MS)
@@ -398,28 +327,6 @@ async def test_a_retry_carries_its_history_to_the_next_worker_in_headers(bench: 
     assert copy.headers["x-mine"] == 1
     assert (copy.user_id, copy.expiration, copy.message_id, copy.persistent) == (None, None, "m-1", True)
     assert bench.publisher.sent[0].routing_key == "critical.shop.chat"
-
-
-async def test_a_message_from_a_worker_keeps_its_history_and_the_last_five_errors(bench: Bench) -> None:
-    past = HopHeaders(
-        attempts=6, errors=("e", "d", "c", "b", "a"), first_seen_ms=NOW_MS - 9, due_ms=NOW_MS - 5, user_id="shop"
-    )
-    headers = {
-        n.ATTEMPT: 6,
-        n.ERRORS: list(past.errors),
-        n.FIRST_SEEN_MS: NOW_MS - 9,
-        n.DUE_MS: NOW_MS - 5,
-        n.USER_ID: "shop",
-    }
-    job = bench.job(exchange="lane.due", headers={**headers, "lane-d00": True, "lane-d07": True}, user_id="the-workers")
-    job.attempted = Attempted(started_ms=NOW_MS)
-    await bench.settler.settle(job, RETRIED)
-    copy = bench.to("lane.delay.02")
-    hop = read_hop(copy.headers)
-    assert hop.attempts == 7
-    assert hop.errors == (f"attempt 7: {RETRIED.error}", "e", "d", "c", "b")
-    assert (hop.first_seen_ms, hop.due_ms, hop.user_id) == (NOW_MS - 9, NOW_MS - 5, "shop")
-    assert "lane-d07" not in copy.headers
 
 
 async def test_a_deferral_does_not_count_an_attempt(bench: Bench) -> None:
@@ -454,35 +361,73 @@ async def test_a_requeued_delivery_is_returned_after_a_moment(bench: Bench, monk
     putting.cancel()
 
 
-@pytest.mark.parametrize(
-    ("outcome", "publishes"),
-    [(ANSWERED, []), (DEFERRED, ["after_publish"]), (RETRIED, ["after_publish"]), (BURIED, ["after_publish"])],
-)
-async def test_the_fault_suite_can_kill_a_worker_after_each_step(
-    bench: Bench, outcome: Outcome, publishes: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reached: list[str] = []
-    monkeypatch.setattr(bench.settler.failpoints, "reach", reached.append)
-    monkeypatch.setattr(bench.settler.failpoints, "reach_soon", reached.append)
-    await bench.settler.settle(bench.job(), outcome)
-    assert reached == ["after_keep", "after_store", *publishes, "after_confirm", "after_ack"]
+class SlowBodies(BodyStore):
+    """A store for large answers that waits until `may_go` is set."""
+
+    may_go: asyncio.Event
+
+    @override
+    async def keep_answer(self, body: bytes, *, for_s: float, tenant: str = "") -> BodyAddress:
+        await self.may_go.wait()
+        return await super().keep_answer(body, for_s=for_s, tenant=tenant)
 
 
-@pytest.mark.parametrize(
-    ("mark", "redelivered", "event"),
-    [
-        (None, False, "cancelled"),  # cancelled before any message of it arrived
-        ("its own", True, "cancelled"),  # cancelled under a worker that died before it published the event
-        ("its own", False, "replayed"),
-        ("another's", True, "replayed"),
-    ],
-)
-async def test_the_event_of_a_cancellation_is_published_once(
-    bench: Bench, mark: str | None, redelivered: bool, event: str
+async def test_a_paid_answer_is_kept_although_the_channel_is_lost_while_it_is_made_sendable(
+    bench: Bench, tmp_path: Path
 ) -> None:
-    delivery = bench.delivery()
-    delivery.redelivered = redelivered
-    job = bench.job(delivery=delivery)
-    found = {None: None, "its own": job.fingerprint.mark, "another's": b"x"}[mark]
-    bench.lifecycle.publish_outcome(job, Replayed(completion=replace(CANCELLED, mark=found)))
-    assert bench.log == [f"event: {event}"]
+    """The redelivery waits meanwhile, and is answered from the store."""
+    store = SlowBodies(f"file://{tmp_path}/bodies", in_all_bytes=10_000)
+    store.may_go = asyncio.Event()
+    bench.settler.large_answers = LargeAnswers(bench.publisher, bodies=store, over_bytes=100)
+    job, again = bench.job(), bench.job()
+    again.delivery.redelivered = True
+    await bench.claiming.claim(job)
+    settling = asyncio.create_task(bench.settler.settle(job, Answered(body=b"x" * 200, model="m", provider="p")))
+    await until(lambda: "shelter" in bench.log)
+    settling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await settling
+
+    assert isinstance(await bench.claiming.claim(again), Running)
+    await bench.claiming.renew()
+    assert again.stopped is job.stopped is None
+    store.may_go.set()
+    await bench.claiming.finish(within_s=30)
+    again = bench.job()
+    again.delivery.redelivered = True
+    found = await bench.claiming.claim(again)
+    assert isinstance(found, Ended)
+    assert "urn:lanekeeper:body" in found.completion.body.decode()
+    assert bench.log == ["claim", "shelter", "claim", "stored", "claim"]
+    store.close()
+
+
+async def test_a_dead_letter_that_a_speaker_publishes_again_keeps_its_tenant_on_a_hop(bench: Bench) -> None:
+    headers = {n.DEAD_AT: "2026-09-21T13:00:00.000Z", n.USER_ID: "shop"}
+    delivery = bench.delivery(user_id="gateway", headers=headers)
+    job = Job(delivery, lane=CRITICAL, source=Source.REQUESTER, taken_ms=NOW_MS, speakers={"gateway"})
+    await bench.settler.settle(job, DEFERRED)
+    copy = bench.to("lane.delay.01")
+    assert (copy.headers[n.USER_ID], copy.headers[n.TENANT]) == ("gateway", "shop")
+
+
+async def test_a_message_from_a_worker_keeps_its_history_and_the_last_five_errors(bench: Bench) -> None:
+    past = HopHeaders(
+        attempts=6, errors=("e", "d", "c", "b", "a"), first_seen_ms=NOW_MS - 9, due_ms=NOW_MS - 5, user_id="shop"
+    )
+    headers = {
+        n.ATTEMPT: 6,
+        n.ERRORS: list(past.errors),
+        n.FIRST_SEEN_MS: NOW_MS - 9,
+        n.DUE_MS: NOW_MS - 5,
+        n.USER_ID: "shop",
+    }
+    job = bench.job(exchange="lane.due", headers={**headers, "lane-d00": True, "lane-d07": True}, user_id="the-workers")
+    job.attempted = Attempted(started_ms=NOW_MS)
+    await bench.settler.settle(job, RETRIED)
+    copy = bench.to("lane.delay.02")
+    hop = read_hop(copy.headers)
+    assert hop.attempts == 7
+    assert hop.errors == (f"attempt 7: {RETRIED.error}", "e", "d", "c", "b")
+    assert (hop.first_seen_ms, hop.due_ms, hop.user_id) == (NOW_MS - 9, NOW_MS - 5, "shop")
+    assert "lane-d07" not in copy.headers

@@ -10,7 +10,7 @@ from typing import Any
 from consumers.job import Job
 from consumers.pool import Pool
 from service.cli.main import run
-from topology.broker.session import Delivery
+from topology.broker.consume import Delivery
 
 _work = Pool._work
 

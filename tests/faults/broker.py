@@ -8,18 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.private_broker import container
-from service.private_broker.source import (
-    ERLANG_ARGUMENTS,
-    LOOPBACK,
-    USER,
-    Access,
-    Steps,
-    Unavailable,
-    free_ports,
-    version_if_ready,
-)
+from service.private_broker import ERLANG_ARGUMENTS, LOOPBACK, OFFICIAL, USER, free_ports, version_if_ready
 from tests.support.cluster import Cluster
+from tests.support.engine import LABEL, Steps, Unavailable, engine_answers, find_image, owner, sweep
 from tests.support.nodes import COMMAND_S, LOOK_EVERY_S, READY_S, Node, docker
 from tests.support.waiting import until
 
@@ -33,22 +24,18 @@ class Alone(Node):
 
     @property
     def amqp_url(self) -> str:
-        return self._access.amqp_url
+        return f"amqp://{USER}:{self.password}@{LOOPBACK}:{self.amqp_port}/"
 
     @property
     def management_url(self) -> str:
-        return self._access.management_url
+        return f"http://{LOOPBACK}:{self.management_port}"
 
     async def ready(self, *, within_s: float = READY_S) -> None:
         async def answers() -> bool:
             await asyncio.sleep(LOOK_EVERY_S)
-            return await asyncio.to_thread(version_if_ready, self._access) is not None
+            return await asyncio.to_thread(version_if_ready, self.management_url, self.password) is not None
 
         await until(answers, within_s=within_s)
-
-    @property
-    def _access(self) -> Access:
-        return Access(self.amqp_port, self.management_port, self.password)
 
 
 @asynccontextmanager
@@ -56,7 +43,7 @@ async def single() -> AsyncIterator[Cluster]:
     """A single node for as long as the block lasts. Raises Unavailable without Docker or an image."""
     steps = Steps()
     image = await asyncio.to_thread(_image, steps)
-    await asyncio.to_thread(container.sweep, steps)
+    await asyncio.to_thread(sweep, steps)
     amqp, management = free_ports(2)
     node = Alone(
         host=f"lanekeeper-{secrets.token_hex(6)}",
@@ -80,7 +67,7 @@ async def single() -> AsyncIterator[Cluster]:
                 "--pull=never",
                 f"--name={node.host}",
                 f"--hostname={node.host}",
-                f"--label={container.LABEL}={container.owner()}",
+                f"--label={LABEL}={owner()}",
                 f"--env-file={settings}",
                 f"--publish={LOOPBACK}:{amqp}:5672",
                 f"--publish={LOOPBACK}:{management}:15672",
@@ -94,8 +81,8 @@ async def single() -> AsyncIterator[Cluster]:
 
 
 def _image(steps: Steps) -> str:
-    if not container.engine_answers(steps):
+    if not engine_answers(steps):
         raise Unavailable("faults are injected into brokers in Docker, and no engine answers")
-    if found := container.find_image(steps):
+    if found := find_image(steps):
         return found
-    raise Unavailable(f"{container.OFFICIAL} is not here; tests/support/rabbitmq-image 4.3 makes one")
+    raise Unavailable(f"{OFFICIAL} is not here; tests/support/rabbitmq-image 4.3 makes one")

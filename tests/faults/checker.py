@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tests.faults.history import OK, Asked, Called, Disturbed, Event, Parked, Part, Published, Replied
+from tests.faults.history import OK, Asked, Called, Disturbed, Event, Parked, Published, Replied
 from tests.faults.stalls import Stall, longest, stalls_of
 
 LOST = "lost"
@@ -19,6 +19,7 @@ OF_ANOTHER = "answer to another question"
 UNEXPECTED = "unexpected outcome"
 CALLED_AFTER_END = "called after it had ended"
 NOT_PARKED = "not parked"
+SLOTS_LOST = "slots lost"
 KEPT_IN_LANE_DEAD = frozenset({"invalid_request", "provider_rejected", "attempts_exhausted", "poison", "internal"})
 """Errors whose requests are also in `lane.dead`."""
 
@@ -97,10 +98,10 @@ class _Question:
         return tuple(self.replies[max(1, arrived) :])
 
 
-def check(events: Iterable[Event], *, store_was_lost: bool = False, reads_dead: bool = True) -> Verdict:
+def check(events: Iterable[Event], *, store_was_lost: bool = False) -> Verdict:
     """Judge a run that is over.
 
-    `store_was_lost`: what had ended may run once more, and differently. `reads_dead`: dead letters are in the history.
+    `store_was_lost`: what had ended may run once more, and differently.
     """
     questions: dict[str, _Question] = {}
     strangers: list[Replied] = []
@@ -124,8 +125,6 @@ def check(events: Iterable[Event], *, store_was_lost: bool = False, reads_dead: 
                 parked[event.identity].append(event)
             case Disturbed():
                 faults.append(event)
-            case Part():
-                pass
     violations = [Violation(NEVER_ASKED, each.identity, f"a reply to {each.question!r}") for each in strangers]
     by_identity: dict[str, list[_Question]] = defaultdict(list)
     for each in questions.values():
@@ -133,8 +132,7 @@ def check(events: Iterable[Event], *, store_was_lost: bool = False, reads_dead: 
         violations += _of_question(each)
     for identity, theirs in by_identity.items():
         violations += _of_identity(identity, theirs, calls[identity], store_was_lost=store_was_lost)
-        if reads_dead:
-            violations += _of_dead_letters(identity, theirs, parked[identity])
+        violations += _of_dead_letters(identity, theirs, parked[identity])
     for identity in calls.keys() - by_identity.keys():
         violations.append(Violation(NEVER_ASKED, identity, "the provider was called"))
     every = list(questions.values())

@@ -7,11 +7,12 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from aiormq.abc import DeliveredMessage
 from pamqp.commands import Basic
@@ -20,11 +21,12 @@ from lanekeeper import Client
 from lanekeeper.contract.problems import LanekeeperError
 from lanekeeper.replies import Problem
 from tests.faults.connections import Publisher, connected, read
-from tests.faults.history import OK, Asked, History, Parked, Part, Published, Replied
+from tests.faults.history import OK, Asked, History, Parked, Published, Replied
 from tests.faults.mix import EVERYTHING, REPLY_QUEUE, Mix, Wish, draw
 
 DEAD_QUEUE = "lane.dead"
 FETCHED_AT_ONCE = 10
+PUBLISHERS = 4
 
 
 class Load:
@@ -39,16 +41,16 @@ class Load:
         rng: random.Random,
         rate: float,
         mix: Mix = EVERYTHING,
-        publishers: int = 4,
         name: str = "r",
     ) -> None:
         self._urls = urls
+        self._user = urlsplit(urls[0]).username or "guest"
         self._history = history
         self._rng = rng
         self._rate = rate
         self._mix = mix
         self._name = name
-        self._publishers = [Publisher(urls, n) for n in range(publishers)]
+        self._publishers = [Publisher(urls, n) for n in range(PUBLISHERS)]
         self._waiting: dict[str, asyncio.Event] = {}
         """Asked and not answered; set when it is."""
         self._confirmed: set[str] = set()
@@ -115,6 +117,16 @@ class Load:
                 all_at_once.create_task(self._publish(wish, self._ask_for(wish, question=f"{identity}~{n}")))
         return identity
 
+    async def at_once(self, counts: Mapping[str, int], *, latency_s: float) -> None:
+        """Publish so many requests for each lane at once, each of which takes so long."""
+        async with asyncio.TaskGroup() as all_at_once:
+            for lane, count in counts.items():
+                for _ in range(count):
+                    identity = self._next_id()
+                    prompt = f"{identity} [[latency: {round(1000 * latency_s)}ms]]"
+                    wish = Wish(identity=identity, lane=lane, body={"prompt": prompt})
+                    all_at_once.create_task(self._publish(wish, self._ask_for(wish, question=identity)))
+
     async def _ask(self) -> None:
         due_s = time.monotonic()
         while True:
@@ -134,7 +146,7 @@ class Load:
         if answered is not None and wish.is_contradicted:
             await answered.wait()
             body = {"prompt": f"{wish.body['prompt']} and more"}
-            other = replace(wish, body=body, headers={}, expects=("idempotency_conflict",), delay_s=0.0)
+            other = replace(wish, body=body, headers=_tenant_of(wish), expects=("idempotency_conflict",), delay_s=0.0)
             await self._publish(other, self._ask_for(other, question=f"{wish.identity}~other"))
 
     def _next_id(self) -> str:
@@ -170,6 +182,7 @@ class Load:
             priority=self._rng.randrange(10),
             content_type="application/json",
             headers=dict(wish.headers),
+            user_id=self._user if wish.tenant else None,
         )
         wait_s = 0.05
         while True:
@@ -188,7 +201,9 @@ class Load:
     async def _fetch(self, client: Client, wish: Wish, free: asyncio.Semaphore, *, end_s: float) -> None:
         async with free:
             try:
-                found = await client.result(wish.identity, wait_s=max(0.0, end_s - time.monotonic()))
+                found = await client.result(
+                    wish.identity, tenant=wish.tenant or None, wait_s=max(0.0, end_s - time.monotonic())
+                )
             except Problem as problem:
                 body, code = json.dumps(dict(problem.fields)).encode(), problem.code
             except LanekeeperError:
@@ -202,11 +217,7 @@ class Load:
         headers = properties.headers or {}
         question = properties.correlation_id or ""
         status = headers.get("x-lane-status")
-        if status is None:
-            seq = int(str(headers.get("x-lane-seq", -1)))
-            kind = str(headers.get("x-lane-part"))
-            self._history.add(Part(at_s=time.monotonic(), question=question, kind=kind, seq=seq))
-        elif (id := properties.message_id or "") not in self._seen:
+        if status is not None and (id := properties.message_id or "") not in self._seen:
             self._seen.add(id)
             code = OK if status == OK else str(json.loads(delivered.body)["code"])
             is_replayed = bool(headers.get("x-lane-replayed"))
@@ -239,3 +250,7 @@ class Load:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _tenant_of(wish: Wish) -> dict[str, str]:
+    return {"x-lane-tenant": wish.tenant} if wish.tenant else {}

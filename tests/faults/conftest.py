@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from service.private_broker.source import Unavailable
 from tests.faults.ground import Ground, ground
 from tests.faults.trial import Made
+from tests.support.engine import Unavailable
 
 SEED = 11
 RATE = 15.0

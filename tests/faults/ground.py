@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from service.simulated.app import SimulatedAPI
-from service.simulated.options import SimulatedOptions
+from service.simulated.app import SimulatedAPI, SimulatedOptions
 from tests.faults.broker import single
 from tests.faults.checker import Verdict, check
 from tests.faults.clients import Load
@@ -39,9 +38,12 @@ PATIENT = {
     for name, value in (("MAX_ATTEMPTS", "100"), ("CALL_TIMEOUT_S", "4"), ("DEADLINE_S", "900"))
 }
 """Settings with which requests survive every fault: an attempt that hangs ends soon, and attempts do not run out."""
+SLOTS = {"critical": 3, "normal": 3, "batch": 2}
+"""Few, so that requests wait for a slot after each fault, and tenants' requests are set aside."""
 SETTINGS = {
     **PATIENT,
-    "LANEKEEPER_LANES__BATCH__SLOTS": "8",
+    **{f"LANEKEEPER_LANES__{lane.upper()}__SLOTS": str(slots) for lane, slots in SLOTS.items()},
+    "LANEKEEPER_SPEAKERS": "guest,lanekeeper",
     "LANEKEEPER_RETRY__BASE_S": "0.2",
     "LANEKEEPER_RETRY__CAP_S": "2",
     "LANEKEEPER_GRACE_S": "10",
@@ -99,6 +101,7 @@ class Ground:
                 outcome=call.outcome,
             )
             for call in self.api.calls
+            if call.prompt != "1"  # a worker's own call, which finds out whether the provider answers at all
         ]
 
     def verdict(self, *, store_was_lost: bool = False) -> Verdict:
@@ -124,12 +127,11 @@ async def ground(
     workers: int = WORKERS,
     store_is: str = "sqlite",
     module: str = "service.cli.main",
-    history: History | None = None,
     **settings: str,
 ) -> AsyncIterator[Ground]:
     """All parts, ready for a load. `module` runs the workers (`broken.py`); `settings` are their settings."""
     rng = random.Random(seed)
-    written = history or History()
+    written = History()
     async with AsyncExitStack() as stack:
         broker = await stack.enter_async_context(BROKERS[on]())
         api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(keep_calls=200_000)))

@@ -5,9 +5,8 @@ a machine share. `checker.py` judges it.
 """
 
 import json
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 Told = Literal["confirmed", "refused", "returned", "unknown"]
 """The result of one publish: `refused` by a nack, `returned` as unroutable, `unknown` without a confirm."""
@@ -63,16 +62,6 @@ class Replied:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A part of a streamed answer arrived: `event` or `restart`."""
-
-    at_s: float
-    question: str
-    kind: str
-    seq: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Parked:
     """A dead letter was seen."""
 
@@ -105,8 +94,7 @@ class Disturbed:
     """Requests that were confirmed and not answered when it began."""
 
 
-Event = Asked | Published | Replied | Part | Parked | Called | Disturbed
-_KINDS = {kind.__name__: kind for kind in get_args(Event)}
+Event = Asked | Published | Replied | Parked | Called | Disturbed
 
 
 class History:
@@ -121,13 +109,3 @@ class History:
 
 def as_line(event: Event) -> str:
     return json.dumps({"event": type(event).__name__, **asdict(event)})
-
-
-def read(lines: Iterable[str]) -> Iterator[Event]:
-    """Events from lines of JSON."""
-    for line in lines:
-        fields = json.loads(line)
-        kind = _KINDS[fields.pop("event")]
-        if "expects" in fields:
-            fields["expects"] = tuple(fields["expects"])
-        yield kind(**fields)

@@ -27,9 +27,15 @@ class Mix:
     twice: float = 0.05
     conflicting: float = 0.01
     """The same id with another body, after the first was answered."""
+    tenants: Mapping[str, float] = field(default_factory=lambda: {"": 1.0})
+    """Their shares of the requests; without a name, the connection's user."""
 
 
-EVERYTHING = Mix(lanes={"critical": 0.3, "normal": 0.4, "batch": 0.3}, unheard=0.02)
+EVERYTHING = Mix(
+    lanes={"critical": 0.3, "normal": 0.4, "batch": 0.3},
+    unheard=0.02,
+    tenants={"": 0.1, "many": 0.6, "some": 0.2, "few": 0.1},
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,7 @@ class Wish:
     delay_s: float = 0.0
     is_sent_twice: bool = False
     is_contradicted: bool = False
+    tenant: str = ""
 
     @property
     def is_heard(self) -> bool:
@@ -65,8 +72,12 @@ def draw(rng: random.Random, mix: Mix, *, identity: str) -> Wish:
     if delay_ms:
         headers["x-lane-delay-ms"] = delay_ms
     is_unheard = rng.random() < mix.unheard and not headers
+    tenant = rng.choices(list(mix.tenants), weights=list(mix.tenants.values()))[0]
+    if tenant:
+        headers["x-lane-tenant"] = tenant
     return Wish(
         identity=identity,
+        tenant=tenant,
         lane=rng.choices(list(mix.lanes), weights=list(mix.lanes.values()))[0],
         body={"prompt": prompt},
         headers=headers,

@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.private_broker.source import Unavailable
 from tests.faults import report
 from tests.faults.faults import FAULTS
 from tests.faults.ground import SETTLED_S, Ground, ground
 from tests.faults.report import Run
 from tests.faults.schedule import Planned, plan
-from tests.faults.trial import ANSWERED_WITHIN_S, inject, judged
+from tests.faults.trial import inject, judged, judged_with_slots
+from tests.support.engine import Unavailable
 
 ENOUGH_CONFIRMED = 15_000
 ENOUGH_FAULTS = 20
@@ -95,7 +95,7 @@ async def one(
         began_s = time.monotonic()
         await carry_out(found, planned, seconds=seconds, recovered_within_s=1.0 if broken else RECOVERED_WITHIN_S)
         minutes = (time.monotonic() - began_s) / 60
-        verdict = await judged(found, answered_within_s=LOSES_WITHIN_S if broken else ANSWERED_WITHIN_S)
+        verdict = await (judged(found, answered_within_s=LOSES_WITHIN_S) if broken else judged_with_slots(found))
         found.write(folder / "history.jsonl")
         made = Run(on, seed, minutes, verdict, tuple(found.crew.crashes), len(found.calls()))
     say(f"  {verdict.confirmed} confirmed, {verdict.lost} lost, {len(made.failures)} violations")

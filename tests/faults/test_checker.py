@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults import checker
 from tests.faults.checker import check
-from tests.faults.history import OK, Asked, Called, Disturbed, Event, Parked, Published, Replied, Told, as_line, read
+from tests.faults.history import OK, Asked, Called, Disturbed, Event, Published, Replied, Told
 
 
 def asked(question: str = "q", *, at_s: float = 0.0, identity: str = "", **more: Any) -> Asked:
@@ -88,23 +88,6 @@ def test_a_repeated_equal_reply_is_counted_and_allowed() -> None:
     assert verdict.answered_twice == 1
 
 
-def test_a_request_published_twice_may_get_two_replies() -> None:
-    again = published(at_s=0.2)
-    assert check((*GOOD, again, replied(at_s=2))).answered_twice == 0
-    assert check((*GOOD, again, replied(at_s=2), replied(at_s=3))).answered_twice == 1
-
-
-def test_another_body_under_the_same_id_has_its_own_outcome() -> None:
-    other = asked("other", identity="q", expects=("idempotency_conflict",))
-    told = replied("other", identity="q", at_s=1.2, code="idempotency_conflict", digest="problem")
-    assert kinds(*GOOD, other, published("other"), told) == set()
-
-
-def test_an_outcome_that_is_also_parked_passes() -> None:
-    refused = (asked(expects=("provider_rejected",)), published(), replied(code="provider_rejected"))
-    assert kinds(*refused, Parked(at_s=1, identity="q", code="provider_rejected")) == set()
-
-
 def test_a_call_that_the_provider_failed_is_not_a_repeated_call() -> None:
     assert check((*GOOD, called(at_s=0.2, outcome="overloaded"))).repeated_calls == 0
     assert check((*GOOD, called(at_s=0.2, outcome="client_gone"))).repeated_calls == 1
@@ -142,8 +125,3 @@ def test_a_delayed_request_is_awaited_from_its_due_time() -> None:
     verdict = check(events)
     assert verdict.stalls["critical"].lasted_s == 0.25
     assert verdict.recoveries[0].recovered_s == 0.25
-
-
-def test_a_history_written_to_a_file_is_read_unchanged() -> None:
-    events = (*GOOD, fault(1, 2), Parked(at_s=1, identity="q", code="poison"))
-    assert tuple(read(as_line(event) for event in events)) == events

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from service.private_broker.source import Unavailable
 from service.simulated.app import SimulatedAPI
 from tests.faults.checker import Verdict, check
 from tests.faults.clients import Load
@@ -23,6 +22,7 @@ from tests.faults.history import Called, History
 from tests.faults.mix import Mix
 from tests.faults.workers import Crew
 from tests.support.cluster import Cluster, cluster
+from tests.support.engine import Unavailable
 from tests.support.nodes import Node
 from tests.support.processes import environment, run
 from tests.support.waiting import until

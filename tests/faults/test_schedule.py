@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.faults import report
 from tests.faults.checker import check
 from tests.faults.faults import FAULTS
@@ -51,10 +49,3 @@ def test_the_table_is_written_between_its_markers_and_nothing_else_changes(tmp_p
     assert written.endswith(f"{report.END}\nafter\n")
     assert "| A1 | worker killed | 1 | 1 | 1 | 1 |" in written
     assert "old" not in written
-
-
-def test_a_document_without_markers_is_refused(tmp_path: Path) -> None:
-    document = tmp_path / "page.md"
-    document.write_text("no table here\n")
-    with pytest.raises(ValueError, match="to write between"):
-        report.write(document, "")

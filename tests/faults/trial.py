@@ -3,19 +3,27 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
-from tests.faults.checker import Verdict
+from tests.faults.checker import SLOTS_LOST, Verdict, Violation
 from tests.faults.faults import FAULTS, Fault
-from tests.faults.ground import SETTLED_S, Ground
+from tests.faults.ground import SETTLED_S, SLOTS, Ground
 from tests.faults.history import Disturbed
 
+Judge = Callable[[Ground], Awaitable[Verdict]]
 Made = Callable[..., AbstractAsyncContextManager[Ground]]
 """`ground` for a test (`conftest.py`)."""
 ANSWERED_WITHIN_S = 90.0
 """Time after the last fault, before a request without an answer counts as lost."""
+CALM_S = 3.0
+"""Before and after each fault."""
 FETCHED_WITHIN_S = 10.0
+HELD_S = 3.0
+"""How long each request takes that shows whether all slots work; less than `CALL_TIMEOUT_S` in `ground.PATIENT`."""
+TRIES = 3
+"""A worker that has just lost a connection may not consume yet, so a second burst may show what the first did not."""
 
 
 def fault(title: str) -> Fault:
@@ -40,19 +48,16 @@ async def inject(ground: Ground, found: Fault, *, lasts_s: float, rng: random.Ra
     return made
 
 
-async def broken(
-    ground: Ground, *faults: tuple[str, float], calm_s: float = 3.0, answered_within_s: float = ANSWERED_WITHIN_S
-) -> Verdict:
-    """Send requests all the time, cause each of the faults (title, seconds), and judge. `calm_s`: before and after
-    each."""
+async def broken(ground: Ground, *faults: tuple[str, float], judge: Judge | None = None) -> Verdict:
+    """Send requests all the time, cause each of the faults (title, seconds), and judge."""
     rng = random.Random(len(faults))
     async with ground.load.asking():
         await asyncio.sleep(SETTLED_S)
         for title, lasts_s in faults:
-            await asyncio.sleep(calm_s)
+            await asyncio.sleep(CALM_S)
             await inject(ground, fault(title), lasts_s=lasts_s, rng=rng)
-        await asyncio.sleep(calm_s)
-    return await judged(ground, answered_within_s=answered_within_s)
+        await asyncio.sleep(CALM_S)
+    return await (judge or judged_with_slots)(ground)
 
 
 async def judged(
@@ -62,3 +67,29 @@ async def judged(
     await ground.load.answered(within_s=answered_within_s)
     await ground.load.fetched(within_s=FETCHED_WITHIN_S)
     return ground.verdict(store_was_lost=store_was_lost)
+
+
+async def judged_with_slots(ground: Ground) -> Verdict:
+    """Judge, and see whether as many requests can run at once as the workers have slots."""
+    await ground.load.answered(within_s=ANSWERED_WITHIN_S)
+    lost = await _slots_lost(ground)
+    verdict = await judged(ground)
+    return replace(verdict, violations=(*verdict.violations, *lost))
+
+
+async def _slots_lost(ground: Ground) -> list[Violation]:
+    await ground.crew.ready()
+    wanted = sum(SLOTS.values()) * len(ground.workers)
+    most = 0
+    for _ in range(TRIES):
+        await ground.load.at_once(
+            {lane: slots * len(ground.workers) for lane, slots in SLOTS.items()}, latency_s=HELD_S
+        )
+        end_s = time.monotonic() + 2 * HELD_S
+        while most < wanted and time.monotonic() < end_s:
+            most = max(most, ground.api.running)
+            await asyncio.sleep(0.02)
+        await ground.load.answered(within_s=ANSWERED_WITHIN_S)
+        if most >= wanted:
+            return []
+    return [Violation(SLOTS_LOST, "", f"{most} of {wanted} work")]

@@ -14,7 +14,7 @@ from tests.support.processes import Running, interpreter
 from tests.support.waiting import until
 
 FAILPOINT_EXIT = 86
-"""The exit code of a worker that dies at a failpoint (`consumers/failpoints.py`)."""
+"""The exit code of a worker that dies at a failpoint (`consumers/settle.py`)."""
 PAUSE_S = 0.2
 """The pause before a restart."""
 
@@ -71,7 +71,7 @@ class Worker:
 
 
 class Crew:
-    """One worker for each of `environs`, until the block ends. `module`: the module that runs `COMMAND`."""
+    """One worker for each of `environs`, until the block ends. `module`: the module that runs them."""
 
     def __init__(
         self,
@@ -79,13 +79,11 @@ class Crew:
         *,
         folder: Path,
         module: str = "service.cli.main",
-        command: str = "serve",
     ) -> None:
         self.workers = [Worker(number, dict(environ)) for number, environ in enumerate(environs)]
         self.endings: list[Ending] = []
         self._folder = folder
         self._module = module
-        self._command = command
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -106,7 +104,7 @@ class Crew:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def ready(self, *, within_s: float = 40) -> None:
+    async def ready(self, *, within_s: float = 150) -> None:
         """Wait until all workers take requests."""
         await until(lambda: all(each.is_ready for each in self.workers), within_s=within_s)
 
@@ -116,7 +114,7 @@ class Crew:
             life += 1
             worker.told.clear()
             async with interpreter(
-                self._command, environ=worker.environ, folder=self._folder, module=self._module
+                "serve", environ=worker.environ, folder=self._folder, module=self._module
             ) as running:
                 worker.running = running
                 try:

@@ -13,32 +13,32 @@ from dataclasses import replace
 from typing import Any, Final
 
 from aiormq.abc import DeliveredMessage
-from pamqp import frame
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
-from consumers.control import command as control_command
+from consumers.control.messages import _id_of, read_command
 from consumers.failures import ProviderError
-from consumers.limits import headers as rate_headers
-from consumers.providers.answers import parse_message, read_answer
+from consumers.limits.base import read_rate
 from consumers.providers.anthropic import set_stream
-from consumers.providers.event_stream import FrameSplitter
-from consumers.providers.events import EventSplitter
-from consumers.providers.streamed import StreamedMessage, parse_event, to_json
-from consumers.providers.translation import classify, from_event, read_retry_after_s
-from lanekeeper.amqp.driver import fields
-from lanekeeper.amqp.driver.frames import NESTED_LEVELS, message_of, patch_pamqp
-from lanekeeper.amqp.driver.outgoing import encoded
+from consumers.providers.errors import classify, from_event, read_retry_after_s
+from consumers.providers.streams import (
+    EventSplitter,
+    FrameSplitter,
+    StreamedMessage,
+    parse_event,
+    parse_message,
+    read_answer,
+    to_json,
+)
+from lanekeeper.amqp.driver import unmarshal
+from lanekeeper.amqp.wire import NESTED_LEVELS, encoded, message_of, read_table, write_table
 from lanekeeper.contract.messages import UNREADABLE, Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import DETAIL_CHARACTERS, RequestProblem
-from lanekeeper.telemetry import propagation
+from lanekeeper.telemetry import tracing
 from topology.codec import headers as header_rules
-from topology.codec.decoding import decode
-from topology.codec.request import Request
+from topology.codec.decoding import Request, decode
 from topology.lanes import CRITICAL, LaneSpec
-
-patch_pamqp()
 
 NOW_MS: Final = 1_790_000_000_000
 EVENT_BYTES: Final = 1024 * 1024
@@ -93,8 +93,8 @@ def properties(data: bytes) -> None:
             _is_fit_to_send(problem)
     header_rules.read_hop(message.headers)
     header_rules.ms_or_none(message.headers, "x-lane-sent-ms")
-    span = propagation.read(message.headers)
-    propagation.received(message.headers, span)
+    span = tracing.context_in(message.headers)
+    tracing.received_context(message.headers, span)
     carried = header_rules.carried(message.headers, of=Names())
     carried.pop(UNREADABLE, None)  # such a message is never published
     again = _published(Message(body=b"{}", headers=carried, correlation_id=message.correlation_id))
@@ -106,14 +106,14 @@ def properties(data: bytes) -> None:
 def table(data: bytes) -> None:
     """A field table: if it can be read, it can be written and read again."""
     try:
-        _, found = fields.read(data, levels=NESTED_LEVELS)
+        _, found = read_table(data, levels=NESTED_LEVELS)
     except _NO_TABLE:
         return
-    written = fields.write(found)
-    size, again = fields.read(written, levels=NESTED_LEVELS)
+    written = write_table(found)
+    size, again = read_table(written, levels=NESTED_LEVELS)
     assert size == len(written)
     assert again.keys() == found.keys()
-    assert len(fields.write(again)) == len(written)
+    assert len(write_table(again)) == len(written)
 
 
 def stream(data: bytes) -> None:
@@ -165,7 +165,7 @@ def response(data: bytes) -> None:
     }
     wait_s = read_retry_after_s(told, now_s=NOW_MS / 1000)
     assert wait_s is None or 0 <= wait_s <= 86_400
-    rate_headers.read(told, now_s=NOW_MS / 1000)
+    read_rate(told, now_s=NOW_MS / 1000)
     classify(
         status=400 + len(data) % 200,
         type=lines[0],
@@ -182,8 +182,8 @@ def control(data: bytes) -> None:
     text = kind.decode("utf-8", "replace")
     message = Message(body=said, routing_key=text, type=text, user_id="crm")
     try:
-        control_command.id_of(message)
-        control_command.read(message, speakers=(), needs_user_id=False)
+        _id_of(message)
+        read_command(message, speakers=(), needs_user_id=False)
     except RequestProblem as problem:
         _is_fit_to_send(problem)
 
@@ -239,14 +239,14 @@ def _delivered(data: bytes) -> Message:
     # (journeys/test_hostile_frames.py).
     flags = int.from_bytes(data[:2].ljust(2, b"\0"), "big") & ~1
     payload = struct.pack(">HHQH", 60, 0, 2, flags) + data[2:]
-    _, _, header = frame.unmarshal(struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce")
+    _, _, header = unmarshal(struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce")
     assert isinstance(header, ContentHeader)
     return _received(header)
 
 
 def _published(message: Message) -> Message:
     payload = struct.pack(">HHQ", 60, 0, 2) + encoded(message)
-    _, _, header = frame.unmarshal(struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce")
+    _, _, header = unmarshal(struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce")
     assert isinstance(header, ContentHeader)
     return _received(header)
 

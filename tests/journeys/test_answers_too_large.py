@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from service.simulated.options import SimulatedOptions
+from service.simulated.app import SimulatedOptions
 from tests.support.brokers import Vhost
+from tests.support.meeting import meeting
 from tests.support.redis import redis_server
 from tests.support.requester import requester
 from tests.support.serving import serving
@@ -46,10 +47,7 @@ async def test_an_answer_over_the_brokers_limit_ends_the_request_at_once_and_is_
 ) -> None:
     """Also if a single event of its stream is over the limit."""
     simulated, results = SimulatedOptions(stream_deltas=deltas), {"answer_bytes": MANY}
-    async with (
-        serving(vhost.amqp_url, simulated=simulated, results=results, store_url=store_url) as worker,
-        requester(vhost.amqp_url) as app,
-    ):
+    async with meeting(vhost.amqp_url, simulated=simulated, results=results, store_url=store_url) as (worker, app, _):
         await app.read_dead()
         reply = await app.ask(huge("too much"), headers={"x-lane-stream": stream}, message_id="big", within_s=60)
         if takes_it(vhost.version):

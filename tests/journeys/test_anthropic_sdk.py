@@ -8,6 +8,7 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic, AsyncStream
 
+from consumers.providers.breakers import OVERLOADED_S, REQUESTS
 from tests.support.brokers import Vhost
 from tests.support.gate import gate
 from tests.support.serving import serving
@@ -91,8 +92,10 @@ async def test_a_streams_events_are_the_same(vhost: Vhost, extra: dict[str, Any]
         {"model": "claude-nobody"},
         {"messages": [{"role": "user", "content": "[[fault: invalid]]"}]},
         {"max_tokens": 100, "temperature": 0.5},
+        {"messages": [{"role": "user", "content": "[[fault: overloaded]]"}]},
+        {"messages": [{"role": "user", "content": "[[fault: rate_limited retry_after=1]]"}]},
     ],
-    ids=["model", "fault", "parameter"],
+    ids=["model", "fault", "parameter", "overloaded", "rate limit"],
 )
 async def test_an_error_is_the_same(vhost: Vhost, wrong: dict[str, Any], stream: bool) -> None:
     async def asks(client: AsyncAnthropic) -> None:
@@ -111,10 +114,10 @@ async def test_an_error_is_the_same(vhost: Vhost, wrong: dict[str, Any], stream:
         return type(caught.value), caught.value.status_code, body["error"]["type"], body["error"]["message"]
 
     async with (
-        serving(vhost.amqp_url) as worker,
+        serving(vhost.amqp_url, lanes={"normal": {"max_attempts": 2}}) as worker,
         gate(worker.settings) as url,
-        sdk(url) as ours,
-        sdk(worker.api.base_url) as own,
+        sdk(url, max_retries=0) as ours,
+        sdk(worker.api.base_url, max_retries=0) as own,
     ):
         assert await error(ours) == await error(own)
 
@@ -133,7 +136,7 @@ async def test_calls_that_wait_in_the_queue_are_kept_open_and_answered(vhost: Vh
 
     ahead = {**asked(), "messages": [{"role": "user", "content": "[[fault: hang]] ahead"}]}
     async with (
-        serving(vhost.amqp_url, lanes={"critical": {"slots": 1}}) as worker,
+        serving(vhost.amqp_url, lanes={"normal": {"slots": 1}}) as worker,
         gate(worker.settings, ping_every_s=0.05) as url,
         sdk(url, max_retries=0) as client,
     ):
@@ -150,3 +153,46 @@ async def test_calls_that_wait_in_the_queue_are_kept_open_and_answered(vhost: Vh
         await reading
         assert "event: message_stop" in lines
         assert [each.outcome for each in worker.calls("story")] == ["ok"] * 3
+
+
+async def test_a_call_may_take_longer_than_an_attempt_of_its_lane_and_is_made_once(vhost: Vhost) -> None:
+    lanes = {"normal": {"call_timeout_s": 0.5, "deadline_s": 1}}
+    async with serving(vhost.amqp_url, lanes=lanes) as worker, gate(worker.settings) as url, sdk(url) as ours:
+        slow = asked(messages=[{"role": "user", "content": "[[latency: 3s]] slow"}])
+        found = await ours.messages.with_raw_response.create(**slow)
+
+        assert (await found.parse()).content[0].text == "echo: [[latency: 3s]] slow"
+        assert found.headers["x-lane-name"] == "normal"
+        assert int(found.headers["x-lane-run-ms"]) >= 3000 > int(found.headers["x-lane-wait-ms"])
+        assert len(worker.calls("slow")) == 1
+
+
+async def test_a_stream_that_flows_is_not_cut_by_the_callers_timeout(vhost: Vhost) -> None:
+    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url, sdk(url) as ours:
+        slow = asked(messages=[{"role": "user", "content": "[[latency: 6s]] a story in many pieces"}])
+        async with ours.messages.stream(**slow, timeout=3) as stream:
+            assert "in many pieces" in await stream.get_final_text()
+
+        assert len(worker.calls("many pieces")) == 1
+
+
+async def test_an_overload_that_has_opened_the_breakers_is_answered_as_itself(vhost: Vhost) -> None:
+    async def error() -> anthropic.APIStatusError:
+        with pytest.raises(anthropic.InternalServerError) as caught:
+            await ours.messages.create(
+                **asked(messages=[{"role": "user", "content": "[[fault: overloaded]]"}]),
+                extra_headers={"x-lane-deadline-ms": f"{1000 * (OVERLOADED_S + 3):.0f}"},
+            )
+        return caught.value
+
+    async with (
+        serving(vhost.amqp_url, lanes={"normal": {"max_attempts": 100}}) as worker,
+        gate(worker.settings) as url,
+        sdk(url, max_retries=0) as ours,  # whose own timeout is later, so that the answer at the deadline is read
+    ):
+        errors = await asyncio.gather(*(error() for _ in range(REQUESTS)))
+
+    assert [each.response.headers["x-lane-code"] for each in errors] == ["provider_unavailable"] * REQUESTS
+    assert {(each.status_code, each.type) for each in errors} == {(529, "overloaded_error")}
+    assert all("retry-after" in each.response.headers for each in errors)
+    assert not any("x-should-retry" in each.response.headers for each in errors)

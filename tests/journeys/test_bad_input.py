@@ -54,65 +54,29 @@ def prompt(text: bytes) -> bytes:
 
 BODIES = [
     bad("empty", "empty", body=b""),
-    bad("blank", "JSON", body=b"   "),
     bad("not JSON", "JSON", body=b"hello"),
-    bad("half JSON", "JSON", body=b'{"prompt": "hel'),
-    bad("two documents", "JSON", body=b'{"prompt": "a"} {"prompt": "b"}'),
-    bad("a trailing comma", "JSON", body=b'{"prompt": "a",}'),
-    bad("single quotes", "JSON", body=b"{'prompt': 'a'}"),
     bad("NaN", "JSON", body=b'{"messages": [{"role": "user", "content": "a"}], "x": NaN}'),
-    bad("Infinity", "JSON", body=b'{"messages": [{"role": "user", "content": "a"}], "x": -Infinity}'),
     bad("duplicate keys", "prompt", body=b'{"prompt": "a", "prompt": "b"}'),
     bad("UTF-16", "JSON", body=json.dumps(GOOD).encode("utf-16")),
-    bad("UTF-8 with a byte order mark", "JSON", body=json.dumps(GOOD).encode("utf-8-sig")),
-    bad("Latin-1", "JSON", body=prompt('"Grüße"'.encode("latin-1"))),
     bad("a lone surrogate", "JSON", body=prompt(rb'"\ud800"')),
-    bad("a surrogate in UTF-8", "JSON", body=prompt(b'"\xed\xa0\x80"')),
-    bad("a NUL in a string", "JSON", body=prompt(b'"a\x00b"')),
     bad("a pickle", "JSON", body=b"\x80\x04\x95\x0e\x00\x00\x00\x00\x00\x00\x00\x8c\x05hello\x94."),
     bad("a thousand arrays deep", "nested too deeply", body=b'{"messages": ' + b"[" * 1000 + b"]" * 1000 + b"}"),
-    bad("ten thousand objects deep", "nested too deeply", body=b'{"a":' * 10_000),
     bad("an array", "object", body=[]),
-    bad("a string", "object", body="hello"),
-    bad("a number", "object", "12", body=12),
     bad("null", "object", "null", body=None),
-    bad("an empty object", "messages", "prompt", body={}),
     bad("prompt and messages", "both", body={"prompt": "a", "messages": []}),
     bad("the short form with a field it has not", "tools", body={"prompt": "a", "tools": []}),
     bad("an empty prompt", "prompt", body={"prompt": ""}),
-    bad("a prompt of a number", "prompt", "7", body={"prompt": 7}),
-    bad("a prompt that is null", "prompt", "null", body={"prompt": None}),
     field_is("messages", []),
-    field_is("messages", "hi", "string"),
-    field_is("messages", None, "null"),
-    field_is("messages", [1], "1"),
     field_is("messages", [{"role": "user"}], "content"),
-    field_is("messages", [{"content": "x"}], "role"),
-    field_is("messages", [{"role": "user", "content": 5}], "content"),
-    field_is("messages", {"role": "user"}),
     field_is("model", 5, "5"),
-    field_is("model", "", "model"),
-    field_is("model", "x" * 300),
-    field_is("model", ["claude-sonnet-5-5"]),
-    field_is("max_tokens", "10"),
     field_is("max_tokens", 1.5, "1.5"),
-    field_is("max_tokens", 0, "0"),
-    field_is("max_tokens", -1, "-1"),
     field_is("max_tokens", 10**40),
-    field_is("max_tokens", True, "true"),
-    field_is("stream", "yes"),
-    field_is("stream", 1, "1"),
     field_is("stream", True, "x-lane-stream"),
     field_is("system", 5, "5"),
-    field_is("system", {"text": "x"}),
     bad("2 MiB", "1048576", code="too_large", body={"prompt": "a" * 2 * MIB}),
-    bad("2 MiB and not JSON", code="too_large", body=b"a" * 2 * MIB),
     bad("one byte over 1 MiB", str(MIB + 1), code="too_large", body=b" " * (MIB + 1)),
     bad("a gzip bomb", "8388608", code="too_large", body=gzip.compress(b" " * 64 * MIB), content_encoding="gzip"),
     bad("gzip that is not", "gzip", body=b"hello", content_encoding="gzip"),
-    bad("half of a gzip", "gzip", body=gzip.compress(b"{}" * 500)[:-5], content_encoding="gzip"),
-    bad("gzip and more", "gzip", body=gzip.compress(json.dumps(GOOD).encode()) + b"x", content_encoding="gzip"),
-    bad("gzip in gzip", "JSON", body=gzip.compress(gzip.compress(b"{}")), content_encoding="gzip"),
 ]
 
 PROPERTIES = [
@@ -133,20 +97,14 @@ PROPERTIES = [
     bad("another type", "type", "not available in this version", message_type="resize"),
     bad("an empty id with a space", "message_id", message_id=" "),
     bad("an id with a line break", "message_id", message_id="a\r\nb"),
-    bad("an id with a slash", "message_id", message_id="../../etc"),
     bad("an id that is too long", "message_id", "128", message_id="a" * 129),
-    bad("an id as long as AMQP allows", "message_id", message_id="ü" * 127),
     bad("a priority above nine", "priority: found 200, allowed are 0 to 9", priority=200),
-    bad("the priority after the last", "priority: found 10, allowed are 0 to 9", priority=10),
     bad("a key for another lane, by CC", "CC", headers={"CC": ["nobody.x"]}),
 ]
 
 HEADERS = [
     bad("a typo", "x-lane-stram", "did you mean x-lane-stream", headers={"x-lane-stram": True}),
-    bad("another case", "X-Lane-Stream", "did you mean x-lane-stream", headers={"X-Lane-Stream": True}),
-    bad("a half name", "did you mean x-lane-deadline-ms", headers={"x-lane-deadline": 5}),
     bad("an unknown one", "x-lane-zzz", "known", headers={"x-lane-zzz": None}),
-    bad("no name at all", "x-lane-", headers={"x-lane-": 1}),
     *(
         bad(name, name, "not available in this version", headers={name: value, "x-lane-delay-ms": 100})
         for name, value in (
@@ -162,21 +120,15 @@ HEADERS = [
         for value in (
             -1,
             "soon",
-            "-5",
-            "1e3",
             "",
             1.5,
             True,
-            10**18,
             bytearray(b"5"),
             [5],
-            {"ms": 5},
             datetime(2026, 1, 1, tzinfo=UTC),
         )
     ),
-    header("x-lane-deadline-ms", 0, "0"),
-    header("x-lane-deadline-ms", 10_000_000, "120000"),
-    header("x-lane-delay-ms", 366 * 86_400_000),
+    header("x-lane-deadline-ms", 10_000_000, "3600000"),
     header("x-lane-delay-ms", 50, "found 50, allowed is whole milliseconds from 100"),
     *(
         header("x-lane-at", value)
@@ -184,11 +136,8 @@ HEADERS = [
             "tomorrow",
             "2026-11-21",
             "2026-11-21T18:00:00",
-            "18:00:00Z",
             "2026-13-41T18:00:00Z",
-            "99999-01-01T00:00:00Z",
             (datetime.now(UTC) + timedelta(days=400)).isoformat(),
-            1_900_000_000,
             datetime(2026, 1, 1, tzinfo=UTC),
             "9" * 5000,
         )
@@ -226,24 +175,16 @@ def deep(levels: int) -> bytes:
 
 RAW = [
     raw("a timestamp in microseconds", "timestamp", timestamp=struct.pack(">Q", 1_763_726_400_000_000)),
-    raw("the last timestamp there is", "timestamp", timestamp=b"\xff" * 8),
     raw("tables three thousand deep", "headers", headers=table((b"x-app", deep(3000)))),
-    raw("tables eight hundred deep", "headers", headers=table((b"x-app", deep(800)))),
     raw(
         "a deadline that is not UTF-8",
         "x-lane-deadline-ms",
         headers=table((b"x-lane-deadline-ms", b"S\x00\x00\x00\x02\xff\xfe")),
     ),
-    raw("an at that is not UTF-8", "x-lane-at", headers=table((b"x-lane-at", b"S\x00\x00\x00\x02\xff\xfe"))),
     raw(
         "a deadline as a float",
         "x-lane-deadline-ms",
         headers=table((b"x-lane-deadline-ms", b"d" + struct.pack(">d", 5.0))),
-    ),
-    raw(
-        "a deadline as a decimal",
-        "x-lane-deadline-ms",
-        headers=table((b"x-lane-deadline-ms", b"D\x00\x00\x00\x00\x05")),
     ),
     raw(
         "a deadline as nothing, that is absent, and a wrong one",
@@ -252,15 +193,12 @@ RAW = [
     ),
     raw("an id that is not UTF-8", "message_id", message_id=b"\xff\xfe" * 60),
     raw("a content type that is not UTF-8", "content_type", content_type=b"\xff" * 200),
-    raw("an encoding that is not UTF-8", "content_encoding", content_encoding=b"\xff\xfe"),
-    raw("an app that is not UTF-8", "app_id", app_id=b"\xff" * 255),
     raw("a header's name that is not UTF-8", "headers", headers=table((b"\xff\xfe", b"V"))),
     raw(
         "a hundred thousand bytes of headers",
         "headers",
         headers=table(*((b"h%d" % n, b"S\x00\x00\x00\x01a") for n in range(9000))),
     ),
-    raw("a type that is not UTF-8", "type", type=b"\xff" * 255),
 ]
 
 

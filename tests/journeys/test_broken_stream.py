@@ -68,7 +68,7 @@ async def test_a_stream_that_breaks_every_time_ends_as_an_error(vhost: Vhost) ->
 
 async def test_a_permanent_error_in_the_middle_of_a_stream_ends_the_request(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
-        for type, status in (("invalid_request_error", 400), ("authentication_error", 401)):
+        for type, status in (("invalid_request_error", 400), ("permission_error", 403)):
             body = {"prompt": f"a story [[fault: error_mid_stream type={type}]]"}
             final = await app.ask(body, headers={"x-lane-stream": True})
             assert final.code == "provider_rejected"

@@ -1,24 +1,24 @@
 """The start of wait and deadline: the broker's time stamp, else the sender's, else the first delivery."""
 
 import time
+import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typing_extensions import override
 
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
-from service.checks.replies import replies
-from service.private_broker import container
-from service.private_broker.source import Steps
+from service.checks.run import replies
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
+from tests.support.engine import Steps, engine_answers, find_image
 from tests.support.lanes import LANES
 from tests.support.requester import Requester, requester
 from tests.support.serving import serving
 from tests.support.waiting import until
-from topology.broker.admin.apply import apply
+from topology.broker.admin import apply
 from topology.declaration import declare
 
 pytestmark = pytest.mark.oldest_version
@@ -45,27 +45,19 @@ async def declared(url: str) -> None:
         await apply(topology, await connection.underlying())
 
 
-class Configured(container.Container):
-    """A broker configured as in docker-compose.yml."""
-
-    @override
-    def _create(self) -> list[str]:
-        *command, image = super()._create()
-        return [*command, f"--volume={CONFIGURATION}:/etc/rabbitmq/conf.d/30-lanekeeper.conf:ro", image]
-
-
 @pytest.fixture(scope="module")
-def stamping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
+def stamping() -> Iterator[RunningBroker]:
+    """A broker configured as in docker-compose.yml."""
     steps = Steps()
-    image = container.find_image(steps) if container.engine_answers(steps) else None
+    image = find_image(steps) if engine_answers(steps) else None
     if image is None:
         pytest.skip("a broker with deploy/rabbitmq.conf needs Docker and an image of RabbitMQ 4.3")
-    own = Configured(tmp_path_factory.mktemp("stamping"), image=image, steps=steps)
-    try:
-        version = own.start()
-        yield RunningBroker(own.access.amqp_url, own.access.management_url, version)
-    finally:
-        own.remove()
+    with warnings.catch_warnings(action="ignore"):
+        from tests.support.containers import start_rabbitmq
+    with ExitStack() as stack:
+        yield start_rabbitmq(
+            image, steps=steps, keep=lambda made: stack.callback(made.stop), configuration=CONFIGURATION
+        )
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ import pytest
 
 from lanekeeper import Client, ReplyLost
 from lanekeeper.contract.problems import BrokerUnreachable, ConfirmUnknown
-from service.private_broker.broker import PrivateBroker
-from service.simulated.options import SimulatedOptions
+from service.private_broker import PrivateBroker
+from service.simulated.app import SimulatedOptions
 from tests.support.brokers import Vhost
 from tests.support.held_calls import HeldCalls
 from tests.support.ledger import Ledger
@@ -26,11 +26,11 @@ from tests.support.processes import environment, lanekeeper
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
-from topology.broker.admin.apply import apply
+from topology.broker.admin import apply
 
-SHORT_MS = 15_000
+SHORT_MS = 20_000
 """A delay that ends while the broker is down; its start takes longer."""
-LONG_MS = 50_000
+LONG_MS = 60_000
 """A delay that ends after the broker is back."""
 SETTLED_S = 4.0
 """How old a quorum queue must be to survive: RabbitMQ 4.3.6 comes back with an empty one where it was declared less
@@ -44,7 +44,7 @@ async def ask_all(ledger: Ledger) -> None:
     retried = "[[fault: server_error retry_after=8 x1]]"
     short, long = {"x-lane-delay-ms": SHORT_MS}, [{"x-lane-delay-ms": LONG_MS + 100 * n} for n in range(20)]
     await asyncio.gather(
-        *(ledger.ask("batch", f"queued {n} [[latency: 500ms]]", id=f"queued-{n}") for n in range(40)),
+        *(ledger.ask("batch", f"queued {n} [[latency: 500ms]]", id=f"queued-{n}") for n in range(80)),
         *(ledger.ask("normal", f"delayed long {n}", id=f"long-{n}", headers=long[n]) for n in range(20)),
         *(ledger.ask("critical", f"delayed briefly {n}", id=f"short-{n}", headers=short) for n in range(20)),
         *(ledger.ask("critical", f"running {n} [[latency: 10s]]", id=f"running-{n}") for n in range(4)),
@@ -67,7 +67,13 @@ async def test_when_the_broker_is_killed_no_request_is_lost_and_the_worker_recov
             await until(lambda: all("deferred" in watching.events_of(each) for each in put_off))
             await until(lambda: all("retrying" in watching.events_of(f"retried-{n}") for n in range(4)))
             await until(lambda: len(own.calls("running")) == 4 and own.calls("queued"))
-            assert await watching.depth("lane.batch") > 20
+
+            queues = [queue.name for queue in own.parts.topology.queues if queue.name.startswith("lane.batch")]
+
+            async def has_a_backlog() -> bool:  # wherever it waits: a busy worker sets it aside
+                return sum([await watching.depth(queue) for queue in queues]) > 20
+
+            await until(has_a_backlog)
             assert time.monotonic() - asked < SHORT_MS / 1000, "the machine is too slow for this test"
             await own_broker.kill()
         died = time.monotonic()
@@ -195,22 +201,6 @@ async def test_connections_closed_by_an_administrator_cause_at_most_a_repeated_c
         # What a scout had copied to the side queue, but not acknowledged, is delivered twice, and called once.
         in_hand = 10
         assert called.total() <= 3 * 24 + 2 * in_hand, "what was in hand on the consuming connection, and nothing else"
-
-
-async def test_a_closed_consumer_channel_is_opened_again_on_the_same_connection(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url, lanes={"critical": {"slots": 2}}) as own, requester(vhost.amqp_url) as app:
-        running = [await app.publish({"prompt": f"running {n} [[held]]"}) for n in range(2)]
-        await until(lambda: own.api.running == 2)
-        pool = next(pool for pool in own.parts.pools if pool.queue == "lane.critical")
-        session = pool._deliveries._session
-        assert session is not None
-        await session._channel.basic_ack(4711, wait=False)  # an unknown delivery tag: the broker closes the channel
-        await until(lambda: pool._deliveries._session not in (session, None))
-        own.api.release()
-        for each in running:
-            assert (await app.final(each)).status == "ok"
-        assert own.is_well, "the connections are those of before, and every queue is consumed"
-        assert (await app.ask({"prompt": "go on"})).status == "ok"
 
 
 @pytest.mark.oldest_version

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from service.private_broker.broker import PrivateBroker
+from service.private_broker import PrivateBroker
 from tests.support.alarms import memory_alarm
 from tests.support.brokers import Vhost
 from tests.support.requester import requester
@@ -56,14 +56,3 @@ async def test_while_a_worker_cannot_publish_it_takes_no_request_and_reports_why
         assert (await app.final(asked)).status == "ok"
         await until(lambda: not any(worker.parts.reasons().values()))
         assert len(worker.calls("meanwhile")) == 1
-
-
-async def test_a_deleted_queue_of_a_lane_is_declared_again_and_consumed(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
-        assert (await app.ask({"prompt": "before"})).status == "ok"
-        deleted_s = time.monotonic()
-        vhost.api("DELETE", f"queues/{vhost.quoted}/lane.critical")
-        await until(lambda: not worker.is_well)
-        await until(lambda: worker.is_well)
-        print(f"consumed again {time.monotonic() - deleted_s:.2f} s after it was deleted")
-        assert (await app.ask({"prompt": "after"})).status == "ok"

@@ -84,38 +84,29 @@ class Story:
         assert text == found[-1]["data"]["result"]["content"][0]["text"] == f"echo: {PROMPT}"
 
 
-async def test_a_page_misses_nothing_when_its_gateway_stops_and_another_starts(vhost: Vhost, tmp_path: Path) -> None:
-    """The gateway that stops waits for another call, and answers meanwhile."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["stops", "is killed"])
+async def test_a_page_misses_nothing_when_its_gateway_ends_and_another_starts(
+    vhost: Vhost, tmp_path: Path, number: signal.Signals
+) -> None:
+    """A gateway that stops waits for another call, and answers meanwhile."""
     async with HeldProvider(parts=3) as provider, serving(vhost.amqp_url, base_url=provider.base_url):
         story = Story(vhost, provider, tmp_path)
         async with story.gateway() as first, opened(f"{story.url}/page", PAGE.read_text(), folder=tmp_path) as page:
             story.page = page
-            other = asyncio.create_task(
-                call("POST", f"{story.url}/v1/messages", {"prompt": "x", "stream": True}, **LANE)
-            )
+            body = {"prompt": "x", "stream": True}
+            other = asyncio.create_task(call("POST", f"{story.url}/v1/messages", body, **LANE))
             await until(lambda: provider.calls == 1)
             await story.follows_two()
-            first.send(signal.SIGTERM)
-            await story.holds("byEvents.opened > 1 || byEvents.source.readyState === EventSource.CLOSED")
-            await story.holds("bySocket.lost > 1")  # the call for another WebSocket was refused
-            assert not first.has_ended
-            other.cancel()
-            assert await first.ended() == 0
+            first.send(number)
+            if number == signal.SIGTERM:
+                await story.holds("byEvents.opened > 1 || byEvents.source.readyState === EventSource.CLOSED")
+                await story.holds("bySocket.lost > 1")  # the call for another WebSocket was refused
+                assert not first.has_ended
+                other.cancel()
+            else:
+                for way in BOTH:
+                    await story.holds(f"{way}.lost > 0")
+            assert await first.ended() == (0 if number == signal.SIGTERM else -number)
+            await asyncio.wait([other])
             await story.goes_on_with_another_gateway()
         assert provider.calls == 3
-
-
-async def test_a_page_misses_nothing_when_its_gateway_is_killed_and_another_starts(
-    vhost: Vhost, tmp_path: Path
-) -> None:
-    async with HeldProvider(parts=3) as provider, serving(vhost.amqp_url, base_url=provider.base_url):
-        story = Story(vhost, provider, tmp_path)
-        async with story.gateway() as first, opened(f"{story.url}/page", PAGE.read_text(), folder=tmp_path) as page:
-            story.page = page
-            await story.follows_two()
-            first.send(signal.SIGKILL)
-            await first.ended()
-            for way in BOTH:
-                await story.holds(f"{way}.lost > 0")
-            await story.goes_on_with_another_gateway()
-        assert provider.calls == 2

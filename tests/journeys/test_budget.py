@@ -6,14 +6,16 @@ The simulated provider enforces its limits by buckets of its own; it is the judg
 import asyncio
 from pathlib import Path
 from statistics import quantiles
+from typing import Any
 
 import pytest
 
-from lanekeeper import Client
 from service.checks.status import look
-from service.simulated.app import SimulatedAPI
-from service.simulated.options import SimulatedOptions
+from service.simulated.app import SimulatedAPI, SimulatedOptions
 from tests.support.brokers import Vhost
+from tests.support.held_calls import HELD
+from tests.support.meeting import meeting
+from tests.support.pictures import picture, png
 from tests.support.processes import environment, lanekeeper
 from tests.support.redis import redis_server
 from tests.support.requester import Requester, requester
@@ -49,10 +51,7 @@ async def status_of(running: RunningWorker) -> tuple[str, ...]:
 @pytest.mark.timing
 async def test_a_flood_leaves_critical_its_share_and_the_provider_refuses_no_call(vhost: Vhost) -> None:
     """Initially nothing is known of the provider's limits; they are learned from its answers."""
-    async with (
-        serving(vhost.amqp_url, simulated=TEN_A_SECOND, lanes=WIDE, budget=UNKNOWN) as running,
-        requester(vhost.amqp_url) as app,
-    ):
+    async with meeting(vhost.amqp_url, simulated=TEN_A_SECOND, lanes=WIDE, budget=UNKNOWN) as (running, app, _):
         jobs = await flood(app, 200)
         await until(lambda: len(running.calls("job")) > 100)  # the burst is used up: from here on ten a second
         waits = []
@@ -85,22 +84,6 @@ async def test_the_first_burst_of_a_new_worker_is_not_refused_because_of_the_ini
 
         assert [reply.code for reply in replies if reply.status != "ok"] == []
         assert refused(running.api) == 0
-
-
-async def test_a_new_worker_with_a_simulated_provider_answers_its_first_burst(vhost: Vhost, tmp_path: Path) -> None:
-    environ = environment(vhost.amqp_url, vhost.management_url)
-    for name in ("REQUESTS", "INPUT_TOKENS", "OUTPUT_TOKENS"):
-        del environ[f"LANEKEEPER_BUDGET__{name}_PER_MIN"]
-    serve = lanekeeper("serve", "--simulate", "--port", "0", environ=environ, folder=tmp_path)
-    async with serve as worker, requester(vhost.amqp_url) as app:
-        await worker.ready()
-        asked = [
-            await app.publish(body(f"first {n}"), headers={"x-lane-deadline-ms": 30_000}, correlation_id=f"{n}")
-            for n in range(100)
-        ]
-        replies = [await app.final(each, within_s=60) for each in asked]
-
-        assert [reply.code for reply in replies if reply.status != "ok"] == []
 
 
 async def test_a_request_that_cannot_be_in_time_is_refused_at_once_with_the_figures_and_without_a_call(
@@ -144,10 +127,7 @@ async def test_when_more_is_asked_than_the_limit_allows_every_call_that_starts_i
 
 
 async def test_the_reason_of_a_wait_is_in_the_event_and_in_the_status(vhost: Vhost) -> None:
-    async with (
-        serving(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as running,
-        requester(vhost.amqp_url) as app,
-    ):
+    async with meeting(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as (running, app, _):
         await app.read_events()
         await flood(app, 60)
         await until(lambda: any(each.json["event"] == "deferred" for each in app.events))
@@ -161,17 +141,31 @@ async def test_the_reason_of_a_wait_is_in_the_event_and_in_the_status(vhost: Vho
         await until(waits)
 
 
-async def test_a_request_that_waits_for_the_budget_can_be_cancelled(vhost: Vhost) -> None:
-    async with (
-        serving(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as running,
-        requester(vhost.amqp_url) as app,
-        Client(vhost.amqp_url) as client,
-    ):
-        jobs = await flood(app, 32)
-        await until(lambda: len(running.api.calls) >= 5)
-        assert await client.cancel("job-31") == "told"
-        assert (await app.final(jobs[31])).code == "cancelled"
-        assert not running.calls("job 31")
+FIFTY_THOUSAND = SimulatedOptions(input_tokens_per_minute=50_000)
+PICTURES: dict[str, Any] = {
+    "simulated": FIFTY_THOUSAND,
+    "budget": {**PLENTY, "input_tokens_per_min": 50_000},
+    "lanes": {"batch": {"slots": 4}},
+}
+
+
+def look_at(prompt: str) -> dict[str, object]:
+    content = [picture(png(1600, 1200, size=600_000)), {"type": "text", "text": f"{prompt} {HELD}"}]
+    return {"model": MODEL, "max_tokens": 50, "messages": [{"role": "user", "content": content}]}
+
+
+async def test_three_pictures_in_batch_run_at_once_and_delay_no_critical_chat(vhost: Vhost) -> None:
+    async with serving(vhost.amqp_url, **PICTURES) as running, requester(vhost.amqp_url) as app:
+        assert (await app.ask(body("first"))).status == "ok"  # it tells how much the provider's bucket holds
+        looks = [await app.publish(look_at(f"picture {n}"), key="batch.tests.look") for n in range(3)]
+        await until(lambda: running.api.running == 3)
+
+        assert (await app.ask(body("chat"))).status == "ok"
+        assert running.api.running == 3
+        running.api.release()
+        for each in looks:
+            assert (await app.final(each)).json["usage"]["input_tokens"] < 3000
+        assert refused(running.api) == 0
 
 
 async def test_two_processes_with_one_redis_share_one_budget(vhost: Vhost, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
 from collections.abc import AsyncIterator
@@ -17,13 +16,11 @@ from yarl import URL
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
 from service.checks.status import look
-from service.simulated.app import SimulatedAPI
-from tests.support import forks
+from tests.support import forks, processes
 from tests.support.brokers import Vhost
-from tests.support.forks import HOUSE, Forked
-from tests.support.lanes import ENVIRONMENT, LANES
-from tests.support.processes import COMMAND
-from tests.support.stores import store_url
+from tests.support.forks import Forked
+from tests.support.lanes import LANES
+from tests.support.processes import COMMAND, Running, lanekeeper
 from tests.support.waiting import STARTED_S, until
 
 SLOW = "[[latency: 120s]]"
@@ -32,17 +29,9 @@ SLOW = "[[latency: 120s]]"
 
 @pytest.fixture
 def environment(vhost: Vhost) -> dict[str, str]:
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("LANEKEEPER_", "ANTHROPIC_", "OTEL_"))
-    }
-    return {
-        **kept,
-        **ENVIRONMENT,
-        "LANEKEEPER_AMQP_URL": vhost.amqp_url,
-        "LANEKEEPER_MANAGEMENT_URL": vhost.management_url,
-        "LANEKEEPER_STORE_URL": store_url(vhost.amqp_url),
-        "PYTHONPATH": str(HOUSE),
-    }
+    environ = processes.environment(vhost.amqp_url, vhost.management_url)
+    del environ["ANTHROPIC_API_KEY"]
+    return environ
 
 
 async def begin(environment: dict[str, str], folder: Path, *line: str, text: str = "") -> Forked:
@@ -56,38 +45,11 @@ async def run(environment: dict[str, str], folder: Path, *line: str, text: str =
     return process.returncode, out.decode(), err.decode()
 
 
-class Serving:
-    """A running `lanekeeper serve`; its log is read as it is written."""
-
-    def __init__(self, process: Forked) -> None:
-        self.process = process
-        self.events: list[dict[str, object]] = []
-        self._reading = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        async for line in self.process.stderr:
-            self.events.append(json.loads(line) if line.startswith(b"{") else {"event": line.decode()})
-
-    def told(self, event: str) -> list[dict[str, object]]:
-        return [each for each in self.events if each["event"] == event]
-
-    async def stop(self, number: int) -> int:
-        if self.process.returncode is None:
-            self.process.send_signal(number)
-        code = await asyncio.wait_for(self.process.wait(), timeout=60)
-        await self._reading
-        return code
-
-
 @asynccontextmanager
-async def serving(environment: dict[str, str], folder: Path, *line: str) -> AsyncIterator[Serving]:
-    serving = Serving(await begin(environment, folder, *line))
-    try:
-        await until(lambda: serving.told("service.ready") or serving.process.returncode is not None, within_s=STARTED_S)
-        assert serving.process.returncode is None, serving.events
-        yield serving
-    finally:
-        await serving.stop(signal.SIGKILL)
+async def serving(environment: dict[str, str], folder: Path, *line: str) -> AsyncIterator[Running]:
+    async with lanekeeper(*line, environ=environment, folder=folder) as service:
+        await service.ready()
+        yield service
 
 
 async def test_serve_answers_requests_of_send_and_stops_on_a_signal(
@@ -114,11 +76,12 @@ async def test_serve_answers_requests_of_send_and_stops_on_a_signal(
         assert (critical["workers"], critical["failed"]) == (1, 1)
         assert critical["answered"] >= 2
 
-        url = str(service.told("service.ready")[0]["health"])
+        url = await service.ready()
         async with aiohttp.ClientSession() as session, session.get(f"{url}/readyz") as answer:
             assert (answer.status, await answer.json()) == (200, {"ready": True, "reasons": {}})
 
-        assert await service.stop(signal.SIGTERM) == 0
+        service.send(signal.SIGTERM)
+        assert await service.ended() == 0
         assert service.told("service.stopped")[0]["orphaned"] == 0
 
 
@@ -205,51 +168,28 @@ async def test_without_a_worker_every_command_reports_that_and_ends(
     assert (code, "no worker answered" in err) == (1, True)
 
 
-async def test_send_reports_a_full_lane_soon(environment: dict[str, str], tmp_path: Path) -> None:
-    few = ["--set", "lanes.critical.max_length=1"]
-    assert (await run(environment, tmp_path, "topology", "apply", *few))[0] == 0
-
-    async def refused() -> str:
-        code, _, err = await run(environment, tmp_path, "send", "--no-wait", "x")
-        return err if code else ""
-
-    told = await until(refused, within_s=60)
-    assert told.startswith("lanekeeper: the lane is full: lane.critical holds ")
-
-
-async def test_a_stopped_serve_lets_running_requests_end(environment: dict[str, str], tmp_path: Path) -> None:
-    async with SimulatedAPI() as api:
-        its = {**environment, "ANTHROPIC_BASE_URL": api.base_url, "ANTHROPIC_API_KEY": "any"}
-        async with serving(its, tmp_path, "serve", "--port", "0") as service:
-            asked = asyncio.create_task(run(environment, tmp_path, "send", "[[latency: 2s]] slow"))
-            await until(lambda: api.running, within_s=60)
-
-            assert await service.stop(signal.SIGINT) == 0
-            assert (await asked)[0] == 0
-
-
 async def _running(environment: dict[str, str]) -> int:
     """The number of running requests as in `lanekeeper status`, without starting a process for it."""
     async with Connection(environment["LANEKEEPER_AMQP_URL"], name="test") as connection:
         return sum(each.running or 0 for each in (await look(connection, lanes=LANES, names=Names())).lanes)
 
 
-async def test_a_second_signal_ends_serve_at_once_and_the_request_is_kept(
+async def test_status_shows_what_waits_in_delays_and_why_and_how_many_dead_letters_there_are(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0") as service:
-        await run(environment, tmp_path, "send", "--no-wait", "--lane", "batch", SLOW)
-        await until(lambda: _running(environment), within_s=60)
+    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
+        await run(environment, tmp_path, "send", "--no-wait", "--lane", "batch", "--delay", "45m", "x")
+        assert (await run(environment, tmp_path, "send", "[[fault: invalid]]"))[0] == 1
 
-        service.process.send_signal(signal.SIGINT)
-        await until(lambda: service.told("service.stopping"))
-        assert await service.stop(signal.SIGINT) == 130
+        async def is_delayed() -> bool:
+            _, out, _ = await run(environment, tmp_path, "status")
+            batch = next(line for line in out.splitlines() if line.startswith("batch "))
+            return batch.split()[1] == "0+1" and "batch: 1 wait for scheduled, the last until" in out
 
-    async def waits() -> bool:
+        await until(is_delayed, within_s=60)
         _, out, _ = await run(environment, tmp_path, "status", "--json")
-        return bool(json.loads(out)["lanes"][2]["depth"] == 1)
-
-    await until(waits, within_s=60)
+        found = json.loads(out)
+        assert (found["in_delays"], found["dead"]) == (1, 1)
 
 
 async def test_consume_needs_the_topology_and_serves_only_its_lanes(
@@ -315,7 +255,8 @@ async def test_check_passes_if_everything_is_correct(environment: dict[str, str]
 
         found = json.loads(out)
         assert (code, [each["text"] for each in found if each["well"] is False]) == (0, [])
-        assert all(each["text"].startswith("not for production") for each in found if each["well"] is None)
+        assert all(each["text"].startswith("not for production") for each in found[1:] if each["well"] is None)
+        assert found[0]["text"] == f"ANTHROPIC_BASE_URL is {url}, from environment"
     finally:
         simulated.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(simulated.wait(), timeout=60) == 0
@@ -370,17 +311,6 @@ async def test_check_shows_a_user_with_few_rights_what_it_may_do(
         vhost.api("DELETE", f"users/{user}")
 
 
-async def test_send_warns_that_a_tenant_option_may_be_ignored(
-    environment: dict[str, str], tmp_path: Path, vhost: Vhost
-) -> None:
-    assert (await run(environment, tmp_path, "topology", "apply"))[0] == 0
-    line = ("send", "--no-wait", "--tenant", "acme", "x")
-    _, _, err = await run(environment, tmp_path, *line)
-    assert f"--tenant acme is ignored, and the request is {vhost.user}'s" in err
-    _, _, err = await run({**environment, "LANEKEEPER_SPEAKERS": vhost.user}, tmp_path, *line)
-    assert err == ""
-
-
 async def test_a_broken_pipe_prints_no_traceback(environment: dict[str, str], tmp_path: Path) -> None:
     process = await begin(environment, tmp_path, "topology", "show", "--json")
     process.stdout._transport.close()  # type: ignore[attr-defined]
@@ -389,3 +319,46 @@ async def test_a_broken_pipe_prints_no_traceback(environment: dict[str, str], tm
 
     assert "Traceback" not in err
     assert "unexpected" not in err
+
+
+async def test_dead_letters_are_listed_shown_mended_and_dropped(environment: dict[str, str], tmp_path: Path) -> None:
+    async def dead(*arguments: str) -> tuple[int, str, str]:
+        return await run(environment, tmp_path, "dead", *arguments)
+
+    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
+        assert (await dead("list"))[:2] == (0, "no dead letters\n")
+        for id in ("one", "two"):
+            assert (await run(environment, tmp_path, "send", "--id", id, "[[fault: invalid]]"))[0] == 1
+        code, out, _ = await dead("list", "--json")
+        found = json.loads(out)
+        assert (code, found["matched"], [each["id"] for each in found["letters"]]) == (0, 2, ["two", "one"])
+        cause = found["groups"][0]["cause"]
+        assert cause in (await dead("list", "--since", "1h"))[1]
+        assert (await dead("list", "--since", "never"))[0] == 2
+
+        code, out, _ = await dead("show", "one")
+        assert (code, "code: provider_rejected" in out, "[[fault: invalid]]" in out) == (0, True, True)
+        assert (await dead("show", "none"))[0] == 1
+
+        exported = (await dead("export"))[1]
+        assert len(exported.splitlines()) == 2
+        (tmp_path / "letters.jsonl").write_text(exported)
+        (tmp_path / "wrong.json").write_text('{"max_tokens": "few"}')
+        (tmp_path / "patch.json").write_text('{"prompt": "mended"}')
+        assert (await dead("replay"))[0] == 2
+        assert (await dead("replay", "--cause", cause, "--edit", "letters.jsonl"))[0] == 2
+        code, _, told = await dead("replay", "--cause", cause, "--edit", "wrong.json")
+        assert (code, "nothing was sent" in told) == (1, True)
+        assert (await dead("replay", "--cause", cause, "--to-lane", "none"))[0] == 1
+        code, out, told = await dead("replay", "one", "--edit", "patch.json", "--dry-run")
+        assert (code, out) == (0, "1 would be replayed\n"), told[:400]
+        assert (await dead("replay", "one", "--edit", "patch.json", "--rate", "5"))[:2] == (0, "1 replayed\n")
+        code, out, _ = await run(environment, tmp_path, "result", "--wait", "20s", "one")
+        assert code == 0, out
+
+        assert (await dead("drop", "two"))[0] == 1, "nobody answers the question"
+        assert (await dead("drop", "two", "--yes"))[:2] == (0, "1 dropped\n")
+        assert (await dead("drop", "two", "--yes"))[0] == 1
+        assert (await dead("import", "letters.jsonl"))[:2] == (0, "2 imported\n")
+        assert (await dead("import", "patch.json"))[0] == 2
+        assert len(json.loads((await dead("list", "--json"))[1])["letters"]) == 2

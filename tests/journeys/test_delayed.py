@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from consumers.state.base import Identity
-from lanekeeper import Client
 from tests.support.brokers import Vhost
+from tests.support.meeting import meeting
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -60,12 +60,6 @@ async def test_a_request_with_a_start_time_runs_at_that_time(vhost: Vhost) -> No
         await until(lambda: sorted(app.events_of("at")) == ["completed", "deferred", "started"])
 
 
-async def test_a_start_time_in_the_past_means_at_once(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
-        reply = await app.ask({"prompt": "late already"}, headers={"x-lane-at": "2020-01-01T00:00:00Z"})
-        assert reply.status == "ok"
-
-
 async def test_a_delay_is_not_shortened_by_a_timestamp_in_whole_seconds(vhost: Vhost) -> None:
     """`timestamp` has whole seconds: a delay counted from the beginning of that second would end early."""
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
@@ -106,10 +100,7 @@ async def test_beyond_the_limit_of_waiting_requests_a_long_delay_is_refused_and_
     vhost: Vhost,
 ) -> None:
     long, short = {"x-lane-delay-ms": 3_600_000}, {"x-lane-delay-ms": 200}
-    async with (
-        serving(vhost.amqp_url, waiting={"per_tenant": 2, "in_all": 3}) as worker,
-        requester(vhost.amqp_url) as app,
-    ):
+    async with meeting(vhost.amqp_url, waiting={"per_tenant": 2, "in_all": 3}) as (worker, app, _):
         for id in ("w-1", "w-2"):
             await app.publish({"prompt": "later"}, message_id=id, headers=long, user_id=vhost.user)
             await until(lambda id=id: worker.parts.store.find(Identity(vhost.user, id)))
@@ -122,15 +113,3 @@ async def test_beyond_the_limit_of_waiting_requests_a_long_delay_is_refused_and_
         in_all = await app.ask({"prompt": "all are full"}, headers=long)
         assert ("may in all" in in_all.json["detail"], in_all.code) == (True, "too_many_waiting")
         assert not worker.calls("too many")
-
-
-@pytest.mark.all_delay_levels
-async def test_a_request_cancelled_before_it_arrives_ends_without_its_delay(vhost: Vhost) -> None:
-    async with (
-        serving(vhost.amqp_url) as worker,
-        requester(vhost.amqp_url) as app,
-        Client(vhost.amqp_url) as client,
-    ):
-        assert await client.cancel("c-1") == "unseen"
-        reply = await app.ask({"prompt": "in a year"}, message_id="c-1", headers={"x-lane-delay-ms": 31_536_000_000})
-        assert (reply.code, worker.calls("year")) == ("cancelled", [])

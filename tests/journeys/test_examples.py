@@ -9,8 +9,6 @@ import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
-import pytest
-
 from tests.support.brokers import Vhost
 from tests.support.serving import serving
 from tests.support.waiting import STARTED_S, until
@@ -69,18 +67,3 @@ async def test_the_python_examples_fetch_and_cancel(vhost: Vhost) -> None:
         assert (code, err) == (1, "Cancelled: cancelled by its owner while it ran\n")
         code, _, err = await run(vhost, "control.py", "result", "no id")
         assert (code, "can be no request's id" in err) == (1, True)
-
-
-@pytest.mark.parametrize("example", EVERYTHING)
-def test_the_examples_in_every_language_cancel_and_fetch(example: str) -> None:
-    text = (EXAMPLES / example).read_text()
-
-    assert [word for word in ("cancel", "result") if word not in text] == []
-
-
-def test_every_example_that_publishes_sends_its_sending_time() -> None:
-    publishing = [each for each in EXAMPLES.rglob("*") if each.suffix in (".py", ".go", ".ts", ".java", ".sh")]
-    raw = [each for each in publishing if "node_modules" not in each.parts and "lane.requests" in each.read_text()]
-
-    assert len(raw) == 6
-    assert [each.name for each in raw if "x-lane-sent-ms" not in each.read_text()] == []

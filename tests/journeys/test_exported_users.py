@@ -10,8 +10,8 @@ import pytest
 from aiormq.exceptions import ChannelAccessRefused
 from yarl import URL
 
-from lanekeeper import AccessRefused, Client, Final
-from service.simulated.options import SimulatedOptions
+from lanekeeper import Client, Final
+from service.simulated.app import SimulatedOptions
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.processes import environment, lanekeeper, run
@@ -64,21 +64,6 @@ async def test_an_application_without_the_right_to_fetch_is_answered_after_it_lo
 
         assert (await asked).text == "echo: slow"
         assert len(running.calls("slow")) == 1, "the provider is not called again"
-
-
-async def test_a_refused_cancellation_does_not_prevent_the_answer(users: Broker, vhost: Vhost) -> None:
-    async with (
-        serving(vhost.amqp_url, declares=False) as running,
-        Client(users.url("application")) as client,
-    ):
-        key = f"normal.{users.app}.chat"
-        asked = asyncio.create_task(client.request({"prompt": "slow [[latency: 1s]]"}, key=key))
-        await until(lambda: running.calls("slow"))
-        with pytest.raises(AccessRefused):
-            await client.cancel("anything")
-
-        assert (await asked).text.startswith("echo: slow")
-        assert len(running.calls("slow")) == 1
 
 
 async def test_apply_creates_a_worker_and_a_client_on_an_empty_broker(vhost: Vhost, tmp_path: Path) -> None:

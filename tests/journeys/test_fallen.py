@@ -75,26 +75,7 @@ async def test_a_request_that_exceeds_the_delivery_limit_is_answered_as_poison_a
         assert "x-death" not in buried.headers
         assert buried.json == {"prompt": "again and again"}
         assert len(app.dead_of("often-1")) == len(app.finals(asked)) == 1
-        assert await app.depth(queue) == await app.depth("lane.fallen") == 0
-
-
-async def test_a_dead_lettered_request_can_be_published_again_unchanged(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url, works=("normal",)) as worker, requester(vhost.amqp_url) as app:
-        await app.read_dead()
-        await app.publish(
-            {"prompt": "second life"},
-            key="critical.shop.chat",
-            message_id="again-1",
-            exchange="lane.delay.00",
-            headers={"lane-d00": False},
-        )
-        await rejecting(vhost.amqp_url, "lane.critical.due")
-        buried = await app.buried("again-1")
-        reply = await app.ask(
-            buried.body, key="normal.shop.chat", message_id="again-1", headers=dict(buried.headers), priority=4
-        )
-        assert reply.text == "echo: second life"
-        assert len(worker.calls("second life")) == 1
+        await until(lambda: app.holds(0, queue, "lane.fallen"))
 
 
 async def test_a_delayed_message_without_a_delay_bit_is_parked_and_others_end_on_time(vhost: Vhost) -> None:
@@ -133,7 +114,7 @@ async def test_a_delayed_message_without_a_delay_bit_is_parked_and_others_end_on
                 assert not [header for header in buried.headers if header.startswith("lane-d")]
         internal = [got for each in app.replies.values() for got in each if got.status == "error"]
         assert [got.code for got in internal] == ["internal"] * 20
-        assert await app.depth("lane.delay.02") == await app.depth("lane.fallen") == 0
+        await until(lambda: app.holds(0, "lane.delay.02", "lane.fallen"))
 
 
 async def test_an_unroutable_request_is_answered_and_parked_or_only_parked_without_reply_to(vhost: Vhost) -> None:
@@ -182,7 +163,11 @@ async def test_a_full_lane_refuses_new_requests_and_finishes_accepted_ones(vhost
         for each in (*delayed, retried):
             assert (await app.final(each)).status == "ok"
         assert not app.finals(accepted[0]), "they came back while the intake was full and its only slot taken"
-        assert await app.depth("lane.batch") >= 7
+
+        async def is_full() -> bool:
+            return await app.depth("lane.batch") >= 7
+
+        await until(is_full)
         worker.api.release()
         for each in accepted:
             assert (await app.final(each)).status == "ok"

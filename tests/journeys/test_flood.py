@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from service.simulated.options import SimulatedOptions
+from service.simulated.app import SimulatedOptions
 from tests.support.brokers import Vhost
 from tests.support.requester import Requester, requester
 from tests.support.serving import serving

@@ -2,12 +2,8 @@
 
 import asyncio
 import json
-from contextlib import suppress
-
-import aiohttp
 
 from lanekeeper import Client
-from service.simulated.options import SimulatedOptions
 from tests.support.brokers import Vhost
 from tests.support.gate import gate
 from tests.support.http_calls import Reader, call, submit
@@ -75,37 +71,6 @@ async def test_an_unstreamed_request_tells_its_life_and_its_end(vhost: Vhost) ->
         await reading
 
         assert reader.kinds == ["queued", "started", "completed"]
-
-
-async def test_a_cancelled_request_ends_for_whoever_follows_it(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
-        submitted = await submit(url, "[[latency: 60s]] slow", stream=True)
-        reader = Reader()
-        reading = asyncio.create_task(reader.read(url + submitted["events_url"]))
-        await worker.api.until(lambda: worker.api.running == 1)
-        await call("DELETE", url + submitted["status_url"])
-        await reading
-
-        assert reader.kinds[-1] == "cancelled"
-        assert reader.found[-1].data["problem"]["code"] == "cancelled"
-
-
-async def test_two_gateways_one_goes_and_the_other_continues_where_it_was(vhost: Vhost) -> None:
-    many = SimulatedOptions(stream_deltas=40)
-    async with serving(vhost.amqp_url, simulated=many) as worker, gate(worker.settings) as second:
-        reader = Reader()
-        async with gate(worker.settings) as first:
-            submitted = await submit(first, LONG, stream=True)
-            reading = asyncio.create_task(reader.read(first + submitted["events_url"]))
-            await until(lambda: len(reader.found) > 5)
-        with suppress(aiohttp.ClientError):
-            await reading
-        assert reader.kinds[-1] == "event"
-        await reader.read(second + submitted["events_url"])
-
-        assert reader.kinds[-1] == "completed"
-        assert [each.id for each in reader.found] == list(range(1, len(reader.found) + 1))
-        assert reader.text == reader.found[-1].data["result"]["content"][0]["text"]
 
 
 async def test_a_request_that_is_published_over_amqp_without_reply_to_is_followed_too(vhost: Vhost) -> None:

@@ -13,7 +13,7 @@ from tests.support.requester import requester
 from tests.support.serving import RunningWorker, serving
 from tests.support.waiting import until
 
-ONE_SLOT = {"critical": {"slots": 1}}
+ONE_SLOT = {"normal": {"slots": 1}}
 SLOW = "[[latency: 60s]]"
 
 

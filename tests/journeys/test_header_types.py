@@ -7,6 +7,7 @@ import pytest
 
 from lanekeeper.contract.messages import Headers
 from tests.support.brokers import Vhost
+from tests.support.meeting import meeting
 from tests.support.requester import Got, Requester, raw_properties, requester, table
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -60,10 +61,7 @@ async def copies_in_delays(app: Requester, level: int) -> list[Got]:
 
 @pytest.mark.every_version
 async def test_a_requesters_headers_keep_value_and_type_through_delay_retry_and_dead_letter(vhost: Vhost) -> None:
-    async with (
-        serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}) as worker,
-        requester(vhost.amqp_url) as app,
-    ):
+    async with meeting(vhost.amqp_url, lanes={"critical": {"max_attempts": 2}}) as (worker, app, _):
         await app.read_dead()
         properties = raw_properties(
             headers=table((b"x-lane-delay-ms", b"s\x00\x64"), *EVERY_TYPE.items()),
@@ -107,6 +105,7 @@ async def test_all_our_integer_headers_are_signed_64_bit_whatever_their_value(vh
                 "x-lane-first-seen-ms",
                 "x-lane-due-ms",
                 "x-lane-hop-ms",
+                "x-lane-ran-ms",
                 "x-lane-back-ms",
             }
             assert set(ours.values()) == {b"l"}

@@ -32,7 +32,7 @@ CHAT = "chat claude-sonnet-5-5"
 ADDS_UP_MS = 50
 """Between one part and the next the machine may run something else."""
 PICTURE = HOUSE / "docs/pictures/trace.svg"
-"""The picture in the README: Jaeger's data of the first test in this file."""
+"""The picture in docs/tracing.md: Jaeger's data of the first test in this file."""
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ async def test_a_request_that_is_retried_twice_is_one_tree_whose_spans_cover_all
     picture = tmp_path / PICTURE.name
     picture.write_text(drawn(spans))
     told = [kinds_of(names(each.read_text())) for each in (PICTURE, picture)]
-    assert told[0] == told[1], f"the README's picture shows another trace than {picture}"
+    assert told[0] == told[1], f"the picture of docs/tracing.md shows another trace than {picture}"
 
 
 async def test_a_dead_letter_that_is_published_again_continues_its_trace(scene: Scene) -> None:

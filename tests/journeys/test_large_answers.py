@@ -1,7 +1,6 @@
 """An answer that is too large for a message lies beside the broker, and the reply has its address and digest. Who uses
 our client, the gateway or the command line sees the same answer as ever."""
 
-import asyncio
 import hashlib
 import json
 from pathlib import Path
@@ -14,13 +13,10 @@ from yarl import URL
 from lanekeeper import BodiesUnavailable, Client, Final, Part
 from lanekeeper.bodies import BodyStore
 from lanekeeper.contract.messages import BodyAddress
-from service.gateway.access import hash_of
 from tests.support.brokers import Vhost
 from tests.support.gate import gate
-from tests.support.processes import environment, lanekeeper
 from tests.support.requester import Got, requester
 from tests.support.serving import serving
-from tests.support.waiting import until
 from topology.lanes import MIB
 
 TOKENS = 600_000
@@ -82,17 +78,6 @@ async def test_twenty_megabytes_come_by_address_over_amqp_and_whole_by_client_an
         assert not worker.losses
 
 
-async def test_an_answer_up_to_the_limit_is_in_the_reply_and_one_above_is_not(vhost: Vhost, tmp_path: Path) -> None:
-    bodies = settings(tmp_path, answers_over_bytes=MIB)
-    async with serving(vhost.amqp_url, **bodies), requester(vhost.amqp_url) as app:
-        fits = await app.ask(large(tokens=260_000), within_s=60)
-        above = await app.ask(large(tokens=264_000), within_s=60)
-
-    assert len(fits.body) > 1_040_000
-    assert ("x-lane-body" in fits.headers, "x-lane-body" in above.headers) == (False, True)
-    assert len(above.body) < 1000
-
-
 async def test_a_streamed_answer_comes_in_parts_and_at_the_end_by_address(vhost: Vhost, tmp_path: Path) -> None:
     async with (
         serving(vhost.amqp_url, **settings(tmp_path)) as worker,
@@ -137,22 +122,6 @@ async def test_every_way_over_http_gives_the_whole_answer(vhost: Vhost, tmp_path
         assert len(worker.api.calls) == 2
 
 
-async def test_the_command_line_prints_a_large_answer_whole(vhost: Vhost, tmp_path: Path) -> None:
-    async with serving(vhost.amqp_url, **settings(tmp_path)):
-        environ = environment(vhost.amqp_url, LANEKEEPER_BODIES__URL=f"file://{tmp_path}/bodies")
-        prompt = [f"said [[tokens: {TOKENS}]]", "--max-tokens", str(TOKENS), "--id", "cli", "--json"]
-        sent = await printed("send", *prompt, environ=environ, folder=tmp_path)
-        assert len(sent) > 2 * MIB
-        assert await printed("result", "cli", "--json", environ=environ, folder=tmp_path) == sent
-
-
-async def printed(*command: str, environ: dict[str, str], folder: Path) -> str:
-    async with lanekeeper(*command, environ=environ, folder=folder) as process:
-        await until(lambda: process.has_ended, within_s=120)
-        await until(lambda: process.lines, within_s=30)
-        return "\n".join(process.lines)
-
-
 async def test_a_client_without_the_store_is_told_where_the_answer_lies_or_gets_its_address(
     vhost: Vhost, tmp_path: Path
 ) -> None:
@@ -166,26 +135,6 @@ async def test_a_client_without_the_store_is_told_where_the_answer_lies_or_gets_
         final = await other.result("without")
         assert final.kept is not None
     assert size_of(final.kept) == final.message["bytes"]
-
-
-async def test_another_tenant_gets_neither_answer_nor_address(vhost: Vhost, tmp_path: Path) -> None:
-    keys = {hash_of(f"lane-{name}"): {"tenant": name} for name in ("crm", "shop")}
-    speakers = {"speakers": (vhost.user,), **settings(tmp_path)}
-    async with serving(vhost.amqp_url, **speakers) as worker, gate(worker.settings, keys=keys) as url:
-        mine = await got(f"{url}/v1/messages", large("mine"), x_api_key="lane-crm", idempotency_key="mine")
-        assert mine[0] == 200
-        assert (await got(f"{url}/v1/requests/mine", x_api_key="lane-crm"))[0] == 200
-        for path in ("/v1/requests/mine", "/v1/requests/mine/events"):
-            status, told = await got(url + path, x_api_key="lane-shop")
-            assert (status, b"answer-" in told) == (404, False)
-
-
-async def test_fifty_at_once_are_all_answered(vhost: Vhost, tmp_path: Path) -> None:
-    async with serving(vhost.amqp_url, **settings(tmp_path)) as worker, gate(worker.settings) as url:
-        first = await got(f"{url}/v1/messages", large(), idempotency_key="one")
-        found = await asyncio.gather(*(got(f"{url}/v1/requests/one") for _ in range(50)))
-        assert {status for status, _ in found} == {200}
-        assert all(text.endswith(first[1] + b"}") for _, text in found)
 
 
 def size_of(kept: BodyAddress) -> int:

@@ -4,18 +4,17 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 
-from lanekeeper import Client, TopologyMismatch
+from lanekeeper import Client
 from lanekeeper.bodies import BodyStore
 from lanekeeper.contract.messages import BodyAddress
 from tests.support.brokers import Vhost
 from tests.support.gate import gate
+from tests.support.meeting import meeting
 from tests.support.requester import Got, Requester, requester
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -71,10 +70,7 @@ async def test_a_body_that_is_not_as_announced_is_refused_parked_and_never_sent(
         "too large": (await store.keep([b" " * (4 * MIB)]), "too_large", "more than"),
         "no JSON": (await store.keep([b"x" * 2 * MIB]), "invalid_request", "body"),
     }
-    async with (
-        serving(vhost.amqp_url, **settings(tmp_path, most_bytes=3 * MIB)) as worker,
-        requester(vhost.amqp_url) as app,
-    ):
+    async with meeting(vhost.amqp_url, **settings(tmp_path, most_bytes=3 * MIB)) as (worker, app, _):
         await app.read_dead()
         for number, (each, code, words) in enumerate(wrong.values()):
             reply = await ask(app, each, message_id=f"id-{number}")
@@ -84,12 +80,6 @@ async def test_a_body_that_is_not_as_announced_is_refused_parked_and_never_sent(
         assert not worker.api.calls
         assert (await ask(app, kept, message_id="right")).status == "ok"
     store.close()
-
-
-async def test_the_refusal_of_a_message_that_is_too_large_says_what_to_do_instead(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
-        reply = await app.ask(images("x", mebibytes=2), within_s=60)
-        assert (reply.code, "x-lane-body" in reply.json["detail"]) == ("too_large", True)
 
 
 async def test_a_dead_letters_body_stays_and_its_replay_is_answered(vhost: Vhost, tmp_path: Path) -> None:
@@ -147,21 +137,6 @@ async def test_twenty_megabytes_by_http_reach_the_provider_unchanged_and_leave_n
         assert len(worker.api.calls) == 1
 
 
-async def test_a_large_body_that_comes_without_its_size_is_streamed_back(vhost: Vhost, tmp_path: Path) -> None:
-    body = json.dumps({**json.loads(images("stream", mebibytes=3)), "stream": True}).encode()
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for at in range(0, len(body), 100_000):
-            yield body[at : at + 100_000]
-
-    async with serving(vhost.amqp_url, **settings(tmp_path)) as worker, gate(worker.settings) as url:
-        async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/messages", data=pieces()) as got:
-            text = await got.text()
-        assert got.status == 200
-        assert text.count("event: message_start") == 1
-        assert text.rstrip().splitlines()[-2] == "event: message_stop"
-
-
 async def test_a_wrong_large_body_is_refused_by_the_name_of_its_field_and_not_kept(
     vhost: Vhost, tmp_path: Path
 ) -> None:
@@ -178,13 +153,24 @@ async def test_a_wrong_large_body_is_refused_by_the_name_of_its_field_and_not_ke
         assert not (tmp_path / "bodies").exists()
 
 
-async def test_a_submitted_large_body_is_worked_on_and_polled(vhost: Vhost, tmp_path: Path) -> None:
-    async with serving(vhost.amqp_url, **settings(tmp_path)) as worker, gate(worker.settings) as url:
-        status, told = await post(url, images("later", mebibytes=3), path="/v1/requests")
+async def test_a_tenant_that_fills_its_share_with_delayed_bodies_is_refused_and_another_is_not(
+    vhost: Vhost, tmp_path: Path
+) -> None:
+    small = settings(tmp_path, in_all_bytes=5 * MIB)
+    async with serving(vhost.amqp_url, **small) as worker, gate(worker.settings) as url:
+        body = images("next year", mebibytes=2)
+        status, _ = await post(
+            url, body, path="/v1/requests", x_lane_name="batch", x_lane_delay_ms=str(30 * 86_400_000)
+        )
         assert status == 202
-        async with aiohttp.ClientSession() as session, session.get(f"{url}{told['status_url']}?wait=30s") as got:
-            assert (await got.json())["status"] == "completed"
-        assert len(worker.api.calls) == 1
+        status, answer = await post(url, body)
+        assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+        assert "share of the store for large bodies is full" in answer["error"]["message"]
+        other = BodyStore(f"file://{tmp_path}/bodies", in_all_bytes=5 * MIB)
+        kept = await other.keep([images("now", mebibytes=1)], tenant="other")
+        async with requester(vhost.amqp_url) as app:
+            assert (await ask(app, kept)).status == "ok"
+        other.close()
 
 
 async def test_the_client_keeps_a_large_body_beside_the_broker(vhost: Vhost, tmp_path: Path) -> None:
@@ -200,13 +186,6 @@ async def test_the_client_keeps_a_large_body_beside_the_broker(vhost: Vhost, tmp
             assert (await client.request(file, key="critical.tests.ask")).text
         assert [int(call.headers["content-length"]) >= len(body) for call in worker.api.calls] == [True] * 3
         await until(lambda: not list((tmp_path / "bodies").iterdir()))
-
-
-async def test_a_body_whose_request_is_not_published_is_removed(vhost: Vhost, tmp_path: Path) -> None:
-    async with Client(vhost.amqp_url, bodies=f"file://{tmp_path}/bodies") as client:
-        with pytest.raises(TopologyMismatch):  # nothing is declared
-            await client.publish(images("x", mebibytes=2), key="critical.tests.ask")
-    assert not list((tmp_path / "bodies").iterdir())
 
 
 async def post(url: str, body: bytes, *, path: str = "/v1/messages", **headers: str) -> tuple[int, Any]:

@@ -3,14 +3,15 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.brokers import Vhost
+from tests.support.corpus.answers import Asked, Piece, deltas, head, streamed, whole
 from tests.support.corpus.requests import REQUESTS
-from tests.support.malicious_provider import malicious_provider
+from tests.support.malicious_provider import MaliciousProvider, malicious_provider
 from tests.support.requester import Requester, raw_properties, requester, table
 from tests.support.serving import serving
 from tests.support.stalls import Stalls
@@ -65,23 +66,6 @@ async def test_malicious_bodies_end_as_documented_and_delay_no_other_request(vho
         assert worker.is_well
 
 
-async def test_a_series_of_small_messages_that_expand_to_large_ones_leaves_the_loop_to_others(
-    vhost: Vhost, malicious: str
-) -> None:
-    nasty = REQUESTS["as many messages as may be"].body
-    async with serving(vhost.amqp_url, base_url=malicious) as worker, requester(vhost.amqp_url) as app:
-        await app.ask({"prompt": "hello"})
-        with Stalls() as stalls:
-            asked = [await app.publish(nasty, key="batch.tests.nasty") for _ in range(20)]
-            sending = asyncio.gather(*(app.final(each, within_s=WITHIN_S) for each in asked))
-            took = await chat(app, sending)
-
-        assert {reply.status for reply in await sending} == {"ok"}
-        assert stalls.longest_s < STALL_S
-        assert len(took) > 2
-        assert worker.is_well
-
-
 async def test_a_burst_of_messages_full_of_headers_is_refused_and_delays_no_other_request(
     vhost: Vhost, malicious: str
 ) -> None:
@@ -117,4 +101,30 @@ async def test_an_answer_that_would_take_long_to_parse_ends_at_once(vhost: Vhost
         assert "ask for less" in reply.json["detail"]
         assert (await app.buried("large")).body == json.dumps(body).encode()
         assert stalls.longest_s < STALL_S
+        assert worker.is_well
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_lone_surrogate_in_a_providers_error_or_answer_ends_the_request_after_one_call(
+    vhost: Vhost, stream: bool
+) -> None:
+    error = b'{"type":"error","error":{"type":"invalid_request_error","message":"no \\ud83d"}}'
+    delta = b'{"type":"text_delta","text":"cut \\ud83d"}'
+
+    def answer(asked: Asked) -> Iterable[Piece]:
+        if b"refused" in asked.body:
+            return [head(400, body=error)]
+        return streamed(deltas(1, delta)) if stream else whole(b'[{"type":"text","text":"cut \\ud83d"}]')
+
+    async with (
+        MaliciousProvider(answer) as provider,
+        serving(vhost.amqp_url, base_url=provider.base_url) as worker,
+        requester(vhost.amqp_url) as app,
+    ):
+        refused = await app.ask({"prompt": "refused"}, headers={"x-lane-stream": stream})
+        answered = await app.ask({"prompt": "x"}, headers={"x-lane-stream": stream})
+
+        assert (refused.code, refused.json["detail"]) == ("provider_rejected", "400 invalid_request_error: no \ufffd")
+        assert (answered.status, answered.text) == ("ok", "cut \ud83d")
+        assert len(provider.asked) == 2
         assert worker.is_well

@@ -51,16 +51,6 @@ async def test_an_administrator_is_refused_as_a_workers_user_and_the_role_worker
     assert "topology export --user worker:worker" in rights[0][0]["text"]
 
 
-@pytest.mark.all_delay_levels  # another process compares what this one declares
-async def test_without_the_profile_check_warns_of_the_findings_and_does_not_fail(vhost: Vhost, tmp_path: Path) -> None:
-    async with serving(vhost.amqp_url):
-        code, lines = await run("check", "--json", "--simulate", environ=environment(vhost.amqp_url), folder=tmp_path)
-
-    found = {each["what"]: each for each in json.loads("".join(lines))}
-    assert (code, found["user_id"]["well"]) == (0, None)
-    assert found["user_id"]["text"].startswith("not for production: requests without user_id")
-
-
 async def test_a_request_without_user_id_is_refused_and_one_with_it_belongs_to_that_user(vhost: Vhost) -> None:
     async with (
         imported_users(vhost) as users,

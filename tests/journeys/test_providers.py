@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from consumers.providers.registry import SPEND_REFUSALS
-from consumers.state.spec import DAY_S
+from consumers.state.base import DAY_S
 from service.checks.status import Status, look
-from service.simulated.app import SimulatedAPI
-from service.simulated.options import SimulatedOptions
+from service.simulated.app import SimulatedAPI, SimulatedOptions
 from tests.support.brokers import Vhost
+from tests.support.meeting import meeting
 from tests.support.requester import requester
 from tests.support.serving import PLENTY, RunningWorker, serving
 from tests.support.waiting import until
@@ -77,10 +76,7 @@ async def test_while_the_first_provider_is_down_the_second_answers_and_afterward
 async def test_while_all_providers_are_down_requests_are_deferred_and_afterwards_all_are_answered(
     vhost: Vhost,
 ) -> None:
-    async with (
-        serving(vhost.amqp_url, lanes={"critical": {"max_attempts": 20}}) as worker,
-        requester(vhost.amqp_url) as app,
-    ):
+    async with meeting(vhost.amqp_url, lanes={"critical": {"max_attempts": 20}}) as (worker, app, _):
         await app.read_events()
         worker.api.configure(DOWN)
         asked = [await app.publish({"prompt": f"patient {n}"}) for n in range(40)]
@@ -136,21 +132,3 @@ async def test_a_request_above_its_tenants_cap_is_refused_with_the_figures_or_wa
             assert not worker.calls("tomorrow")
             assert (await status(worker)).spent["lane"]["critical"]["requests"] == 3
     assert [each["percent"] for each in logs if each["event"] == "cap.reached"] == [50, 80, 100]
-
-
-async def test_a_spend_limit_is_reported_at_once_and_pauses_the_account_without_further_calls(vhost: Vhost) -> None:
-    spent = SimulatedOptions(faults={"spend_limit": 1.0})
-    with capture_logs() as logs:
-        async with serving(vhost.amqp_url, simulated=spent) as worker, requester(vhost.amqp_url) as app:
-            first = await app.ask({"prompt": "first"})
-            assert (first.code, first.json["attempts"]) == ("provider_rejected", 1)
-            assert [each["event"] for each in logs if each["log_level"] == "error"] == ["account.spend_limit"]
-            for n in range(20):
-                await app.ask({"prompt": f"next {n}"})
-            assert len(worker.api.calls) == SPEND_REFUSALS
-            late = await app.ask({"prompt": "late"})
-            assert late.code == "deadline_exceeded"
-            assert "waiting for paused of anthropic/sonnet" in late.json["detail"]
-            (paused,) = (await status(worker)).paused
-            assert paused.startswith("anthropic/sonnet: paused by its spend limit until ")
-    assert [each["event"] for each in logs if each["log_level"] == "error"] == ["account.spend_limit", "account.paused"]

@@ -29,7 +29,7 @@ async def test_the_request_of_a_requester_that_has_gone_runs_once_and_is_acknowl
         assert (await stays.ask({"prompt": "still there?"})).status == "ok"
         assert not stays.dead
         assert worker.is_well
-        assert await stays.depth("lane.critical") == 0
+        await until(lambda: stays.holds(0, "lane.critical"))
 
 
 async def test_an_error_for_a_requester_that_has_gone_is_parked_once(vhost: Vhost) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
-from consumers.capacity import pace
+from consumers.slots import activity
 from service.gateway.access import hash_of
 from tests.support.brokers import Vhost
 from tests.support.gate import gate
@@ -66,8 +66,8 @@ async def test_a_call_can_wait_for_the_end_and_is_answered_without_it_when_its_t
 async def test_a_queued_request_tells_its_position_and_when_it_may_start(
     vhost: Vhost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "NOTE_EVERY_S", 0.1)
-    monkeypatch.setattr(pace, "SEEN_AT_LEAST_S", 0.5)
+    monkeypatch.setattr(activity, "NOTE_EVERY_S", 0.1)
+    monkeypatch.setattr(activity, "SEEN_AT_LEAST_S", 0.5)
     lanes = {"batch": {"slots": 1, "side_queues": 0}}
     async with serving(vhost.amqp_url, lanes=lanes) as worker, gate(worker.settings) as url:
         for number in range(40):
@@ -86,7 +86,7 @@ async def test_a_queued_request_tells_its_position_and_when_it_may_start(
 async def test_without_a_worker_a_cancellation_is_taken_at_once_and_carried_out_when_one_starts(
     vhost: Vhost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lanekeeper.control.ANSWERED_WITHIN_S", 3600)
+    monkeypatch.setattr("lanekeeper.over_amqp.ANSWERED_WITHIN_S", 3600)
     async with serving(vhost.amqp_url) as worker:
         settings = worker.settings
     async with gate(settings) as url:
@@ -138,7 +138,7 @@ async def test_the_same_key_is_the_same_request_and_with_another_body_a_conflict
 
 
 async def test_cancelled_while_it_is_queued_delayed_and_running(vhost: Vhost) -> None:
-    lanes = {"critical": {"slots": 1}}
+    lanes = {"normal": {"slots": 1}}
     async with serving(vhost.amqp_url, lanes=lanes) as worker, gate(worker.settings) as url:
         running = await submit(url, SLOW)
         await worker.api.until(lambda: worker.api.running == 1)
@@ -194,17 +194,6 @@ async def test_what_could_not_be_published_is_not_known(vhost: Vhost) -> None:
         assert (await call("GET", f"{url}/v1/requests/b-{number}")).status == 404
         waits = await call("GET", f"{url}/v1/requests/b-1")
         assert (waits["status"], waits["lane"]) == ("queued", "batch")
-
-
-async def test_any_gateway_knows_a_request_after_the_one_that_took_it_has_gone(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url) as worker:
-        async with gate(worker.settings) as first:
-            submitted = await submit(first, "[[latency: 1s]] survives")
-        async with gate(worker.settings) as second:
-            found = await call("GET", f"{second}{submitted['status_url']}?wait=30s")
-
-        assert found["result"]["content"][0]["text"] == "echo: [[latency: 1s]] survives"
-        assert len(worker.calls("survives")) == 1
 
 
 async def test_a_revoked_key_is_refused_after_a_restart_and_what_it_submitted_ends(vhost: Vhost) -> None:

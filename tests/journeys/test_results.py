@@ -9,9 +9,10 @@ from functools import partial
 import pytest
 
 from consumers.state.base import Identity
-from lanekeeper import Client, ControlRefused, NotEnded
+from lanekeeper import Client, NotEnded
 from lanekeeper.replies import Problem
 from tests.support.brokers import Vhost
+from tests.support.meeting import meeting
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.stores import store_url
@@ -47,23 +48,6 @@ async def test_a_fetched_error_equals_the_one_that_was_sent(vhost: Vhost, body: 
 
         assert caught.value.code == code
         assert caught.value.fields == reply.json
-
-
-async def test_a_result_can_be_fetched_although_no_reply_was_requested(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url), Client(vhost.amqp_url) as client:
-        id = await client.publish({"prompt": "fire and forget"}, key="batch.tests.x")
-
-        assert (await client.result(id, wait_s=60)).text == "echo: fire and forget"
-
-
-async def test_an_unknown_id_is_answered_as_unknown_at_once(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url), Client(vhost.amqp_url) as client:
-        began = time.monotonic()
-        with pytest.raises(NotEnded, match=r"request never has no result yet: unknown") as caught:
-            await client.result("never")
-
-        assert caught.value.status == "unknown"
-        assert time.monotonic() - began < 10
 
 
 async def test_fetching_a_running_request_waits_as_long_as_requested(vhost: Vhost) -> None:
@@ -139,32 +123,6 @@ async def test_a_delayed_request_runs_although_the_store_has_forgotten_it(vhost:
         assert (await client.result(id, wait_s=60)).text == f"echo: after {delay_s} s"
 
 
-async def test_another_worker_can_answer_after_the_first_has_stopped(vhost: Vhost) -> None:
-    async with Client(vhost.amqp_url) as client:
-        async with serving(vhost.amqp_url):
-            body = (await client.request({"prompt": "x"}, key="critical.tests.x", message_id="a-1")).body
-        async with serving(vhost.amqp_url) as worker:
-            assert (await client.result("a-1")).body == body
-            assert not worker.api.calls
-
-
-async def test_another_tenants_result_cannot_be_fetched(vhost: Vhost) -> None:
-    async with (
-        serving(vhost.amqp_url),
-        requester(vhost.amqp_url) as app,
-        Client(vhost.amqp_url) as client,
-    ):
-        await app.ask({"prompt": "mine"}, message_id="t-1", user_id=vhost.user)
-
-        assert (await client.result("t-1", tenant=vhost.user)).text == "echo: mine"
-        with pytest.raises(NotEnded, match="unknown"):
-            await client.result("t-1")
-        with pytest.raises(ControlRefused, match="may not speak for tenant 'acme'"):
-            await client.result("t-1", tenant="acme")
-        reply = await app.control({"result": "t-1", "tenant": vhost.user}, key="result")
-        assert (reply.control, reply.status, "may not speak" in reply.json["detail"]) == ("error", None, True)
-
-
 async def test_a_speaker_can_fetch_results_of_its_tenants(vhost: Vhost) -> None:
     async with serving(vhost.amqp_url, speakers=(vhost.user,)), Client(vhost.amqp_url) as client:
         for tenant in ("acme", "bell"):
@@ -177,10 +135,7 @@ async def test_a_speaker_can_fetch_results_of_its_tenants(vhost: Vhost) -> None:
 
 
 async def test_results_can_be_fetched_while_every_slot_is_in_use(vhost: Vhost) -> None:
-    async with (
-        serving(vhost.amqp_url, lanes={"critical": {"slots": 1}}, works=("critical",)) as worker,
-        Client(vhost.amqp_url) as client,
-    ):
+    async with meeting(vhost.amqp_url, lanes={"critical": {"slots": 1}}, works=("critical",)) as (worker, _, client):
         await client.request({"prompt": "x"}, key="critical.tests.x", message_id="a-1")
         await client.publish({"prompt": "[[latency: 60s]]"}, key="critical.tests.x")
         await until(lambda: worker.api.running == 1)

@@ -6,20 +6,20 @@
 import asyncio
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from structlog.testing import capture_logs
 
 from service.simulated.app import SimulatedAPI
 from service.worker.running import summarise_once
 from tests.support.brokers import Vhost
-from tests.support.processes import environment, lanekeeper, run
+from tests.support.processes import COMMAND, environment, lanekeeper, run
 from tests.support.requester import requester
 from tests.support.serving import serving
-from tests.support.waiting import until
+from tests.support.waiting import STARTED_S, until
 
 
 async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vhost: Vhost, tmp_path: Path) -> None:
@@ -65,11 +65,13 @@ async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vh
             assert (batch["depth"], batch["running"], batch["workers"]) == (5, 2, 1)
             assert batch["consumers"] in (1, 2), "a scout looks ahead where a lane is full"
             assert (batch["slots"], batch["due_slots"], batch["answered"]) == (2, 1, 0)
-            assert batch["wait_p50_ms"] is None, "nothing has ended there yet"
+            assert batch["wait_ms"]["1h"]["count"] == 0, "nothing has ended there yet"
             assert (critical["depth"], critical["running"]) == (0, 0)
             assert (critical["consumers"], critical["workers"], critical["slots"]) == (2, 2, 32)
             assert (critical["answered"], critical["failed"]) == (20, 1)
-            assert 0 <= critical["wait_p50_ms"] <= critical["wait_p95_ms"] < 60_000
+            assert critical["wait_ms"]["1h"]["count"] == 21
+            for times in (*critical["wait_ms"].values(), *critical["run_ms"].values()):
+                assert 0 <= times["p50"] <= times["p95"] <= times["p99"] < 60_000
             assert (normal["answered"], normal["retried"]) == (1, 1)
             if time.monotonic() - began_s < 60:  # on a busy machine the first may be more than a minute ago
                 assert (critical["throughput_per_min"], normal["throughput_per_min"]) == (21, 1)
@@ -80,34 +82,9 @@ async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vh
                 return lines if "since the workers began: 1 control messages refused" in lines else None
 
             lines = await until(told_in_words)
-            assert [line.split()[0] for line in lines if line.split()[0] in lanes] == ["critical", "normal", "batch"]
-
-
-async def test_a_ready_worker_names_its_providers(vhost: Vhost, tmp_path: Path) -> None:
-    async with SimulatedAPI() as api:
-        environ = environment(
-            vhost.amqp_url,
-            vhost.management_url,
-            LANEKEEPER_GATEWAY__PORT="0",
-            LANEKEEPER_PROVIDERS__EUROPE__API_KEY="sk-ant-simulated",
-            LANEKEEPER_PROVIDERS__EUROPE__BASE_URL=api.base_url,
-        )
-        del environ["ANTHROPIC_API_KEY"]
-        async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
-            assert (await worker.tells("service.ready"))["providers"] == ["europe"]
-
-
-async def test_without_a_worker_status_shows_what_waits(vhost: Vhost, tmp_path: Path) -> None:
-    environ = environment(vhost.amqp_url, vhost.management_url)
-    async with serving(vhost.amqp_url, works=("critical",)), requester(vhost.amqp_url) as app:
-        for n in range(3):
-            await app.publish({"prompt": f"job {n}"}, key="batch.tests.x")
-    code, lines = await run("status", "--json", environ=environ, folder=tmp_path)
-    assert code == 0
-    told = json.loads("\n".join(lines))
-    assert told["workers"] == []
-    assert {lane["lane"]: lane["depth"] for lane in told["lanes"]} == {"critical": 0, "normal": 0, "batch": 3}
-    assert {lane["running"] for lane in told["lanes"]} == {None}
+            shown = [line.split()[0] for line in lines if line.split() and line.split()[0] in lanes]
+            times = ["critical", "critical", "normal", "normal"]  # over 5 minutes and an hour, where anything ended
+            assert shown == ["critical", "normal", "batch", *times]
 
 
 async def test_once_a_minute_the_log_has_the_same_figures_of_each_lane(vhost: Vhost) -> None:
@@ -120,7 +97,7 @@ async def test_once_a_minute_the_log_has_the_same_figures_of_each_lane(vhost: Vh
 
         async def summary_once_nothing_moves() -> Any:
             with capture_logs() as logs:
-                await summarise_once(own.parts)
+                summarise_once(own.parts)
             lanes = {each["lane"]: each for each in logs if each["event"] == "lane.summary"}
             return lanes if lanes["batch"]["depth"] == 2 else None
 
@@ -132,16 +109,22 @@ async def test_once_a_minute_the_log_has_the_same_figures_of_each_lane(vhost: Vh
         assert lanes["normal"]["wait_p50_ms"] is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-async def test_an_idle_worker_stops_at_once_and_reports_it(
-    vhost: Vhost, tmp_path: Path, number: signal.Signals
-) -> None:
+async def test_top_shows_the_lanes_until_it_is_told_to_end(vhost: Vhost, tmp_path: Path) -> None:
     environ = environment(vhost.amqp_url, vhost.management_url)
-    async with lanekeeper("serve", "--simulate", "--port", "0", environ=environ, folder=tmp_path) as worker:
-        await worker.ready()
-        told = asyncio.get_running_loop().time()
-        worker.send(number)
-        assert await worker.ended() == 0
-        assert asyncio.get_running_loop().time() - told < 20
-        assert [worker.told(event) != [] for event in ("service.stopping", "service.stopped")] == [True, True]
-        assert not [each for each in worker.events if each.get("level") in ("warning", "error")], worker.events
+    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
+        assert (await app.ask({"prompt": "x"})).status == "ok"
+        top = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", COMMAND, "top", cwd=tmp_path, env=environ, stdout=asyncio.subprocess.PIPE
+        )
+        assert top.stdout is not None
+        shown = b""
+        async with asyncio.timeout(STARTED_S):
+            while b"wait p50" not in shown or b"answered by" not in shown:
+                more = await top.stdout.read(4096)
+                assert more, shown
+                shown += more
+        top.send_signal(signal.SIGINT)
+        async with asyncio.timeout(STARTED_S):
+            await top.wait()
+        assert b"critical" in shown
+        assert top.returncode in (0, 130)

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from lanekeeper import Client, Final
+from lanekeeper.requests import ANSWER_LATE_S
 from tests.support.brokers import Vhost
 from tests.support.held_provider import HeldProvider
 from tests.support.requester import requester
@@ -55,11 +57,13 @@ async def test_parts_are_sent_when_the_provider_sends_them_and_not_at_the_end(vh
         assert final.json == put_together([part.json for part in app.parts(asked)])
 
 
-async def test_a_streamed_request_whose_requester_does_not_read_is_answered(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
-        await app.read_events()
-        await app.publish({"prompt": "x"}, reply_to=None, headers={"x-lane-stream": True}, message_id="s-2")
-        await until(lambda: "completed" in app.events_of("s-2"))
+async def test_a_stream_that_flows_passes_its_deadline(vhost: Vhost) -> None:
+    async with serving(vhost.amqp_url) as worker, Client(vhost.amqp_url) as client:
+        story = client.stream({"prompt": "[[latency: 9s]] in many pieces"}, key="normal.tests.x", deadline_s=3)
+        replies = [reply async for reply in story]
+
+        assert isinstance(replies[-1], Final)
+        assert replies[-1].run_ms > 3000 + 1000 * ANSWER_LATE_S
         assert len(worker.api.calls) == 1
 
 

@@ -124,17 +124,6 @@ async def test_a_request_is_cancelled_and_one_that_is_left_is_followed_no_more(v
         assert own.entries(submitted["id"])[-1]["kind"] != "completed"
 
 
-async def test_what_is_refused_is_told_and_the_connection_goes_on(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url, socket(url) as own:
-        await own.say("submit", body={"messages": []}, ref="wrong")
-        wrong = await own.until(lambda each: each["type"] == "problem")
-        assert (wrong["ref"], wrong["problem"]["code"]) == ("wrong", "invalid_request")
-        await own.say("subscribe", id="nobodys")
-        assert (await own.until(lambda each: each["type"] == "problem"))["problem"]["status"] == 404
-        await own.submit("still here", id="good")
-        await own.ends("good")
-
-
 @pytest.mark.parametrize(
     ("rubbish", "code"), [(b"\x00\x01", 1003), ("nonsense", 1007), ('{"type": "shout"}', 1008), ("x" * 1_100_000, 1009)]
 )

@@ -1,16 +1,16 @@
 """The store of bodies that are too large for a message."""
 
-import asyncio
 import os
+import stat
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lanekeeper.bodies import THREADS, BodiesUnavailable, BodyError, BodyStore, BodyTooLarge
+from lanekeeper import bodies
+from lanekeeper.bodies import BodiesFull, BodiesUnavailable, BodyError, BodyStore, BodyTooLarge
 from lanekeeper.contract.messages import BodyAddress
 
 HELLO = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
@@ -30,9 +30,15 @@ async def test_what_is_kept_is_fetched_by_its_address_and_digest(store: BodyStor
     assert await store.fetch(kept) == b"hello"
 
 
-async def test_the_folder_is_readable_by_its_owner_alone(store: BodyStore, tmp_path: Path) -> None:
-    await store.keep([b"hello"])
-    assert (tmp_path / "bodies").stat().st_mode & 0o077 == 0
+async def test_folder_and_files_are_readable_by_their_owner_alone(store: BodyStore, tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        await store.keep([b"hello"])
+        await store.keep_answer(b"hello", for_s=10)
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE((tmp_path / "bodies").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(each.stat().st_mode) for each in (tmp_path / "bodies").iterdir()} == {0o600}
 
 
 async def test_another_digest_is_an_error(store: BodyStore) -> None:
@@ -85,11 +91,45 @@ async def test_a_link_does_not_lead_out_of_the_folder(store: BodyStore, tmp_path
 
 
 async def test_a_full_store_refuses_and_leaves_nothing_behind(store: BodyStore, tmp_path: Path) -> None:
-    await store.keep([b"x" * 900])
-    with pytest.raises(BodiesUnavailable, match="full"):
+    await store.keep([b""])
+    (tmp_path / "bodies/mine").write_bytes(b"x" * 950)
+    await store.sweep()
+    with pytest.raises(BodiesUnavailable, match="is full: it holds 1000 bytes"):
         await store.keep([b"x" * 90, b"x" * 90])
-    assert len(list((tmp_path / "bodies").iterdir())) == 1
-    await store.keep([b"x" * 90])
+    assert len(list((tmp_path / "bodies").iterdir())) == 2
+    await store.keep([b"x" * 25])
+
+
+async def test_a_tenant_may_fill_the_store_only_as_far_as_the_same_is_left_for_others(store: BodyStore) -> None:
+    await store.keep([b"x" * 300], tenant="a")
+    await store.keep_answer(b"x" * 200, for_s=1000, tenant="a")
+    with pytest.raises(BodiesFull, match="501 bytes there, and 499 of 1000"):
+        await store.keep([b"x"], tenant="a")
+    await store.keep([b"x" * 250], tenant="b")
+    with pytest.raises(BodiesFull):
+        await store.keep_answer(b"x", for_s=1000, tenant="b")
+    await store.keep([b"x" * 125], tenant="c")
+
+
+async def test_a_share_counts_what_is_there_for_every_process_and_what_was_removed_makes_room(
+    store: BodyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "RESCAN_EVERY_S", 0.0)
+    kept = await store.keep([b"x" * 400], tenant="a")
+    other = BodyStore(store.url, in_all_bytes=1000)
+    with pytest.raises(BodiesFull):
+        await other.keep([b"x" * 150, b"x" * 50], tenant="a")
+    await store.drop(kept)
+    await other.keep([b"x" * 400, b"x" * 100], tenant="a")
+    other.close()
+
+
+async def test_the_size_of_a_body_is_asked_of_the_store(store: BodyStore) -> None:
+    kept = await store.keep([b"hel", b"lo"])
+    assert await store.size(kept) == 5
+    await store.drop(kept)
+    with pytest.raises(BodyError, match="nothing is there"):
+        await store.size(kept)
 
 
 async def test_what_is_older_than_it_may_be_is_removed(store: BodyStore, tmp_path: Path) -> None:
@@ -133,38 +173,6 @@ async def test_an_answer_stays_as_long_as_its_result_and_no_request_removes_it(
     assert not list((tmp_path / "bodies").iterdir())
 
 
-async def test_a_body_is_copied_into_a_file_in_pieces_and_checked(store: BodyStore) -> None:
-    kept = await store.keep([b"hello"])
-    with tempfile.TemporaryFile() as file:
-        assert await store.fetch_into(file, kept) == 5
-        file.seek(0)
-        assert file.read() == b"hello"
-        with pytest.raises(BodyError, match="SHA-256"):
-            await store.fetch_into(file, BodyAddress(kept.address, "0" * 64))
-        with pytest.raises(BodyTooLarge):
-            await store.fetch_into(file, kept, most_bytes=4)
-        with pytest.raises(BodyError, match="not in this store"):
-            await store.fetch_into(file, BodyAddress("file:///etc/passwd", kept.sha256))
-
-
-async def test_calls_that_hang_do_not_gather_others_behind_them(store: BodyStore) -> None:
-    """A waiter that gives up leaves nothing behind, so what is kept later does not pile up in memory."""
-    may_end = threading.Event()
-
-    def hangs() -> Iterator[bytes]:
-        may_end.wait()
-        yield b"late"
-
-    hanging = [asyncio.create_task(store.keep(hangs())) for _ in range(THREADS)]
-    await asyncio.sleep(0)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await store.keep([b"behind"])
-    may_end.set()
-    assert len(await asyncio.gather(*hanging)) == THREADS
-    assert await store.fetch(await store.keep([b"hello"])) == b"hello"
-
-
 async def test_an_error_names_no_file_of_this_machine_but_its_cause_does(tmp_path: Path) -> None:
     (tmp_path / "bodies").write_bytes(b"no folder")
     store = BodyStore(f"file://{tmp_path}/bodies")
@@ -200,3 +208,17 @@ async def test_the_cause_of_an_error_has_no_key_and_no_signature(text: str) -> N
     assert caught.value.cause.startswith("OSError: ")
     assert "…" in caught.value.cause
     assert "SECRET" not in f"{caught.value.cause} {caught.value} {caught.value.__cause__}"
+
+
+async def test_a_body_is_copied_into_a_file_in_pieces_and_checked(store: BodyStore) -> None:
+    kept = await store.keep([b"hello"])
+    with tempfile.TemporaryFile() as file:
+        assert await store.fetch_into(file, kept) == 5
+        file.seek(0)
+        assert file.read() == b"hello"
+        with pytest.raises(BodyError, match="SHA-256"):
+            await store.fetch_into(file, BodyAddress(kept.address, "0" * 64))
+        with pytest.raises(BodyTooLarge):
+            await store.fetch_into(file, kept, most_bytes=4)
+        with pytest.raises(BodyError, match="not in this store"):
+            await store.fetch_into(file, BodyAddress("file:///etc/passwd", kept.sha256))

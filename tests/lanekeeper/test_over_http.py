@@ -1,9 +1,7 @@
 """The client over HTTP, against a gateway whose answers and failures a test chooses."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -12,17 +10,16 @@ from lanekeeper import (
     AccessRefused,
     BrokerUnreachable,
     Client,
+    ClientMisused,
     ConfirmUnknown,
     ControlRefused,
     Final,
-    NoReply,
     NotEnded,
-    Part,
     Problem,
     PublishRefused,
     TopologyMismatch,
 )
-from tests.support.fake_gateway import CUT, KEY, RESULT, FakeGateway, Refusal
+from tests.support.fake_gateway import CUT, KEY, FakeGateway, Refusal
 from tests.support.waiting import until
 
 BODY = {"prompt": "hello"}
@@ -42,41 +39,6 @@ async def client(gateway: FakeGateway) -> AsyncIterator[Client]:
         yield client
 
 
-def event(number: int, kind: str, data: Any = None) -> str:
-    return f"id: {number}\nevent: {kind}\ndata: {json.dumps(data or {})}\n\n"
-
-
-def word(number: int, text: str) -> str:
-    return event(number, "event", {"type": "content_block_delta", "delta": {"text": text}})
-
-
-async def test_a_request_goes_to_its_lane_and_its_answer_comes_byte_for_byte(
-    gateway: FakeGateway, client: Client
-) -> None:
-    gateway.status |= {"model": "m-1", "provider": "p-1", "wait_ms": 5, "run_ms": 7}
-
-    final = await client.request(BODY, key="batch.tests.http", message_id="id-1", deadline_s=30, beta="b-1")
-
-    (posted,) = gateway.called("POST")
-    assert json.loads(posted.body) == BODY
-    headers = ("idempotency-key", "x-lane-name", "x-api-key", "x-lane-deadline-ms", "anthropic-beta")
-    assert [posted.headers[name] for name in headers] == ["id-1", "batch", KEY, "30000", "b-1"]
-    assert (final.body, final.text, final.request_id, final.lane) == (RESULT.encode(), "Pô", "id-1", "normal")
-    assert (final.model, final.provider, final.attempt, final.wait_ms, final.run_ms) == ("m-1", "p-1", 1, 5, 7)
-
-
-@pytest.mark.slow
-async def test_while_gateway_or_proxy_are_away_the_same_request_is_posted_again(
-    gateway: FakeGateway, client: Client
-) -> None:
-    gateway.faults += [503, CUT, 502, 504, Refusal(429)]
-
-    id = await client.publish(BODY, key=LANE)
-
-    assert [call.headers["idempotency-key"] for call in gateway.called("POST")] == [id] * 6
-    assert list(gateway.posted) == [id]
-
-
 async def test_a_gateway_that_stays_away_is_told_and_whether_the_request_may_have_been_taken(
     gateway: FakeGateway,
 ) -> None:
@@ -88,22 +50,13 @@ async def test_a_gateway_that_stays_away_is_told_and_whether_the_request_may_hav
         assert client.trouble is not None
 
         gateway.faults += [CUT]
-        with pytest.raises(ConfirmUnknown):
+        with pytest.raises(ConfirmUnknown) as unknown:
             await client.publish(BODY, key=LANE)
+        assert unknown.value.message_id == gateway.called("POST")[-1].headers["idempotency-key"]
+        await client.publish(BODY, key=LANE, message_id=unknown.value.message_id)
 
         await client.publish(BODY, key=LANE)
         assert client.trouble is None
-
-
-@pytest.mark.slow
-async def test_a_gateway_that_is_not_there_is_told_as_soon_as_the_client_wants(gateway: FakeGateway) -> None:
-    async with Client(gateway.url, api_key=KEY, absent_within_s=0) as client:
-        gateway.faults += [503]
-        with pytest.raises(BrokerUnreachable):
-            await client.publish(BODY, key=LANE)
-
-        gateway.faults += [CUT, 503]
-        await client.publish(BODY, key=LANE)  # it may have been taken, so it is tried again
 
 
 @pytest.mark.slow
@@ -155,22 +108,6 @@ async def test_a_request_whose_record_was_lost_is_posted_again_under_its_id(
     assert {call.headers["idempotency-key"] for call in gateway.called("POST")} == {"id-1"}
 
 
-async def test_a_request_that_failed_is_the_problem(gateway: FakeGateway, client: Client) -> None:
-    problem = {"code": "deadline_exceeded", "status": 504, "detail": "too late", "attempts": 2}
-    gateway.status = {"status": "failed", "problem": problem}
-
-    with pytest.raises(Problem, match="deadline_exceeded: too late") as failed:
-        await client.request(BODY, key=LANE)
-    assert (failed.value.status, failed.value.attempts, failed.value.fields) == (504, 2, problem)
-
-
-@pytest.mark.slow
-async def test_no_answer_in_time_is_no_reply(gateway: FakeGateway, client: Client) -> None:
-    gateway.status["status"] = "running"
-    with pytest.raises(NoReply, match=r"id-1 within 0\.3 s"):
-        await client.request(BODY, key=LANE, message_id="id-1", timeout_s=0.3)
-
-
 @pytest.mark.parametrize(
     ("status", "waits"),
     [("queued", "waiting"), ("delayed", "waiting"), ("retrying", "waiting"), ("running", "running")],
@@ -187,18 +124,6 @@ async def test_a_result_that_is_not_there_yet_says_why(
     assert waiting.value.due_at is not None
 
 
-async def test_a_result_is_waited_for_at_the_gateway(gateway: FakeGateway, client: Client) -> None:
-    gateway.status["status"] = "running"
-    await client.publish(BODY, key=LANE, message_id="id-1")
-    asked = asyncio.create_task(client.result("id-1", wait_s=60))
-    await until(lambda: gateway.called("GET"))
-    gateway.faults += [503, CUT]
-    gateway.status["status"] = "completed"
-
-    assert (await asked).body == RESULT.encode()
-    assert {call.query["wait"] for call in gateway.called("GET")} == {"20.000s"}
-
-
 async def test_an_unknown_request_has_no_result_and_cannot_be_cancelled(client: Client) -> None:
     with pytest.raises(NotEnded, match="unknown"):
         await client.result("id-1")
@@ -207,27 +132,6 @@ async def test_an_unknown_request_has_no_result_and_cannot_be_cancelled(client: 
     for id in ("..", "a/b", ""):
         with pytest.raises(ControlRefused, match="the request's id"):
             await client.cancel(id)
-
-
-@pytest.mark.slow
-async def test_a_stream_goes_on_after_a_lost_connection_where_it_was(gateway: FakeGateway, client: Client) -> None:
-    gateway.streams += [
-        [": hello\n\n", event(1, "queued"), event(2, "started"), word(3, "One "), "id: 4\nevent: event\nda"],
-        [word(4, "two"), event(5, "restart"), word(6, "New ")],
-        [word(7, "words")],
-    ]
-
-    came = [each async for each in client.stream(BODY, key=LANE)]
-
-    *parts, last = came
-    assert [(part.kind, part.seq, part.text) for part in parts if isinstance(part, Part)] == [
-        ("event", 0, "One "), ("event", 1, "two"), ("restart", 0, ""), ("event", 1, "New "), ("event", 2, "words"),
-    ]  # fmt: skip
-    assert isinstance(last, Final)
-    assert last.body == RESULT.encode()
-    events = [call.headers.get("last-event-id") for call in gateway.called("GET") if call.path.endswith("/events")]
-    assert events == [None, "3", "6"]
-    assert [json.loads(call.body) for call in gateway.called("POST")] == [{"stream": True, **BODY}]
 
 
 async def test_a_stream_whose_events_are_gone_gives_the_answer_alone(gateway: FakeGateway, client: Client) -> None:
@@ -239,16 +143,6 @@ async def test_a_stream_whose_events_are_gone_gives_the_answer_alone(gateway: Fa
     assert [type(each) for each in came] == [Final]
 
 
-async def test_a_stream_that_fails_raises_the_problem_after_its_parts(gateway: FakeGateway, client: Client) -> None:
-    gateway.status = {"status": "failed", "problem": {"code": "attempts_exhausted", "status": 502, "detail": "cut"}}
-    gateway.streams += [[word(1, "One ")]]
-    stream = client.stream(BODY, key=LANE)
-
-    assert isinstance(await anext(stream), Part)
-    with pytest.raises(Problem, match="attempts_exhausted"):
-        await anext(stream)
-
-
 async def test_a_body_given_as_bytes_stays_as_it_is_but_for_stream(gateway: FakeGateway, client: Client) -> None:
     async for _ in client.stream(b' { "prompt" :"hello"}', key=LANE):
         pass
@@ -257,25 +151,6 @@ async def test_a_body_given_as_bytes_stays_as_it_is_but_for_stream(gateway: Fake
     assert [call.body for call in gateway.called("POST")] == [
         b' {"stream":true, "prompt" :"hello"}', b' { "prompt" :"hello"}',
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("how", ["request", "stream"])
-async def test_a_caller_that_leaves_cancels_its_request(gateway: FakeGateway, client: Client, how: str) -> None:
-    gateway.status["status"] = "running"
-    gateway.streams += [[word(1, "One ")]]
-    if how == "request":
-        asked = asyncio.create_task(client.request(BODY, key=LANE, message_id="id-1"))
-        await until(lambda: gateway.called("GET"))
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-    else:
-        async with aclosing(client.stream(BODY, key=LANE, message_id="id-1")) as replies:
-            async for _ in replies:
-                break
-
-    await until(lambda: gateway.called("DELETE"))
-    assert [call.path for call in gateway.called("DELETE")] == ["/v1/requests/id-1"]
 
 
 async def test_a_caller_that_leaves_while_its_request_is_posted_cancels_it_once_it_is_known(
@@ -292,19 +167,6 @@ async def test_a_caller_that_leaves_while_its_request_is_posted_cancels_it_once_
 
     await until(lambda: gateway.cancelled)
     assert gateway.cancelled == ["id-1"]
-
-
-@pytest.mark.slow
-async def test_a_wait_that_the_gateway_has_no_room_for_is_tried_again(gateway: FakeGateway, client: Client) -> None:
-    await client.publish(BODY, key=LANE, message_id="id-1")
-    gateway.faults += [529, 529]
-
-    assert (await client.result("id-1", wait_s=30)).text == "Pô"
-
-
-async def test_a_cancellation_says_what_became_of_it(client: Client) -> None:
-    await client.publish(BODY, key=LANE, message_id="id-1")
-    assert await client.cancel("id-1") == "told"
 
 
 @pytest.mark.parametrize(
@@ -342,3 +204,45 @@ def test_a_url_that_is_no_gateways_is_refused_without_being_quoted(url: str) -> 
 def test_a_key_of_a_gateway_is_not_given_to_a_broker() -> None:
     with pytest.raises(ValueError, match="api_key"):
         Client("amqp://localhost/", api_key="x")
+
+
+async def fails_at_once(client: Client) -> None:
+    """Each call of the client raises ClientMisused, without waiting."""
+    async with asyncio.timeout(5):
+        with pytest.raises(ClientMisused):
+            await client.publish(BODY, key=LANE)
+        with pytest.raises(ClientMisused):
+            await client.request(BODY, key=LANE)
+        with pytest.raises(ClientMisused):
+            await anext(client.stream(BODY, key=LANE))
+        with pytest.raises(ClientMisused):
+            await client.cancel("id-1")
+        with pytest.raises(ClientMisused):
+            await client.result("id-1", wait_s=30)
+        with pytest.raises(ClientMisused):
+            await client.depth("normal")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "amqp://127.0.0.1:1"])
+async def test_a_client_that_was_not_opened_says_so_at_once(url: str) -> None:
+    await fails_at_once(Client(url))
+
+
+async def test_a_client_that_was_closed_says_so_at_once(gateway: FakeGateway) -> None:
+    async with Client(gateway.url, api_key=KEY) as client:
+        pass
+    await fails_at_once(client)
+
+
+async def test_a_client_of_another_event_loop_says_so_at_once(client: Client) -> None:
+    await asyncio.to_thread(asyncio.run, fails_at_once(client))
+
+
+async def test_a_call_that_waits_while_the_client_is_closed_ends(gateway: FakeGateway) -> None:
+    async with Client(gateway.url, api_key=KEY) as client:
+        gateway.status = {"status": "running"}
+        waiting = asyncio.create_task(client.result("id-1", wait_s=600))
+        await until(lambda: gateway.called("GET"))
+    async with asyncio.timeout(10):
+        with pytest.raises(ClientMisused):
+            await waiting

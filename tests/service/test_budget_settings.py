@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from consumers.prices import Price
-from consumers.spending import Cap
-from service.config.copies import with_provider
-from service.config.effective import plain
+from consumers.spending import Cap, Price
 from tests.support.settings import load, wrong
 from topology.lanes import DEFAULT_LANES
 
@@ -94,13 +91,6 @@ def test_wrong_provider_settings_are_reported_by_name_without_keys() -> None:
     assert SECRET not in told
 
 
-@pytest.mark.parametrize("name", ["Eu", "anthropic"])
-def test_a_providers_name_with_forbidden_characters_is_refused(name: str) -> None:
-    told = wrong(f"[providers.{name}]\napi_key = 'k'\nbase_url = 'https://a'")
-
-    assert "is taken: by ANTHROPIC_API_KEY" in told or "'Eu' is no name" in told
-
-
 def test_contradicting_settings_are_all_reported_at_once() -> None:
     told = wrong(
         """
@@ -168,73 +158,17 @@ def test_caps_are_set_for_lanes_and_for_tenants() -> None:
     [
         ("LANEKEEPER_PRICES__MODELS", '{"m": {"input": -1, "output": 2}}'),
         ("LANEKEEPER_PRICES__MODELS", '{"m": {"input": 1}}'),
-        ("LANEKEEPER_PRICES__MODELS", '{"m": 5}'),
-        ("LANEKEEPER_PRICES__MODELS", "[1]"),
         ("LANEKEEPER_PRICES__MODELS", "{"),
         ("LANEKEEPER_PRICES__AS_OF", "yesterday"),
         ("LANEKEEPER_CAPS__LANES__BATCH__USD", "0"),
-        ("LANEKEEPER_CAPS__LANES__BATCH__TOKENS", "-1"),
-        ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"usd": 0}}'),
         ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"euro": 1}}'),
-        ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"usd": true}}'),
         ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"usd": "nan"}}'),
         ("LANEKEEPER_MODELS__FALLBACKS", "a"),
         ("LANEKEEPER_MODELS__TENANTS", '{"shop": []}'),
-        ("LANEKEEPER_MODELS__TENANTS", '{"shop": 5}'),
     ],
 )
 def test_a_table_that_cannot_be_read_is_reported_with_what_is_allowed(name: str, value: str) -> None:
     assert re.match(rf"wrong setting: {name}: found .*, allowed is ", wrong(env={name: value}))
-
-
-def test_with_a_simulated_provider_no_other_is_called() -> None:
-    settings = load(env={**PROVIDERS, "LANEKEEPER_LANES__BATCH__PROVIDERS": "aws"})
-
-    spec = with_provider(settings, "http://127.0.0.1:1", key="k").routes_spec()
-
-    assert [each.name for each in spec.providers] == ["anthropic"]
-    assert spec.lanes == {}
-
-
-def test_all_wrong_settings_are_reported_at_once_from_every_source() -> None:
-    told = wrong(
-        """
-        [budget.lanes.critical]
-        share = 0.9
-        [models.fallbacks]
-        "claude-opus-5-5" = "claude-opus-5-5"
-        [lanes.batch]
-        providers = ["nobody"]
-        [caps.lanes.batch]
-        usd = 0
-        """,
-        env={
-            **PROVIDERS,
-            "LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "0",
-            "LANEKEEPER_BUDGET__INPUT_TOKENS_PER_MIN": "-5",
-            "LANEKEEPER_PROVIDERS__US__BASE_URL": "https://us.example",
-            "LANEKEEPER_PROVIDERS__US__CONCURRENCY": "0",
-            "LANEKEEPER_LANES__NORMAL__MODEL": "claude-sonet-5-5",
-            "LANEKEEPER_PRICES__AS_OF": "2199-01-01",
-        },
-        for_calls=True,
-    )
-
-    assert told.startswith("10 wrong settings:")
-    for line in (
-        "LANEKEEPER_BUDGET__REQUESTS_PER_MIN: found '0', allowed is a number from 1",
-        "LANEKEEPER_BUDGET__INPUT_TOKENS_PER_MIN: found '-5', allowed is a number from 1000",
-        "LANEKEEPER_PROVIDERS__US__CONCURRENCY: found '0', allowed is a whole number from 1",
-        "LANEKEEPER_PROVIDERS__US__API_KEY: not set; a provider of kind anthropic needs it",
-        "LANEKEEPER_LANES__NORMAL__MODEL: unknown model 'claude-sonet-5-5'; did you mean claude-sonnet-5-5?",
-        "LANEKEEPER_PRICES__AS_OF: found '2199-01-01', allowed is the day from which these prices are known",
-        "budget.lanes.critical.share in given.toml: the shares are 115 % together (critical 90 %, normal 20 %",
-        "models.fallbacks in given.toml: claude-opus-5-5 -> claude-opus-5-5 goes in a circle",
-        "lanes.batch.providers in given.toml: no provider 'nobody'; there are aws, eu_2",
-        "caps.lanes.batch.usd in given.toml: found 0, allowed is a number above 0",
-    ):
-        assert line in told
-    assert SECRET not in told
 
 
 def test_a_budget_too_small_for_a_lane_or_an_answer_is_refused_by_name() -> None:
@@ -295,12 +229,6 @@ def test_a_limit_in_the_environment_must_be_a_finite_number_above_zero(name: str
     assert wrong(env={**PROVIDERS, name: value}).startswith(f"wrong setting: {name}: found ")
 
 
-def test_a_limit_in_a_file_must_be_a_finite_number_above_zero() -> None:
-    told = wrong("[budget]\nrequests_per_min = inf\ninput_tokens_per_min = nan\noutput_tokens_per_min = true")
-
-    assert told.startswith("3 wrong settings:")
-
-
 def test_a_lanes_model_must_have_a_price_or_be_in_a_providers_table() -> None:
     env = {"LANEKEEPER_LANES__BATCH__MODEL": "house-1"}
     assert "LANEKEEPER_LANES__BATCH__MODEL: unknown model 'house-1'; known are claude-" in wrong(env=env)
@@ -331,24 +259,14 @@ def test_a_list_with_a_repeated_name_is_refused(name: str) -> None:
     assert f"{name}: found 'x,y,x', allowed is each name once, and 'x' is there again" in wrong(env={name: "x,y,x"})
 
 
-@pytest.mark.parametrize(("count", "end"), [(5, "'e' is there again"), (6, "'e' and 1 more is there again")])
-def test_an_error_lists_only_five_of_many_names(count: int, end: str) -> None:
-    names = ",".join("abcdef"[:count])
-
-    assert end in wrong(env={"LANEKEEPER_LANES__BATCH__MODELS": f"{names},{names}"})
-
-
 @pytest.mark.parametrize(
     ("name", "value", "what"),
     [
-        ("LANEKEEPER_MODELS__FALLBACKS", "a=b,a=c", "'a' is there twice"),
         ("LANEKEEPER_MODELS__FALLBACKS", '{"a": "b", "a": "c"}', "a name is there twice"),
         ("LANEKEEPER_CAPS__TENANTS", '{"a": {"usd": 1}, "a": {"usd": 2}}', "a name is there twice"),
         ("LANEKEEPER_CAPS__TENANTS", '{"a": {"usd": 1}, "b": {"usd": 0}, "c": {}}', "not so: 'b', 'c'"),
-        ("LANEKEEPER_CAPS__TENANTS", '{"shop*": {"usd": 1}}', "not so: 'shop*'"),
         ("LANEKEEPER_CAPS__TENANTS", '{" ": {"usd": 1}, "a\\u0000": {"usd": 1}}', "not so: ' ', 'a\\x00'"),
         ("LANEKEEPER_MODELS__TENANTS", '{"*": ["claude-opus-5-5"]}', "without *; not so: '*'"),
-        ("LANEKEEPER_PRICES__MODELS", '{"a b": {"input": 1, "output": 1}}', "not so: 'a b'"),
         ("LANEKEEPER_PROVIDERS__EU_2__MODELS", '{"a\\tb": "c"}', "not so: 'a\\tb'"),
     ],
 )
@@ -369,11 +287,6 @@ def test_a_wrong_providers_name_in_the_environment_is_refused(name: str) -> None
     assert SECRET not in told
 
 
-@pytest.mark.parametrize("name", ["EU 1", "b.c", "*", ""])
-def test_a_wrong_providers_name_in_a_file_is_refused(name: str) -> None:
-    assert "is no name" in wrong(f"[providers.'{name}']\napi_key = 'k'\nbase_url = 'https://a'")
-
-
 def test_a_provider_without_a_key_is_refused_only_in_processes_that_call_providers() -> None:
     env = {"LANEKEEPER_PROVIDERS__EU__BASE_URL": "https://a.example"}
 
@@ -383,14 +296,6 @@ def test_a_provider_without_a_key_is_refused_only_in_processes_that_call_provide
     assert "ANTHROPIC_API_KEY: not set" in wrong(for_calls=True)
     assert "providers.eu.api_key in given.toml: not set" in wrong(
         "[providers.eu]\nbase_url = 'https://a.example'", for_calls=True
-    )
-
-
-def test_a_provider_with_an_empty_table_of_models_is_refused() -> None:
-    told = wrong(env={**PROVIDERS, "LANEKEEPER_PROVIDERS__EU_2__MODELS": "{}"})
-
-    assert told == (
-        "wrong setting: LANEKEEPER_PROVIDERS__EU_2__MODELS: names no model; where it has all of them, leave it out"
     )
 
 
@@ -414,15 +319,3 @@ def test_a_tenants_share_is_above_zero_and_its_requests_in_flight_are_a_whole_nu
     told = wrong(f"[fair.tenants.shop]\n{share}")
 
     assert "numbers above 0: weight, in_flight (a whole one)" in told
-
-
-def test_a_tenants_name_may_have_255_characters() -> None:
-    def capped(length: int) -> str:
-        return f"[caps.tenants.{'a' * length}]\nusd = 5"
-
-    assert list(load(capped(255)).caps.tenants) == ["a" * 255]
-    assert "caps.tenants" in wrong(capped(256))
-
-
-def test_a_cap_is_shown_without_the_amounts_that_are_not_limited() -> None:
-    assert plain(load("[caps.tenants.shop]\nusd = 5").caps.tenants) == {"shop": {"usd": 5}}

@@ -83,27 +83,6 @@ def test_errors_of_the_trace_exporter_are_logged_once_a_minute_with_their_count(
     ]
 
 
-def test_a_library_event_is_logged_once_inside_nested_setups() -> None:
-    outer, inner = io.StringIO(), io.StringIO()
-
-    with logs.configured(service="s", level="warning", stream=outer):
-        with logs.configured(service="s", level="error", stream=inner):
-            logging.getLogger("aiormq").error("within")
-        logging.getLogger("aiormq").warning("after")
-
-    assert [[each["message"] for each in lines(out)] for out in (outer, inner)] == [["after"], ["within"]]
-
-
-def test_afterwards_logging_is_as_it_was_before() -> None:
-    handlers, was = list(logging.getLogger().handlers), structlog.is_configured()
-
-    with logs.configured(service="s", level="INFO", stream=io.StringIO()):
-        assert structlog.is_configured()
-
-    assert structlog.is_configured() == was
-    assert logging.getLogger().handlers == handlers
-
-
 def test_an_exception_is_logged_with_its_place_and_only_our_own_errors_are_quoted() -> None:
     out = io.StringIO()
 
@@ -121,25 +100,6 @@ def test_an_exception_is_logged_with_its_place_and_only_our_own_errors_are_quote
     assert "test_an_exception_is_logged" in line["exception"][1]
     assert "builtins.KeyError" in line["exception"]
     assert "secret prompt" not in out.getvalue()
-
-
-def test_an_exception_may_be_given_in_each_way_that_the_standard_library_knows() -> None:
-    out, error = io.StringIO(), BrokerUnreachable("reset by peer")
-
-    with logs.configured(service="worker", level="INFO", stream=out):
-        log = structlog.get_logger()
-        log.error("given", exc_info=error)
-        log.error("given", exc_info=(type(error), error, None))
-        try:
-            raise error
-        except BrokerUnreachable:
-            log.error("given", exc_info=True)
-        log.error("none", exc_info=(None, None, None))
-        log.error("none", exc_info=None)
-
-    *given, empty, none = lines(out)
-    assert ["reset by peer" in json.dumps(each) for each in given] == [True] * 3
-    assert set(empty) == set(none) == {"timestamp", "level", "event", "service"}
 
 
 def test_content_is_logged_if_the_setting_allows_it() -> None:
@@ -197,13 +157,3 @@ def test_deeply_nested_and_circular_values_are_cut() -> None:
     endless.append(endless)
 
     assert json.dumps(redaction.fields({"a": endless, "b": "x" * 10_000}, with_content=False))
-
-
-def test_of_a_long_chain_of_causes_the_first_48_lines_are_logged() -> None:
-    error: Exception = OSError("the first")
-    for number in range(100):
-        later = OSError(f"{number}")
-        later.__cause__ = error
-        error = later
-    lines = logs.explained(error)
-    assert (len(lines), lines[0], lines[-1]) == (48, "builtins.OSError: 99", "builtins.OSError: 52")

@@ -1,14 +1,8 @@
 """Providers are made from the settings; if one cannot be, the error says why."""
 
-from typing import Any
-
-import pytest
-
-from consumers.parsing import Parsing
-from consumers.providers import cloud
-from lanekeeper.contract.problems import SettingsError
+from consumers.decoding import Parsing
 from service.config.loading import load_settings
-from service.worker.open_providers import open_providers
+from service.worker.assembly import open_providers
 
 AWS = {"LANEKEEPER_PROVIDERS__AWS__KIND": "bedrock", "LANEKEEPER_PROVIDERS__AWS__REGION": "eu-central-1"}
 
@@ -36,18 +30,3 @@ def test_each_provider_is_made_according_to_its_kind() -> None:
     }
 
     assert opened(env) == ["anthropic", "aws", "azure", "gcp", "other"]
-
-
-def test_all_missing_packages_and_credentials_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> Any:
-        raise ImportError(name)
-
-    monkeypatch.setattr(cloud, "import_module", absent)
-
-    with pytest.raises(SettingsError) as caught:
-        opened({**AWS, "LANEKEEPER_LANES__BATCH__PROVIDERS": "anthropic"})
-
-    assert "ANTHROPIC_API_KEY is not set" in str(caught.value)
-    assert "providers.aws: needs packages that are not installed; run: pip install 'lanekeeper[bedrock]'" in str(
-        caught.value
-    )

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from lanekeeper.contract.problems import SettingsError
-from service.config.copies import with_provider
-from service.config.loading import load_settings
+from service.config.loading import load_settings, simulating
 from service.config.settings import Settings
 from tests.support.settings import lane, load, wrong
-from topology.lanes import DEFAULT_LANES
 
 SECRET = "s3cret"
 
@@ -19,12 +17,6 @@ SECRET = "s3cret"
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def test_without_any_source_the_lanes_have_their_defaults() -> None:
-    assert load().lane_specs() == DEFAULT_LANES
-    assert load().broker_url == "amqp://guest:guest@localhost:5672/"
-    assert load().names().requests == "lane.requests"
 
 
 def test_one_field_of_a_lane_can_be_set_alone() -> None:
@@ -61,11 +53,6 @@ def test_a_lane_with_slots_set_does_not_grow_even_if_they_equal_the_default(sour
     assert lane(settings, "batch").most_slots == 32, "nobody said how many"
 
 
-def test_a_lane_with_slots_and_slots_max_set_may_grow() -> None:
-    env = {"LANEKEEPER_LANES__CRITICAL__SLOTS_MAX": "64"}
-    assert lane(load("[lanes.critical]\nslots = 16", env=env), "critical").most_slots == 64
-
-
 def test_contradicting_numbers_of_slots_are_reported_together() -> None:
     told = wrong("[lanes.batch]\nslots = 4\nslots_min = 5\nslots_max = 3\n[lanes.normal]\ntarget_wait_s = 0")
     assert (
@@ -97,31 +84,10 @@ def test_a_table_replaces_that_of_an_earlier_source() -> None:
     assert settings.models.fallbacks == {"claude-opus-5-5": "claude-sonnet-5-5"}
 
 
-def test_lanekeeper_toml_is_read_from_the_working_directory() -> None:
-    Path("lanekeeper.toml").write_text('namespace = "staging"')
-
-    assert load().namespace == "staging"
-
-
-def test_options_that_are_not_given_change_nothing() -> None:
-    assert load(namespace=None).namespace == "lane"
-
-
 def test_variables_of_others_in_dotenv_and_environment_are_ignored() -> None:
     Path(".env").write_text("DATABASE_URL=x\nAWS_REGION=y\n")
 
     assert load(env={"HOME": "/root", "LANEKEEPERS_FRIEND": "1"}) == Settings()
-
-
-def test_an_empty_variable_counts_as_not_set() -> None:
-    assert load('namespace = "staging"', env={"LANEKEEPER_NAMESPACE": ""}).namespace == "staging"
-
-
-def test_constructing_settings_directly_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LANEKEEPER_NAMESPACE", "other")
-    monkeypatch.setenv("NAMESPACE", "other")
-
-    assert Settings().namespace == "lane"
 
 
 def test_all_wrong_values_are_reported_with_name_value_and_what_is_allowed() -> None:
@@ -174,31 +140,36 @@ def test_a_value_in_place_of_a_table_is_refused_even_if_a_variable_overrides_it(
     assert told == "wrong setting: lanes in given.toml: found 4, allowed is a table with critical, normal, batch"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["LANEKEEPER_WEBHOOKS__X"],
-)
-def test_a_setting_of_a_later_version_in_the_environment_is_refused(name: str) -> None:
-    assert re.fullmatch(
-        rf"wrong setting: {name}: .* is not available in this version; remove it", wrong(env={name: "x"})
-    )
-
-
-def test_a_setting_of_a_later_version_in_toml_is_refused() -> None:
-    assert "webhooks in given.toml: the sending of webhooks is not available in this version" in wrong(
-        "[webhooks]\nx = 1"
-    )
+def test_a_setting_of_a_later_version_in_the_environment_is_refused() -> None:
+    told = wrong(env={"LANEKEEPER_WEBHOOKS__X": "x"})
+    assert re.fullmatch(r"wrong setting: LANEKEEPER_WEBHOOKS__X: .* is not available in this version; remove it", told)
 
 
 def test_by_default_the_store_is_a_file_in_the_users_state_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    assert load(namespace="staging").store == "sqlite:////state/lanekeeper/staging.sqlite"
+    default, hashed = load(namespace="staging").store, re.compile("[0-9a-f]{8}")
+    assert hashed.sub("#", default) == "sqlite:////state/lanekeeper/staging-localhost-#.sqlite"
+    assert load(namespace="staging").former_store == Path("/state/lanekeeper/staging.sqlite")
 
     monkeypatch.setenv("XDG_STATE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", "/home/someone")
-    assert load().store == "sqlite:////home/someone/.local/state/lanekeeper/lane.sqlite"
+    assert load().store.startswith("sqlite:////home/someone/.local/state/lanekeeper/lane-localhost-")
 
-    assert load(env={"LANEKEEPER_STORE_URL": "sqlite:///here.sqlite"}).store == "sqlite:///here.sqlite"
+    given = load(env={"LANEKEEPER_STORE_URL": "sqlite:///here.sqlite"})
+    assert (given.store, given.former_store) == ("sqlite:///here.sqlite", None)
+
+
+def test_each_broker_has_a_default_store_of_its_own_however_its_url_is_written() -> None:
+    def default(url: str) -> str:
+        return load(env={"LANEKEEPER_AMQP_URL": url}).store
+
+    one = default("amqp://guest:guest@localhost:5672/")
+    same = ["amqp://127.0.0.1", "amqp://app:secret@LOCALHOST/", "amqp://guest@[::1]:5672/%2F"]
+    others = ["amqp://localhost:5673/", "amqp://localhost/staging", "amqp://rabbit.example/", "amqps://localhost/"]
+    assert {default(url) for url in same} == {one}
+    assert len({default(url) for url in others} | {one}) == 5
+    assert default("amqp://a.example/x,amqp://b.example/x") == default("amqp://u:p@b.example/x,amqp://a.example/x")
+    assert "/lane-rabbit.example-" in default("amqp://u:secret@Rabbit.example/")
 
 
 def test_a_user_without_a_home_has_its_store_in_var_lib(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,21 +179,16 @@ def test_a_user_without_a_home_has_its_store_in_var_lib(monkeypatch: pytest.Monk
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", none)
 
-    assert load().store == "sqlite:////var/lib/lanekeeper/lane.sqlite"
+    assert load().store.startswith("sqlite:////var/lib/lanekeeper/lane-localhost-")
 
 
 @pytest.mark.parametrize(
     "url",
     [
         f"redis://:{SECRET}@host/first",
-        f"redis://:{SECRET}@host:0/0",
         f"rediss://:{SECRET}@host/0?ssl_cert_reqs=none",
-        f"redis://:{SECRET}@",
         f"postgres://u:{SECRET}@host/x",
         "sqlite://relative",
-        "sqlite:///",
-        "sqlite:///folder/",
-        "sqlite:///a?mode=ro",
         SECRET,
     ],
 )
@@ -231,14 +197,6 @@ def test_a_wrong_store_url_is_reported_without_its_password(url: str) -> None:
 
     assert told.startswith("wrong setting: LANEKEEPER_STORE_URL: found ")
     assert SECRET not in told
-
-
-def test_the_stores_password_is_not_shown() -> None:
-    settings = load(env={"LANEKEEPER_STORE_URL": f"rediss://:{SECRET}@host:6380/2"})
-
-    assert settings.shown_store == "rediss://***@host:6380/2"
-    assert settings.store == f"rediss://:{SECRET}@host:6380/2"
-    assert SECRET not in repr(settings)
 
 
 def test_the_limits_of_stored_results_can_be_set() -> None:
@@ -262,14 +220,6 @@ def test_a_speaker_with_an_impossible_user_name_is_refused(said: str) -> None:
     told = wrong(env={"LANEKEEPER_SPEAKERS": said})
     assert told.startswith("wrong setting: LANEKEEPER_SPEAKERS: found ")
     assert "separated by commas, or a JSON array" in told
-
-
-def test_failpoints_are_known_names_with_a_probability() -> None:
-    assert load().failpoints == {}
-    assert load(env={"LANEKEEPER_FAILPOINTS": "after_store:0.2, before_claim"}).failpoints == {
-        "after_store": 0.2,
-        "before_claim": 1,
-    }
 
 
 @pytest.mark.parametrize(
@@ -297,8 +247,6 @@ def test_several_broker_urls_are_accepted_for_one_cluster() -> None:
     [
         (f"amqp://u:{SECRET}@one/a,amqp://u:{SECRET}@two/b", "the same virtual host"),
         (f"amqp://u:{SECRET}@one/,amqps://u:{SECRET}@two/", "all amqp:// or all amqps://"),
-        (f"amqp://u:{SECRET}@one/,two:5672/", "one virtual host"),
-        (f"amqp://u:{SECRET}@one/,two", "a whole URL, amqp://…, after each comma"),
         (f"amqp://u:{SECRET}@one/,", "a whole URL, amqp://…, after each comma"),
         (f"amqp://u:{SECRET}@one:5672,two:5672/", "a URL such as"),
     ],
@@ -314,17 +262,10 @@ def test_broker_urls_of_different_clusters_are_refused_without_passwords(url: st
     [
         f"amqp://u:{SECRET}@host:99999/",
         f"amqp://u:{SECRET}",
-        f"amqp:/u:{SECRET}@host/",
         f"http://u:{SECRET}@host/",
-        f"amqp://u:{SECRET}#x@host/",
-        f"amqp://u:{SECRET}/x@y@host/",
-        f"amqp://u:{SECRET}@/vhost",
         f"amqp://host/?password={SECRET}",
         f"amqps://u:{SECRET}@host/?no_verify_ssl=1",
-        f"amqp://u:{SECRET}@host/a/b",
         SECRET,
-        f"amqp://u:{SECRET}@[::1",
-        f"amqp://u:{SECRET}\x00@host/",
         f"amqp://u:{SECRET}\udcff@host/",
     ],
 )
@@ -333,10 +274,6 @@ def test_a_wrong_amqp_url_is_reported_without_its_password(url: str) -> None:
 
     assert told.startswith("wrong setting: LANEKEEPER_AMQP_URL: found ")
     assert SECRET not in told
-
-
-def test_verification_of_the_brokers_certificate_cannot_be_turned_off_in_the_url() -> None:
-    assert "LANEKEEPER_TLS__CA_FILE" in wrong(env={"LANEKEEPER_AMQP_URL": "amqps://host/?no_verify_ssl=1"})
 
 
 def test_no_secret_is_in_an_error_or_in_the_repr() -> None:
@@ -369,19 +306,12 @@ def test_no_secret_is_in_an_error_or_in_the_repr() -> None:
     [
         {"LANEKEEPER_LANES": "{"},
         {"LANEKEEPER_LANES": "5", "LANEKEEPER_LANES__BATCH__SLOTS": "1"},
-        {"LANEKEEPER_LANES__BATCH": "[]"},
         {"LANEKEEPER_LANES__BATCH__SLOTS__DEEPER": "1"},
-        {"LANEKEEPER_LANES__BATCH__MODELS": "["},
         {"LANEKEEPER_LANES__BATCH__MODELS": '{"a": 1}'},
-        {"LANEKEEPER_LANES__BATCH__MODELS": '[["a"]]'},
         {"LANEKEEPER_LANES__BATCH__SLOTS": "1" * 5000},
-        {"LANEKEEPER_LANES__BATCH__SLOTS": "1" * 500},
-        {"LANEKEEPER_BUDGET__CONCURRENCY": "1" * 500},
-        {"LANEKEEPER_TLS__CA_FILE": "1" * 5000},
         {"LANEKEEPER_LANES__BATCH__DEADLINE_S": "1e400"},
         {"LANEKEEPER_NAMESPACE": "\udcff"},
         {"LANEKEEPER_": "1"},
-        {"LANEKEEPER___": "1"},
     ],
 )
 def test_malformed_values_are_reported_without_a_traceback(env: dict[str, str]) -> None:
@@ -411,6 +341,27 @@ def test_a_dotenv_file_that_is_not_text_is_reported() -> None:
     assert ".env cannot be read" in wrong()
 
 
+def test_a_dotenv_file_that_everybody_may_write_is_refused() -> None:
+    Path(".env").touch()
+    Path(".env").chmod(0o666)
+
+    assert "run: chmod o-w .env" in wrong()
+
+
+@pytest.mark.parametrize("provider", ["ANTHROPIC", "LANEKEEPER_PROVIDERS__EU_"])
+def test_a_dotenv_file_cannot_send_a_key_of_the_environment_to_another_host(provider: str) -> None:
+    key = {f"{provider}_API_KEY": "sk-ant-s3cret"}
+    Path(".env").write_text(f"{provider}_BASE_URL=https://user:pass@thief.example/x")
+    told = wrong(env=key)
+    assert f"{provider}_BASE_URL in .env: https://***@thief.example/x would get the key {provider}_API_KEY" in told
+    assert "s3cret" not in told
+
+    Path(".env").write_text(f"{provider}_BASE_URL=https://proxy.example\n{provider}_API_KEY=sk-ant-theirs")
+    load()
+    Path(".env").write_text(f"{provider}_BASE_URL=http://127.0.0.1:8080")
+    load(env=key)
+
+
 def test_a_lanes_models_are_a_list_that_contains_its_default_model() -> None:
     env = {"LANEKEEPER_LANES__BATCH__MODELS": "claude-haiku-5-5, claude-opus-5-5"}
     assert lane(load(env=env), "batch").models == frozenset({"claude-haiku-5-5", "claude-opus-5-5"})
@@ -433,30 +384,11 @@ def test_reply_patterns_must_match_the_whole_name() -> None:
     assert load().reply_rule().allows("xcrm.", user=None)
 
 
-def test_replies_are_bound_to_the_user_if_set() -> None:
-    assert not load().reply_rule().bound
-    assert load(env={"LANEKEEPER_REPLY_TO__BOUND_TO_USER": "true"}).reply_rule().bound
-
-
 def test_a_ca_file_without_a_certificate_is_reported() -> None:
     Path("ca.pem").write_text("not a certificate")
 
     assert "ca_file, cert_file or key_file cannot be used" in wrong(env={"LANEKEEPER_TLS__CA_FILE": "ca.pem"})
     assert "key_file is given without cert_file" in wrong(env={"LANEKEEPER_TLS__KEY_FILE": "ca.pem"})
-
-
-def test_tls_always_verifies() -> None:
-    context = load(env={"LANEKEEPER_AMQP_URL": "amqps://host/"}).ssl_context()
-
-    assert context is not None
-    assert context.check_hostname
-    assert load().ssl_context() is None
-
-
-def test_the_traces_endpoint_is_read_and_other_otel_variables_are_left_to_the_sdk() -> None:
-    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://jaeger:4318/", "OTEL_SERVICE_NAME": "x", "OTEL_TYPO": "y"}
-
-    assert load(env=env).traces_url == "http://jaeger:4318/v1/traces"
 
 
 def test_the_complete_url_for_spans_comes_before_the_collectors() -> None:
@@ -466,11 +398,20 @@ def test_the_complete_url_for_spans_comes_before_the_collectors() -> None:
     assert load().traces_url is None
 
 
-def test_answered_by_changes_only_the_provider() -> None:
-    before = load(env={"LANEKEEPER_NAMESPACE": "staging"})
-    after = with_provider(before, "http://127.0.0.1:1234", key="simulated")
+def test_while_simulating_the_only_provider_is_named_so_and_has_the_limits_of_the_first() -> None:
+    env = {
+        "ANTHROPIC_API_KEY": SECRET,
+        "LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "60",
+        "LANEKEEPER_PROVIDERS__SPARE__API_KEY": SECRET,
+        "LANEKEEPER_PROVIDERS__SPARE__BASE_URL": "http://127.0.0.1:1",
+        "LANEKEEPER_LANES__BATCH__PROVIDERS": "spare",
+    }
+    after = simulating(load(env=env), "http://127.0.0.1:1234")
 
-    assert (after.provider_url, after.api_key, after.namespace) == ("http://127.0.0.1:1234", "simulated", "staging")
+    spec = after.routes_spec()
+    assert ([each.name for each in spec.providers], spec.lanes) == (["simulated"], {})
+    assert after.budget_spec().accounts["simulated"].requests == 60
+    assert after.api_key is None
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,17 @@
 """Status: the answers of several workers and the lengths of the queues, combined."""
 
-import json
+from collections.abc import Iterable
 from typing import Any
 
-from lanekeeper.amqp.depth import Depth
+import pytest
+from ddsketch import DDSketch
+
+from consumers.slots.activity import ACCURACY
+from lanekeeper.amqp.connection import Depth
 from lanekeeper.contract.names import Names
 from service.checks.status import merge
+from service.sketches import packed
+from topology.delays import LEVELS
 from topology.lanes import BATCH, CRITICAL
 
 NAMES = Names()
@@ -15,7 +21,14 @@ EMPTY = {f"lane.{lane}{suffix}": Depth(0, 0) for lane in ("critical", "batch") f
 
 def figures(**given: Any) -> dict[str, Any]:
     none = {"slots": 16, "due_slots": 4, "running": 0, "answered": 0, "failed": 0, "retried": 0, "deferred": 0}
-    return {**none, "throughput_per_min": 0, "waits_ms": [], "runs_ms": [], **given}
+    return {**none, "throughput_per_min": 0, **given}
+
+
+def sketch(values: Iterable[int]) -> str:
+    found = DDSketch(ACCURACY)
+    for value in values:
+        found.add(value)
+    return packed(found)
 
 
 def test_figures_of_several_workers_are_added_up() -> None:
@@ -56,6 +69,22 @@ def test_reasons_of_deferrals_are_added_up_over_all_workers() -> None:
     assert batch.deferred_for == {"breaker": 5, "tenant": 1}
 
 
+def test_what_waits_in_delays_is_added_up_by_reason_and_compared_with_the_broker() -> None:
+    until_midnight = {"daily cap": {"count": 80, "last_in_s": 3600}}
+    answers = [
+        {"worker": "a", "lanes": {"batch": figures(delayed_for=until_midnight)}},
+        {"worker": "b", "lanes": {"batch": figures(delayed_for={"daily cap": {"count": 6, "last_in_s": 3601}})}},
+    ]
+    found = {**EMPTY, **{f"lane.delay.{level:02}": Depth(3, 0) for level in range(LEVELS)}, "lane.dead": Depth(2, 0)}
+
+    status = merge(answers, found, lanes=LANES, names=NAMES)
+
+    assert status.lanes[1].delayed == 86
+    assert status.lanes[1].delayed_for == {"daily cap": {"count": 86, "last_in_s": 3601}}
+    assert (status.in_delays, status.dead) == (3 * LEVELS, 2)
+    assert merge(answers, EMPTY, lanes=LANES, names=NAMES).dead is None
+
+
 def test_waits_for_the_same_account_are_shown_in_one_line() -> None:
     def waits(**lanes: tuple[int, str, float]) -> dict[str, Any]:
         told = {lane: dict(zip(("count", "reason", "oldest_s"), each, strict=True)) for lane, each in lanes.items()}
@@ -74,27 +103,36 @@ def test_waits_for_the_same_account_are_shown_in_one_line() -> None:
     )
 
 
-def test_a_paused_account_is_shown_once_with_the_end_of_its_pause() -> None:
+def test_a_paused_provider_is_shown_once_with_the_reason() -> None:
+    pause = {"reason": "it refuses the key", "error": "authentication_error 401", "for_s": 60.0, "probe_in_s": 5.0}
     answers = [
-        {"worker": "a", "lanes": {}, "paused_until_ms": {"anthropic/sonnet": 1_700_000_000_000}},
-        {"worker": "b", "lanes": {}, "paused_until_ms": {"anthropic/sonnet": 1_700_000_060_000}},
+        {"worker": "a", "lanes": {}, "paused": {"anthropic": pause}},
+        {"worker": "b", "lanes": {}, "paused": {"anthropic": {**pause, "for_s": 50.0}}},
         {"worker": "of an older version", "lanes": {}},
     ]
 
     assert merge(answers, EMPTY, lanes=LANES, names=NAMES).paused == (
-        "anthropic/sonnet: paused by its spend limit until 2023-11-14 22:14:20 UTC",
+        "anthropic: paused for 60 s: it refuses the key (authentication_error 401), probed again in 5 s",
     )
 
 
 def test_quantiles_are_computed_over_the_waits_of_all_workers() -> None:
     answers = [
-        {"worker": "a", "lanes": {"critical": figures(waits_ms=list(range(1, 51)))}},
-        {"worker": "b", "lanes": {"critical": figures(waits_ms=list(range(51, 101)))}},
+        {"worker": "a", "lanes": {"critical": figures(waits={"5m": sketch(range(1, 51)), "1h": "?"})}},
+        {"worker": "b", "lanes": {"critical": figures(waits={"5m": sketch(range(51, 101)), "1h": sketch([7])})}},
+        {"worker": "of an older version", "lanes": {"critical": figures()}},
     ]
 
     critical = merge(answers, EMPTY, lanes=LANES, names=NAMES).lanes[0]
 
-    assert (critical.wait_p50_ms, critical.wait_p95_ms) == (50, 95)
+    assert critical.wait_ms is not None
+    assert critical.wait_ms["5m"] == {
+        "p50": pytest.approx(50, rel=0.03),
+        "p95": pytest.approx(95, rel=0.03),
+        "p99": pytest.approx(99, rel=0.03),
+        "count": 100,
+    }
+    assert critical.wait_ms["1h"]["count"] == 1
 
 
 def test_a_lane_that_no_worker_serves_shows_only_its_depth() -> None:
@@ -104,13 +142,8 @@ def test_a_lane_that_no_worker_serves_shows_only_its_depth() -> None:
     batch = merge(answers, found, lanes=LANES, names=NAMES).lanes[1]
 
     assert (batch.depth, batch.consumers, batch.workers) == (10, 2, 0)
-    assert batch.running is batch.wait_p50_ms is batch.throughput_per_min is None
-
-
-def test_depths_that_the_user_may_not_see_are_left_out() -> None:
-    critical = merge([], {}, lanes=LANES, names=NAMES).lanes[0]
-
-    assert critical.depth is critical.consumers is None
+    assert batch.running is batch.throughput_per_min is None
+    assert batch.wait_ms is None
 
 
 def test_removed_and_refused_messages_are_counted_over_all_workers() -> None:
@@ -125,13 +158,6 @@ def test_removed_and_refused_messages_are_counted_over_all_workers() -> None:
     assert status.dead_letters == {"exported": 3, "dropped": 1, "unparked": 5}
     assert status.control == {"refused": 3, "displaced": 1}
     assert status.undelivered == 5
-
-
-def test_the_json_has_every_lane_and_worker() -> None:
-    told = json.loads(merge([], EMPTY, lanes=LANES, names=NAMES).as_json())
-
-    assert [lane["lane"] for lane in told["lanes"]] == ["critical", "batch"]
-    assert told["workers"] == []
 
 
 def test_workers_with_a_simulated_provider_spend_no_dollars() -> None:

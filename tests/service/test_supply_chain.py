@@ -1,8 +1,6 @@
 """Installed packages are checked by hash; what is shipped runs without privileges and listens only on loopback."""
 
 import re
-import tomllib
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,21 +26,6 @@ def test_packages_are_installed_with_hash_checks_and_without_running_foreign_bui
         for each in re.findall(r"install .*?-r requirements\S*", text.replace("\\\n", " ")):
             assert "--require-hashes" in each, each
             assert re.search(r"--only-binary[ =]:all:", each), each
-
-
-def test_every_dependency_has_a_reason_in_pyproject() -> None:
-    """On its own line, or in a comment above it or above its group."""
-    text = (HOUSE / "pyproject.toml").read_text()
-    project = tomllib.loads(text)
-    extras = project["project"]["optional-dependencies"]
-    named = [*project["project"]["dependencies"], *extras["dev"]]
-    named += [each for group in project["dependency-groups"].values() for each in group]
-    lines = text.splitlines()
-    for each in named:
-        assert any(
-            f'"{each}"' in line and ("#" in line.split(f'"{each}"')[1] or above.strip().startswith("#"))
-            for above, line in pairwise(lines)
-        ), each
 
 
 def test_the_image_runs_as_an_unprivileged_user() -> None:

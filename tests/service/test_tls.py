@@ -12,7 +12,7 @@ import pytest
 from lanekeeper import Client
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import BrokerUnreachable
-from service.config.sections import TlsSettings
+from service.config.settings import TlsSettings
 from tests.support.fake_gateway import KEY, FakeGateway
 
 

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from consumers.capacity.activity import LaneActivity
-from consumers.capacity.pausing import Pausing
+from consumers.brake import Brake
 from consumers.claiming import Claiming
+from consumers.slots.activity import LaneActivity
+from consumers.slots.pausing import Pausing
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import BrokerUnreachable
 from service.worker import running as worker
-from service.worker.worker import Worker
+from service.worker.assembly import Worker
 from tests.support.memory_store import MemoryStore
 
 
@@ -24,6 +25,7 @@ class FakePool:
     """Runs until it is stopped, or ends in the given way."""
 
     trouble: str | None = None
+    brake: str | None = None
 
     def __init__(self, queue: str, *, ends: BaseException | None = None, stops: bool = True) -> None:
         self.queue = queue
@@ -57,7 +59,7 @@ class FakePool:
         self.gave_back = True
 
 
-def parts(*pools: FakePool) -> Worker:
+def parts(*pools: FakePool, watchdog: object = None) -> Worker:
     return Worker(
         names=Names(),
         bodies=None,
@@ -65,6 +67,8 @@ def parts(*pools: FakePool) -> Worker:
         topology=None,  # type: ignore[arg-type]
         consuming=NoConnection(),  # type: ignore[arg-type]
         publishing=None,  # type: ignore[arg-type]
+        publisher=None,  # type: ignore[arg-type]
+        lengths=FakePool("lengths"),  # type: ignore[arg-type]
         store=MemoryStore(),
         claiming=Claiming(MemoryStore()),
         control=FakePool("control"),  # type: ignore[arg-type]
@@ -72,10 +76,13 @@ def parts(*pools: FakePool) -> Worker:
         parking=None,  # type: ignore[arg-type]
         dead_letters=FakePool("dead letters"),  # type: ignore[arg-type]
         reply_retries=None,  # type: ignore[arg-type]
+        brake=Brake(),
         pausing=Pausing({}),
         watch=FakePool("watch"),  # type: ignore[arg-type]
         scaling=FakePool("slots"),  # type: ignore[arg-type]
         scouting=FakePool("scouting"),  # type: ignore[arg-type]
+        watchdog=watchdog or FakePool("watchdog"),  # type: ignore[arg-type]
+        lifecycle=None,  # type: ignore[arg-type]
         lane_slots={},
         budgeting=None,  # type: ignore[arg-type]
         simulated=False,
@@ -88,17 +95,6 @@ def run(*pools: FakePool, stop: asyncio.Event, grace_s: float = 5) -> "asyncio.T
     return asyncio.create_task(worker.run(parts(*pools), stop=stop, grace_s=grace_s))
 
 
-async def test_a_worker_runs_until_it_is_told_to_stop() -> None:
-    stop = asyncio.Event()
-    pools = FakePool("a"), FakePool("b")
-    working = run(*pools, stop=stop)
-    await asyncio.sleep(0.01)
-    assert not working.done()
-    stop.set()
-    await asyncio.wait_for(working, 30)
-    assert not any(pool.was_cancelled for pool in pools)
-
-
 async def test_on_a_stop_deliveries_are_returned_only_after_all_our_consumers_have_ended() -> None:
     stop = asyncio.Event()
     quick, slow = FakePool("quick"), FakePool("slow", stops=False)
@@ -109,15 +105,6 @@ async def test_on_a_stop_deliveries_are_returned_only_after_all_our_consumers_ha
     slow.may_stop.set()
     await asyncio.wait_for(working, 30)
     assert (early, quick.gave_back, slow.gave_back) == (False, True, True)
-
-
-async def test_requests_that_do_not_end_within_the_grace_time_are_cancelled() -> None:
-    stop = asyncio.Event()
-    slow = FakePool("slow", stops=False)
-    working = run(FakePool("a"), slow, stop=stop, grace_s=0.05)
-    stop.set()
-    await asyncio.wait_for(working, 30)
-    assert slow.was_cancelled
 
 
 async def test_a_lane_that_fails_ends_the_worker() -> None:
@@ -144,3 +131,14 @@ async def test_the_worker_is_ready_when_every_queue_is_consumed() -> None:
     await asyncio.wait_for(ready.wait(), 30)
     stop.set()
     await asyncio.wait_for(working, 30)
+
+
+async def test_a_worker_whose_lane_has_lost_slots_stops_in_the_ordinary_way_and_ends_with_an_error() -> None:
+    stop, pool = asyncio.Event(), FakePool("a")
+    watchdog = FakePool("watchdog", ends=None)
+    watchdog.trouble = "lane critical has lost slots"
+    await watchdog.stop()  # its `run` returns
+    with pytest.raises(ExceptionGroup) as failed:
+        await asyncio.wait_for(worker.run(parts(pool, watchdog=watchdog), stop=stop, grace_s=5), 30)
+    assert failed.group_contains(RuntimeError, match="has lost slots")
+    assert (pool.gave_back, pool.was_cancelled) == (True, False)

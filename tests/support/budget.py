@@ -8,13 +8,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from consumers.limits import headers
-from consumers.limits.accounts import Budgets
-from consumers.limits.base import NOTHING, Amounts, Feedback, Kind
-from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import AccountCaps, BudgetSpec
+from consumers.limits.accounts import Budgets, own_accounts
+from consumers.limits.base import NOTHING, AccountCaps, Amounts, BudgetSpec, Feedback, Kind, read_rate
 from service.simulated.buckets import Limits
-from service.simulated.errors import Refusal
+from service.simulated.faults import Refusal
 
 ACCOUNT = "simulated/model"
 PLENTY = 10_000_000
@@ -110,7 +107,7 @@ class Traffic:
             return
 
     def _learn(self, kind: Kind, began_s: float, told: Mapping[str, str], *, counted: Amounts = NOTHING) -> None:
-        rate = headers.read(told, now_s=time.time())
+        rate = read_rate(told, now_s=time.time())
         retry_after_s = float(told["retry-after"]) if "retry-after" in told else None
         took_s = self.loop.time() - began_s
         heard = Feedback(kind=kind, rate=rate, retry_after_s=retry_after_s, counted=counted, took_s=took_s)

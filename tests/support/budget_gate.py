@@ -2,16 +2,13 @@
 
 import asyncio
 import json
-import random
 from collections.abc import Awaitable, Callable
 
-from consumers.chain import Chain, Route
 from consumers.gates.budget import BudgetGate
-from consumers.job import Job
-from consumers.limits.base import Wait
+from consumers.job import Chain, Job, Route
+from consumers.limits.accounts import own_accounts
+from consumers.limits.base import AccountCaps, BudgetSpec, Wait
 from consumers.limits.estimates import Estimates
-from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import AccountCaps, BudgetSpec
 from consumers.outcomes import Answered, Outcome
 from consumers.providers.breakers import Breakers
 from tests.support.jobs import NOW_MS, Bench, decoded, read
@@ -43,17 +40,16 @@ class Ground:
             Estimates(first_output_tokens=512, first_bytes_per_token=3.5),
             spec=self.spec,
             now_ms=self.now_ms,
-            rng=random.Random(1),
             on_wait=lambda job, wait: self.told.append((job.id, wait)),
         )
 
     def now_ms(self) -> int:
         return NOW_MS + round(1000 * (self.loop.time() - self._began_s))
 
-    def job(self, lane: LaneSpec = CRITICAL, *, deadline_ms: int | None = None) -> Job:
+    def job(self, lane: LaneSpec = CRITICAL, *, deadline_ms: int | None = None, body: bytes = BODY) -> Job:
         headers = {} if deadline_ms is None else {"x-lane-deadline-ms": deadline_ms}
         key = f"{lane.name}.shop.chat.eu"
-        job = Bench().job(lane=lane, body=BODY, headers=headers, routing_key=key, user_id="shop", reply_to=None)
+        job = Bench().job(lane=lane, body=body, headers=headers, routing_key=key, user_id="shop", reply_to=None)
         return read(job, Chain(self.routes), now_ms=self.now_ms())
 
     async def spend(self, name: str, requests: int = 0) -> None:

@@ -35,15 +35,17 @@ OPTIONS = (
     "--disable-features=LocalNetworkAccessChecks,LocalNetworkAccessChecksWebSockets",
     "--remote-debugging-port=0",
 )
+CODES = {"Tab": 9, "Enter": 13, "Escape": 27}
+"""Keys without a character, with their codes."""
 _LISTENS = re.compile(rb"DevTools listening on (ws://\S+)")
 
 
 class Page:
     """An open page."""
 
-    def __init__(self, ws: aiohttp.ClientWebSocketResponse, html: str) -> None:
+    def __init__(self, ws: aiohttp.ClientWebSocketResponse, html: str | None) -> None:
         self._ws = ws
-        self._html = base64.b64encode(html.encode()).decode()
+        self._html = None if html is None else base64.b64encode(html.encode()).decode()
         self._session: dict[str, str] = {}
         self._sent = 0
 
@@ -53,13 +55,35 @@ class Page:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
+    async def press(self, *keys: str) -> None:
+        """Press and release keys, or type a longer text."""
+        for key in keys:
+            if len(key) > 1 and key not in CODES:
+                await self._ask("Input.insertText", text=key)
+                continue
+            given = {"key": key, "windowsVirtualKeyCode": CODES.get(key, ord(key[0].upper()))}
+            typed = {"text": "\r" if key == "Enter" else key} if key in ("Enter", " ") or len(key) == 1 else {}
+            await self._ask("Input.dispatchKeyEvent", type="keyDown", **given, **typed)
+            await self._ask("Input.dispatchKeyEvent", type="keyUp", **given)
+
+    async def picture(self, *, width: int, height: int, dark: bool) -> bytes:
+        """A PNG of the page."""
+        phone = width < 600
+        size = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
+        await self._ask("Emulation.setDeviceMetricsOverride", **size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await self._ask("Emulation.setEmulatedMedia", features=[scheme])
+        await asyncio.sleep(1.5)  # the chart is drawn again with the next snapshot
+        return base64.b64decode((await self._ask("Page.captureScreenshot", format="png"))["data"])
+
     async def open(self, address: str) -> None:
-        """Open `address`. The browser answers it with the HTML itself, so that the page has the origin of the server
-        there, as behind a proxy that serves both."""
+        """Open `address`. If there is an HTML text, the browser answers with it, so that the page has the origin of the
+        server there, as behind a proxy that serves both."""
         target = (await self._ask("Target.createTarget", url="about:blank"))["targetId"]
         attached = await self._ask("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
-        await self._ask("Fetch.enable", patterns=[{"urlPattern": address}])
+        if self._html is not None:
+            await self._ask("Fetch.enable", patterns=[{"urlPattern": address}])
         found = await self._ask("Page.navigate", url=address)
         assert "errorText" not in found, found
         shown = f"location.href === '{address}' && document.readyState === 'complete'"
@@ -87,8 +111,8 @@ class Page:
 
 
 @asynccontextmanager
-async def opened(address: str, html: str, *, folder: Path) -> AsyncIterator[Page]:
-    """The page `html` at `address`, in a browser of its own."""
+async def opened(address: str, html: str | None = None, *, folder: Path) -> AsyncIterator[Page]:
+    """The page at `address`, or `html` in its place, in a browser of its own."""
     command = [PROGRAM, *OPTIONS, f"--user-data-dir={folder / 'chromium'}"]
     guard = await asyncio.create_subprocess_exec(
         "sh", "-c", GUARD, "guard", *command, stdin=PIPE, stderr=PIPE, start_new_session=True

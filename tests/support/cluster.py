@@ -23,12 +23,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
 
-from service.private_broker import container
-from service.private_broker.source import ERLANG_ARGUMENTS, USER, Steps, Unavailable
+from service.private_broker import ERLANG_ARGUMENTS, OFFICIAL, USER
 from tests.support import keeper
+from tests.support.engine import LABEL, Steps, Unavailable, engine_answers, find_image, owner, sweep
 from tests.support.nodes import COMMAND_S, READY_S, SIZE, Node, docker
 from tests.support.waiting import until
 
@@ -65,11 +63,11 @@ class Cluster:
         running = (await docker("ps", *words)).split()
         return tuple(each for each in self.nodes if each.host in running)
 
-    async def leader_of(self, queue: str, *, vhost: str = "/") -> Node:
+    async def leader_of(self, queue: str) -> Node:
         """The node of a quorum queue's leader; waits until there is one that is alive."""
         # Read from Ra's table, which each node has: the management API and `rabbitmqctl list_queues` wait for a node
         # that hangs. For the names of members see rabbit_quorum_queue, `qname_to_internal_name`.
-        member = f"{quote(vhost, safe='')}_{queue}"
+        member = f"%2F_{queue}"
         expression = f"ra_leaderboard:lookup_leader('{member}')."
 
         async def leads() -> Node | None:
@@ -83,13 +81,6 @@ class Cluster:
         found: Node = await until(leads, within_s=COMMAND_S)
         return found
 
-    async def queue(self, queue: str, *, vhost: str = "/") -> dict[str, Any]:
-        """The management API's description of a queue: `leader`, `members`, `online`, …; all nodes must answer."""
-        # Without statistics, because they are up to 5 s old.
-        path = f"queues/{quote(vhost, safe='')}/{quote(queue, safe='')}?disable_stats=true&enable_queue_totals=true"
-        found: dict[str, Any] = await (await self.alive())[0].api("GET", path)
-        return found
-
     async def whole(self, *, within_s: float = READY_S) -> None:
         """Wait until every node runs and sees its peers."""
         for node in self.nodes:
@@ -97,13 +88,13 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(*, image: str | None = None, more: str = "") -> AsyncIterator[Cluster]:
+async def cluster() -> AsyncIterator[Cluster]:
     """Three nodes for as long as the block lasts; they are removed however it ends.
 
-    `more`: lines for rabbitmq.conf. If a process was killed and left its cluster behind, the next call removes it.
+    If a process was killed and left its cluster behind, the next call removes it.
     """
     steps = Steps()
-    image = await asyncio.to_thread(_image, steps) if image is None else image
+    image = await asyncio.to_thread(_image, steps)
     await asyncio.to_thread(_sweep, steps)
     name = f"lanekeeper-{secrets.token_hex(4)}"
     hosts = [f"{name}-{number}" for number in range(1, SIZE + 1)]
@@ -112,7 +103,7 @@ async def cluster(*, image: str | None = None, more: str = "") -> AsyncIterator[
         try:
             prefix = await _network(name)
             nodes = tuple(Node(host, f"{prefix}.{10 + at}", name, password) for at, host in enumerate(hosts))
-            settings, configuration = _files(Path(folder), nodes, password, more)
+            settings, configuration = _files(Path(folder), nodes, password)
             await asyncio.gather(*(_run(node, image, settings, configuration) for node in nodes))
             made = Cluster(nodes, "")
             await made.whole()
@@ -125,19 +116,17 @@ async def cluster(*, image: str | None = None, more: str = "") -> AsyncIterator[
 def _image(steps: Steps) -> str:
     if folder := os.environ.get(KEEPER):
         return keeper.ask(folder, "image", "4.3")["image"]
-    if not container.engine_answers(steps):
+    if not engine_answers(steps):
         raise Unavailable("a cluster needs Docker, and no engine answers")
-    if found := container.find_image(steps):
+    if found := find_image(steps):
         return found
-    raise Unavailable(
-        f"{container.OFFICIAL} is not here and cannot be pulled; tests/support/rabbitmq-image 4.3 makes one"
-    )
+    raise Unavailable(f"{OFFICIAL} is not here and cannot be pulled; tests/support/rabbitmq-image 4.3 makes one")
 
 
 def _sweep(steps: Steps) -> None:
-    container.sweep(steps)
+    sweep(steps)
     # Remove networks of clusters once they are empty; Docker refuses to remove the others.
-    label = f"--filter=label={container.LABEL}"
+    label = f"--filter=label={LABEL}"
     listed = steps.run(["docker", "network", "ls", label, "--format={{.Name}}"], within_s=COMMAND_S)[1].split()
     for name in listed:
         found = steps.run(["docker", "ps", "--all", "--quiet", f"--filter=network={name}"], within_s=COMMAND_S)[1]
@@ -151,7 +140,7 @@ async def _network(name: str) -> str:
     It is made twice: first to let Docker choose a free subnet, then with that subnet given explicitly, because only
     then can containers have fixed addresses.
     """
-    label = f"--label={container.LABEL}={container.owner()}"
+    label = f"--label={LABEL}={owner()}"
     for _ in range(5):
         await docker("network", "create", label, name)
         (found,) = json.loads(await docker("network", "inspect", "--format={{json .IPAM.Config}}", name))
@@ -165,7 +154,7 @@ async def _network(name: str) -> str:
     raise Unavailable("Docker gave no free subnet")
 
 
-def _files(folder: Path, nodes: tuple[Node, ...], password: str, more: str) -> tuple[Path, Path]:
+def _files(folder: Path, nodes: tuple[Node, ...], password: str) -> tuple[Path, Path]:
     """A file of environment variables and one of RabbitMQ's configuration. They are files so that the password is in no
     list of processes."""
     settings = folder / "settings.env"
@@ -183,7 +172,6 @@ def _files(folder: Path, nodes: tuple[Node, ...], password: str, more: str) -> t
         "cluster_formation.peer_discovery_backend = classic_config\n"
         f"{peers}"
         "cluster_partition_handling = pause_minority\n"  # 4.3 ignores it, and has no other partition handling
-        f"{more}\n"
     )
     configuration.chmod(0o644)
     return settings, configuration
@@ -198,7 +186,7 @@ async def _run(node: Node, image: str, settings: Path, configuration: Path) -> N
         f"--hostname={node.host}",  # is part of the node's name, and so of the path to its data
         f"--network={node.network}",
         f"--ip={node.address}",
-        f"--label={container.LABEL}={container.owner()}",
+        f"--label={LABEL}={owner()}",
         f"--env-file={settings}",
         f"--volume={configuration}:/etc/rabbitmq/conf.d/20-cluster.conf:ro",
         image,

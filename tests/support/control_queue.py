@@ -6,12 +6,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from consumers.control.answer import Answers
+from consumers.brake import Brake
+from consumers.control.brake import BrakeCommands
+from consumers.control.messages import ControlAnswers
 from consumers.control.queue import Control
-from consumers.replies.address import ReplyRule
+from consumers.replies.sender import ReplyRule
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery
-from topology.broker.deliveries import Deliveries
-from topology.broker.session import Delivery, Session
+from topology.broker.consume import Deliveries, Delivery, Session
 
 
 class FakeSession(Session):
@@ -73,13 +74,22 @@ async def none_waits() -> dict[str, int]:
     return {"lane.control": 0}
 
 
-def answers_of(bench: Bench, *, bound: bool = False) -> Answers:
-    return Answers(bench.reply_sender, rule=ReplyRule(names=NAMES, bound=bound), notices=bench.notices)
+def answers_of(bench: Bench, *, bound: bool = False) -> ControlAnswers:
+    return ControlAnswers(bench.reply_sender, rule=ReplyRule(names=NAMES, bound=bound), notices=bench.notices)
 
 
 def control(bench: Bench, session: FakeSession, **given: Any) -> Control:
     """The reader of a control queue whose deliveries are those of `session`."""
-    given = {"answers": answers_of(bench), "ready": none_waits, "kept_s": 86_400, "per_tenant_s": 100, **given}
+    brake = BrakeCommands(
+        Brake(),
+        bench.store,
+        operators=("ops",),
+        lanes=("critical", "normal", "batch"),
+        providers=("anthropic",),
+        now_ms=lambda: NOW_MS,
+    )
+    given = {"ready": none_waits, "kept_s": 86_400, "per_tenant_s": 100, **given}
+    given = {"answers": answers_of(bench), "brake": brake, **given}
     return Control(
         FakeDeliveries(session),
         claiming=bench.claiming,

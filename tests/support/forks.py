@@ -22,19 +22,20 @@ from pathlib import Path
 
 HOUSE = Path(__file__).parents[2]
 IMPORTED = (
-    "consumers.state.opening",
+    "consumers.state",
     "consumers.state.redis.shared_turns",
     "lanekeeper.over_amqp",
     "service.checks.run",
     "service.checks.status",
     "service.cli.commands",
-    "service.cli.connecting",
+    "service.cli.requests",
     "service.cli.serve",
     "service.cli.simulate",
     "service.config.loading",
     "service.gateway.app",
     "service.gateway.server",
     "service.simulated.app",
+    "service.telemetry.logs",
     "service.telemetry.exporters",
     "service.worker.assembly",
     "service.worker.running",

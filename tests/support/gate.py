@@ -1,19 +1,28 @@
-"""A gateway in the test's own process, before the lanes of a worker (`serving`).
+"""A gateway in the test's own process: before the lanes of a worker (`gate`), or without a broker (`Alone`).
 
 async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
     …                               an HTTP client, or the vendor's own with `base_url=url`
+async with Alone(keys=KEYS) as made:
+    …                               the same with `made.url`
 """
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
 
-from consumers.state.following import FollowedStore
-from consumers.state.opening import open_store
-from service.config.gateway_section import GatewaySettings
-from service.config.settings import Settings
+import aiohttp
+from pydantic import SecretStr
+
+from consumers.state import open_store
+from consumers.state.base import FollowedStore
+from lanekeeper import Client
+from service.config.loading import with_provider, with_store
+from service.config.settings import GatewaySettings, Settings
 from service.gateway.app import Gateway, client_for
 from service.gateway.server import Server
+
+SETTINGS = Settings(amqp_url=SecretStr("amqp://a:b@127.0.0.1:1/"))
 
 
 def opened(settings: Settings) -> FollowedStore:
@@ -27,5 +36,55 @@ async def gate(settings: Settings, *, port: int = 0, **spec: Any) -> AsyncIterat
     made = settings.model_copy(update={"gateway": GatewaySettings(port=port, **spec)})
     async with client_for(made) as client, opened(made) as store:
         routes = Gateway(made, client, store)
-        async with Server(routes.reasons, host=made.gateway.host, port=port, routes=routes) as server:
+        async with Server(routes.reasons, host=made.gateway.host, port=port, paths=routes) as server:
             yield server.url
+
+
+class Alone:
+    """A gateway whose client is not connected, or the one that `client` makes. `folder`: of its store, if it needs one;
+    `provider`: where it looks up models; `settings`: other sections than the gateway's."""
+
+    def __init__(
+        self,
+        *,
+        client: Callable[[Settings], Client] = client_for,
+        folder: Path | None = None,
+        provider: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **spec: Any,
+    ) -> None:
+        made = SETTINGS.model_copy(update={"gateway": GatewaySettings(port=0, **spec), **(settings or {})})
+        if folder is not None:
+            made = with_store(made, f"sqlite:///{folder}/store.sqlite")
+        if provider is not None:
+            made = with_provider(made, provider, key="sk-secret")
+        store = opened(made)
+        self._open = AsyncExitStack()
+        self._store = None if folder is None else store
+        self.routes = Gateway(made, client(made), store)
+        self.server = Server(self.routes.reasons, host=made.gateway.host, port=0, paths=self.routes)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.port}"
+
+    async def __aenter__(self) -> Self:
+        if self._store is not None:
+            await self._open.enter_async_context(self._store)
+        await self._open.enter_async_context(self.server)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._open.aclose()
+
+    async def post(self, body: Any, path: str = "/v1/messages", **headers: str) -> tuple[int, dict[str, Any]]:
+        """The status and the error of a call that is refused."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(self.url + path, data=body, headers=named) as got,
+        ):
+            found = await got.json()
+            assert found["type"] == "error"
+            assert got.headers["request-id"] == found["request_id"]
+            return got.status, found["error"]

@@ -11,9 +11,8 @@ from aiohttp import web
 from typing_extensions import override
 
 from service.simulated import messages
-from service.simulated.app import SimulatedAPI
+from service.simulated.app import SimulatedAPI, SimulatedOptions
 from service.simulated.faults import Fault
-from service.simulated.options import SimulatedOptions
 
 HELD = "[[held]]"
 

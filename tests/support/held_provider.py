@@ -11,8 +11,7 @@ from typing import Self
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from service.simulated.messages import answer, read
-from service.simulated.streaming import events
+from service.simulated.messages import answer, events, read_request
 
 PIECES = 60
 
@@ -53,7 +52,7 @@ class HeldProvider:
             self.running -= 1
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        asked = read(await request.read())
+        asked = read_request(await request.read())
         found = events(asked, answer(asked, output_tokens=None), id=f"msg_{self.calls}", deltas=PIECES)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)

@@ -13,42 +13,34 @@ from typing import Any
 from typing_extensions import override
 
 from consumers.attempt import Attempts
-from consumers.bodies.fetching import Fetching
-from consumers.capacity.pausing import Pausing
-from consumers.chain import Chain
+from consumers.bodies import Fetching
 from consumers.claiming import Claiming
-from consumers.decoding import Decoding
-from consumers.failpoints import Failpoints
-from consumers.gates.base import Gate
+from consumers.decoding import Decoding, Parsing
+from consumers.gates import Gate
 from consumers.gates.budget import BudgetGate
-from consumers.gates.route import RouteGate
 from consumers.handler import Handler
-from consumers.job import Decoded, Job, source_of
+from consumers.job import Chain, Decoded, Job, source_of
 from consumers.lifecycle import Lifecycle
+from consumers.limits.accounts import own_accounts
+from consumers.limits.base import BudgetSpec
 from consumers.limits.estimates import Estimates
-from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import BudgetSpec
-from consumers.parking import Parking
-from consumers.parsing import Parsing
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
-from consumers.replies.address import ReplyRule
-from consumers.replies.reply import Replies
-from consumers.replies.reply_retries import ReplyRetries
-from consumers.replies.sendable import Sendable
-from consumers.replies.sender import ReplySender
+from consumers.rate_limit import Parking
+from consumers.replies.reply import LargeAnswers, Replies, ReplyRetries
+from consumers.replies.sender import ReplyRule, ReplySender
 from consumers.retry import RetryPolicy
-from consumers.settle import Settler
-from lanekeeper.amqp.confirming import Answer
-from lanekeeper.amqp.publisher import Publisher
+from consumers.settle import Failpoints, Settler
+from consumers.slots.pausing import Pausing
+from lanekeeper.amqp.publisher import Confirm, Publisher
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import MessageTooLarge, PublishRefused
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.memory_store import MemoryStore
+from topology.broker.consume import ChannelLost, Delivery
 from topology.broker.notices import Notices
-from topology.broker.session import ChannelLost, Delivery
 from topology.codec import decoding
 from topology.lanes import CRITICAL, LaneSpec
 
@@ -102,7 +94,7 @@ class FakePublisher(Publisher):
     log: list[str]
     sent: list[Sent] = field(default_factory=list)
     failing: dict[str, Exception] = field(default_factory=dict)
-    unconfirmed: list[asyncio.Future[Answer]] | None = None
+    unconfirmed: list[asyncio.Future[Confirm]] | None = None
     """If it is a list: the broker's answers to what is written; they are given by the test."""
     largest: int | None = None
     too_large: set[bytes] = field(default_factory=set)
@@ -133,9 +125,9 @@ class FakePublisher(Publisher):
     @override
     async def write(
         self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = 10
-    ) -> asyncio.Future[Answer]:
+    ) -> asyncio.Future[Confirm]:
         await self.publish(message, exchange=exchange, routing_key=routing_key)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Confirm] = asyncio.get_running_loop().create_future()
         if self.unconfirmed is None:
             answer.set_result(None)
         else:
@@ -176,7 +168,7 @@ class Bench:
         self.replies = Replies(self.reply_sender, rule=ReplyRule(names=NAMES))
         self.store = MemoryStore(self.log)
         self.claiming = Claiming(self.store)
-        self.reply_retries = ReplyRetries(self.claiming)
+        self.reply_retries = ReplyRetries()
         self.settler = Settler(
             self.publisher,
             replies=self.replies,
@@ -188,7 +180,7 @@ class Bench:
             now_ms=lambda: NOW_MS,
             failpoints=Failpoints(),
             parking=parking or Parking(),
-            sendable=Sendable(self.publisher),
+            large_answers=LargeAnswers(self.publisher),
             bodies=Fetching(None, most_bytes=0),
         )
 
@@ -221,7 +213,6 @@ def attempts(
     breakers: Breakers | None = None,
     pausing: Pausing | None = None,
     now_ms: Callable[[], int] = lambda: NOW_MS,
-    route_gate: RouteGate | None = None,
     budget_gate: BudgetGate | None = None,
 ) -> Attempts:
     """An `Attempts`. Unless `budget_gate` is given, its budget suffices for everything."""
@@ -229,7 +220,6 @@ def attempts(
     return Attempts(
         registry,
         breakers=breakers,
-        route_gate=route_gate or RouteGate(breakers, now_ms=now_ms, rng=rng),
         budget_gate=budget_gate
         or BudgetGate(
             own_accounts(spec),
@@ -237,7 +227,6 @@ def attempts(
             Estimates(first_output_tokens=5, first_bytes_per_token=3.5),
             spec=spec,
             now_ms=now_ms,
-            rng=rng,
             on_wait=lambda job, wait: None,
         ),
         replies=replies,
@@ -262,9 +251,9 @@ def handler(
         gates=gates,
         attempts=attempts,
         replies=replies,
-        names=NAMES,
+        exchange=NAMES.requests,
         failpoints=Failpoints(),
-        decoding=Decoding(parsing or Parsing(), routes_of(provider)),
+        decoding=Decoding(parsing or Parsing(), routes_of(provider).of),
     )
 
 

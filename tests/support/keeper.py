@@ -20,11 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from service.private_broker import container, install
-from service.private_broker.descendants import adopt_orphans, kill_all
-from service.private_broker.source import Leaving, Steps, Unavailable
 from tests.support.brokers import RunningBroker
-from tests.support.engine import Engine
+from tests.support.descendants import adopt_orphans, kill_all
+from tests.support.engine import Engine, Leaving, Steps, Unavailable, find_image, install, sweep
 
 VERSIONS = ("3.10", "4.0", "4.3")
 SOCKET = "keeper"
@@ -120,13 +118,14 @@ class Keeper:
         return {"image": self._images[version]}
 
     def _found_or_built(self, version: str) -> str:
+        self.steps.say(f"looking for an image of RabbitMQ {version}")
         self._engine.ensure()
-        container.sweep(self.steps)
+        sweep(self.steps)
         official, local = f"rabbitmq:{version}-management", f"debian-rabbitmq:{version}-management"
-        if found := container.find_image(self.steps, official=official, local=local):
+        if found := find_image(self.steps, official=official, local=local):
             return found
         if shutil.which("debootstrap") is None:
-            install.install(self.steps, "debootstrap")
+            install(self.steps, "debootstrap")
         self.steps.say(f"building {local} from Debian's packages (once)")
         code, said = self.steps.run(["env", f"TMPDIR={self._folder}", str(IMAGE_SCRIPT), version], within_s=BUILD_S)
         if code:

@@ -18,14 +18,13 @@ from consumers.state.base import (
     Held,
     Identity,
     Stop,
+    StoreSpec,
     StoreUnavailable,
     WaitingLimit,
 )
-from consumers.state.spec import StoreSpec
+from consumers.state.sqlite.counters import Waiting
 from consumers.state.sqlite.file import SCHEMA
-from consumers.state.sqlite.requests import Requests
-from consumers.state.sqlite.rows import Times
-from consumers.state.sqlite.shares import Waiting
+from consumers.state.sqlite.requests import Requests, Times
 from consumers.state.sqlite.store import SqliteStore
 
 
@@ -60,8 +59,14 @@ class MemoryStore(SqliteStore):
         return self._requests.renew(self._at(), held)
 
     @override
-    async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
-        self._requests.release(self._at("release"), held, attempts, due_ms)
+    async def shelter(self, held: Held) -> None:
+        self._requests.shelter(self._at("shelter"), held)
+
+    @override
+    async def release(
+        self, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True
+    ) -> None:
+        self._requests.release(self._at("release"), held, attempts, due_ms, is_survived=is_survived)
 
     @override
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:

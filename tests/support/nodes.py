@@ -5,8 +5,9 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.private_broker.source import USER, Steps
+from service.private_broker import USER
 from tests.support.brokers import Vhost
+from tests.support.engine import Steps
 from tests.support.waiting import until
 
 SIZE = 3
@@ -18,7 +19,7 @@ LOOK_EVERY_S = 0.25
 
 
 async def docker(*words: str, within_s: float = COMMAND_S) -> str:
-    """Run a Docker command; returns its output. Raises AssertionError if it fails, TooSlow after `within_s`."""
+    """Run a Docker command; returns its output. Raises AssertionError if it fails, Unavailable after `within_s`."""
     code, said = await asyncio.to_thread(Steps().run, ["docker", *words], within_s=within_s)
     assert code == 0, f"docker {' '.join(words[:3])}: {said}"
     return said

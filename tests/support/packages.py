@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from service.private_broker.install import install
-from service.private_broker.source import Steps, Unavailable
+from tests.support.engine import Steps, Unavailable, install
 
 
 def see_that_it_is_installed(program: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from service.private_broker.source import LOOPBACK, free_ports
+from service.private_broker import LOOPBACK, free_ports
 from tests.support.packages import see_that_it_is_installed
 
 SERVER = "redis-server"

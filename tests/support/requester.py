@@ -20,12 +20,14 @@ from typing import Any
 import aiormq
 from aiormq.abc import ChannelFrame, DeliveredMessage
 from aiormq.channel import Channel
+from pamqp import encode
 from pamqp.commands import Basic
+from yarl import URL
 
-from lanekeeper.amqp.driver.frames import patch_pamqp
+from lanekeeper.amqp.driver import UnderlyingConnection
+from lanekeeper.amqp.wire import write_table
 from tests.support.waiting import STARTED_S, until
 
-NAMESPACE = "lane"
 FINAL_S = STARTED_S
 """A test may start a worker meanwhile."""
 CRITICAL = ("lane.critical", "lane.critical.due", "lane.fallen")
@@ -84,10 +86,9 @@ class Got:
 class Requester:
     """One connection, one reply queue; replies are kept by correlation id."""
 
-    def __init__(self, connection: aiormq.Connection, channel: Channel, *, namespace: str) -> None:
+    def __init__(self, connection: aiormq.Connection, channel: Channel) -> None:
         self.connection = connection
         self.channel = channel
-        self.namespace = namespace
         self.reply_to = ""
         self.replies: dict[str, list[Got]] = defaultdict(list)
         """All replies in order, including parts, by correlation id."""
@@ -102,7 +103,7 @@ class Requester:
         *,
         key: str = "critical.tests.ask",
         headers: Mapping[str, Any] | None = None,
-        exchange: str | None = None,
+        exchange: str = "lane.requests",
         mandatory: bool = False,
         **properties: Any,
     ) -> str:
@@ -113,7 +114,7 @@ class Requester:
         given = {"reply_to": self.reply_to, "correlation_id": uuid.uuid4().hex, "delivery_mode": 2, **properties}
         await self.channel.basic_publish(
             body if isinstance(body, bytes) else json.dumps(body).encode(),
-            exchange=f"{self.namespace}.requests" if exchange is None else exchange,
+            exchange=exchange,
             routing_key=key,
             properties=Basic.Properties(headers=dict(headers) if headers else None, **given),
             mandatory=mandatory,
@@ -139,7 +140,7 @@ class Requester:
     async def control(self, body: Any, *, key: str, **how: Any) -> Got:
         """Send a control message and wait for the answer. Its type is the key, unless given."""
         given = {"message_type": key, **how}
-        asked = await self.publish(body, exchange=f"{self.namespace}.control", key=key, mandatory=True, **given)
+        asked = await self.publish(body, exchange="lane.control", key=key, mandatory=True, **given)
         await until(lambda: self.replies[asked], within_s=FINAL_S)
         return self.replies[asked][0]
 
@@ -156,12 +157,12 @@ class Requester:
 
     async def read_dead(self) -> None:
         """Start reading all dead letters, present and future, without removing them."""
-        await self._consume(f"{self.namespace}.dead", self.dead)
+        await self._consume("lane.dead", self.dead)
 
     async def read_events(self) -> None:
         """Start reading life-cycle events."""
         queue = (await self.channel.queue_declare(exclusive=True)).queue or ""
-        await self.channel.queue_bind(queue, f"{self.namespace}.events", "#")
+        await self.channel.queue_bind(queue, "lane.events", "#")
         await self._consume(queue, self.events)
 
     async def buried(self, message_id: str, *, within_s: float = FINAL_S) -> Got:
@@ -196,18 +197,14 @@ class Requester:
         got = Got.of(delivered)
         self.replies[got.properties.correlation_id or ""].append(got)
 
-    async def publish_raw(
-        self, body: bytes, *, key: bytes, properties: bytes, exchange: bytes | None = None, size: int | None = None
-    ) -> None:
+    async def publish_raw(self, body: bytes, *, key: bytes, properties: bytes) -> None:
         """Publish hand-made frames, without a confirm. `properties`: flags and values, as encoded bytes.
 
         Returns when the broker has read them; raises the error with which the broker closed the channel.
         """
-        channel = await self.connection.channel(publisher_confirms=False)
-        assert isinstance(channel, Channel)
-        to = f"{self.namespace}.requests".encode() if exchange is None else exchange
-        publish = struct.pack(">HHH", 60, 40, 0) + short(to) + short(key) + b"\x00"
-        header = struct.pack(">HHQ", 60, 0, len(body) if size is None else size) + properties
+        channel: Any = await self.connection.channel(publisher_confirms=False)
+        publish = struct.pack(">HHH", 60, 40, 0) + short(b"lane.requests") + short(key) + b"\x00"
+        header = struct.pack(">HHQ", 60, 0, len(body)) + properties
         frames = frame(1, channel.number, publish) + frame(2, channel.number, header)
         for at in range(0, len(body), 100_000):
             frames += frame(3, channel.number, body[at : at + 100_000])
@@ -262,13 +259,16 @@ def raw_properties(**given: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def requester(url: str, *, namespace: str = NAMESPACE, direct: bool = False) -> AsyncIterator[Requester]:
+async def requester(url: str, *, direct: bool = False) -> AsyncIterator[Requester]:
     """An application with its own reply queue, named by the broker, or with direct reply-to (`direct`)."""
-    patch_pamqp()  # some tests send values that pamqp cannot write, whether or not a worker runs in this process
-    connection = await aiormq.connect(f"{url}?heartbeat=30&name=requester")
+    # some tests send values that pamqp cannot write; no worker writes headers with pamqp
+    encode.METHODS["table"] = write_table
+    named = URL(f"{url}?heartbeat=30&name=requester")
+    connection = UnderlyingConnection(named, context=None, on_alarm=lambda _: None)
+    await connection.connect()
     try:
         channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
-        app = Requester(connection, channel, namespace=namespace)  # type: ignore[arg-type]
+        app = Requester(connection, channel)
         if direct:
             app.reply_to = "amq.rabbitmq.reply-to"
         else:

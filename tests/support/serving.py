@@ -16,16 +16,14 @@ from pydantic import SecretStr
 
 from lanekeeper.amqp.connection import Connection
 from service.config.settings import Settings
-from service.simulated.calls import Call
-from service.simulated.options import SimulatedOptions
+from service.simulated.app import Call, SimulatedOptions
 from service.worker import running as worker
-from service.worker.assembly import assemble
-from service.worker.worker import Worker
+from service.worker.assembly import Worker, assemble
 from tests.support.held_calls import HeldCalls
 from tests.support.lanes import SETTINGS
 from tests.support.stores import store_url
 from tests.support.waiting import PATIENCE_S, STARTED_S, until
-from topology.broker.admin.apply import apply
+from topology.broker.admin import apply
 from topology.declaration import declare
 
 QUICK = {"base_s": 0.05, "cap_s": 0.2}

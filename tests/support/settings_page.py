@@ -14,10 +14,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from service.cli.settings import text_of
-from service.config.effective import plain
-from service.config.error_messages import allowed_values
-from service.config.names import ANY, SETTINGS, Place, is_section, variable
+from service.cli.status import value_text
+from service.config.loading import ANY, SETTINGS, Place, allowed_values, is_section, plain, variable
 from service.config.settings import Settings
 from topology.lanes import DEFAULT_LANES
 
@@ -25,12 +23,12 @@ PAGE = Path(__file__).parents[2] / "docs/settings.md"
 BEGIN, END = "<!-- begin: made of the declarations -->\n", "<!-- end -->"
 LANE = "<LANE>"
 UNITS = {
+    "per_tenant_s": "a second",
     "_s": "s",
     "_bytes": "bytes",
     "_per_min": "a minute",
     "tokens": "tokens",
     "usd": "US dollars",
-    "share": "0 to 1",
     "requests": "requests",
     "length": "messages",
     "side_queues": "queues",
@@ -42,6 +40,7 @@ TITLES = {
     "prices": "Prices",
     "caps": "Caps of a day",
     "fair": "Shares of tenants",
+    "metrics": "Metrics",
     "budget": "Budget",
     "lanes": "Lanes",
     "gateway": "HTTP: health and the gateway",
@@ -98,7 +97,7 @@ def tables() -> str:
     for section, title in TITLES.items():
         rows = [each for each in every if (each.place[0] if len(each.place) > 1 else "") == section]
         assert rows, section
-        lines = [f"### {title}", "", "| setting | default | unit | what it does | example |", "|---|---|---|---|---|"]
+        lines = [f"### {title}", "", "| setting | default | what it does | example |", "|---|---|---|---|"]
         parts.append("\n".join([*lines, *map(_row, rows)]))
     return "\n\n".join(parts) + "\n"
 
@@ -112,9 +111,11 @@ def page() -> str:
 def _row(entry: Entry) -> str:
     said = [_said(each) for each in entry.defaults]
     defaults = ", ".join(f"`{each}`" for each in (said if len(set(said)) > 1 else said[:1])).replace("`none`", "none")
-    limits = allowed_values(entry.field) if _is_limited(entry.field) else ""
+    limits = _limits(entry.field)
     text = f"{entry.text} Allowed: {limits}." if limits else entry.text
-    cells = (f"`{entry.variable}`", defaults, _unit(entry.place[-1]), text, f"`{entry.example}`")
+    example = "" if entry.example in said else f"`{entry.example}`"
+    unit = "" if defaults == "none" else _unit(entry.place[-1])
+    cells = (f"`{entry.variable}`", f"{defaults} {unit}".strip(), text, example)
     return "| " + " | ".join(each.replace("|", "\\|") for each in cells) + " |"
 
 
@@ -122,10 +123,10 @@ def _unit(name: str) -> str:
     return next((unit for end, unit in UNITS.items() if name.endswith(end)), "")
 
 
-def _is_limited(field: FieldInfo) -> bool:
-    """Whether the field allows less than any text: it has limits, or is a choice of words or a boolean."""
-    kinds = get_args(field.annotation) or (field.annotation,)
-    return bool(field.metadata) or get_origin(field.annotation) is Literal or bool in kinds
+def _limits(field: FieldInfo) -> str:
+    """What a number or a choice of words may be."""
+    allowed = allowed_values(field)
+    return allowed if get_origin(field.annotation) is Literal else allowed.partition("number")[2].strip()
 
 
 def _said(value: Any) -> str:
@@ -134,7 +135,7 @@ def _said(value: Any) -> str:
         value = value.get_secret_value()  # a default is no secret
     if value is None or value in ((), {}):
         return "none"
-    return text_of(int(value) if isinstance(value, float) and value.is_integer() else plain(value))
+    return value_text(int(value) if isinstance(value, float) and value.is_integer() else plain(value))
 
 
 def _declared(place: Place, defaults: Settings) -> tuple[type[BaseModel], FieldInfo, Any]:

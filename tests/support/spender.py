@@ -10,8 +10,7 @@ import sys
 import time
 
 from consumers.limits import learned
-from consumers.limits.base import Amounts, Feedback, Kind
-from consumers.limits.headers import BucketHeaders, RateHeaders
+from consumers.limits.base import Amounts, BucketHeaders, Feedback, Kind, RateHeaders
 from consumers.state.redis.client import RedisClient
 from consumers.state.redis.shared_turns import shared_accounts
 from tests.support.budget import ACCOUNT, spec

@@ -17,10 +17,9 @@ from yarl import URL
 from lanekeeper.contract.names import Names
 from tests.support.brokers import Vhost
 from tests.support.lanes import LANES
-from topology.broker.admin.management import Management, discover
-from topology.declaration import declare
+from topology.broker.management import Management, discover
+from topology.declaration import Topology, declare
 from topology.export import User, definitions, hash_password
-from topology.model import Topology
 
 PASSWORD = secrets.token_urlsafe()
 HASH = hash_password(PASSWORD, salt=secrets.token_bytes(4))

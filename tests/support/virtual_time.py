@@ -3,6 +3,7 @@
 import asyncio
 import selectors
 from collections.abc import Coroutine
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -28,12 +29,19 @@ class _Instant(selectors.SelectSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock starts at 1000 s."""
 
+    _default_executor: Executor | None
+
     def __init__(self) -> None:
         self._instant = _Instant()
         super().__init__(self._instant)
 
     def time(self) -> float:
         return 1000.0 + self._instant.passed_s
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """In this thread: the loop's own would wait for another thread, for which no virtual time passes."""
+        if self._default_executor is not None:
+            self._default_executor.shutdown()
 
 
 def virtually(story: Coroutine[Any, Any, T]) -> T:

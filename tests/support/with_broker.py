@@ -7,20 +7,21 @@ broker is removed.
 """
 
 import argparse
+import asyncio
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
 from lanekeeper.contract.problems import BrokerUnreachable
-from service.private_broker.broker import PrivateBroker, guarded_broker
-from service.private_broker.descendants import adopt_orphans, descendants, reap
-from service.private_broker.guard import SOURCES
+from service.private_broker import SOURCES, PrivateBroker, say_on_stderr
+from tests.support.descendants import adopt_orphans, descendants, reap
 
 GRACE_S = 15
 """How long a command may take to end after its signal."""
@@ -29,6 +30,14 @@ LEFT_S = 5
 CLEANING_UP_S = 60
 """How long they may take after that: one may be a guard with its own broker, or Docker's engine."""
 POLL_S = 0.02
+
+
+@contextmanager
+def private_broker_beside(sources: Sequence[str] = SOURCES) -> Iterator[PrivateBroker]:
+    """`private_broker` for code without an event loop."""
+    with closing(PrivateBroker()) as broker:
+        asyncio.run(broker.begin(sources, None, say_on_stderr))
+        yield broker
 
 
 class Told(BaseException):
@@ -65,7 +74,7 @@ def main() -> int:
     signals.listen()
     code = 1
     try:
-        with guarded_broker(sources=chosen.sources.split(",")) as broker:
+        with private_broker_beside(chosen.sources.split(",")) as broker:
             # From here on Told could come after a process has started but before we know it, and leave it behind.
             signals.raising = False
             code = _run(chosen.command, broker, signals)
@@ -82,7 +91,11 @@ def main() -> int:
 def _run(command: list[str], broker: PrivateBroker, signals: Signals) -> int:
     environment = [f"LANEKEEPER_AMQP_URL={broker.amqp_url}", f"LANEKEEPER_MANAGEMENT_URL={broker.management_url}"]
     # If we are killed, the command gets SIGTERM, because its broker is removed.
-    bound = ["setpriv", "--pdeathsig", "TERM"] if sys.platform == "linux" and shutil.which("setpriv") else []
+    bound = []
+    if sys.platform == "linux" and shutil.which("setpriv"):
+        # we may have been killed before setpriv had set the signal
+        is_ours = 'test "$PPID" = "$0" && exec "$@"'
+        bound = ["setpriv", "--pdeathsig", "TERM", "sh", "-c", is_ours, str(os.getpid())]
     child = subprocess.Popen([*bound, "env", *environment, *command])
     try:
         while signals.told is None and child.poll() is None:
@@ -96,7 +109,8 @@ def _run(command: list[str], broker: PrivateBroker, signals: Signals) -> int:
     finally:
         child.kill()
         child.wait()
-        _end_the_rest(spare=broker.guard.pid)
+        assert broker.owner is not None
+        _end_the_rest(spare=broker.owner.pid)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 

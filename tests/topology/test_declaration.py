@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from lanekeeper.contract.names import Names
-from topology.declaration import Broker, declare
+from topology.declaration import Broker, Exchange, Queue, Topology, declare
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
-from topology.model import Exchange, Queue, Topology
 
 VERSIONS = ("4.3.6", "4.0.5", "3.10.8")
 
@@ -182,11 +181,6 @@ def test_all_names_follow_the_namespace() -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_no_queue_sets_its_number_of_members_so_existing_queues_can_be_declared_again(version: str) -> None:
     assert not any("x-quorum-initial-group-size" in queue.arguments for queue in declared(version).queues)
-
-
-def test_the_note_names_the_queues_that_are_stored_on_one_node() -> None:
-    assert "classic intakes, each on one node alone" in declared("3.10.8").note
-    assert "one node alone" not in declared("4.3.6").note
 
 
 def test_the_number_of_side_exchanges_is_that_of_the_lane_with_the_most_side_queues() -> None:

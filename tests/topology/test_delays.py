@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from lanekeeper.contract.names import Names
 from topology import delays
-from topology.declaration import declare
+from topology.declaration import Binding, Topology, declare
 from topology.lanes import DEFAULT_LANES
-from topology.model import Binding, Topology
 
 NAMES = Names()
 TOPOLOGY = declare(DEFAULT_LANES, names=NAMES, broker_version="4.3.6")
@@ -116,14 +115,3 @@ def test_a_year_is_the_longest_delay() -> None:
     assert delays.hop(delays.MAX_DELAY_MS, NAMES).exchange == NAMES.delay(delays.LEVELS - 1)
     with pytest.raises(ValueError, match="longer than a year"):
         delays.hop(delays.MAX_DELAY_MS + 1, NAMES)
-
-
-def test_each_namespace_has_its_own_cascade() -> None:
-    names = Names("other")
-    hop = delays.hop(500, names)
-
-    queues, waited_ms = Router(declare(DEFAULT_LANES, names=names, broker_version="4.3.6")).deliver(
-        hop.exchange, "batch.a.b", hop.headers
-    )
-
-    assert (queues, waited_ms) == (["other.batch.due"], 500)

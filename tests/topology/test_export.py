@@ -104,7 +104,7 @@ def test_a_password_hash_is_not_in_the_repr() -> None:
             ["lane.requests", "lane.delay.00", "lane.events", "xlane.critical", "lane.critical.dueX"],
         ),
         ("operator", "configure", ["amq.gen-x"], ["lane.critical"]),
-        ("operator", "write", ["lane.requests", "lane.control"], ["lane.dead", "lane.delay.00", "amq.default"]),
+        ("operator", "write", ["lane.requests", "lane.dead", "lane.control"], ["lane.delay.00", "amq.default"]),
         ("operator", "read", ["lane.dead", "lane.events"], ["lane.critical", "lane.fallen"]),
         ("deployer", "configure", ["lane.critical", "lane.delay.00"], ["laneway", "orders", "amq.gen-x"]),
     ],
@@ -149,12 +149,6 @@ def test_the_routing_keys_that_a_user_may_publish_with(user: User, allowed: list
     assert [key for key in refused if pattern.search(key)] == []
 
 
-def test_the_topic_pattern_of_an_application_is_the_documented_one() -> None:
-    (permission,) = definitions(TOPOLOGY, "/", [User("support", "application", HASH)])["topic_permissions"]
-
-    assert permission["write"] == r"^(normal|batch)\.{username}\."
-
-
 def test_a_client_may_publish_to_its_lanes_cancel_and_fetch_results() -> None:
     asked, control = definitions(TOPOLOGY, "/", [User("crm", "client", HASH, lanes=("batch",))])["topic_permissions"]
 
@@ -193,9 +187,3 @@ def test_a_reply_queue_is_limited_refuses_when_full_and_does_not_dead_letter() -
     assert queue["arguments"]["x-overflow"] == "reject-publish"
     assert {"x-max-length", "x-max-length-bytes", "x-message-ttl"} <= queue["arguments"].keys()
     assert not any("dead-letter" in argument for argument in queue["arguments"])
-
-
-def test_without_users_the_definitions_grant_no_access() -> None:
-    exported = definitions(TOPOLOGY, "/")
-
-    assert (exported["users"], exported["permissions"], exported["topic_permissions"]) == ([], [], [])

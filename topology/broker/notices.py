@@ -1,7 +1,7 @@
 """Publishes messages that may be lost, such as the life-cycle events of requests: many in one write, without confirms.
 
-Each request causes two events. When they were published one by one, this took a quarter of the CPU time that Lanekeeper
-adds to a model call. So events are collected for some milliseconds, and their AMQP frames are written together.
+Each request causes two events. Publishing them one by one took a quarter of the CPU that Lanekeeper adds to a model
+call.
 """
 
 import asyncio
@@ -13,32 +13,26 @@ from aiormq.channel import Channel
 from aiormq.exceptions import AMQPError
 
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.driver.border import asks_to_stop
-from lanekeeper.amqp.driver.outgoing import encoded, frames
+from lanekeeper.amqp.driver import asks_to_stop
+from lanekeeper.amqp.wire import encoded, frames
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerBlocked, BrokerError
 from lanekeeper.telemetry import logs, signals
 
 WAITING = 1000
-"""How many messages that are published without confirms may wait in this process until they are written to the
-connection. Further messages are dropped."""
+"""Further messages are dropped."""
 TOGETHER = 100
-"""The largest number of messages that are written to the connection at once."""
 GATHER_S = 0.025
-"""For how many seconds a message that is published without confirms is held back, so that others are written together
-with it. When this time was 5 ms, a worker that handled one request after another made one write for each request, and
-used a tenth more CPU."""
+"""When this time was 5 ms, a worker that handled one request after another made one write for each request, and used a
+tenth more CPU."""
 WRITE_TIMEOUT_S = 5
-"""The time limit, in seconds, for opening a channel for messages without confirms, and for writing the waiting messages
-to it."""
 _Notice = tuple[str, str, bytes, bytes]
-"""A message that waits to be written: its exchange, routing key, encoded properties, and body."""
+"""Exchange, routing key, encoded properties, body."""
 log = logs.logger()
 
 
 class Notices:
-    """Publishes messages that may be lost, without confirms. They are queued, and a background task writes many at a
-    time to the connection."""
+    """Queues messages, and writes many at a time to the connection in a background task."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -61,15 +55,14 @@ class Notices:
             await self._writer
 
     def publish(self, body: bytes, *, exchange: str, routing_key: str) -> None:
-        """Queue an event for publishing: `body` is its JSON, and the message is not persistent. It is dropped without
-        an error if `WAITING` messages are queued already."""
+        """Queue a JSON event, which is not persistent. It is dropped without an error if `WAITING` messages are
+        queued."""
         with suppress(asyncio.QueueFull):
             self._waiting.put_nowait((exchange, routing_key, _JSON, body))
 
     def send(self, message: Message, *, routing_key: str) -> bool:
-        """Queue a message for publishing to the queue named `routing_key`, through the default exchange. Returns False
-        if it was dropped because `WAITING` messages are queued already. This takes a fifth of the CPU time of a
-        confirmed publish."""
+        """Queue a message for the queue named `routing_key`. Returns False if it was dropped, because `WAITING`
+        messages are queued. This takes a fifth of the CPU time of a confirmed publish."""
         if self._waiting.full():
             return False
         self._waiting.put_nowait(("", routing_key, encoded(message), message.body))

@@ -10,33 +10,26 @@ from collections.abc import Iterator
 from typing import Final
 
 VALUES: Final = 100_000
-"""The default limit for the keys and values of one request or answer. A JSON text with this many is parsed, checked and
-encoded again in 50 ms. The largest requests that we know of (thousands of messages, hundreds of tools) have a tenth of
-this number."""
+"""A JSON text with this many is parsed, checked and encoded again in 50 ms. The largest requests that we know of
+(thousands of messages, hundreds of tools) have a tenth."""
 ANSWER_BYTES: Final = 16 * 1024 * 1024
-"""The default limit for one answer, in bytes: RabbitMQ 4's default limit for one message, and far more than the longest
-answer of a model today (1 MB)."""
+"""RabbitMQ 4's default limit for one message, and far more than the longest answer of a model today (1 MB)."""
 ANSWER_SETTINGS: Final = "LANEKEEPER_RESULTS__ANSWER_BYTES, and LANEKEEPER_BODIES__URL for more than a message holds"
 DIGITS: Final = 128
-"""The largest number of digits that one number may have. There is a limit because the time to encode a number grows
-with the square of its digits: 8 MiB of numbers with 4,300 digits took 0.8 s."""
+"""The time to encode a number grows with the square of its digits: 8 MiB of numbers with 4,300 digits took 0.8 s."""
 SMALL_BYTES: Final = 32 * 1024
-"""A JSON text of at most this many bytes is parsed within 10 ms, whatever it contains, so its values are not
-counted."""
+"""So short a text is parsed within 10 ms, whatever it contains."""
 _PIECE_BYTES: Final = 2 * 1024 * 1024
-"""How many bytes of a JSON text are checked in one step. Between two steps other tasks may run."""
 _MARKS: Final = (b",", b":", b"[", b"{")
 _ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
 _STEP: Final = 16
 _RUN: Final = b"0" * (DIGITS // _STEP)
-"""The bytes to search for in order to find too long numbers: a run of zeros. Before the search, only every 16th byte of
-the text is kept, and all digits are replaced by zeros. A number with more than `DIGITS` digits is then a run of at
-least as many zeros as this constant has."""
+"""To find too long numbers: only every 16th byte of the text is kept, and all digits are replaced by zeros. A number
+with more than `DIGITS` digits is then at least such a run of zeros."""
 
 
 class Measure:
-    """Checks the limits for a JSON text that is given in pieces: the number of its keys and values, and the number of
-    digits of a number. It counts separators outside strings, without parsing the text."""
+    """Checks a JSON text that is given in pieces, by counting separators outside strings."""
 
     __slots__ = ("_carried", "_in_string", "_max_values", "left")
 
@@ -47,8 +40,7 @@ class Measure:
         self._carried = b""
 
     def add(self, piece: bytes) -> str | None:
-        """Count the next piece of the text. Returns a text that names the limit that the pieces so far exceed together,
-        or None if they exceed none."""
+        """Returns a text that names the limit that the pieces so far exceed together, if any."""
         piece = self._carried + piece
         self._carried = b""
         if b"\\" in piece:
@@ -73,15 +65,14 @@ class Measure:
 
 
 def excess(raw: bytes, *, max_values: int) -> str | None:
-    """Check that a JSON text has at most `max_values` keys and values, and no number of more than `DIGITS` digits.
-    Returns a text that names the exceeded limit, or None if none is exceeded. Invalid JSON is not detected."""
+    """Returns a text that names the exceeded limit, if a JSON text has more than `max_values` keys and values, or a
+    number of more than `DIGITS` digits. Invalid JSON is not detected."""
     return next((found for found in excess_in_steps(raw, max_values=max_values) if found is not None), None)
 
 
 def excess_in_steps(raw: bytes, *, max_values: int) -> Iterator[str | None]:
-    """Check the same as `excess`, in steps of at most 20 ms, so that a caller can do other work between two steps. A
-    step yields None if it has found no exceeded limit. If it has found one, it yields the text that names the limit,
-    and is the last step."""
+    """Like `excess`, in steps of at most 20 ms, between which a caller can do other work. The first text is the last
+    step."""
     if len(raw) <= min(max_values, SMALL_BYTES):
         return
     marks = 0

@@ -2,37 +2,139 @@
 
 import json
 import re
+import uuid
 import zlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import jiter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
-from lanekeeper.contract.messages import PRIORITY_AT_MOST, UNREADABLE, Message
-from lanekeeper.contract.names import BODY, BODY_SHA256, DEADLINE_MS, DEATH, STREAM
+from lanekeeper.contract.messages import PRIORITY_AT_MOST, UNREADABLE, BodyAddress, Message
+from lanekeeper.contract.names import (
+    BODY,
+    BODY_SHA256,
+    BROKER_TIMESTAMP_MS,
+    DEAD_AT,
+    DEADLINE_MS,
+    DEATH,
+    SENT_MS,
+    STREAM,
+)
 from lanekeeper.contract.problems import RequestProblem, invalid_request
-from topology.codec import body as bodies
 from topology.codec import bounds
 from topology.codec import headers as header_rules
-from topology.codec.headers import HopHeaders, RequestHeaders
-from topology.codec.published import published
-from topology.codec.request import Request
+from topology.codec.headers import HopHeaders, RequestHeaders, ms_or_none
+from topology.codec.media import NO_MEDIA, Media, count
 from topology.delays import MAX_DELAY_MS
 from topology.lanes import MIB, LaneSpec
 
+Clock: TypeAlias = Literal["broker", "sender", "timestamp", "delivery"]
+"""Who has stated when a request was published: the broker (header `timestamp_in_ms`), the sender (`x-lane-sent-ms`),
+the property `timestamp`, or, without any of these, its first delivery."""
+
+
+class Published(NamedTuple):
+    """When a request was published, in ms since 1970. Its wait and its deadline count from then."""
+
+    ms: int
+    by: Clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a worker has read and checked of a delivered message."""
+
+    id: str
+    lane: str
+    body: bytes
+    """The JSON for the provider: as published, with missing fields added."""
+    model: str
+    max_tokens: int
+    stream: bool
+    beta: str | None
+    published: Published
+    due_ms: int | None
+    """It must not start before; ms since 1970."""
+    deadline_ms: int
+    """It must be answered by then, unless its stream flows; ms since 1970."""
+    call_s: float = 0
+    """The time limit of one attempt; streamed, of the time to the first token, and of every pause after it."""
+    states_stream: bool = True
+    """False only if `body` certainly has no field `stream`."""
+    kept: BodyAddress | None = None
+    """Where the body is, if it was not fetched yet; then `body` is empty, and `model` and `max_tokens` are the
+    lane's."""
+    media: Media = NO_MEDIA
+
+    @property
+    def text_bytes(self) -> int:
+        return len(self.body) - self.media.bytes
+
+    @property
+    def start_ms(self) -> int:
+        """When the request's wait begins."""
+        return self.published.ms if self.due_ms is None else max(self.due_ms, self.published.ms)
+
+
 PACKED_BYTES = MIB
-"""The maximum length, in bytes, of the body of a message as it was published; a body that is packed with gzip is
-measured before it is unpacked."""
 UNPACKED_BYTES = 8 * MIB
-"""The largest body, in bytes, after unpacking (gzip). Unpacking this much takes 20 ms of CPU, whatever the size of the
-packed body."""
+"""Unpacking this much takes 20 ms of CPU, whatever the size of the packed body."""
 UNPACKED_TIMES = 1032
-"""The highest compression ratio of gzip: one packed byte becomes at most this many bytes."""
+"""The highest compression ratio of gzip."""
 NESTED = 200
-"""How deep arrays and objects in a body may be nested: the limit of the JSON parser."""
+"""The limit of the JSON parser."""
+FIELDS_AT_MOST = 1000
+"""Pydantic makes an error for each unknown field, which takes time. The short form has five fields."""
 _DUPLICATE_KEY = re.compile(r'Detected duplicate key "(?P<key>.*)"', re.DOTALL)
 _JSON_TYPE = re.compile(r'application/json(\s*;\s*charset="?utf-8"?)?\s*', re.IGNORECASE)
+
+
+def _text_or_blocks(content: Any) -> Any:
+    """The blocks are not checked, because pydantic would copy them one by one."""
+    if not isinstance(content, str | list):
+        raise PydanticCustomError("text_or_blocks", "Input should be a string or an array")
+    return content
+
+
+TextOrBlocks = Annotated[Any, AfterValidator(_text_or_blocks)]
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+MaxTokens = Annotated[int, Field(ge=1, le=10_000_000)]
+
+
+class Turn(BaseModel):
+    """One message of the conversation."""
+
+    model_config = ConfigDict(strict=True)
+    role: str
+    content: TextOrBlocks
+
+
+class MessagesBody(BaseModel):
+    """The body of `POST /v1/messages`: only the fields that Lanekeeper needs are checked. All others go to the
+    provider, which checks them."""
+
+    model_config = ConfigDict(strict=True)
+    messages: Annotated[list[Any], Field(min_length=1)]
+    """Each is like `Turn`; converting them would take 4 µs for each."""
+    model: ModelName | None = None
+    max_tokens: MaxTokens | None = None
+    stream: bool | None = None
+    system: TextOrBlocks | None = None
+
+
+class PromptBody(BaseModel):
+    """The short form: one `prompt` in place of a conversation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    prompt: Annotated[str, Field(min_length=1)]
+    system: str | None = None
+    model: ModelName | None = None
+    max_tokens: MaxTokens | None = None
+    stream: bool | None = None
 
 
 def decode(
@@ -45,12 +147,11 @@ def decode(
     raw: bytes | None = None,
     max_values: int = bounds.VALUES,
 ) -> Request:
-    """Check a message of `lane`, and convert its headers and body to a `Request`.
+    """Check a message of `lane`, and convert it to a `Request`.
 
-    `hop`: the headers that an earlier worker wrote when it published the request again; None for a message that no
-    worker has published again. `raw`: the body, if the caller has already fetched or unpacked it, and checked it with
-    `bounds`; None: the body is taken from the message. If the message has only the body's address, and `raw` is None,
-    the result has no body, but the address in `Request.kept`.
+    `hop`: None for a message that no worker has published again. `raw`: the body, if the caller has already fetched or
+    unpacked it, and checked it with `bounds`. If the message has only the body's address, and `raw` is None, the result
+    has no body, but the address in `Request.kept`.
 
     Raises RequestProblem (invalid_request, unsupported_media, too_large, forbidden_model).
     """
@@ -66,6 +167,7 @@ def decode(
     history = hop or HopHeaders()
     sent = published(message, history, now_ms=now_ms)
     due_ms = _due_ms(headers, history, sent_ms=sent.ms)
+    allowed_ms = _allowed_ms(headers, lane)
     return Request(
         id=request_id,
         lane=lane.name,
@@ -77,9 +179,10 @@ def decode(
         beta=headers.beta,
         published=sent,
         due_ms=due_ms,
-        deadline_ms=(due_ms or sent.ms) + _deadline_ms(headers, lane),
+        deadline_ms=(due_ms or sent.ms) + allowed_ms,
+        call_s=allowed_ms / 1000 if headers.long_call else lane.call_timeout_s,
         kept=headers.kept if raw is None else None,
-        media_bytes=content.media_bytes,
+        media=content.media,
     )
 
 
@@ -90,12 +193,12 @@ class _Content(NamedTuple):
     model: str
     max_tokens: int
     states_stream: bool = False
-    media_bytes: int = 0
+    media: Media = NO_MEDIA
 
 
 def _content(raw: bytes, headers: RequestHeaders, lane: LaneSpec) -> _Content:
     found = _parsed(raw)
-    checked = bodies.check(found)
+    checked = check(found)
     assert isinstance(found, dict)
     if checked.stream is not None and checked.stream != headers.stream:
         raise invalid_request(
@@ -107,18 +210,22 @@ def _content(raw: bytes, headers: RequestHeaders, lane: LaneSpec) -> _Content:
             "forbidden_model",
             f"model {model[:80]!r} is not allowed in lane {lane.name}; allowed: {', '.join(sorted(lane.models))}",
         )
+    body = _provider_body(raw, found, checked, model=model, max_tokens=max_tokens, rewrite=lane.models is not None)
+    media = count(found)
+    if media.bytes:  # some encoders write \/ for the slashes, of which base64 has many
+        media = media._replace(bytes=media.bytes + body.count(b"\\/"))
     return _Content(
-        _provider_body(raw, found, checked, model=model, max_tokens=max_tokens, rewrite=lane.models is not None),
+        body,
         model,
         max_tokens,
         states_stream="stream" in checked.model_fields_set,
-        media_bytes=0 if headers.kept is None else bodies.media_bytes(checked),
+        media=media,
     )
 
 
 def unpacked(message: Message) -> bytes:
-    """The body of a message, unpacked according to `content_encoding`. Raises RequestProblem (unsupported_media,
-    too_large, invalid_request)."""
+    """The body, unpacked according to `content_encoding`. Raises RequestProblem (unsupported_media, too_large,
+    invalid_request)."""
     if len(message.body) > PACKED_BYTES:
         raise RequestProblem(
             "too_large",
@@ -143,19 +250,18 @@ def unpacked(message: Message) -> bytes:
 
 
 def weight(message: Message) -> int:
-    """The largest size in bytes that a message's body can have after unpacking (gzip), or its actual size if it is not
-    packed."""
+    """The largest size that a message's body can have after unpacking."""
     size = len(message.body)
     return min(UNPACKED_BYTES, UNPACKED_TIMES * size) if message.content_encoding else size
 
 
 def too_large(excess: str) -> RequestProblem:
-    """Make the error for a body that exceeds a limit of `bounds.py`; `excess` is the text that names the limit."""
+    """The error for a body that exceeds a limit of `bounds.py`."""
     return RequestProblem("too_large", f"body: {excess}")
 
 
 def app_of(routing_key: str) -> str:
-    """The application's name in a routing key `<lane>.<app>.<task>…`; `unknown` if there is none."""
+    """The application in `<lane>.<app>.<task>…`; `unknown` if there is none."""
     words = routing_key.split(".", 2)
     return words[1] if len(words) > 1 and words[1] else "unknown"
 
@@ -186,7 +292,6 @@ def _check_properties(message: Message, *, lane: LaneSpec, fresh: bool) -> None:
 
 
 def _check_unpublished(message: Message) -> None:
-    """Check that a message with the address of a body has neither a body of its own nor a content encoding."""
     if message.body:
         raise invalid_request(f"body: {len(message.body)} bytes, and header {BODY} says that it lies elsewhere")
     if (message.content_encoding or "identity").lower() != "identity":
@@ -208,10 +313,9 @@ def _parsed(raw: bytes) -> object:
 
 
 def _without_content(error: str) -> str:
-    """The text of an error of the JSON parser (jiter). A duplicate key that it quotes is removed, because it may be
-    part of a prompt, unless the key is the name of a known field."""
+    """Without the duplicate key that jiter quotes: it may be part of a prompt, unless it is a known field's name."""
     duplicate = _DUPLICATE_KEY.match(error)
-    known = bodies.MessagesBody.model_fields | bodies.PromptBody.model_fields
+    known = MessagesBody.model_fields | PromptBody.model_fields
     if duplicate is None or duplicate["key"] in known:
         return error[:200]
     return f"a key is there twice{error[duplicate.end() :]}"
@@ -229,11 +333,10 @@ def _due_ms(headers: RequestHeaders, history: HopHeaders, *, sent_ms: int) -> in
     return None
 
 
-def _deadline_ms(headers: RequestHeaders, lane: LaneSpec) -> int:
-    max_ms = int(lane.deadline_s * 1000)
+def _allowed_ms(headers: RequestHeaders, lane: LaneSpec) -> int:
     if headers.deadline_ms is None:
-        return max_ms
-    if headers.deadline_ms > max_ms:
+        return int(lane.deadline_s * 1000)
+    if headers.deadline_ms > (max_ms := int(lane.deadline_max_s * 1000)):
         raise invalid_request(
             f"header {DEADLINE_MS}: found {headers.deadline_ms}, lane {lane.name} allows at most {max_ms}"
         )
@@ -243,18 +346,15 @@ def _deadline_ms(headers: RequestHeaders, lane: LaneSpec) -> int:
 def _provider_body(
     raw: bytes,
     found: Mapping[str, object],
-    checked: bodies.MessagesBody | bodies.PromptBody,
+    checked: MessagesBody | PromptBody,
     *,
     model: str,
     max_tokens: int,
     rewrite: bool,
 ) -> bytes:
-    """The body for the provider: the bytes as they were published, with missing fields inserted at the beginning.
-
-    `rewrite` (for a lane that allows only some models): the body is encoded again from the parsed values that were
-    checked, because the provider's parser might read the original bytes differently.
-    """
-    if isinstance(checked, bodies.PromptBody):
+    """Missing fields are inserted at the beginning. `rewrite` (for a lane that allows only some models): the body is
+    encoded again from what was checked, because the provider's parser might read the bytes differently."""
+    if isinstance(checked, PromptBody):
         body: dict[str, object] = {
             "model": model,
             "max_tokens": max_tokens,
@@ -277,3 +377,82 @@ def _encoded(body: Mapping[str, object]) -> bytes:
         return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except (ValueError, UnicodeEncodeError) as error:
         raise invalid_request(f"body: holds what JSON in UTF-8 cannot say: {error}") from None
+
+
+def unpublished(prompt: str, *, model: str, max_tokens: int) -> Request:
+    """For a direct call to a provider, without a message."""
+    asked = {"model": model, "max_tokens": max_tokens, "messages": [{"role": "user", "content": prompt}]}
+    return Request(
+        id=uuid.uuid4().hex,
+        lane="",
+        body=json.dumps(asked).encode(),
+        model=model,
+        max_tokens=max_tokens,
+        stream=False,
+        beta=None,
+        published=Published(0, "sender"),
+        due_ms=None,
+        deadline_ms=0,
+    )
+
+
+def published(message: Message, history: HopHeaders, *, now_ms: int) -> Published:
+    """What the sender or the broker has stated, and never later than the first delivery to a worker."""
+    seen_ms = history.first_seen_ms or now_ms
+    stated = None if DEAD_AT in message.headers else _stated(message)
+    # a dead letter that is published again has the timestamps of its first publish, so they are not used
+    return Published(seen_ms, "delivery") if stated is None else Published(min(stated.ms, seen_ms), stated.by)
+
+
+def _stated(message: Message) -> Published | None:
+    stamped = message.headers.get(BROKER_TIMESTAMP_MS)
+    if isinstance(stamped, int) and not isinstance(stamped, bool) and stamped > 0:
+        return Published(stamped, "broker")
+    if (sent_ms := ms_or_none(message.headers, SENT_MS)) is not None:
+        return Published(sent_ms, "sender")
+    if message.timestamp_s is not None and message.timestamp_s > 0:
+        # take the end of that second, so that a delay counted from it is never too short
+        return Published(int(message.timestamp_s) * 1000 + 999, "timestamp")
+    return None
+
+
+def check(found: object) -> MessagesBody | PromptBody:
+    """Raises a RequestProblem that names up to five wrong fields and never quotes the prompt."""
+    if not isinstance(found, dict):
+        raise invalid_request(f"body: found {_kind(found)}, allowed is a JSON object")
+    if "prompt" in found and "messages" in found:
+        raise invalid_request("body: give `messages` or the short form's `prompt`, not both")
+    if "prompt" not in found and "messages" not in found:
+        raise invalid_request("body: `messages` is missing (or `prompt`, the short form)")
+    if "prompt" in found and len(found) > FIELDS_AT_MOST:
+        raise invalid_request(f"body: {len(found)} fields; {', '.join(PromptBody.model_fields)} are known")
+    try:
+        if "prompt" in found:
+            return PromptBody.model_validate(found)
+        checked = MessagesBody.model_validate(found)
+    except ValidationError as error:
+        raise _problem(error) from None
+    for number, turn in enumerate(checked.messages):
+        if type(turn) is dict and type(turn.get("role")) is str and type(turn.get("content")) in (str, list):
+            continue
+        try:
+            Turn.model_validate(turn)
+        except ValidationError as error:
+            raise _problem(error, "messages", number) from None
+    return checked
+
+
+def _problem(error: ValidationError, *place: str | int) -> RequestProblem:
+    wrong = [
+        f"{'.'.join(str(step)[:40] for step in (*place, *one['loc']))}: {one['msg']} (found {_kind(one['input'])})"
+        for one in error.errors(include_url=False, include_context=False)[:5]
+    ]
+    return invalid_request(f"body: {'; '.join(wrong)}")
+
+
+def _kind(value: object) -> str:
+    """Numbers, booleans and null as JSON; other values, which may contain a prompt, by their type."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return json.dumps(value)[:40]
+    kinds: dict[type, str] = {str: "a string", list: "an array", dict: "an object"}
+    return kinds.get(type(value), "something else")

@@ -1,4 +1,1 @@
-"""The store in Redis, for workers on several machines. Start at `store.py`.
-
-Imported by `state/opening.py` alone.
-"""
+"""The store in Redis, for workers on several machines. Start at `store.py`."""

@@ -1,8 +1,11 @@
 """Calls Redis over a bounded pool of connections, with a time limit for each call, and explains its errors."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from redis import exceptions
@@ -11,18 +14,63 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from consumers.state.base import StoreUnavailable
-from consumers.state.redis.script import Script
 
 CONNECT_S = 3.0
-"""The time limit, in seconds, for connecting to Redis."""
 CALL_S = 3.0
-"""The time limit, in seconds, for one call of Redis. The wait for a free connection before the call has the same
-limit."""
+"""The time limit for one call of Redis, and for the wait for a free connection before it."""
 CONNECTIONS = 32
-"""The maximum number of connections of one process to Redis."""
-SHOWN = 200
-"""The maximum number of characters of Redis's error text that our own error text quotes."""
+"""The maximum number of connections of one process."""
+QUOTED_CHARS = 200
+"""How much of another program's error text our own error text quotes."""
+LOST = (exceptions.RedisError, OSError, TimeoutError, RuntimeError)
+"""What redis-py raises if Redis cannot be used. RuntimeError: asyncio and uvloop raise it if the connection's transport
+or the event loop is closed."""
 Argument = str | bytes | int | float
+_BEGIN: Final = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local run = {}
+"""
+
+
+class Script:
+    """A Lua script, and the hash by which Redis finds it once it has run it.
+
+    Each run is one atomic step that takes one round trip, and reads the time from Redis. If Redis has no memory or disk
+    space left, it refuses the first write of a script, so that a refused script has changed nothing.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sha = sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _functions(name: str) -> dict[str, Script]:
+    """Returns a script for each function `run.…` of this Lua file, which calls it with the script's arguments.
+
+    It contains only that function, and what the file contains before its first function. With all functions it would
+    take a sixth more time in Redis, which creates every function anew at each run of the script.
+    """
+    shared, *functions = _read(name).split("\nfunction run.")
+    scripts = {}
+    for function in functions:
+        name = function[: function.index("(")]
+        # at most 30 parameters, because Lua cannot pass thousands: functions for many requests read the rest from ARGV
+        call = f"return run.{name}(unpack(ARGV, 1, math.min(#ARGV, 30)))"
+        scripts[name] = Script(f"{_BEGIN}{shared}\nfunction run.{function}\n{call}")
+    return scripts
+
+
+STORE: Final = {
+    name: script
+    for file in ("requests.lua", "shares.lua", "pauses.lua", "sweeping.lua")
+    for name, script in _functions(file).items()
+}
+BUDGET: Final = Script(_read("budget.lua"))
 
 
 class RedisClient:
@@ -44,18 +92,20 @@ class RedisClient:
             protocol=2,  # with `driver_info=None` no greeting is sent, which saves a round trip for each connection
             driver_info=None,
         )
+        self._is_closed = False
         self._redis: Redis = Redis.from_pool(pool)
 
     async def run(self, script: Script, keys: Sequence[str], *arguments: Argument) -> Any:
-        """Run a Lua script in Redis within the time limit, and return its result. Raises StoreUnavailable."""
+        """Run a Lua script and return its result. Raises StoreUnavailable."""
+        if self._is_closed:
+            raise StoreUnavailable(f"Redis at {self.address} is not used any more: this store was closed")
         try:
             async with asyncio.timeout(CONNECT_S + CALL_S):
                 try:
                     value = await self._redis.evalsha(script.sha, len(keys), *keys, *arguments)
                 except exceptions.NoScriptError:  # Redis was restarted, or never saw it
                     value = await self._redis.eval(script.text, len(keys), *keys, *arguments)
-        except (exceptions.RedisError, OSError, TimeoutError, RuntimeError) as error:
-            # RuntimeError: uvloop raises it if the connection is closed
+        except LOST as error:
             self.trouble = f"Redis at {self.address} {_explain(error)}"
             raise StoreUnavailable(self.trouble) from error
         self.trouble = None
@@ -64,9 +114,7 @@ class RedisClient:
     async def risks(self) -> list[str]:
         """Returns the reasons why Redis, with its settings, could lose acknowledged writes. The list is empty if there
         are none, or if the settings cannot be read."""
-        try:
-            info = await self._redis.info("memory", "persistence")
-        except (exceptions.RedisError, OSError, TimeoutError):
+        if (info := await self._info()) is None:
             return []
         found = []
         if info.get("maxmemory_policy") != "noeviction":
@@ -75,14 +123,28 @@ class RedisClient:
             found.append("appendonly is off: what was written is lost with a restart")
         return found
 
+    async def memory(self) -> tuple[int, int] | None:
+        """How many bytes of memory Redis uses, and how many it may use (0: any number); None if it does not say."""
+        info = await self._info()
+        return None if info is None else (int(info["used_memory"]), int(info.get("maxmemory", 0)))
+
+    async def _info(self) -> Mapping[str, Any] | None:
+        try:
+            async with asyncio.timeout(CONNECT_S + CALL_S):
+                info: Mapping[str, Any] = await self._redis.info("memory", "persistence")
+        except LOST:
+            return None
+        return info if "used_memory" in info else None
+
     async def aclose(self) -> None:
-        await self._redis.aclose(close_connection_pool=True)
+        self._is_closed = True
+        with suppress(*LOST):
+            await self._redis.aclose(close_connection_pool=True)
 
 
 def _explain(error: Exception) -> str:
-    """Returns what is wrong with Redis and what to do about it, as text that is added to a sentence that begins with
-    Redis's address."""
-    text = " ".join(str(error).split())[:SHOWN]
+    """What is wrong with Redis and what to do about it, as the rest of a sentence that begins with its address."""
+    text = " ".join(str(error).split())[:QUOTED_CHARS]
     if "unauthenticated" in text:  # Redis answers this to a command of more than ten words before authentication
         error = exceptions.AuthenticationError(text)
     match error:

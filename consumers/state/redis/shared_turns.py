@@ -12,20 +12,16 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final
 
 from consumers.limits import forecast, learned
-from consumers.limits.account import Account
-from consumers.limits.accounts import Accounts
-from consumers.limits.base import Amounts, Feedback, Reservation
-from consumers.limits.lines import Waiter
-from consumers.limits.spec import BudgetSpec
-from consumers.limits.turns import LATE_S, log_learned, refuse, refuse_hopeless
+from consumers.limits.account import Account, Waiter
+from consumers.limits.accounts import LATE_S, Accounts, learn, refuse, refuse_hopeless
+from consumers.limits.base import Amounts, BudgetSpec, Feedback, Reservation
 from consumers.state.base import StoreUnavailable
-from consumers.state.redis.asking import Changes, argument, candidates
-from consumers.state.redis.client import RedisClient
-from consumers.state.redis.script import BUDGET
+from consumers.state.redis.client import BUDGET, QUOTED_CHARS, RedisClient
 from lanekeeper.telemetry import logs, signals
 
 FORM: Final = 2
@@ -33,33 +29,110 @@ FORM: Final = 2
 different versions of the format do not share an account. While both versions run, each group of processes assumes that
 it has the whole budget, until 429s lower the limits of both groups."""
 LOOK_EVERY_S: Final = 0.5
-"""The seconds between two runs of the script in Redis while a request of this process waits for budget. By a run this
-process learns what other processes have returned to the budget, and they learn that its request still waits. (Redis's
-publish/subscribe would need another connection, and can lose messages.)"""
+"""The pause between two steps while a request of this process waits. By a step this process learns what others have
+returned, and they learn that its request still waits. (Redis's publish/subscribe would need another connection, and can
+lose messages.)"""
 FORGOTTEN_AFTER_S: Final = 4 * LOOK_EVERY_S
-"""If a process has not run the script in Redis for this many seconds, other processes no longer count its waiting
-requests."""
+"""Others no longer count the waiting requests of a process that has run no step for this long."""
 SETTLE_WITHIN_S: Final = 0.05
-"""The longest time, in seconds, until the unused budget of a call is sent to Redis. It is not sent at once, so that one
-run of the script can send the unused budget of several calls."""
+"""The longest time until the unused budget of a call is sent: one step can send that of several calls."""
 RETRY_S: Final = 0.5
-"""The pause, in seconds, after a run of the script in Redis that failed because Redis is unavailable."""
+"""The pause after a step that failed because Redis is unavailable."""
 AT_ONCE_S: Final = 1.0
-"""The longest time, in seconds, for which `try_reserve` waits for the answer of Redis, because it takes budget only if
-that is possible at once."""
+"""How long `try_reserve` waits for the answer of Redis, because it takes budget only if that is possible at once."""
 JUMP_S: Final = 0.5
-"""If the difference between Redis's clock and this machine's clock has changed by more seconds than this since the last
-run of the script, one of the clocks has jumped. A smaller change is due to the time that Redis's answer took."""
-SHOWN: Final = 200
-"""The maximum number of characters of an error's text that are written to the log."""
+"""If Redis's clock has moved against ours by more than this since the last step, one of them has jumped. A smaller
+change is due to the time that the answer took."""
+TOGETHER: Final = 16
+"""How many waiting requests of each lane one step can grant."""
 log = logs.logger()
+
+
+@dataclass(slots=True)
+class Changes:
+    """Changes of an account's budget that this process has made since the last step."""
+
+    back: list[dict[str, Any]] = field(default_factory=list)
+    lower: list[float] = field(default_factory=lambda: [inf, inf, inf])
+    """For each bucket: the level to which it was lowered because the provider had less left than was assumed."""
+    feedback: list[Feedback] = field(default_factory=list)
+    """Responses that changed what was learned. If another process was first, its limits replace those of this process,
+    which then learns from these responses again."""
+
+    @property
+    def must_be_sent(self) -> bool:
+        """Whether there are changes to send even if no request waits."""
+        return bool(self.back or self.feedback)
+
+    def give_back(self, lane: int, unused: Sequence[float], from_savings: Sequence[float]) -> None:
+        """Note what to return after a call. `unused`: for each bucket, the amount that was reserved and not used; a
+        negative amount was used beyond the reservation. `from_savings`: the part of the reservation that came from the
+        lane's savings."""
+        self.back.append({"lane": lane + 1, "over": list(unused), "own": list(from_savings)})
+
+    def levels_fell(self, before: Sequence[float], after: Sequence[float]) -> bool:
+        """Note to which levels the buckets were lowered. Returns True if a level fell."""
+        found = False
+        for index, (was, now) in enumerate(zip(before, after, strict=True)):
+            if now < was:
+                self.lower[index] = min(self.lower[index], max(0.0, now))
+                found = True
+        return found
+
+    def add_failed(self, sent: "Changes") -> None:
+        """Add the changes that were sent with a failed step. It is unknown whether Redis has counted them. Amounts used
+        beyond a reservation are sent again. Amounts given back are not: if they were counted twice, more would be spent
+        than the limits allow."""
+        for change in sent.back:
+            change["over"] = [min(0.0, unused) for unused in change["over"]]
+        self.back = [change for change in sent.back if any(change["over"])] + self.back
+        self.feedback = sent.feedback + self.feedback
+
+
+def candidates(account: Account, now_s: float) -> tuple[Sequence[Waiter], int]:
+    """Returns the waiting requests that one step may grant, and how many of them at most."""
+    calls = account.concurrency
+    calls.tick(now_s)
+    if account.stopped_s(now_s) > 0:
+        return (), 0
+    waiters: list[Waiter] = []
+    for lane in range(len(account.lanes)):
+        if calls.may_begin(lane, now_s):
+            waiters += account.lines.firsts(lane, TOGETHER)
+        elif account.lines.heads[lane] is not None:
+            calls.is_wanted = True
+    if not calls.is_limited:
+        return waiters, len(waiters)
+    return waiters, 1 if any(account.due_for_a_call()) else max(1, int(calls.limit) - calls.running)
+
+
+def argument(
+    account: Account, waiters: Sequence[Waiter], changes: Changes, *, max_grants: int, now_s: float
+) -> dict[str, Any]:
+    """Returns what the script is asked, before it is turned into JSON."""
+    return {
+        "limits": account.per_minute(),
+        "shares": account.shares,
+        "bursts": [bucket.burst for bucket in account.buckets],
+        "most": [bucket.most for bucket in account.buckets],
+        "guessed": account.guessed,
+        "stopped_until": max(account.held_until_s, 0.0),
+        "changed": bool(changes.feedback),
+        "back": changes.back,
+        "lower": [-1 if level == inf else level for level in changes.lower],
+        "waiters": [
+            {"lane": waiter.lane + 1, "age": now_s - waiter.arrived_s, "amounts": waiter.amounts} for waiter in waiters
+        ],
+        "sums": [account.lines.sums(lane) for lane in range(len(account.lanes))],
+        "room": max_grants,
+        "turns": account.due_for_a_call(),
+    }
 
 
 def shared_accounts(
     client: RedisClient, *, namespace: str, spec: BudgetSpec, clock: Callable[[], float] = time.time
 ) -> "Accounts[SharedTurns]":
-    """The budgets of all accounts for processes that share a Redis. The caller closes `client`, after
-    `Accounts.aclose`."""
+    """The budgets of processes that share a Redis. The caller closes `client`, after `Accounts.aclose`."""
 
     def open_turns(name: str) -> SharedTurns:
         key = f"{namespace}:budget:{FORM}:{name}"
@@ -69,34 +142,28 @@ def shared_accounts(
 
 
 class SharedTurns:
-    """Implements `Turns`, which decides which request gets an account's budget next, for an account that several
-    processes share. The decision is made by a script in Redis. `clock`: seconds since 1970, used until Redis's own time
-    is known."""
+    """Implements `Turns` for an account that several processes share. `clock`: seconds since 1970, used until Redis's
+    own time is known."""
 
     def __init__(self, client: RedisClient, key: str, account: Account, *, clock: Callable[[], float]) -> None:
         self.account = account
         self._client = client
         self._key = key
         self._offset_s = clock() - asyncio.get_running_loop().time()
-        """Redis's clock minus the event loop's clock, in seconds."""
+        """Redis's clock minus the event loop's clock."""
         self._process = secrets.token_hex(6)
-        """A random name, by which the script in Redis distinguishes this process from others."""
         self._unsent = Changes()
         self._version = 0
-        """Redis numbers the changes of the limits that processes have learned. This is the number of the latest change
-        that this process has taken over."""
+        """The number of the latest change of what processes have learned that this one has taken over."""
         self._unreadable = ""
-        """The error that was logged last because limits that another process has learned could not be read. It is kept
-        so that the same error is not logged again."""
+        """The error that was logged last because learned limits could not be read."""
         self._is_due = False
         self._task: asyncio.Task[None] | None = None
         self._stepped = asyncio.Event()
         self._timer: asyncio.Handle | None = None
         self._fires_s = -inf
-        """When the timer for the next run of the script fires. It is kept here, because for delays below 0.5 ms uvloop
-        returns a handle without the method `when`."""
+        """Kept here, because for delays below 0.5 ms uvloop returns a handle without the method `when`."""
         self._answered_s = -inf
-        """When Redis last answered."""
 
     @property
     def is_idle(self) -> bool:
@@ -104,17 +171,14 @@ class SharedTurns:
 
     @property
     def is_asking(self) -> bool:
-        """True while a run of the script in Redis for this account is in progress."""
         return self._task is not None
 
     def now_s(self) -> float:
-        """Redis's time, computed from this machine's clock and the difference of the two clocks at the last run of the
-        script."""
+        """Redis's time, as of the last step."""
         return asyncio.get_running_loop().time() + self._offset_s
 
     def step(self) -> None:
-        """Start a run of the script in Redis, in a task of its own. If a run is in progress, another one begins when it
-        has ended."""
+        """Run the script, in a task of its own. If it runs already, it runs again after that."""
         self._is_due = True
         if self.now_s() - self._answered_s > FORGOTTEN_AFTER_S:
             self.account.forget_elsewhere()
@@ -125,8 +189,6 @@ class SharedTurns:
             )
 
     async def decided(self, waiter: Waiter) -> None:
-        """Wait until the script in Redis has decided whether a new request gets the account's budget at once
-        (`Turns.decided`). Returns without a decision if Redis does not answer within `AT_ONCE_S`."""
         try:
             async with asyncio.timeout(AT_ONCE_S):
                 # The running step may have begun before this waiter joined the line; then wait for the next one.
@@ -150,10 +212,9 @@ class SharedTurns:
     def learn(self, feedback: Feedback) -> None:
         account, now_s = self.account, self.now_s()
         account.refill(now_s)
-        before, known = account.per_minute(), account.learned()
+        known = account.learned()
         levels = [bucket.level for bucket in account.buckets]
-        is_less = account.learn(feedback, now_s)
-        log_learned(account, feedback, before=before)
+        is_less = learn(account, feedback, now_s)
         if self._unsent.levels_fell(levels, [bucket.level for bucket in account.buckets]):
             self._step_in(SETTLE_WITHIN_S)  # send the lower levels soon, because levels rise with time
         if account.learned() != known:
@@ -163,7 +224,7 @@ class SharedTurns:
             refuse_hopeless(account, self.now_s())
 
     async def aclose(self) -> None:
-        """Send Redis the changes that it does not have yet, and stop the timer."""
+        """Send Redis the changes that it does not have yet."""
         if self._timer is not None:
             self._timer.cancel()
         if self._unsent.must_be_sent:
@@ -210,8 +271,7 @@ class SharedTurns:
         self.step()
 
     async def _run_step(self) -> float:
-        """Run the script in Redis once, and carry out its decision. Returns the seconds until the script should run
-        again."""
+        """Returns the seconds until the next step."""
         account, now_s = self.account, self.now_s()
         waiters, max_grants = candidates(account, now_s)
         sent, self._unsent = self._unsent, Changes()
@@ -229,16 +289,14 @@ class SharedTurns:
         return self._grant(waiters, reply, redis_s)
 
     def _set_clock(self, redis_s: float) -> None:
-        """Compare Redis's clock with ours. If one of them has jumped, add the jump to all times of the account, so that
-        waits stay as long as they were."""
+        """If a clock has jumped, add the jump to all times of the account, so that waits stay as long as they were."""
         offset_s = redis_s - asyncio.get_running_loop().time()
         jump_s, self._offset_s = offset_s - self._offset_s, offset_s
         if abs(jump_s) > JUMP_S:
             self.account.shift(jump_s)
 
     def _take_over(self, reply: Mapping[str, Any], learned_text: bytes, sent: Changes, redis_s: float) -> None:
-        """Take over the buckets' levels that Redis has computed, and the limits that other processes have learned
-        (`learned_text`, empty if there is nothing new)."""
+        """Take over the buckets' levels, and what other processes have learned (empty: nothing new)."""
         account, unsent = self.account, self._unsent
         if reply["is_forgotten"]:
             error = f"the account is not kept in form {FORM}"
@@ -247,7 +305,7 @@ class SharedTurns:
             self._load(learned_text)
             unsent.feedback = sent.feedback + unsent.feedback
             for feedback in unsent.feedback:  # it replaced what this process has learned since, so learn that again
-                account.learn(feedback, redis_s)
+                account.learn_limits(feedback, redis_s)
             self._is_due = self._is_due or bool(unsent.feedback)
             refuse_hopeless(account, redis_s)
         self._version = reply["version"]
@@ -256,30 +314,25 @@ class SharedTurns:
         account.waiting_elsewhere = reply["elsewhere"]
 
     def _load(self, learned_text: bytes) -> None:
-        """Take over what other processes have learned about the account's limits. A text that cannot be read changes
-        nothing. The error is logged only once, because a process of another version may write such a text every few
-        seconds."""
         try:
-            self.account.load(learned.read(learned_text))
+            self.account.load(learned.from_json(learned_text))
             self._unreadable = ""
         except learned.UnreadableError as error:
-            if str(error) != self._unreadable:
+            if str(error) != self._unreadable:  # a process of another version may write it every few seconds
                 self._unreadable = str(error)
-                log.warning(signals.LEARNED_UNREADABLE, account=self.account.name, error=str(error)[:SHOWN])
+                log.warning(signals.LEARNED_UNREADABLE, account=self.account.name, error=str(error)[:QUOTED_CHARS])
 
     def _grant(self, waiters: Sequence[Waiter], reply: Mapping[str, Any], redis_s: float) -> float:
-        """Give the waiting requests that Redis has granted their reservations, and wake their tasks. Returns the
-        seconds until the script should run again."""
+        """Wake the granted requests. Returns the seconds until the next step."""
         account = self.account
         for index, *from_savings in reply["granted"]:
             waiter = waiters[index - 1]
             if not account.begin(waiter, from_savings=Amounts(*from_savings), now_s=redis_s):
-                # the waiter has left its line meanwhile
+                # the waiter has gone meanwhile
                 self._unsent.give_back(waiter.lane, waiter.amounts, from_savings)
                 self._is_due = True
-            elif not waiter.wake():
-                assert waiter.reservation is not None
-                self.settle(waiter.reservation, None)
+            else:
+                waiter.wake()
         if not account.lines.is_empty:
             account.is_pressed = True
             if reply["granted"]:
@@ -288,9 +341,8 @@ class SharedTurns:
         return float(reply["look_in"]) if reply["look_in"] >= 0 else LOOK_EVERY_S
 
     def _refuse_late_firsts(self, now_s: float) -> None:
-        """Compute the forecast of each lane's first waiting request again, because the forecast that was made when the
-        request began to wait may not have counted the requests of other processes. Refuse the request if it will
-        certainly get its budget too late for its deadline."""
+        """Refuse each lane's first request if it will get its budget too late: the forecast that was made when it began
+        to wait may not have counted the requests of other processes."""
         for lane, head in enumerate(self.account.lines.heads):
             if head is not None and head.future is not None and head.until_s is not None:
                 wait = forecast.first(self.account, lane, head.amounts, now_s)

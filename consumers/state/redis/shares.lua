@@ -14,12 +14,13 @@ end
 function run.reserve(tenant, member, nonce, redelivered, weight, until_ms, per_tenant, in_all)
   local mine, all = KEYS[1], KEYS[2]
   local function used(key) return redis.call('ZCOUNT', key, '(' .. now, '+inf') end
-  if tonumber(redis.call('ZSCORE', mine, member .. ' 1') or 0) > now then
+  local is_repeated = tonumber(redis.call('ZSCORE', mine, member .. ' 1') or 0) > now
+  if is_repeated then
     if redelivered == '1' then return 'kept' end
     member = member .. ' ' .. nonce
   end
-  if used(mine) + weight > tonumber(per_tenant) then return 'tenant' end
-  if used(all) + weight > tonumber(in_all) then return 'all' end
+  if used(mine) + weight > tonumber(per_tenant) then return is_repeated and 'repeated' or 'tenant' end
+  if used(all) + weight > tonumber(in_all) then return is_repeated and 'repeated' or 'all' end
   for n = 1, tonumber(weight) do
     redis.call('ZADD', mine, until_ms, member .. ' ' .. n)
     redis.call('ZADD', all, until_ms, tenant .. ' ' .. member .. ' ' .. n)

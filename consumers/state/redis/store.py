@@ -9,33 +9,41 @@ cluster.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
+from heapq import nsmallest
 from typing import Any, Final, Self
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from consumers.state import base
-from consumers.state.base import Completion, Fingerprint, Held, Identity, StoreUnavailable
-from consumers.state.following import ENTRIES_AT_ONCE, Entry, Look, NewEntry, Part, Refused, Submission, Submitted
-from consumers.state.redis.client import Argument, RedisClient
-from consumers.state.redis.script import STORE
-from consumers.state.spec import DEFAULT, StoreSpec
+from consumers.state.base import Completion, Fingerprint, Held, Identity, StoreSpec, StoreUnavailable
+from consumers.state.redis.client import STORE, Argument, RedisClient
+from consumers.state.shedding import LOW_WATER, SURPLUS_ROWS, Kind, Share, Surplus, cuts, next_step
 from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry.figures import timings
 
 REQUESTS_IN_A_LOOK: Final = 200
-"""The maximum number of requests whose entries (steps and events) one run of the script reads. It is small, because
-Redis does nothing else while a script runs."""
+"""How many requests one run of the script reads; it is small, because Redis does nothing else meanwhile."""
+KEYS_IN_A_LOOK: Final = 200
+"""How many keys one run of the script looks at, to see who keeps how much."""
+SHARES_AT_ONCE: Final = 200
+"""Of how many shares (a tenant's rows of one kind) rows are chosen for removal in one scan."""
+FULL_AT: Final = 7 / 8
+"""Redis refuses writes when its memory reaches `maxmemory`, and then no worker can work. So the store removes rows when
+this part of it is used."""
 ENTRIES_IN_A_LOOK: Final = 2000
-"""The maximum number of entries (steps and events) that one run of the script returns for all its requests together;
-the next call of `look` returns the rest."""
+"""How many entries one run of the script returns for all its requests; the next call of `look` returns the rest."""
 log = logs.logger()
 
 
 class RedisStore:
-    """Implements `FollowedStore`. `spec.max_bytes` is ignored, because the size of the data is limited by Redis's
-    setting `maxmemory`, and keys expire by themselves."""
+    """Implements `FollowedStore`."""
 
-    def __init__(self, url: str, *, namespace: str, spec: StoreSpec = DEFAULT) -> None:
+    is_full = False
+
+    def __init__(self, url: str, *, namespace: str, spec: StoreSpec = base.DEFAULT) -> None:
         self._client = RedisClient(url)
         self._namespace = namespace
         self._lease_ms = round(spec.lease_s * 1000)
@@ -43,6 +51,8 @@ class RedisStore:
         self._cancelled_ms = round(spec.cancelled_s * 1000)
         self._spec = spec
         self._warned = False
+        self._surplus: deque[Surplus] = deque()
+        self.times = timings()
 
     @property
     def trouble(self) -> str | None:
@@ -57,6 +67,8 @@ class RedisStore:
         await self._client.aclose()
 
     async def probe(self) -> None:
+        used, most = await self._client.memory() or (0, 0)
+        self.is_full = used > FULL_AT * most > 0
         await self._run("probe", [f"{self._namespace}:probe"])
         if not self._warned:
             self._warned = True
@@ -83,8 +95,13 @@ class RedisStore:
         stops = await self._run("renew", keys, self._lease_ms, self._keep_ms, *tokens)
         return {claim: base.Stop(stop.decode()) for claim, stop in zip(held, stops, strict=True) if stop}
 
-    async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
-        values = (self._keep_ms, self._cancelled_ms, held.token, attempts, _or_empty(due_ms))
+    async def shelter(self, held: Held) -> None:
+        await self._run("shelter", self._keys(held.identity), held.token)
+
+    async def release(
+        self, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True
+    ) -> None:
+        values = (self._keep_ms, self._cancelled_ms, held.token, attempts, _or_empty(due_ms), int(is_survived))
         await self._run("release", self._keys(held.identity), *values)
 
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
@@ -108,7 +125,8 @@ class RedisStore:
     async def cancel(self, identity: Identity, completion: Completion) -> base.Cancelling:
         unseen = (identity.id, self._keys(Identity(identity.tenant, ""))[0], self._spec.unseen_per_tenant)
         keys = [*self._keys(identity), self._of_tenant("unseen", identity.tenant)]
-        found = await self._run("cancel", keys, self._cancelled_ms, *unseen, *_of_completion(completion))
+        kept = (self._cancelled_ms, self._keep_ms)
+        found = await self._run("cancel", keys, *kept, *unseen, *_of_completion(completion))
         return base.Cancelling(found.decode())
 
     async def reserve(
@@ -132,24 +150,91 @@ class RedisStore:
                 return None
 
     async def sweep(self) -> int:
-        """Does nothing: keys expire by themselves."""
-        return 0
+        if not self._surplus:
+            self._surplus.extend(await self._found_surplus())
+        removed = 0
+        while not removed and (step := next_step(self._surplus)):
+            keys = [
+                key
+                for row in step
+                for key in (*self._keys(Identity(row.tenant, row.id)), self._of_tenant("unseen", row.tenant))
+            ]
+            removed = await self._run("remove", keys, *(value for row in step for value in (row.state, row.id)))
+        return removed
+
+    async def _found_surplus(self) -> list[Surplus]:
+        # above `max_bytes`, or near to the `maxmemory` beyond which Redis refuses writes
+        if (found := await self._client.memory()) is None:
+            return []
+        memory, most = found
+        beyond = memory - FULL_AT * most if most else 0.0
+        if beyond <= 0 and memory <= self._spec.max_bytes:
+            return []
+        used = await self._used_by_share()
+        in_all = sum(used.values())
+        at_most: float = in_all
+        if beyond > 0:
+            at_most -= beyond + most * (1 - LOW_WATER)
+        if in_all > self._spec.max_bytes:
+            at_most = min(at_most, self._spec.max_bytes * LOW_WATER)
+        largest = sorted(cuts(used, at_most).items(), key=lambda each: -each[1])[:SHARES_AT_ONCE]
+        oldest = await self._oldest([share for share, _ in largest]) if largest else {}
+        rows: list[Surplus] = []
+        for share, cut in largest:
+            for row in oldest.get(share, ()):
+                if cut <= 0:
+                    break
+                rows.append(row)
+                cut -= row.size
+        return rows
+
+    async def _used_by_share(self) -> dict[Share, int]:
+        used: dict[Share, int] = {}
+        async for share, size in self._owned():
+            key = _share(share)
+            used[key] = used.get(key, 0) + size
+        return used
+
+    async def _oldest(self, shares: Sequence[Share]) -> dict[Share, list[Surplus]]:
+        """The rows of these shares that expire first, in this order. One scan finds them all, because a scan looks at
+        all keys."""
+        rows: dict[tuple[str, str], tuple[int, Share, Surplus]] = {}
+        wanted = [f"{quote(tenant, safe='')} {kind}" for tenant, kind in shares]
+        async for found, id, size, left_ms in self._owned(*wanted):
+            share = tenant, kind = _share(found)
+            id = id.decode()
+            rows[tenant, id] = left_ms, share, Surplus(tenant, id, size, kind)  # a key may come twice
+            if len(rows) >= 2 * SURPLUS_ROWS:
+                rows = {(row[2].tenant, row[2].id): row for row in nsmallest(SURPLUS_ROWS, rows.values())}
+        oldest: dict[Share, list[Surplus]] = {}
+        for _, share, row in nsmallest(SURPLUS_ROWS, rows.values()):
+            oldest.setdefault(share, []).append(row)
+        return oldest
+
+    async def _owned(self, *shares: str) -> AsyncGenerator[Any, None]:
+        cursor = b"0"
+        while True:
+            cursor, *found = await self._run("owned", [], cursor, f"{self._namespace}:", KEYS_IN_A_LOOK, *shares)
+            for row in found:
+                yield row
+            if cursor == b"0":
+                return
 
     async def follow(
-        self, identity: Identity, submission: Submission, *, first_entry: NewEntry, keep_until_ms: int
-    ) -> Submitted:
+        self, identity: Identity, submission: base.Submission, *, first_entry: base.NewEntry, keep_until_ms: int
+    ) -> base.Submitted:
         _, *values = _of_submission(submission)  # without the name of the first field
         found = await self._run("follow", self._keys(identity), keep_until_ms, *first_entry, *values)
-        return Submitted(found.decode())
+        return base.Submitted(found.decode())
 
     async def unfollow(self, identity: Identity) -> None:
         await self._run("unfollow", self._keys(identity))
 
-    async def submission(self, identity: Identity) -> Submission | None:
+    async def submission(self, identity: Identity) -> base.Submission | None:
         body_hash, lane, submitted, due, deadline = await self._run("submission", self._keys(identity))
         if body_hash is None:
             return None
-        return Submission(
+        return base.Submission(
             body_hash=body_hash,
             lane=lane.decode(),
             submitted_ms=int(submitted),
@@ -157,25 +242,25 @@ class RedisStore:
             deadline_ms=int(deadline),
         )
 
-    async def append(self, parts: Sequence[Part]) -> list[Refused | None]:
+    async def append(self, parts: Sequence[base.Part]) -> list[base.Refused | None]:
         keys = [key for part in parts for key in self._keys(part.held.identity)]
         values: list[Argument] = [self._keep_ms, self._spec.events_per_request, self._spec.event_bytes_per_request]
         for part in parts:
             values += [part.held.token, len(part.entries), *_of_submission(part.submission)]
             values += [value for entry in part.entries for value in entry]
         found = await self._run("append", keys, *values)
-        return [Refused(reason.decode()) if reason else None for reason in found]
+        return [base.Refused(reason.decode()) if reason else None for reason in found]
 
-    async def look(self, wanted: Sequence[tuple[Identity, int]]) -> list[Look | None]:
-        found: list[Look | None] = [None] * len(wanted)
+    async def look(self, wanted: Sequence[tuple[Identity, int]]) -> list[base.Look | None]:
+        found: list[base.Look | None] = [None] * len(wanted)
         for begin in range(0, len(wanted), REQUESTS_IN_A_LOOK):
             batch = wanted[begin : begin + REQUESTS_IN_A_LOOK]
             keys = [key for identity, _ in batch for key in self._keys(identity)]
             numbers = (after for _, after in batch)
-            news = await self._run("look", keys, ENTRIES_AT_ONCE, ENTRIES_IN_A_LOOK, *numbers)
+            news = await self._run("look", keys, base.ENTRIES_AT_ONCE, ENTRIES_IN_A_LOOK, *numbers)
             for at, last, ended, is_known, entries in news:
                 read = [_entry(entry) for entry in entries]
-                found[begin + at] = Look(entries=read, last=last, ended=ended == 1, is_known=is_known == 1)
+                found[begin + at] = base.Look(entries=read, last=last, ended=ended == 1, is_known=is_known == 1)
         return found
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> base.Taken:
@@ -192,13 +277,26 @@ class RedisStore:
     async def let_go(self, name: str, owner: str) -> None:
         await self._run("let_go", [self._lease(name)], owner)
 
+    async def pauses(self) -> Sequence[base.Pause]:
+        return base.pauses_in(await self._run("pauses", self._pauses))
+
+    async def pause(self, pause: base.Pause) -> bool:
+        row = f"{pause.until_ms or 0} {json.dumps(pause.as_json())}"
+        return bool(await self._run("pause", self._pauses, pause.id, row, base.PAUSES_AT_MOST))
+
+    async def resume(self, id: str) -> base.Pause | None:
+        removed = await self._run("resume", self._pauses, id)
+        return None if removed is None else base.pauses_in([removed])[0]
+
     async def _run(self, function: str, keys: Sequence[str], *arguments: Argument) -> Any:
-        """Run the script that calls this Lua function. Raises StoreUnavailable."""
-        return await self._client.run(STORE[function], keys, *arguments)
+        began_s = time.monotonic()
+        try:
+            return await self._client.run(STORE[function], keys, *arguments)
+        finally:
+            self.times[function].add(time.monotonic() - began_s)
 
     def _keys(self, identity: Identity) -> list[str]:
-        """The three Redis keys of a request: for its claim and result, for its submission (how a client submitted it),
-        and for its entries (steps and events)."""
+        """The keys of a request's claim and result, of its submission, and of its entries."""
         begin, end = self._namespace, f"{quote(identity.tenant, safe='')}:{identity.id}"
         return [f"{begin}:request:{end}", f"{begin}:followed:{end}", f"{begin}:entries:{end}"]
 
@@ -207,6 +305,10 @@ class RedisStore:
 
     def _allowance(self, name: str, period_s: int) -> str:
         return f"{self._namespace}:allowance:{period_s}:{name}"
+
+    @property
+    def _pauses(self) -> list[str]:
+        return [f"{self._namespace}:pauses"]
 
     def _lease(self, name: str) -> str:
         return f"{self._namespace}:lease:{name}"
@@ -222,15 +324,12 @@ def _of_fingerprint(fingerprint: Fingerprint) -> tuple[Argument, ...]:
 
 
 def _of_completion(completion: Completion) -> tuple[Argument, ...]:
-    """The names and values of a completion's fields in Redis, each name before its value."""
     headers = json.dumps(dict(completion.headers), ensure_ascii=False)
     ending = ("status", completion.status, "code", completion.code, "headers", headers)
     return (*ending, "ended", completion.ended_ms, "body", completion.body)
 
 
-def _of_submission(submission: Submission) -> tuple[Argument, ...]:
-    """The names and values of a submission's fields in Redis, each name before its value; the field `hash` comes
-    first."""
+def _of_submission(submission: base.Submission) -> tuple[Argument, ...]:
     times = ("submitted", submission.submitted_ms, "due", _or_empty(submission.due_ms))
     return ("hash", submission.body_hash, "lane", submission.lane, *times, "deadline", submission.deadline_ms)
 
@@ -247,6 +346,11 @@ def _completion(ending: Sequence[Any]) -> Completion:
     )
 
 
-def _entry(found: Sequence[Any]) -> Entry:
+def _entry(found: Sequence[Any]) -> base.Entry:
     number, (kind, body) = found
-    return Entry(int(number.partition(b"-")[2]), kind.decode(), body)
+    return base.Entry(int(number.partition(b"-")[2]), kind.decode(), body)
+
+
+def _share(found: bytes) -> Share:
+    tenant, _, kind = found.decode().rpartition(" ")
+    return unquote(tenant), Kind(kind)

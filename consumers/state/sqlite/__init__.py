@@ -1,4 +1,1 @@
-"""The store in a file, for the processes of one machine. Start at `store.py`.
-
-Imported by `state/opening.py` alone.
-"""
+"""The store in a file, for the processes of one machine. Start at `store.py`."""

@@ -1,7 +1,5 @@
-"""The SQLite file: opens, creates or migrates it, and explains its errors.
-
-    open_file(path, namespace=…, clock=…) -> sqlite3.Connection     raises sqlite3.Error, OSError, StoreUnavailable
-    explain(error, path) -> str                                     what is wrong, and what to do
+"""The SQLite file: opens, creates or migrates it, and explains its errors. Functions that open it raise sqlite3.Error,
+OSError, StoreUnavailable.
 
 The file has a write-ahead log, so that processes can read while another one writes, and `synchronous=FULL`, so that a
 commit survives a power cut. After `sync_commits(connection, False)` a commit does not wait for the disk: it survives
@@ -12,31 +10,26 @@ import fcntl
 import os
 import sqlite3
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import quote
 
 from consumers.state.base import StoreUnavailable
-from consumers.state.sqlite import following as sqlite_following
-from consumers.state.sqlite import shares as sqlite_shares
-from consumers.state.sqlite.clock import Clock
 
-VERSION = 4
-"""The version of the SQLite schema, which is stored in the file as `user_version`."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+VERSION = 6
+"""Of the schema; stored in the file as `user_version`."""
 APPLICATION = 0x4C616E65
-"""The file's `application_id`, which marks it as a file of Lanekeeper: the letters "Lane" in ASCII."""
+"""The file's `application_id`: the letters "Lane" in ASCII."""
 BUSY_S = 3.0
-"""The longest time, in seconds, that an operation waits for a transaction of another process. Transactions take
-milliseconds, so if one takes longer than this, its process hangs."""
+"""How long an operation waits for a transaction of another process. These take milliseconds, or their process hangs."""
 LEASE_AT_MOST_MS = 3_600_000
-"""If the system provides no boot id, a lease that ends after more than this many ms must have been granted before the
-machine was last started, because no lease is so long."""
+"""If the system provides no boot id, a lease that ends later than this is from before the last start of the machine."""
 ROOM_BYTES = 1024 * 1024
 """If fewer bytes than this are free on the disk, the store counts as full, although `probe` can still write its small
-value: answers need more space than that value, and the call to the provider is already paid for when its answer is
-stored."""
+value: answers need more, and they are paid for when they are stored."""
 WAL_BYTES = 64 * 1024 * 1024
-"""The size, in bytes, to which the write-ahead log is cut after a checkpoint."""
+"""The size to which the write-ahead log is cut after a checkpoint."""
 
 _REQUESTS = """
 CREATE TABLE request (
@@ -78,18 +71,91 @@ CREATE TABLE store (
     only INTEGER PRIMARY KEY CHECK (only = 1), namespace TEXT NOT NULL, boot TEXT NOT NULL, probed_ms INTEGER
 ) STRICT;
 """
-SCHEMA = _REQUESTS + sqlite_shares.SCHEMA + sqlite_following.SCHEMA
+_UNSEEN = """
+CREATE INDEX unseen ON request (tenant, keep_ms)
+    WHERE body_hash IS NULL AND noted = 0 AND due_ms IS NULL AND code = 'cancelled';
+"""
+_SHARES = """
+CREATE TABLE share (
+    kind TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    member TEXT NOT NULL,
+    until_ms INTEGER NOT NULL,  -- since 1970: until when it counts
+    weight INTEGER NOT NULL,
+    PRIMARY KEY (kind, tenant, member)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX share_by_end ON share (kind, until_ms);
+CREATE INDEX share_by_tenant ON share (kind, tenant, until_ms);
+CREATE TABLE share_sum (
+    kind TEXT NOT NULL,
+    tenant TEXT,  -- NULL: of all tenants
+    weight INTEGER NOT NULL,
+    UNIQUE (kind, tenant)
+) STRICT;
+"""
+_FOLLOWED = """
+CREATE TABLE followed (
+    key INTEGER PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    id TEXT NOT NULL,
+    body_hash BLOB NOT NULL,
+    lane TEXT NOT NULL,
+    streams INTEGER NOT NULL, -- not used
+    submitted_ms INTEGER NOT NULL,
+    due_ms INTEGER,
+    deadline_ms INTEGER NOT NULL,
+    last INTEGER NOT NULL,   -- number of the last entry
+    events INTEGER NOT NULL, -- number of events since the last restart
+    bytes INTEGER NOT NULL,  -- their size
+    UNIQUE (tenant, id)
+) STRICT;
+CREATE TABLE entry (
+    followed INTEGER NOT NULL, number INTEGER NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL,
+    PRIMARY KEY (followed, number)
+) STRICT, WITHOUT ROWID;
+CREATE TRIGGER followed_removed AFTER DELETE ON followed BEGIN DELETE FROM entry WHERE followed = old.key; END;
+CREATE TRIGGER request_removed AFTER DELETE ON request
+    BEGIN DELETE FROM followed WHERE tenant = old.tenant AND id = old.id; END;
+"""
+_PAUSES = """
+CREATE TABLE pause (
+    id TEXT PRIMARY KEY,
+    until_ms INTEGER,  -- since 1970; NULL: it does not end by itself
+    body TEXT NOT NULL
+) STRICT, WITHOUT ROWID;
+"""
+SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _PAUSES
 MIGRATIONS: dict[int, str] = {
     1: "ALTER TABLE request ADD COLUMN due_ms INTEGER",
-    2: sqlite_shares.SCHEMA,
-    3: sqlite_following.SCHEMA,
+    2: _SHARES,
+    3: _FOLLOWED,
+    4: f"{_UNSEEN} DELETE FROM share WHERE kind <> 'waiting';\n DELETE FROM share_sum WHERE kind <> 'waiting'",
+    5: _PAUSES,
 }
-"""For each version of the schema: the statements that change it into the next version."""
+"""For each version of the schema, what changes it into the next one."""
+
+
+class Clock:
+    """Two clocks that all processes of this machine read: the time since boot, which never jumps, for leases; and the
+    calendar time, for retention."""
+
+    def since_boot_ms(self) -> int:
+        clock = getattr(time, "CLOCK_BOOTTIME", None)  # Linux; it goes on while the machine sleeps
+        return (time.monotonic_ns() if clock is None else time.clock_gettime_ns(clock)) // 1_000_000
+
+    def since_1970_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+    def boot(self) -> str:
+        """The id of the boot that `since_boot_ms` counts from; empty if the system does not provide it."""
+        try:
+            return BOOT_ID.read_text(encoding="ascii").strip()
+        except OSError:
+            return ""
 
 
 def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection:
-    """Open the SQLite file of the store; create it if it is missing. When this returns, the file has the schema of this
-    version, and all leases in it that are known to be from before the last start of the machine have ended."""
+    """Open the file; create or migrate it if needed. Leases from before the last start of the machine end."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(FileExistsError):  # an existing file is not opened: closing it would drop this process's locks on it
         # created here, because SQLite would make it readable by everyone
@@ -110,16 +176,34 @@ def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection
     return connection
 
 
+def adopt(former: Path, path: Path) -> None:
+    """Rename the file `former`, with what its write-ahead log has, to `path`, if there is none at `path`. Raises
+    StoreUnavailable if another process has it open, because its content would be missed, or be in two places."""
+    if path.exists() or not former.exists():
+        return
+    with closing(connect(former)) as connection:
+        try:
+            connection.execute("PRAGMA journal_mode=DELETE")  # fails unless this is the only connection
+            connection.execute("BEGIN EXCLUSIVE")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise
+            raise StoreUnavailable(
+                f"{former}, whose name should be {path.name} now, is in use: end the processes of the earlier version "
+                "(`fuser` names them), or set LANEKEEPER_STORE_URL"
+            ) from None
+        if former.exists() and not path.exists():  # another process may have been quicker
+            former.rename(path)
+
+
 def connect(path: Path) -> sqlite3.Connection:
-    """Open a connection to an SQLite file that exists. Raises sqlite3.Error."""
+    """Open a connection to a file that exists."""
     return sqlite3.connect(
         f"file:{quote(str(path))}?mode=rw", uri=True, timeout=BUSY_S, isolation_level=None, cached_statements=64
     )
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> int:
-    """Returns the version of the schema that the SQLite file has. Raises StoreUnavailable if it is newer than this
-    program's, or if the file is not Lanekeeper's. Writes nothing."""
     version = _pragma(connection, "user_version")
     if version > VERSION:
         raise StoreUnavailable(
@@ -135,8 +219,7 @@ def _check(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def _write_ahead(connection: sqlite3.Connection) -> None:
-    """Switch the write-ahead log on. This is tried again for up to `BUSY_S`, because if two processes start at once,
-    one of them gets "database is locked" in spite of the connection's timeout."""
+    # Tried again, because if two processes start at once, one gets "database is locked" in spite of the timeout.
     end = time.monotonic() + BUSY_S
     while True:
         try:
@@ -149,8 +232,8 @@ def _write_ahead(connection: sqlite3.Connection) -> None:
 
 
 def sync_commits(connection: sqlite3.Connection, sync: bool) -> None:
-    """Set whether the next commits wait for the disk. `execute` cannot be used, because the pragma takes effect when it
-    is prepared, and `execute` prepares the same statement only once."""
+    """Set whether the next commits wait for the disk."""
+    # not `execute`, which prepares the same statement only once: the pragma takes effect when it is prepared
     connection.executescript(f"PRAGMA synchronous={'FULL' if sync else 'NORMAL'}")
 
 
@@ -185,9 +268,8 @@ def _end_leases_of_earlier_boots(connection: sqlite3.Connection, clock: Clock) -
 
 
 def _run(connection: sqlite3.Connection, script: str) -> None:
-    """Run several statements in the open transaction. (`executescript` would commit the transaction first.)"""
     for statement in script.split(";\n"):
-        if statement.strip():
+        if statement.strip():  # `executescript` would commit the transaction first
             connection.execute(statement)
 
 
@@ -197,7 +279,7 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
 
 
 def inode(path: Path) -> tuple[int, int] | None:
-    """The device and inode number of the file at `path`; None if there is no file."""
+    """The device and inode number of a file; None if there is no file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -206,16 +288,15 @@ def inode(path: Path) -> tuple[int, int] | None:
 
 
 def log_of(path: Path) -> Path:
-    """The path at which SQLite keeps the write-ahead log of a file."""
+    """The path of a file's write-ahead log."""
     return path.with_name(path.name + "-wal")
 
 
 def drop_log(path: Path, log: tuple[int, int] | None) -> None:
-    """Remove the write-ahead log of a file that was removed or replaced while it was open. Otherwise SQLite would apply
-    the log to the new file.
+    """Remove the log of a file that was removed or replaced while it was open; SQLite would apply it to the new file.
 
-    `log`: the inode of the old file's log. A log with another inode is not removed: it belongs to the new file, because
-    another process has already removed the old log.
+    `log`: the inode of the old file's log. One with another inode belongs to the new file, because another process has
+    already removed the old log.
     """
     with suppress(FileNotFoundError, NotADirectoryError):
         folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
@@ -229,15 +310,14 @@ def drop_log(path: Path, log: tuple[int, int] | None) -> None:
 
 
 def probe(connection: sqlite3.Connection, path: Path, today: int) -> int:
-    """Write a value into the SQLite file, to see whether it can be written. Returns the number of free bytes on its
-    disk."""
+    """Write a value into the file, to see whether it can be written. Returns the free bytes on its disk."""
     connection.execute("UPDATE store SET probed_ms = ?", (today,))
     disk = os.statvfs(path)
     return disk.f_bavail * disk.f_frsize
 
 
 def explain(error: Exception, path: Path) -> str:
-    """Returns what is wrong with the SQLite file, and what to do about it, as the text of a `StoreUnavailable`."""
+    """What is wrong with the file, and what to do about it, as the text of a `StoreUnavailable`."""
     if isinstance(error, StoreUnavailable):
         return str(error)
     if isinstance(error, OSError):

@@ -1,11 +1,6 @@
 """Runs the one thread that writes the SQLite file. All operations that wait at the same time share one transaction, and
-so one fsync. A transaction needs no fsync if none of its operations must survive a power cut, for example if all of
-them are claims and renewals (see `_must_sync`).
-
-    await writer.do(lambda tables, at: tables.requests.claim(at, identity, fingerprint))
-
-`do` returns the operation's result. If a transaction fails, it is rolled back, and all its operations fail. The file is
-opened again if it was removed or replaced, and after any error except that another process has locked it.
+so at most one fsync. If it fails, it is rolled back, and all its operations fail. The file is opened again if it was
+removed or replaced, and after any error except that another process has locked it.
 """
 
 import asyncio
@@ -18,29 +13,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from consumers.state.base import StoreUnavailable
-from consumers.state.spec import StoreSpec
-from consumers.state.sqlite.clock import Clock
-from consumers.state.sqlite.counters import Counters
-from consumers.state.sqlite.file import drop_log, explain, inode, log_of, open_file, sync_commits
+from consumers.state.base import StoreSpec, StoreUnavailable
+from consumers.state.sqlite.counters import Counters, Waiting
+from consumers.state.sqlite.file import Clock, adopt, drop_log, explain, inode, log_of, open_file, sync_commits
 from consumers.state.sqlite.following import Followed
-from consumers.state.sqlite.requests import Requests
-from consumers.state.sqlite.rows import Times
-from consumers.state.sqlite.shares import Waiting
-from consumers.state.sqlite.sweeping import Sweeping
-from consumers.state.sqlite.together import Claim, Complete, Together, parts
+from consumers.state.sqlite.requests import Claim, Complete, Requests, Times, parts
+from lanekeeper.telemetry.figures import timings
 
 T = TypeVar("T")
 WAITING_AT_MOST = 10_000
-"""The maximum number of operations that may wait for the thread that writes the SQLite file. There is a limit, because
-each waiting operation keeps in memory what it will write."""
+"""How many operations may wait for the thread; each keeps in memory what it will write."""
 TOGETHER_AT_MOST = 500
-"""The maximum number of operations in one transaction, so that no operation waits too long for the others."""
+"""How many operations one transaction may have, so that none waits too long for the others."""
 REOPEN_S = 0.5
-"""The shortest time, in seconds, between two attempts to open the SQLite file."""
 CLOSE_S = 10.0
-"""How many seconds `close` waits for the last operations on the SQLite file. This is longer than one wait for a lock
-(`BUSY_S`) and one fsync."""
+"""How long `close` waits for the last operations: longer than one wait for a lock (`BUSY_S`) and one fsync."""
 _INVALID_VALUES = (
     sqlite3.DataError,
     sqlite3.IntegrityError,
@@ -49,20 +36,17 @@ _INVALID_VALUES = (
     ValueError,
     OverflowError,
 )
-"""The errors of SQLite that come from the values of one operation (too large, or invalid Unicode). Only that operation
-fails then; the other operations of the transaction are done."""
+"""The errors that come from the values of one operation (too large, or invalid Unicode). Only that operation fails."""
 
 
 class Tables:
-    """An open SQLite file: the objects that read and write its tables, and the inodes of the file and its log."""
+    """An open file: what reads and writes its tables, and the inodes of the file and its log."""
 
     def __init__(self, connection: sqlite3.Connection, spec: StoreSpec, path: Path) -> None:
         self.connection = connection
         self.requests = Requests(connection, spec)
         self.followed = Followed(connection, spec, self.requests)
-        self.together = Together(connection, spec)
         self.counters = Counters(connection)
-        self.sweeping = Sweeping(connection, spec)
         self.waiting = Waiting(connection, spec)
         self.file = inode(path)
         self.log = inode(log_of(path))
@@ -73,9 +57,6 @@ _Done = tuple["asyncio.Future[Any]", Any, Exception | None]
 
 
 class _Waiting(NamedTuple):
-    """An operation on the SQLite file that waits for the writing thread, with the future of its caller. `batchable` and
-    `durable` are explained at `Writer.do`."""
-
     operation: Operation[Any]
     done: "asyncio.Future[Any]"
     batchable: Claim | Complete | None
@@ -83,30 +64,36 @@ class _Waiting(NamedTuple):
 
 
 class Writer:
-    """Runs all operations on the SQLite file in one thread, from `start` to `close`, for one event loop."""
+    """Runs all operations on the file in one thread, from `start` to `close`, for one event loop."""
 
-    def __init__(self, path: Path, *, namespace: str, spec: StoreSpec, clock: Clock) -> None:
+    def __init__(
+        self, path: Path, *, namespace: str, spec: StoreSpec, clock: Clock, former: Path | None = None
+    ) -> None:
         self._path = path
+        self._former = former
         self._namespace = namespace
         self._spec = spec
         self._clock = clock
         self._waiting = 0
+        self._is_closed = False
         self._gathered: list[_Waiting] = []
         self._is_busy = False
-        """True while the writing thread works on a group of operations, or `_hand_over` is about to give it one."""
+        """True while the thread works on a group of operations, or `_hand_over` is about to give it one."""
         self._groups: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._tables: Tables | None = None
         self._syncs = True
         self._reopen_at = 0.0
         self.trouble: str | None = None
+        self.times = timings()
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def close(self) -> None:
-        """Carry out the operations that still wait, then end the writing thread."""
+        """Carry out the operations that still wait, then end the thread."""
+        self._is_closed = True
         while self._gathered:
             self._hand_over()
         self._groups.put(None)
@@ -115,12 +102,13 @@ class Writer:
     async def do(
         self, operation: Operation[T], *, batchable: Claim | Complete | None = None, durable: bool = True
     ) -> T:
-        """Run an operation in the writing thread. Returns its result as soon as what it wrote would survive a power
-        cut. Raises StoreUnavailable.
+        """Run an operation in the thread. Returns its result as soon as what it wrote would survive a power cut.
 
-        `batchable`: the operation's arguments, if `Together` can write it. `durable`: False if the operation need not
-        survive a power cut; its result is then returned as soon as other processes can see what it has written.
+        `batchable`: the operation's arguments, if one statement can write many of its kind. `durable`: False if it need
+        not survive a power cut; its result is then returned as soon as other processes can see what it has written.
         """
+        if self._is_closed:
+            raise StoreUnavailable(f"{self._path} is not used any more: this store was closed")
         if self._waiting >= WAITING_AT_MOST:
             raise StoreUnavailable(f"{self._path} is too slow: {self._waiting} operations wait for it")
         done: asyncio.Future[T] = self._loop.create_future()
@@ -129,21 +117,22 @@ class Writer:
         if not self._is_busy:
             self._is_busy = True
             self._loop.call_soon(self._hand_over)
-        return await done
+        began_s = time.monotonic()
+        try:
+            return await done
+        finally:
+            name = getattr(operation, "__qualname__", "")  # SqliteStore.claim.<locals>.<lambda>
+            self.times[name.partition(".")[2].partition(".")[0] or "sweep"].add(time.monotonic() - began_s)
 
     def _hand_over(self) -> None:
-        """Give the writing thread the operations that were collected (at most `TOGETHER_AT_MOST`) as one group, which
-        it does in one transaction. Operations that arrive meanwhile form the next group."""
         group, self._gathered = self._gathered[:TOGETHER_AT_MOST], self._gathered[TOGETHER_AT_MOST:]
         self._is_busy = bool(group)
         if group:
             self._groups.put(group)
 
     def _hand_back(self, done: list[_Done]) -> None:
-        """Give the callers the results of their operations. Before that, give the writing thread its next group, so
-        that it need not wait."""
         self._waiting -= len(done)
-        self._hand_over()
+        self._hand_over()  # first, so that the thread need not wait
         for future, value, error in done:
             if future.done():  # the caller has gone
                 continue
@@ -192,8 +181,7 @@ class Writer:
         return done
 
     def _must_sync(self, group: Sequence[_Waiting]) -> bool:
-        """True if the commit of these operations must wait for the disk. It need not if none of them must survive a
-        power cut (`durable`), for example if all are claims and renewals.
+        """True if the commit of these operations must wait for the disk: not if all are claims and renewals.
 
         A committed claim is visible to all processes, even after this process was killed. Only a power cut can lose it.
         But a power cut also ends every process that holds or asks for a claim, because all of them run on this machine,
@@ -212,6 +200,8 @@ class Writer:
             if time.monotonic() < self._reopen_at and self.trouble is not None:
                 raise StoreUnavailable(self.trouble)
             self._reopen_at = time.monotonic() + REOPEN_S
+            if self._former is not None:
+                adopt(self._former, self._path)
             connection = open_file(self._path, namespace=self._namespace, clock=self._clock)
             self._syncs = True
             self._tables = Tables(connection, self._spec, self._path)
@@ -225,8 +215,8 @@ class Writer:
 
 
 def _all_done(tables: Tables, at: Times, group: Sequence[_Waiting]) -> list[_Done]:
-    """Do a group of operations within one transaction: its claims, then its completions, then the rest. Returns their
-    results."""
+    """Do a group of operations: its claims, then its completions, then the rest. Any order will do, because all were
+    requested before the first one was answered."""
     done: list[_Done] = []
     claims, completions, rest = [], [], []
     for waiting in group:
@@ -239,9 +229,9 @@ def _all_done(tables: Tables, at: Times, group: Sequence[_Waiting]) -> list[_Don
         else:
             rest.append(waiting)
     for batch in parts(claims):
-        done += _done_together(tables.together.claim, tables, at, batch)
+        done += _done_together(tables.requests.claim_new, tables, at, batch)
     for batch in parts(completions):
-        done += _done_together(tables.together.complete, tables, at, batch)
+        done += _done_together(tables.requests.complete_held, tables, at, batch)
     done += [_done_alone(tables, at, waiting) for waiting in rest]
     return done
 
@@ -249,7 +239,6 @@ def _all_done(tables: Tables, at: Times, group: Sequence[_Waiting]) -> list[_Don
 def _done_together(
     write: Callable[[Times, list[Any]], Sequence[object]], tables: Tables, at: Times, batch: Sequence[_Waiting]
 ) -> list[_Done]:
-    """Do claims or completions with one SQL statement, and those that it did not write one by one."""
     try:
         written = write(at, [waiting.batchable for waiting in batch])
     except _INVALID_VALUES:  # of one operation; the statement has written nothing

@@ -9,19 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.limits.account import Account
-from consumers.limits.base import NOTHING, Amounts, Feedback, Kind
-from consumers.limits.burst import RECOVERY_EVERY_S, Bursts
-from consumers.limits.headers import BucketHeaders, RateHeaders
-from consumers.limits.lines import Waiter
-from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import AccountCaps, BudgetSpec
+from consumers.limits.account import Account, Waiter
+from consumers.limits.accounts import own_accounts
+from consumers.limits.base import NOTHING, Amounts, BucketHeaders, BudgetSpec, Feedback, Kind, RateHeaders
+from consumers.limits.learned import RECOVERY_EVERY_S, Bursts
 from service.simulated.buckets import Bucket
 from tests.support.budget import ACCOUNT, Tokens, Traffic
 from tests.support.examples import examples
 from tests.support.virtual_time import virtually
 
-KNOWN = (False, False, False)
 NOTHING_SAID = BucketHeaders()
 TRAVEL_S = (0.01, 0.06)
 
@@ -74,54 +70,6 @@ def test_any_size_of_the_providers_bucket_is_used_with_hardly_any_refusal(
     virtually(story())
 
 
-def test_a_large_job_and_a_backlog_leave_critical_requests_their_share() -> None:
-    async def story() -> None:
-        on = unknown(60, call_s=(0.8, 1.2))
-        on.slots("batch", 4, contest)
-        on.every(5, "critical", 700)
-        await asyncio.sleep(30)
-        on.every(90, "batch", 26_000)
-        await on.run(300)
-
-        assert on.refused == 0
-        assert on.p99_s("critical") < 0.1
-
-    virtually(story())
-
-
-def test_budget_that_was_held_back_at_first_is_available_after_the_first_answer() -> None:
-    async def story() -> None:
-        on = unknown(60, requests=600, input_tokens=400_000)
-        waiting = [asyncio.ensure_future(on.call("batch", 100)) for _ in range(60)]
-        await asyncio.sleep(0.4)
-        assert sum(of for of, _ in on.used.values()) <= 3  # everything at once would be too much, as far as is known
-        await asyncio.sleep(2.2)
-
-        assert sum(of for of, _ in on.used.values()) >= 50
-        await asyncio.gather(*waiting)
-        assert on.refused == 0
-
-    virtually(story())
-
-
-def test_a_provider_that_announces_minutes_but_enforces_seconds_is_not_overrun_ever_more() -> None:
-    async def story() -> None:
-        on = unknown(1, call_s=(0.2, 0.4))
-        on.judge.headers = lambda: {  # type: ignore[method-assign]
-            "anthropic-ratelimit-requests-limit": "60",
-            "anthropic-ratelimit-requests-remaining": "57",
-        }
-        for _ in range(40):
-            # a pause, and then many requests at once
-            await asyncio.gather(*(on.call("batch", 100) for _ in range(5)))
-            await asyncio.sleep(15)
-
-        assert sum(at_s > on.began_s + 120 for at_s in on.refused_at_s) <= 12  # without learning, four each time
-        assert on.budgets.turns(ACCOUNT).account.per_minute().requests == 60
-
-    virtually(story())
-
-
 @settings(max_examples=examples(100), deadline=None)
 @given(
     capacity=st.floats(1, 60),
@@ -148,58 +96,11 @@ def test_no_more_is_used_at_once_than_the_provider_holds(
 # ---- what is learned -------------------------------------------------------------------------------------------------
 
 
-def seconds(of: Bursts) -> list[float]:
-    return [size.burst_s for size in of.sizes(guessed=KNOWN)]
-
-
-def test_the_proven_burst_is_the_largest_sum_of_remaining_and_used_amounts() -> None:
-    bursts = Bursts(10)
-    assert seconds(bursts) == [10, 10, 10]
-    assert bursts.learn(told(2), Amounts(1, 0, 0))
-    assert seconds(bursts) == [3, 10, 10]
-    assert not bursts.learn(told(0), Amounts(1, 0, 0))
-    assert bursts.learn(told(6), Amounts(1, 0, 0))
-    assert bursts.learn(told(40), Amounts(1, 0, 0))
-    assert seconds(bursts) == [10, 10, 10]  # never above the setting
-
-
-def test_rounded_token_counts_prove_their_lowest_possible_value_and_missing_ones_nothing() -> None:
-    bursts = Bursts(60)
-    bursts.learn(
-        RateHeaders(NOTHING_SAID, BucketHeaders(limit=60_000, remaining=3000), NOTHING_SAID), Amounts(1, 700, 0)
-    )
-    assert seconds(bursts)[1] == pytest.approx(3.2)
-    other = Bursts(60)
-    other.learn(RateHeaders(NOTHING_SAID, BucketHeaders(limit=60_000, remaining=0), NOTHING_SAID), Amounts(1, 700, 0))
-    assert seconds(other)[1] == 0
-
-
 @pytest.mark.parametrize(("setting", "found"), [(60, [5, 10, 5]), (8, [5, 8, 5]), (1, [1, 1, 1])])
 def test_an_unproven_burst_is_small_for_a_guessed_limit_and_larger_for_a_known_one(
     setting: float, found: list[float]
 ) -> None:
     assert [size.burst_s for size in Bursts(setting).sizes(guessed=(True, False, True))] == found
-
-
-def test_with_configured_limits_and_a_silent_provider_the_burst_is_ten_seconds() -> None:
-    account = Account("a", BudgetSpec(accounts={"a": AccountCaps(requests=60)}), now_s=0)
-    account.learn(Feedback(kind=Kind.ANSWERED), 0)
-    granted_s: list[float] = []
-    for each in range(100):
-        account.join(Waiter(each % 3, Amounts(1, 100_000, 1000), arrived_s=0))
-    now_s = 0.0
-    while now_s < 60:
-        found, in_s = account.grant_next(now_s)
-        if found is not None:
-            granted_s.append(now_s)
-        else:
-            now_s += in_s + 0.0005
-
-    assert granted_s.count(0) in (9, 10)
-    assert len(granted_s) in (
-        66,
-        67,
-    )  # of 70; the rest is the reserve of critical
 
 
 def test_a_refusal_with_headers_halves_the_burst_and_not_the_limit_and_the_burst_recovers_slowly() -> None:
@@ -241,17 +142,6 @@ def test_a_refusal_reduces_only_the_burst_of_the_bucket_that_was_used_up() -> No
     assert account.per_minute().input_tokens == pytest.approx(0.8 * 0.8 * 60_000)
 
 
-def test_a_provider_without_limits_does_not_limit_the_burst() -> None:
-    account = Account("a", BudgetSpec(), now_s=0)
-    account.join(Waiter(0, Amounts(1, 1000, 500), arrived_s=0))
-    account.grant_next(0)
-    account.learn(Feedback(kind=Kind.ANSWERED), 1)
-
-    for number in range(1000):
-        account.join(waiter := Waiter(number % 3, Amounts(1, 10_000, 1000), arrived_s=1))
-        assert account.grant_next(1)[0] is waiter
-
-
 def test_a_bucket_as_large_as_the_providers_is_refilled_from_the_calls_arrival() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     account.learn(Feedback(kind=Kind.ANSWERED, rate=told(0), counted=Amounts(1, 0, 0)), 0)
@@ -287,3 +177,21 @@ def test_whatever_is_learned_every_bucket_holds_between_one_unit_and_the_setting
             assert 1 <= bucket.burst <= max(1.0, per_minute * (1 + 1e-9))
             assert bucket.level <= bucket.burst
             assert sum(part for part in bucket.savings if part > 0) <= bucket.burst * (1 + 1e-9)
+
+
+def test_a_provider_that_announces_minutes_but_enforces_seconds_is_not_overrun_ever_more() -> None:
+    async def story() -> None:
+        on = unknown(1, call_s=(0.2, 0.4))
+        on.judge.headers = lambda: {  # type: ignore[method-assign]
+            "anthropic-ratelimit-requests-limit": "60",
+            "anthropic-ratelimit-requests-remaining": "57",
+        }
+        for _ in range(40):
+            # a pause, and then many requests at once
+            await asyncio.gather(*(on.call("batch", 100) for _ in range(5)))
+            await asyncio.sleep(15)
+
+        assert sum(at_s > on.began_s + 120 for at_s in on.refused_at_s) <= 12  # without learning, four each time
+        assert on.budgets.turns(ACCOUNT).account.per_minute().requests == 60
+
+    virtually(story())

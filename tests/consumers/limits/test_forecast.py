@@ -7,11 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from consumers.limits import forecast
-from consumers.limits.account import Account
-from consumers.limits.base import NOTHING, Amounts, Feedback, Kind
-from consumers.limits.lines import Waiter
-from consumers.limits.own_turns import own_accounts
-from consumers.limits.spec import AccountCaps, BudgetSpec
+from consumers.limits.account import Account, Waiter
+from consumers.limits.accounts import own_accounts
+from consumers.limits.base import NOTHING, AccountCaps, Amounts, BudgetSpec, Feedback, Kind
 from tests.support.examples import examples
 from tests.support.virtual_time import virtually
 
@@ -79,15 +77,6 @@ def test_a_lane_below_with_waiting_requests_saves_on_when_its_reserve_is_full(is
     assert not is_here or starts_s(account, waiter, 0.0) == pytest.approx(190 / 75)
 
 
-def test_a_request_does_not_wait_for_tokens_that_it_does_not_need() -> None:
-    account = new_account()
-    account.buckets[2].level = -100
-    waiter = Waiter(CRITICAL, tokens(10), arrived_s=0.0)
-    account.join(waiter)
-
-    assert forecast.of(account, waiter, 0.0).seconds == starts_s(account, waiter, 0.0) == 0
-
-
 def test_a_request_that_may_start_at_the_last_moment_is_not_hopeless() -> None:
     for lane in (CRITICAL, NORMAL, BATCH):
         account = new_account()
@@ -102,7 +91,7 @@ def test_a_request_that_may_start_at_the_last_moment_is_not_hopeless() -> None:
 def test_for_each_call_before_it_a_request_waits_one_call_longer() -> None:
     account = new_account(BudgetSpec(accounts={"a": AccountCaps(concurrency=1)}))
     account.concurrency.call_s = 10.0
-    account.concurrency.begin(CRITICAL, ())
+    account.concurrency.begin(CRITICAL, "", (), 0.0)
     waiters = [Waiter(BATCH, Amounts(1, 1, 1), arrived_s=float(each), until_s=10.0 * each + 15) for each in range(3)]
     for waiter in waiters:
         account.join(waiter)
@@ -137,18 +126,6 @@ def test_a_request_that_can_start_only_with_a_full_bucket_is_not_refused() -> No
     assert forecast.of(account, waiter, 0.0).least_s == pytest.approx(1)
 
 
-def test_a_returning_request_does_not_wait_for_later_requests_of_other_processes() -> None:
-    account = new_account()
-    account.buckets[1].lower(0)
-    account.waiting_elsewhere = [(0.0, 5_000.0 if lane == BATCH else 0.0, 0.0) for lane in range(len(account.lanes))]
-    back, fresh = (Waiter(BATCH, tokens(10), arrived_s=arrived_s) for arrived_s in (-60.0, 0.0))
-    account.join(back)
-    account.join(fresh)
-
-    assert forecast.of(account, back, 0.0).least_s < 3
-    assert forecast.of(account, fresh, 0.0).least_s > 50
-
-
 def test_requests_that_will_surely_be_too_late_are_found_in_each_lane() -> None:
     for lane in (CRITICAL, NORMAL, BATCH):
         account = new_account()
@@ -180,18 +157,6 @@ def test_a_forecast_counts_what_has_flowed_in_until_now() -> None:
     assert waits_s(3.0) == [pytest.approx(each - 3.0) for each in waits_s(0.0)]
 
 
-def test_the_forecast_before_a_request_joins_is_the_one_it_gets_at_the_end_of_the_line() -> None:
-    account = new_account()
-    account.buckets[1].lower(0)
-    account.waiting_elsewhere = [NOTHING, NOTHING, (0.0, 100.0, 0.0)]
-    account.join(Waiter(BATCH, tokens(40), arrived_s=0.0))
-    predicted = forecast.wait(account, BATCH, tokens(10), 1.0)
-    waiter = Waiter(BATCH, tokens(10), arrived_s=1.0)
-    account.join(waiter)
-
-    assert forecast.of(account, waiter, 1.0) == predicted
-
-
 def test_a_higher_lane_that_waits_for_output_tokens_is_not_assumed_to_use_input_tokens_meanwhile() -> None:
     account = new_account()
     account.buckets[2].lower(0)
@@ -203,70 +168,24 @@ def test_a_higher_lane_that_waits_for_output_tokens_is_not_assumed_to_use_input_
     assert forecast.of(account, waiter, 0.0).least_s == pytest.approx(starts_s(account, waiter, 0.0))
 
 
-def test_the_forecast_of_the_first_request_does_not_include_requests_behind_it() -> None:
-    account = new_account(BudgetSpec(accounts={"a": AccountCaps(concurrency=1)}))
-    for number in range(100):
-        account.join(Waiter(BATCH, Amounts(1, 1, 1), arrived_s=float(number), until_s=130.0))
-    first, _ = account.grant_next(100.0)
-    assert first is not None
-    assert first.reservation is not None
-    account.settle(first.reservation, None, 110.0)  # a call takes ten seconds
-    running, _ = account.grant_next(110.0)
-    head = account.lines.heads[BATCH]
-    assert running is not None
-    assert head is not None
-
-    assert forecast.first(account, BATCH, head.amounts, 110.0).least_s == pytest.approx(10)
-    refused = [waiter for waiter, _ in forecast.hopeless(account, 110.0)]
-    assert head not in refused
-    assert refused
-
-
-def test_answers_raise_the_concurrency_that_overloads_have_lowered() -> None:
-    account = new_account()
-    for _ in range(8):
-        account.concurrency.begin(CRITICAL, ())
-    while not account.concurrency.is_limited:
-        account.learn(Feedback(kind=Kind.OVERLOADED), 0.0)
-    lowered = account.concurrency.limit
-
-    for _ in range(int(lowered) + 1):
-        account.learn(Feedback(kind=Kind.ANSWERED), 0.0)
-
-    assert lowered == 4
-    assert lowered + 1 <= account.concurrency.limit < lowered + 1.5
-
-
 def test_the_learned_concurrency_after_an_overload_refuses_no_request() -> None:
     account = new_account(BudgetSpec(accounts={"a": CAPS}))
-    account.join(Waiter(CRITICAL, Amounts(1, 1, 1), arrived_s=0.0))
-    running, _ = account.grant_next(0.0)
-    assert running is not None
+    for _ in range(2):
+        account.join(Waiter(NORMAL, Amounts(1, 1, 1), arrived_s=0.0))
+        account.grant_next(0.0)
     account.concurrency.call_s = 30.0
-    for number in range(5):
-        account.learn(Feedback(kind=Kind.OVERLOADED), float(number))
-    assert account.concurrency.is_full
-    waiter = Waiter(CRITICAL, Amounts(1, 1, 1), arrived_s=5.0, until_s=10.0)
+    for _ in range(20):
+        account.learn(Feedback(kind=Kind.OVERLOADED), 3.0)
+    for second in (4.0, 5.0):
+        account.concurrency.tick(second)
+    assert account.concurrency.limit == account.concurrency.running == 2
+    waiter = Waiter(NORMAL, Amounts(1, 1, 1), arrived_s=5.0, until_s=10.0)
     account.join(waiter)
 
     found = forecast.of(account, waiter, 5.0)
 
     assert (found.reason, found.is_known, found.least_s) == ("concurrency", False, 0.0)
     assert found.seconds > 5
-
-
-def test_a_lane_without_waiting_requests_has_not_saved_for_a_request_that_will_not_wait() -> None:
-    async def story() -> None:
-        budgets = own_accounts(SPEC)
-        full = await budgets.reserve("a", lane="critical", amounts=tokens(1_000), until=None)
-        budgets.settle(full, full.amounts)
-        await asyncio.sleep(3)
-
-        # 50 are saved, the reserve; 15 have flowed in since, but to a lane that had nothing to save for
-        assert await budgets.try_reserve("a", lane="batch", amounts=tokens(65)) is None
-        assert await budgets.try_reserve("a", lane="batch", amounts=tokens(50)) is not None
-
-    virtually(story())
 
 
 def test_a_lane_saves_for_a_request_only_from_its_arrival_on() -> None:

@@ -4,13 +4,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-import structlog
 
-from consumers.limits.accounts import Accounts
-from consumers.limits.base import NO_FEEDBACK, Amounts, Feedback, Kind, Reservation
-from consumers.limits.headers import BucketHeaders, RateHeaders
-from consumers.limits.own_turns import OwnTurns, own_accounts
-from lanekeeper.telemetry import signals
+from consumers.limits.accounts import Accounts, OwnTurns, own_accounts
+from consumers.limits.base import (
+    Amounts,
+    Feedback,
+    Kind,
+    Reservation,
+    WaitTooLong,
+)
 from tests.support.budget import ACCOUNT, spec
 from tests.support.virtual_time import virtually
 
@@ -21,7 +23,7 @@ class Bench:
     """One account of 60 requests a minute, with nothing left."""
 
     def __init__(self) -> None:
-        self.budgets: Accounts[OwnTurns] = own_accounts(spec(spend_pause_s=600.0))
+        self.budgets: Accounts[OwnTurns] = own_accounts(spec())
         self.turns = self.budgets.turns(ACCOUNT)
         self.account = self.turns.account
         self.loop = asyncio.get_running_loop()
@@ -81,16 +83,36 @@ def test_what_was_granted_to_the_last_in_line_that_was_cancelled_is_there_again(
     story(tell)
 
 
-def test_a_request_that_waits_has_one_wake_up_however_often_the_account_is_looked_at() -> None:
+def test_a_request_whose_time_is_up_is_not_granted_what_comes_back_at_that_moment() -> None:
+    async def tell(on: Bench) -> None:
+        until = on.loop.time() + 5
+        asked = asyncio.ensure_future(on.budgets.reserve(ACCOUNT, lane="critical", amounts=ONE, until=until))
+        await asyncio.sleep(0)
+        on.account.held_until_s = until + 5
+
+        def come_back() -> None:
+            on.account.held_until_s = until
+            on.fill(2.0)
+            on.turns.step()
+
+        on.loop.call_at(until, come_back)  # after the timer of the wait, before its task runs
+        with pytest.raises(WaitTooLong):
+            await asked
+
+        assert on.turns.is_idle
+
+    story(tell)
+
+
+def test_a_request_that_was_cancelled_is_not_granted_what_redis_has_granted_meanwhile() -> None:
     async def tell(on: Bench) -> None:
         asked = await on.ask()
-        for _ in range(50):
-            on.turns.learn(NO_FEEDBACK)
-            await asyncio.sleep(0.01)
-        await asked
+        waiter = on.account.lines.heads[0]
+        assert waiter is not None
+        asked.cancel()
 
-        assert on.turns.wake_ups == 1
-        assert on.passed_s == pytest.approx(1 / 0.75, abs=0.01)  # one a second, a quarter of which lanes below save
+        assert not on.account.begin(waiter, from_savings=ONE, now_s=on.loop.time())
+        assert on.account.concurrency.running == 0
 
     story(tell)
 
@@ -105,47 +127,5 @@ def test_the_wake_up_moves_when_the_request_may_go_later() -> None:
 
         assert on.turns.wake_ups == 1
         assert on.passed_s == pytest.approx(30.0, abs=0.01)
-
-    story(tell)
-
-
-def test_after_closing_no_request_is_woken() -> None:
-    async def tell(on: Bench) -> None:
-        asked = await on.ask()
-        await on.turns.aclose()
-        await asyncio.sleep(60)
-
-        assert on.turns.wake_ups == 0
-        assert not asked.done()
-        asked.cancel()
-
-    story(tell)
-
-
-@pytest.mark.parametrize("kind", Kind)
-def test_only_an_account_that_has_spent_its_limit_is_reported_as_paused(kind: Kind) -> None:
-    async def tell(on: Bench) -> None:
-        with structlog.testing.capture_logs() as logs:
-            on.turns.learn(Feedback(kind=kind))
-        told = [each for each in logs if each["event"] == signals.ACCOUNT_PAUSED]
-
-        assert [(each["account"], each["for_s"]) for each in told] == (
-            [(ACCOUNT, 600.0)] if kind is Kind.SPEND_LIMIT else []
-        )
-
-    story(tell)
-
-
-def test_limits_are_logged_when_they_change_and_not_again() -> None:
-    async def tell(on: Bench) -> None:
-        told = Feedback(kind=Kind.ANSWERED, rate=RateHeaders(BucketHeaders(limit=30), BucketHeaders(), BucketHeaders()))
-        with structlog.testing.capture_logs() as logs:
-            on.turns.learn(told)
-        with structlog.testing.capture_logs() as again:
-            on.turns.learn(told)
-
-        (learned,) = (each for each in logs if each["event"] == signals.LIMITS_LEARNED)
-        assert not again
-        assert (learned["account"], learned["requests"], learned["input_tokens"]) == (ACCOUNT, 30, 40_000)
 
     story(tell)

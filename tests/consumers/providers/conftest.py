@@ -9,8 +9,7 @@ from aiohttp import web
 
 from consumers.providers.anthropic import AnthropicProvider
 from service.simulated.app import SimulatedAPI
-from topology.codec.published import Published
-from topology.codec.request import Request
+from topology.codec.decoding import Published, Request
 
 KEY = "sk-ant-a-secret-key"
 

@@ -4,22 +4,22 @@ The houses themselves cannot be reached from here; URL, body and signature are m
 """
 
 import json
-from collections.abc import AsyncIterator
-from importlib import import_module
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
-from cryptography.hazmat.primitives.asymmetric import rsa
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from consumers.failures import OverloadedError, RateLimitedError, RejectedError, TransientError
+from consumers.failures import AccountError, RateLimitedError, RejectedError, TransientError
 from consumers.providers import cloud
+from consumers.providers.anthropic import AnthropicProvider
+from consumers.providers.cloud import bedrock, foundry, vertex
+from tests.support.corpus.answers import redirect
+from tests.support.malicious_provider import MaliciousProvider
 
 from .conftest import AskedFor
 from .test_anthropic import MESSAGE, Received
-from .test_event_stream import event, fault
+from .test_streams import event
 
 EVENTS: list[dict[str, Any]] = [
     {
@@ -91,21 +91,9 @@ async def test_bedrocks_stream_is_read_from_amazons_frames(recorder: Recorder, a
     assert (got.stop_reason, got.usage.output_tokens) == ("end_turn", 3)
 
 
-async def test_an_error_in_the_middle_of_bedrocks_stream_is_a_failure(recorder: Recorder, asked: AskedFor) -> None:
-    provider = cloud.bedrock(name="aws", region="eu-central-1", api_key="bedrock-key", base_url=recorder.url)
-    recorder.answer = web.Response(
-        body=event(json.dumps(EVENTS[0]).encode()) + fault("serviceUnavailableException"),
-        content_type="application/vnd.amazon.eventstream",
-    )
-
-    with pytest.raises(OverloadedError):
-        await provider.stream(asked(), timeout_s=60, parts=Received())
-    await provider.aclose()
-
-
 @pytest.mark.parametrize(
     ("status", "error"),
-    [(429, RateLimitedError), (424, TransientError), (500, TransientError), (403, RejectedError), (400, RejectedError)],
+    [(429, RateLimitedError), (424, TransientError), (500, TransientError), (403, AccountError), (400, RejectedError)],
 )
 async def test_amazons_errors_are_classified_by_their_status(
     recorder: Recorder, asked: AskedFor, status: int, error: type[Exception]
@@ -135,7 +123,7 @@ async def test_bedrock_without_an_api_key_gets_signed_requests(
     assert "/eu-central-1/bedrock/aws4_request" in signed
 
 
-async def test_missing_credentials_are_a_transient_failure(
+async def test_missing_credentials_are_the_operators_fault(
     recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
@@ -145,7 +133,7 @@ async def test_missing_credentials_are_a_transient_failure(
     monkeypatch.setenv("AWS_CONFIG_FILE", "/not/there")
     provider = cloud.bedrock(name="aws", region="eu-west-9", base_url=recorder.url)
 
-    with pytest.raises(TransientError, match="no credentials for aws"):
+    with pytest.raises(AccountError, match="no credentials were found"):
         await provider.stream(asked(), timeout_s=60, parts=None)
     await provider.aclose()
 
@@ -174,38 +162,6 @@ async def test_vertex_gets_project_region_and_model_in_the_url(
     assert bool(received.parts) is streamed
 
 
-async def test_vertex_without_a_token_uses_the_machines_credentials(
-    recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/not/there.json")
-    provider = cloud.vertex(name="gcp", region="europe-west1", project="p-1", base_url=recorder.url)
-
-    with pytest.raises(TransientError, match="no credentials for gcp"):
-        await provider.stream(asked(), timeout_s=60, parts=None)
-    await provider.aclose()
-
-
-async def test_vertex_gets_a_token_from_googles_library(
-    recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    account = {
-        "type": "service_account",
-        "client_email": "lanekeeper@p-1.example",
-        "private_key": key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode(),
-        "token_uri": f"{recorder.url}/token",
-    }
-    (tmp_path / "account.json").write_text(json.dumps(account))
-    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
-    provider = cloud.vertex(name="gcp", region="europe-west1", project="p-1", base_url=recorder.url)
-
-    await provider.stream(asked(), timeout_s=60, parts=None)
-    await provider.aclose()
-
-    ((_, headers, _),) = recorder.requests
-    assert headers["Authorization"] == "Bearer googles-token"
-
-
 async def test_foundry_gets_the_same_bytes_as_anthropic_and_its_own_key(recorder: Recorder, asked: AskedFor) -> None:
     provider = cloud.foundry(name="azure", api_key="foundry-key", base_url=f"{recorder.url}/anthropic")
 
@@ -219,22 +175,28 @@ async def test_foundry_gets_the_same_bytes_as_anthropic_and_its_own_key(recorder
     assert body == json.loads(asked().body)
 
 
-@pytest.mark.parametrize(
-    ("make", "module", "extra"),
-    [
-        (lambda: cloud.bedrock(name="aws", region="eu-central-1"), "boto", "bedrock"),
-        (lambda: cloud.vertex(name="gcp", region="eu", project="p"), "google", "vertex"),
-    ],
-)
-def test_a_missing_package_is_reported_with_the_extra_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, make: Any, module: str, extra: str
-) -> None:
-    def absent(name: str) -> Any:
-        if name.startswith(module):
-            raise ImportError(name)
-        return import_module(name)
+Made = Callable[[str], AnthropicProvider]
+KINDS: dict[str, Made] = {
+    "anthropic": lambda url: AnthropicProvider.at(url, api_key="sk-ant-k"),
+    "bedrock": lambda url: bedrock(name="b", region="us-east-1", api_key="k", base_url=url),
+    "vertex": lambda url: vertex(name="v", region="us-east5", project="p", api_key="k", base_url=url),
+    "foundry": lambda url: foundry(name="f", api_key="k", base_url=url),
+}
 
-    monkeypatch.setattr(cloud, "import_module", absent)
 
-    with pytest.raises(cloud.ExtraMissing, match=rf"pip install 'lanekeeper\[{extra}\]'"):
-        make()
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_redirect_is_not_followed_and_is_the_operators_to_mend(kind: str, status: int, asked: AskedFor) -> None:
+    async with MaliciousProvider() as inside:
+        to = f"{inside.base_url}/v1/messages?token=s3cret"
+        async with MaliciousProvider(redirect(to, status=status)) as outside:
+            provider = KINDS[kind](outside.base_url)
+            with pytest.raises(AccountError) as refused:
+                await provider.stream(asked("secret"), timeout_s=60, parts=None)
+            await provider.aclose()
+
+    assert len(outside.asked) == 1
+    assert inside.asked == []
+    assert (refused.value.type, refused.value.status) == ("redirected", 502)
+    assert "redirects to 127.0.0.1" in refused.value.detail
+    assert "s3cret" not in refused.value.detail

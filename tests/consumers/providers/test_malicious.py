@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from consumers.failures import AnswerTooLargeError, ProviderError, RejectedError, TransientError
+from consumers.failures import AnswerTooLargeError, ProviderError, TransientError
 from consumers.providers.anthropic import AnthropicProvider
-from consumers.providers.base import Answer
+from consumers.providers.registry import Answer
 from tests.support.corpus.answers import ANSWERS
-from tests.support.malicious_provider import malicious_provider
+from tests.support.malicious_provider import MaliciousProvider, malicious_provider
 from tests.support.stalls import Stalls
 
 from .conftest import KEY, AskedFor
@@ -72,23 +72,13 @@ async def test_no_answer_blocks_the_event_loop_for_long(
 ) -> None:
     is_too_large = ("not streamed", "streamed")[streamed] in TOO_LARGE.get(name, "").split(", ")
     with Stalls() as stalls:
-        within_s = 60 if is_too_large else 4  # what is too large must be read up to the limit, on any machine
+        within_s = 240 if is_too_large else 4  # what is too large must be read up to the limit, on any machine
         found = await outcome(malicious, asked(f"[[answer: {name}]]"), streamed=streamed, within_s=within_s)
 
     assert stalls.longest_s < STALL_S
     assert isinstance(found, AnswerTooLargeError) is is_too_large, found
     if isinstance(found, ProviderError):
         assert len(found.detail) < 500
-
-
-async def test_a_compressed_error_is_read_up_to_the_limit(malicious: str, asked: AskedFor) -> None:
-    small = await outcome(malicious, asked("[[answer: a packed error]]"), streamed=False, within_s=60)
-    bomb = await outcome(malicious, asked("[[answer: a gzip bomb in an error]]"), streamed=False, within_s=60)
-
-    assert isinstance(small, RejectedError)
-    assert small.detail == "400 invalid_request_error: no such model"
-    assert isinstance(bomb, RejectedError)
-    assert bomb.status == 400
 
 
 async def test_names_from_an_answer_are_cut(malicious: str, asked: AskedFor) -> None:
@@ -108,3 +98,28 @@ async def test_a_stream_of_only_comments_ends_as_a_timeout(malicious: str, asked
 
     assert isinstance(found, TransientError)
     assert found.type == "timeout"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        b"HTTP/1.1 200 OK\r\nx-internal: s3cret\x00\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: s3cret\r\n\r\n",
+        b"HTTP/1.1 s3cret\r\n\r\n",
+        b"s3cret\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\ns3cret\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 6\r\n\r\ns3cret",
+        b"",
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_malformed_http_tells_the_requester_no_address_and_no_bytes(
+    asked: AskedFor, response: bytes, streamed: bool
+) -> None:
+    async with MaliciousProvider(lambda _: [response]) as provider:
+        found = await outcome(f"{provider.base_url}/s3cret", asked(), streamed=streamed)
+
+    assert isinstance(found, ProviderError)
+    assert "s3cret" not in found.detail
+    assert "127.0.0.1" not in found.detail
+    assert "\\x" not in found.detail

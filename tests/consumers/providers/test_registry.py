@@ -3,18 +3,15 @@
 import json
 
 import pytest
-import structlog
 
-from consumers.chain import Route
-from consumers.failures import OverloadedError, ProviderError, RateLimitedError
+from consumers.failures import OverloadedError, RateLimitedError
+from consumers.job import Route
 from consumers.limits.base import Feedback, Kind
-from consumers.prices import Prices
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.registry import Registry, asking_for
-from lanekeeper.telemetry import signals
+from consumers.spending import Prices
 from lanekeeper.telemetry.tracing import Tracing
-from service.simulated.app import SimulatedAPI
-from service.simulated.options import SimulatedOptions
+from service.simulated.app import SimulatedAPI, SimulatedOptions
 
 from .conftest import AskedFor
 
@@ -81,21 +78,3 @@ async def test_limits_are_learned_also_from_a_failure_in_the_middle_of_a_stream(
         await registry.call(HERE, asked("a story [[fault: error_mid_stream]]"), timeout_s=60, parts=keep_nothing)
 
     assert caught.value.rate is not None
-
-
-async def test_an_account_pauses_at_the_tenth_refusal_in_a_row_for_its_spend_limit_which_is_logged_once(
-    registry: Registry, heard: list[tuple[str, Feedback]], asked: AskedFor
-) -> None:
-    async def refused(times: int) -> list[str]:
-        with structlog.testing.capture_logs() as logs:
-            for _ in range(times):
-                with pytest.raises(ProviderError):
-                    await registry.call(HERE, asked("[[fault: spend_limit]]"), timeout_s=60, parts=None)
-        return [each["event"] for each in logs if each["event"] == signals.SPEND_LIMIT_MET]
-
-    assert len(await refused(9)) == 1
-    await registry.call(HERE, asked(), timeout_s=60, parts=None)
-    assert len(await refused(11)) == 1
-
-    kinds = [feedback.kind for _, feedback in heard]
-    assert kinds == [*[Kind.FAILED] * 9, Kind.ANSWERED, *[Kind.FAILED] * 9, Kind.SPEND_LIMIT, Kind.SPEND_LIMIT]

@@ -1,6 +1,6 @@
 """Chains: which providers are called for a model, in which order, and what is wrong with a table of them."""
 
-from consumers.chain import Chain
+from consumers.job import Chain
 from consumers.providers.routes import UNCONFIGURED, ProviderModels, Routes, RoutesSpec, model_class
 
 OPUS, SONNET, HAIKU = "claude-opus-5-5", "claude-sonnet-5-5", "claude-haiku-5-5"

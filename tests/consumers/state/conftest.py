@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from consumers.state.base import Store
+from consumers.state.base import Store, StoreSpec
 from consumers.state.redis.store import RedisStore
-from consumers.state.spec import StoreSpec
 from consumers.state.sqlite.store import SqliteStore
 from tests.support.redis import RedisServer, redis_server
 

@@ -1,11 +1,30 @@
 """Claims: one live holder and one completion, for every engine."""
 
 import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from consumers.state.base import Conflict, Ended, Granted, Held, Identity, Running, Stop, Store
+from consumers.state.base import (
+    Cancelling,
+    Completion,
+    Conflict,
+    Ended,
+    FollowedStore,
+    Found,
+    Granted,
+    Held,
+    Identity,
+    Running,
+    Stop,
+    Store,
+    StoreSpec,
+    StoreUnavailable,
+)
+from consumers.state.sqlite.store import SqliteStore
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import CANCELLED, ME, answered, failed, fingerprint
 from tests.support.waiting import until
@@ -20,25 +39,11 @@ async def granted(store: Store, **of_copy: Any) -> int:
     return found.token
 
 
-async def test_one_of_fifty_concurrent_claims_wins(store: Store) -> None:
-    found = await asyncio.gather(*(store.claim(ME, fingerprint(mark=str(each))) for each in range(50)))
-
-    assert sum(isinstance(each, Granted) for each in found) == 1
-    assert sum(isinstance(each, Running) for each in found) == 49
-
-
 async def test_one_of_fifty_claims_through_two_stores_wins(opened: Opened) -> None:
     stores = [await opened(), await opened()]
     found = await asyncio.gather(*(stores[each % 2].claim(ME, fingerprint(mark=str(each))) for each in range(50)))
 
     assert sum(isinstance(each, Granted) for each in found) == 1
-
-
-async def test_tenants_do_not_share_ids(store: Store) -> None:
-    odd = ["", "a", "b", "a:b", "a%3Ab", "ä", "x" * 200, "a/'\";--"]
-    found = [await store.claim(Identity(tenant, "b:id"), fingerprint(body=tenant[:16])) for tenant in odd]
-
-    assert all(isinstance(each, Granted) for each in found)
 
 
 async def test_a_redelivered_copy_takes_over_its_claim_at_once_with_a_higher_token(store: Store) -> None:
@@ -60,12 +65,6 @@ async def test_a_redelivered_request_does_not_take_the_claim_over_from_its_copy_
     assert isinstance(await store.claim(ME, fingerprint(redelivered=True, nonce=b"q1")), Running)
     assert await store.complete(ME, fingerprint(redelivered=True, nonce=b"q2"), failed("poison"), token=None) is None
     assert isinstance(await store.claim(ME, fingerprint(redelivered=True, nonce=b"s2")), Granted), "the copy itself may"
-
-
-async def test_the_same_copy_waits_unless_it_was_redelivered(store: Store) -> None:
-    await granted(store)
-
-    assert isinstance(await store.claim(ME, fingerprint()), Running)
 
 
 async def test_another_body_under_the_same_id_is_a_conflict(store: Store) -> None:
@@ -145,15 +144,6 @@ async def test_the_first_completion_is_kept(store: Store) -> None:
     assert await store.claim(ME, fingerprint()) == Ended(completion=answered("first"), is_same_message=True)
 
 
-async def test_a_completion_is_returned_as_it_was_stored(store: Store) -> None:
-    token = await granted(store)
-    await store.complete(ME, fingerprint(), failed("provider_rejected", ended_ms=1_790_000_000_123), token=token)
-
-    found = await store.claim(ME, fingerprint(mark="other"))
-
-    assert found == Ended(completion=failed("provider_rejected", ended_ms=1_790_000_000_123), is_same_message=False)
-
-
 async def test_the_completion_of_a_holder_that_lost_its_claim_is_refused(store: Store) -> None:
     zombie = await granted(store)
     token = await granted(store, redelivered=True)
@@ -161,24 +151,6 @@ async def test_the_completion_of_a_holder_that_lost_its_claim_is_refused(store: 
     assert await store.complete(ME, fingerprint(), answered("zombie"), token=zombie) is None
     assert await store.complete(ME, fingerprint(), answered("ours"), token=token) == answered("ours")
     assert await store.complete(ME, fingerprint(), answered("zombie"), token=zombie) == answered("ours")
-
-
-async def test_the_release_of_a_holder_that_lost_its_claim_changes_nothing(store: Store) -> None:
-    zombie = await granted(store)
-    await granted(store, redelivered=True)
-    await store.release(Held(ME, zombie), attempts=9)
-
-    assert isinstance(await store.claim(ME, fingerprint()), Running)
-
-
-async def test_a_released_claim_can_be_taken_again(store: Store) -> None:
-    first = await granted(store)
-    await store.release(Held(ME, first), attempts=2)
-
-    found = await store.find(ME)
-    assert found is not None
-    assert (found.completion, found.running, found.attempts) == (None, False, 2)
-    assert await granted(store) > first
 
 
 async def test_a_request_without_a_holder_can_be_completed_without_a_claim(store: Store) -> None:
@@ -280,11 +252,21 @@ async def test_holders_that_never_released_their_claim_are_counted(store: Store)
     assert [await deaths(store) for _ in range(4)] == [1, 2, 3, 4]
 
 
-async def test_a_holder_that_released_its_claim_is_not_counted(store: Store) -> None:
-    token = await granted(store)
+async def test_a_release_by_a_worker_that_survived_the_request_forgets_earlier_deaths(store: Store) -> None:
+    for _ in range(3):
+        token = await granted(store, redelivered=True)
     await store.release(Held(ME, token))
 
     assert await deaths(store) == 0
+
+
+async def test_a_release_before_any_attempt_forgets_no_deaths(store: Store) -> None:
+    """Otherwise a request that kills its workers, and is deferred in between, would kill them for ever."""
+    for _ in range(3):
+        token = await granted(store, redelivered=True)
+    await store.release(Held(ME, token), is_survived=False)
+
+    assert await deaths(store) == 2
 
 
 async def test_a_holder_that_releases_after_a_takeover_is_no_longer_counted(store: Store) -> None:
@@ -300,3 +282,390 @@ async def test_a_claim_whose_answer_was_lost_is_granted_again_to_the_same_delive
 
     assert await granted(store, nonce=b"n" * 8) == token
     assert isinstance(await store.claim(ME, fingerprint(nonce=b"m" * 8)), Running)
+
+
+async def test_a_renewal_that_comes_after_a_release_renews_the_other_claims_only(opened: Opened) -> None:
+    store = await opened(lease_s=SHORT)
+    released = Held(ME, await granted(store))
+    other = Identity("tenant", "other")
+    found = await store.claim(other, fingerprint())
+    assert isinstance(found, Granted)
+    await store.release(released)
+
+    async def expired() -> bool:
+        now = await store.find(other)
+        return now is not None and not now.running
+
+    await until(expired)
+    await store.renew([released, Held(other, found.token)])
+    running = [await store.find(each) for each in (ME, other)]
+    assert [each.running for each in running if each] == [False, True]
+
+
+async def test_a_claim_that_comes_again_after_its_release_is_not_granted(store: Store) -> None:
+    """Its answer was lost, it was asked for again, and the first question arrives last: nobody would hold the claim."""
+    token = await granted(store, nonce=b"n" * 8)
+    await store.release(Held(ME, token))
+
+    assert isinstance(await store.claim(ME, fingerprint(nonce=b"n" * 8)), Running)
+    assert isinstance(await store.claim(ME, fingerprint(nonce=b"m" * 8)), Granted)
+
+
+async def test_every_late_message_of_an_earlier_holder_changes_nothing_for_the_next(store: Store) -> None:
+    late = Held(ME, await granted(store))
+    await store.release(late)
+    token = await granted(store)
+    await store.renew([late])
+    await store.shelter(late)
+    await store.release(late, attempts=7)
+
+    assert await store.complete(ME, fingerprint(), answered("late"), token=late.token) is None
+    found = await store.find(ME)
+    assert found is not None
+    assert (found.running, found.attempts) == (True, 0)
+    assert await store.complete(ME, fingerprint(), answered(), token=token) == answered()
+    for held in (late, Held(ME, token)):
+        await store.renew([held])
+        await store.shelter(held)
+        await store.release(held, attempts=7)
+    found = await store.find(ME)
+    assert found is not None
+    assert (found.running, found.completion) == (False, answered())
+
+
+async def test_a_sheltered_claim_is_taken_over_only_after_its_lease(opened: Opened) -> None:
+    store = await opened(lease_s=SHORT)
+    held = Held(ME, await granted(store, nonce=b"q1"))
+    await store.renew([held])
+    await store.shelter(held)
+    assert isinstance(await store.claim(ME, fingerprint(redelivered=True, nonce=b"q2")), Running)
+
+    async def taken() -> bool:
+        return isinstance(await store.claim(ME, fingerprint(redelivered=True, nonce=b"q2")), Granted)
+
+    await until(taken)
+
+
+async def test_the_answer_of_a_sheltered_claim_is_found_by_the_redelivery(store: Store) -> None:
+    token = await granted(store, nonce=b"q1")
+    await store.shelter(Held(ME, token))
+    await store.complete(ME, fingerprint(), answered(), token=token)
+
+    assert await store.claim(ME, fingerprint(redelivered=True, nonce=b"q2")) == Ended(
+        completion=answered(), is_same_message=True
+    )
+
+
+async def test_a_store_that_was_closed_says_so(opened: Callable[..., Awaitable[FollowedStore]]) -> None:
+    store = await opened()
+    token = await granted(store)
+    await store.__aexit__(None, None, None)
+
+    async with asyncio.timeout(5):
+        with pytest.raises(StoreUnavailable, match="closed"):
+            await store.claim(ME, fingerprint())
+        with pytest.raises(StoreUnavailable, match="closed"):
+            await store.complete(ME, fingerprint(), answered(), token=token)
+        with pytest.raises(StoreUnavailable, match="closed"):
+            await store.look([(ME, 0)])
+
+
+CANCELLED_FIRST = Ended(completion=CANCELLED, is_same_message=True)
+
+
+async def _ending(store: Store, mark: str) -> tuple[Completion, bytes | None]:
+    found = await store.claim(ME, fingerprint(mark=mark))
+    assert isinstance(found, Ended)
+    return found.completion, found.completion.mark
+
+
+async def claimed(store: Store) -> Held:
+    found = await store.claim(ME, fingerprint())
+    assert isinstance(found, Granted), found
+    return Held(ME, found.token)
+
+
+async def test_a_request_cancelled_before_it_arrives_ends_as_cancelled(store: Store) -> None:
+    assert await store.cancel(ME, CANCELLED) == Cancelling.UNSEEN
+
+    assert await store.claim(ME, fingerprint()) == CANCELLED_FIRST
+    assert await store.complete(ME, fingerprint(), failed("deadline_exceeded"), token=None) == CANCELLED
+
+
+@pytest.mark.parametrize("first", ["claim", "complete"])
+async def test_the_first_copy_of_a_request_that_was_cancelled_before_leaves_its_mark(store: Store, first: str) -> None:
+    await store.cancel(ME, CANCELLED)
+
+    if first == "claim":
+        assert await _ending(store, "first") == (CANCELLED, None)
+    else:
+        held = await store.complete(ME, fingerprint(mark="first"), failed("deadline_exceeded"), token=None)
+        assert (held, held and held.mark) == (CANCELLED, None)
+    for mark in ("first", "second"):
+        assert await _ending(store, mark) == (CANCELLED, fingerprint(mark="first").mark)
+
+
+async def test_a_request_that_was_cancelled_while_it_waited_keeps_the_mark_of_its_copy(store: Store) -> None:
+    await store.release(await claimed(store), attempts=1)
+    await store.cancel(ME, CANCELLED)
+
+    assert await _ending(store, "second") == (CANCELLED, fingerprint().mark)
+
+
+async def test_a_request_that_waits_for_its_next_attempt_ends_as_cancelled(store: Store) -> None:
+    await store.release(await claimed(store), attempts=1)
+
+    assert await store.cancel(ME, CANCELLED) == Cancelling.RECORDED
+    assert await store.claim(ME, fingerprint()) == CANCELLED_FIRST
+    assert await store.claim(ME, fingerprint("other body")) == Conflict()
+
+
+async def test_the_holder_of_a_running_request_learns_of_its_cancellation_and_ends_it(store: Store) -> None:
+    held = await claimed(store)
+
+    assert await store.cancel(ME, CANCELLED) == Cancelling.TOLD
+    assert await store.cancel(ME, failed("cancelled", ended_ms=9)) == Cancelling.TOLD
+    assert await store.renew([held]) == {held: Stop.CANCELLED}
+    assert await store.complete(ME, fingerprint(), answered(), token=held.token) == answered()
+    assert await store.cancel(ME, CANCELLED) == Cancelling.ENDED
+
+
+async def test_a_cancelled_request_ends_as_cancelled_if_its_holder_dies(store: Store) -> None:
+    zombie = await claimed(store)
+    await store.cancel(ME, CANCELLED)
+
+    assert await store.claim(ME, fingerprint(redelivered=True)) == CANCELLED_FIRST
+    assert await store.complete(ME, fingerprint(), answered(), token=zombie.token) == CANCELLED
+
+
+async def test_a_cancelled_request_ends_as_cancelled_instead_of_a_retry(store: Store) -> None:
+    held = await claimed(store)
+    await store.cancel(ME, CANCELLED)
+    await store.release(held, attempts=1)
+
+    found = await store.find(ME)
+    assert found is not None
+    assert found.completion == CANCELLED
+    assert await store.claim(ME, fingerprint()) == CANCELLED_FIRST
+
+
+async def test_a_holder_that_was_away_too_long_learns_of_the_cancellation_not_of_a_lost_claim(opened: Opened) -> None:
+    store = await opened(lease_s=0.1)
+    held = await claimed(store)
+
+    async def is_over() -> bool:
+        found = await store.find(ME)
+        return found is not None and not found.running
+
+    await until(is_over)
+    assert await store.cancel(ME, CANCELLED) == Cancelling.RECORDED
+    assert await store.renew([held]) == {held: Stop.CANCELLED}
+    assert await store.complete(ME, fingerprint(), answered(), token=held.token) == CANCELLED
+
+
+async def test_a_request_whose_ending_was_only_noted_can_be_cancelled(store: Store) -> None:
+    await store.note(ME, failed("invalid_request"))
+
+    assert await store.cancel(ME, CANCELLED) == Cancelling.UNSEEN
+    assert await store.claim(ME, fingerprint()) == CANCELLED_FIRST
+
+
+DUE_MS = 1_790_000_060_000
+
+
+def in_ms(left_ms: int) -> int:
+    return time.time_ns() // 1_000_000 + left_ms
+
+
+async def deferred(store: Store) -> None:
+    await store.defer(ME, due_ms=DUE_MS, keep_until_ms=in_ms(60_000))
+
+
+async def test_a_deferred_request_waits_until_its_due_time(store: Store) -> None:
+    await deferred(store)
+
+    assert await store.find(ME) == Found(completion=None, running=False, due_ms=DUE_MS)
+
+
+async def test_a_deferred_request_is_claimed_like_any_other(store: Store) -> None:
+    await deferred(store)
+
+    found = await store.claim(ME, fingerprint())
+    assert isinstance(found, Granted)
+    assert found.deaths == 0
+    assert await store.find(ME) == Found(completion=None, running=True)
+
+
+async def test_a_request_between_two_attempts_waits_until_the_next(store: Store) -> None:
+    found = await store.claim(ME, fingerprint())
+    assert isinstance(found, Granted)
+    await store.release(Held(ME, found.token), attempts=2, due_ms=DUE_MS)
+
+    assert await store.find(ME) == Found(completion=None, running=False, attempts=2, due_ms=DUE_MS)
+
+
+async def test_deferring_does_not_change_a_claimed_request(store: Store) -> None:
+    found = await store.claim(ME, fingerprint())
+    assert isinstance(found, Granted)
+    await deferred(store)
+
+    assert await store.find(ME) == Found(completion=None, running=True)
+    assert await store.complete(ME, fingerprint(), answered(), token=found.token) == answered()
+
+
+async def test_deferring_does_not_change_a_request_that_has_ended(store: Store) -> None:
+    await store.complete(ME, fingerprint(), answered(), token=None)
+    await deferred(store)
+
+    assert await store.find(ME) == Found(completion=answered(), running=False)
+
+
+async def test_a_deferred_request_can_be_cancelled(store: Store) -> None:
+    await deferred(store)
+
+    assert await store.cancel(ME, CANCELLED) == Cancelling.RECORDED
+    await deferred(store)
+    assert await store.claim(ME, fingerprint()) == Ended(completion=CANCELLED, is_same_message=True)
+
+
+async def test_an_invalid_request_with_the_same_id_does_not_hide_a_deferred_one(store: Store) -> None:
+    await store.note(ME, failed("invalid_request"))
+    await deferred(store)
+    await store.note(ME, failed("invalid_request"))
+
+    assert await store.find(ME) == Found(completion=None, running=False, due_ms=DUE_MS)
+
+
+async def test_a_deferred_request_whose_deadline_passes_before_a_claim_ends(store: Store) -> None:
+    await deferred(store)
+    late = failed("deadline_exceeded")
+
+    assert await store.complete(ME, fingerprint(), late, token=None) == late
+
+
+async def test_a_deferred_request_is_forgotten_after_its_keeping_time(opened: Opened) -> None:
+    store = await opened()
+    await store.defer(ME, due_ms=DUE_MS, keep_until_ms=in_ms(200))
+    assert await store.find(ME) is not None
+
+    async def is_forgotten() -> bool:
+        return await store.find(ME) is None
+
+    await until(is_forgotten)
+    await store.defer(ME, due_ms=DUE_MS, keep_until_ms=in_ms(-1))
+    assert await store.find(ME) is None
+
+
+KB = 1024
+
+
+async def end(store: Store, identity: Identity, text: str = "answer") -> None:
+    found = await store.claim(identity, fingerprint())
+    assert isinstance(found, Granted), found
+    assert await store.complete(identity, fingerprint(), answered(text), token=found.token) is not None
+
+
+async def test_a_request_is_unknown_then_running_then_ended(store: Store) -> None:
+    assert await store.find(ME) is None
+    await store.claim(ME, fingerprint())
+    assert await store.find(ME) == Found(completion=None, running=True, attempts=0)
+    await store.complete(ME, fingerprint(redelivered=True), answered(), token=None)
+    assert await store.find(ME) == Found(completion=answered(), running=False, attempts=0)
+
+
+@pytest.mark.slow
+async def test_after_its_keeping_time_a_result_is_forgotten_and_its_id_can_be_used_again(opened: Opened) -> None:
+    store = await opened(keep_s=2)
+    await end(store, ME)
+    assert await store.find(ME) is not None
+
+    async def is_forgotten() -> bool:
+        return await store.find(ME) is None
+
+    await until(is_forgotten)
+    assert isinstance(await store.claim(ME, fingerprint("other body")), Granted)
+
+
+async def test_a_claim_is_kept_while_it_is_held(opened: Opened) -> None:
+    store = await opened(keep_s=0.05)
+    await store.claim(ME, fingerprint())
+    await end(store, other := Identity("", "other"))
+
+    async def is_forgotten() -> bool:
+        await store.sweep()
+        return await store.find(other) is None
+
+    await until(is_forgotten)
+    assert isinstance(await store.claim(ME, fingerprint()), Running)
+
+
+async def test_a_sweep_removes_expired_results_in_steps(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=StoreSpec(keep_s=0)) as store:
+        await asyncio.gather(*(store.note(Identity("", str(each)), answered()) for each in range(450)))
+
+        assert [await store.sweep() for _ in range(4)] == [200, 200, 50, 0]
+
+
+async def test_beyond_the_size_limit_the_results_that_ended_first_are_removed(tmp_path: Path) -> None:
+    spec = StoreSpec(max_bytes=1024 * KB)
+    async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
+        await store.claim(Identity("", "running"), fingerprint())
+        every = [Identity("", str(each)) for each in range(300)]
+        for few in range(0, 300, 50):
+            await asyncio.gather(*(end(store, each, "x" * 10 * KB) for each in every[few : few + 50]))
+        removed = 0
+        while step := await store.sweep():
+            removed += step
+        found = await asyncio.gather(*(store.find(each) for each in every))
+        kept = [each for each in range(300) if found[each] is not None]
+
+        assert len(kept) == 300 - removed
+        assert kept[-50:] == list(range(250, 300))
+        assert 20 < len(kept) < 105
+        assert isinstance(await store.claim(Identity("", "running"), fingerprint()), Running)
+
+
+LONG = "x" * 10_000
+HOSTILE = (
+    "'; DROP TABLE requests; --",
+    '" OR ""="',
+    "a\0b",
+    "\r\nFLUSHALL\r\n",
+    "*1\r\n$8\r\nFLUSHALL\r\n",
+    "{lane}:x",
+    "a:b",
+    "*",
+    "?",
+    "[a-z]*",
+    "../../etc/passwd",
+    "%s%n",
+    "ü\U0001f600",
+    "\u202e",
+    LONG,
+    LONG + "'",
+    "",
+)
+
+
+@pytest.mark.slow
+async def test_each_hostile_id_is_a_separate_identity_and_returns_its_own_result(store: Store) -> None:
+    identities = [Identity(tenant, id) for tenant in HOSTILE for id in HOSTILE]
+    for number, identity in enumerate(identities):
+        found = await store.claim(identity, fingerprint(f"body {number}"))
+        assert isinstance(found, Granted), identity
+        text = f"{number} {identity.id}"
+        assert await store.complete(identity, fingerprint(f"body {number}"), answered(text), token=found.token)
+    for number, identity in enumerate(identities):
+        kept = await store.find(identity)
+        assert kept is not None
+        assert kept.completion == answered(f"{number} {identity.id}"), identity
+        assert isinstance(await store.claim(identity, fingerprint(f"body {number}", redelivered=True)), Ended)
+
+
+@pytest.mark.parametrize("one", [("a", "b:c"), ("a:b", "c"), ("", "a:b:c"), ("a:b:c", "")])
+async def test_a_tenant_and_an_id_cannot_be_taken_for_another_tenant_and_id(store: Store, one: tuple[str, str]) -> None:
+    others = [("a", "b:c"), ("a:b", "c"), ("", "a:b:c"), ("a:b:c", "")]
+    found = await store.claim(Identity(*one), fingerprint())
+    assert isinstance(found, Granted)
+    await store.complete(Identity(*one), fingerprint(), answered("mine"), token=found.token)
+    assert [pair for pair in others if await store.find(Identity(*pair)) is not None] == [one]

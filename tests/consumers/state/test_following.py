@@ -5,8 +5,21 @@ from typing import Any
 
 import pytest
 
-from consumers.state.base import Cancelling, Found, Granted, Held, Identity, Store
-from consumers.state.following import FollowedStore, Look, NewEntry, Part, Refused, Submission, Submitted
+from consumers.state.base import (
+    Cancelling,
+    FollowedStore,
+    Found,
+    Granted,
+    Held,
+    Identity,
+    Look,
+    NewEntry,
+    Part,
+    Refused,
+    Store,
+    Submission,
+    Submitted,
+)
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import CANCELLED, ME, answered, failed, fingerprint
 
@@ -119,6 +132,7 @@ async def test_only_the_holder_of_the_claim_appends_and_not_after_the_end(store:
     await followed(store)
     late = await held(store)
     await store.release(late)
+    assert await store.append([part(late, ("event", b"too late"))]) == [Refused.FENCED]
     holder = await held(store)
     assert await store.append([part(late, ("event", b"late")), part(holder, ("event", b"a"))]) == [
         Refused.FENCED,
@@ -223,15 +237,6 @@ async def test_a_look_tells_of_the_end(store: FollowedStore, ending: str) -> Non
         assert await store.cancel(ME, CANCELLED) is Cancelling.RECORDED
 
     assert (await look(store, after=1)).ended
-
-
-async def test_a_refusal_before_the_claim_is_kept_as_its_result(store: FollowedStore) -> None:
-    await followed(store)
-    await store.note(ME, failed())
-
-    found = await store.find(ME)
-    assert found is not None
-    assert found.completion is not None
 
 
 async def test_one_look_serves_many(store: FollowedStore) -> None:

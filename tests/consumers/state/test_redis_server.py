@@ -3,18 +3,16 @@ itself."""
 
 import asyncio
 import secrets
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
-from consumers.state.base import Ended, Granted, Held, Identity, Running, StoreUnavailable, WaitingLimit
-from consumers.state.redis import client as redis_client
+from consumers.state.base import Ended, Granted, Held, Running, StoreUnavailable
 from consumers.state.redis.store import RedisStore
-from service.private_broker.source import LOOPBACK
+from service.private_broker import LOOPBACK
 from tests.support.completions import ME, answered, fingerprint
 from tests.support.redis import RedisServer
 from tests.support.waiting import until
@@ -81,26 +79,6 @@ async def test_a_redis_that_was_gone_and_comes_back_empty_is_used_again(own_redi
         assert store.trouble is None
 
 
-async def test_a_redis_that_is_gone_at_the_start_is_used_when_it_comes(own_redis: RedisServer) -> None:
-    own_redis.kill()
-    async with a_store(own_redis.url) as store:
-        assert "cannot be reached" in (store.trouble or "")
-        own_redis.start()
-        assert isinstance(await is_well_again(store), Granted)
-
-
-async def test_many_callers_that_waited_for_redis_are_all_served(own_redis: RedisServer) -> None:
-    async with a_store(own_redis.url) as store:
-        await asyncio.gather(*(store.find(ME) for _ in range(100)))
-        own_redis.kill()
-        lost = await asyncio.gather(*(store.find(ME) for _ in range(100)), return_exceptions=True)
-        own_redis.start()
-        found = await asyncio.gather(*(store.find(ME) for _ in range(100)))
-
-    assert all(isinstance(each, StoreUnavailable) for each in lost)
-    assert found == [None] * 100
-
-
 async def test_scripts_that_redis_has_forgotten_are_loaded_again(own_redis: RedisServer) -> None:
     async with a_store(own_redis.url) as store:
         await store.claim(ME, fingerprint())
@@ -119,18 +97,6 @@ async def test_a_redis_with_full_memory_raises_store_unavailable(own_redis: Redi
                 await store.probe()
         assert isinstance(await store.claim(ME, fingerprint()), Running), "nothing of what was refused is there"
         assert await store.complete(ME, fingerprint(), answered(), token=token.token) == answered()
-
-
-async def test_with_full_memory_no_further_waiting_request_is_accepted_although_earlier_ones_have_ended(
-    own_redis: RedisServer,
-) -> None:
-    async with a_store(own_redis.url) as store:
-        soon_ms = round(time.time() * 1000) + 50
-        assert await store.reserve(ME, fingerprint(), weight=1, until_ms=soon_ms) is WaitingLimit.WITHIN
-        await until(lambda: time.time() * 1000 > soon_ms + 50)
-        async with told(own_redis, "CONFIG", "SET", "maxmemory", "1", back=("CONFIG", "SET", "maxmemory", "0")):
-            with pytest.raises(StoreUnavailable, match="memory is full"):
-                await store.reserve(Identity("", "another"), fingerprint(), weight=1, until_ms=soon_ms + 60_000)
 
 
 async def test_a_redis_that_lacks_its_required_replicas_raises_store_unavailable(own_redis: RedisServer) -> None:
@@ -176,13 +142,6 @@ async def test_an_unexpected_answer_of_a_server_is_reported(answer: bytes, what:
         assert what in await trouble_with(store)
 
 
-@pytest.mark.slow
-async def test_a_redis_that_does_not_answer_raises_store_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_client, "CALL_S", 0.2)
-    async with listening(lambda _: b"") as url, a_store(url) as store:
-        assert "does not answer within 0.2 s" in await trouble_with(store)
-
-
 async def test_a_claim_that_was_abandoned_does_not_get_the_answer_of_another(redis: RedisServer) -> None:
     async with RedisStore(redis.url, namespace=f"test-{secrets.token_hex(4)}") as store:
         await store.complete(ME, fingerprint(), answered(), token=None)
@@ -206,12 +165,3 @@ async def test_settings_of_redis_that_may_lose_data_are_warned_of_once(own_redis
         "maxmemory-policy is allkeys-lru: set noeviction",
         "appendonly is off: what was written is lost with a restart",
     ]
-
-
-@pytest.mark.timing
-async def test_a_pool_of_few_connections_serves_many_callers(redis: RedisServer) -> None:
-    async with RedisStore(redis.url, namespace=f"test-{secrets.token_hex(4)}") as store:
-        calls: list[Awaitable[object]] = [store.claim(ME, fingerprint(mark=str(each))) for each in range(500)]
-        found = await asyncio.gather(*calls)
-
-    assert sum(isinstance(each, Granted) for each in found) == 1

@@ -27,6 +27,7 @@ copies = st.builds(
     st.sampled_from(["body", "other"]),
     st.sampled_from(["mark", "mark 2"]),
     redelivered=st.booleans(),
+    nonce=st.sampled_from([b"", b"q1", b"q2", b"s1"]),
     dead_at_ms=st.sampled_from([None, 100, 200]),
 )
 endings = st.sampled_from(
@@ -40,7 +41,8 @@ steps = st.one_of(
     st.tuples(st.just("complete"), identities, copies, endings, nth),
     st.tuples(st.just("end"), identities, copies, endings),
     st.tuples(st.just("renew"), identities, nth),
-    st.tuples(st.just("release"), identities, nth, due),
+    st.tuples(st.just("release"), identities, nth, due, st.booleans()),
+    st.tuples(st.just("shelter"), identities, nth),
     st.tuples(st.just("defer"), identities, due),
     st.tuples(st.just("note"), identities, endings),
     st.tuples(st.just("cancel"), identities),
@@ -62,9 +64,12 @@ class Player:
     async def _claim(self, identity: Identity, of: Fingerprint) -> object:
         found = await self._store.claim(identity, of)
         if isinstance(found, Granted):
-            assert all(found.token > each for each in self._tokens[identity])
-            self._tokens[identity].append(found.token)
-        return type(found) if isinstance(found, Granted | Running) else found
+            tokens = self._tokens[identity]
+            assert all(found.token > each for each in tokens if not of.nonce or each != found.token)
+            if found.token not in tokens:
+                tokens.append(found.token)
+            return found.deaths
+        return type(found) if isinstance(found, Running) else found
 
     async def _complete(self, identity: Identity, of: Fingerprint, ending: Completion, which: int) -> object:
         held = self._held(identity, which)
@@ -77,9 +82,13 @@ class Player:
         held = self._held(identity, which)
         return held and list((await self._store.renew([held])).values())
 
-    async def _release(self, identity: Identity, which: int, due_ms: int) -> None:
+    async def _release(self, identity: Identity, which: int, due_ms: int, is_survived: bool) -> None:
         if held := self._held(identity, which):
-            await self._store.release(held, attempts=which, due_ms=due_ms)
+            await self._store.release(held, attempts=which, due_ms=due_ms, is_survived=is_survived)
+
+    async def _shelter(self, identity: Identity, which: int) -> None:
+        if held := self._held(identity, which):
+            await self._store.shelter(held)
 
     async def _defer(self, identity: Identity, due_ms: int) -> None:
         await self._store.defer(identity, due_ms=due_ms, keep_until_ms=LATE_MS)

@@ -20,16 +20,22 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from consumers.limits.account import Account
-from consumers.limits.base import NOTHING, Amounts, Feedback, Kind, Reservation
-from consumers.limits.headers import BucketHeaders, RateHeaders
-from consumers.limits.lines import Waiter
-from consumers.limits.own_turns import OwnTurns
-from consumers.limits.spec import DEFAULT_SHARES, AccountCaps, BudgetSpec
-from consumers.limits.turns import Turns
+from consumers.limits.account import Account, Waiter
+from consumers.limits.accounts import OwnTurns, Turns
+from consumers.limits.base import (
+    DEFAULT_SHARES,
+    NOTHING,
+    AccountCaps,
+    Amounts,
+    BucketHeaders,
+    BudgetSpec,
+    Feedback,
+    Kind,
+    RateHeaders,
+    Reservation,
+)
 from consumers.state.redis import shared_turns
-from consumers.state.redis.client import RedisClient
-from consumers.state.redis.script import BUDGET, Script
+from consumers.state.redis.client import BUDGET, RedisClient, Script
 from consumers.state.redis.shared_turns import SharedTurns
 from tests.support.examples import examples
 from tests.support.redis import RedisServer
@@ -71,12 +77,12 @@ class Noted(Waiter):
     player: "Player"
 
     @override
-    def wake(self) -> bool:
+    def wake(self) -> None:
         assert self.reservation is not None
         self.player.waiting.remove(self)
         self.player.running.append(self.reservation)
         self.player.granted.append((self.lane, self.amounts))
-        return super().wake()
+        super().wake()
 
 
 @dataclass

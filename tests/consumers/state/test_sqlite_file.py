@@ -7,10 +7,7 @@ import shutil
 import sqlite3
 import stat
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,12 +15,10 @@ import pytest
 from consumers.state.base import Cancelling, Ended, Found, Granted, Identity, Running, Store, StoreUnavailable
 from consumers.state.sqlite import file as sqlite_file
 from consumers.state.sqlite.store import SqliteStore
-from consumers.state.sqlite.writer import TOGETHER_AT_MOST
 from tests.support.completions import CANCELLED, ME, answered, fingerprint
 from tests.support.waiting import until
 
 HOUSE = Path(__file__).parents[3]
-NOBODY = 65534
 
 
 @pytest.fixture
@@ -34,19 +29,6 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def busy_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_file, "BUSY_S", 0.2)
-
-
-@pytest.fixture
-def as_anyone() -> Iterator[Callable[[], None]]:
-    """Run as an ordinary user, because file modes do not restrict root."""
-    before = os.geteuid()
-
-    def become() -> None:
-        if before == 0:
-            os.seteuid(NOBODY)
-
-    yield become
-    os.seteuid(before)
 
 
 def a_store(path: Path) -> SqliteStore:
@@ -71,21 +53,6 @@ async def test_who_follows_sees_the_new_file_after_the_old_one_was_removed(path:
         (found,) = await store.look([(ME, 0)])
     assert found is not None
     assert not found.is_known
-
-
-async def test_a_closed_store_keeps_no_file_open(path: Path) -> None:
-    def opened() -> set[str]:
-        found = set()
-        for each in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):
-                found.add(str(each.readlink()))
-        return {each for each in found if each.startswith(str(path))}
-
-    async with a_store(path) as store:
-        await store.claim(ME, fingerprint())
-        await store.look([(ME, 0)])
-        assert opened()
-    await until(lambda: not opened())
 
 
 async def trouble_with(store: Store) -> str:
@@ -133,40 +100,6 @@ async def test_committed_writes_survive_a_power_cut(path: Path) -> None:
     assert found == ["wal", 2]
 
 
-async def test_a_reopened_store_has_its_content(path: Path) -> None:
-    async with a_store(path) as store:
-        await store.complete(ME, fingerprint(), answered(), token=None)
-    async with a_store(path) as store:
-        assert isinstance(await store.claim(ME, fingerprint()), Ended)
-
-
-async def test_closing_a_store_completes_earlier_calls(path: Path) -> None:
-    store = await a_store(path).__aenter__()
-    asked = [asyncio.create_task(store.claim(Identity("", str(each)), fingerprint())) for each in range(100)]
-    await asyncio.sleep(0)
-    await store.__aexit__()
-
-    assert all(isinstance(each, Granted) for each in await asyncio.gather(*asked))
-
-
-async def test_however_many_wait_each_is_done(path: Path) -> None:
-    async with a_store(path) as store:
-        found = await asyncio.wait_for(
-            asyncio.gather(*(store.find(Identity("", str(i))) for i in range(TOGETHER_AT_MOST + 50))), 60
-        )
-    assert found == [None] * (TOGETHER_AT_MOST + 50)
-
-
-async def test_what_no_store_could_keep_fails_alone(path: Path) -> None:
-    async with a_store(path) as store:
-        before, wrong, after = await asyncio.gather(
-            store.claim(ME, fingerprint()), store.find(Identity("", "\ud800")), store.find(ME), return_exceptions=True
-        )
-    assert isinstance(before, Granted)
-    assert isinstance(wrong, UnicodeEncodeError)
-    assert isinstance(after, Found)
-
-
 async def test_a_file_locked_by_another_process_raises_store_unavailable(path: Path, busy_for_less: None) -> None:
     async with a_store(path) as store:
         await store.claim(ME, fingerprint())
@@ -179,77 +112,12 @@ async def test_a_file_locked_by_another_process_raises_store_unavailable(path: P
 
 
 @pytest.mark.slow
-async def test_a_file_locked_at_the_start_is_used_when_it_is_free(path: Path, busy_for_less: None) -> None:
-    async with a_store(path):
-        pass
-    with closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        async with a_store(path) as store:
-            assert "locked by another process" in (store.trouble or "")
-            other.execute("ROLLBACK")
-            await is_well_again(store)
-
-
-async def test_the_event_loop_is_not_blocked_while_the_file_is_locked(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sqlite_file, "BUSY_S", 60)
-    async with a_store(path) as store:
-        with closing(sqlite3.connect(path, isolation_level=None)) as other:
-            other.execute("BEGIN EXCLUSIVE")
-            claim = asyncio.create_task(store.claim(ME, fingerprint()))
-            for _ in range(20):
-                await asyncio.sleep(0.001)
-                assert not claim.done()
-            other.execute("ROLLBACK")
-        assert isinstance(await claim, Granted)
-
-
-@pytest.mark.slow
-async def test_a_read_only_file_raises_store_unavailable(as_anyone: Callable[[], None]) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="lanekeeper-read-only-"))
-    path = folder / "lane.sqlite"
-    try:
-        async with a_store(path):
-            pass
-        path.chmod(0o444)
-        folder.chmod(0o555)
-        as_anyone()
-        async with a_store(path) as store:
-            told = await trouble_with(store)
-            assert str(path) in told
-            assert "read-only" in told
-            assert "let this user write it" in told
-            if os.getuid() == 0:
-                os.seteuid(0)
-            folder.chmod(0o755)
-            path.chmod(0o666)
-            await is_well_again(store)
-    finally:
-        shutil.rmtree(folder)
-
-
-@pytest.mark.slow
 async def test_a_full_disk_raises_store_unavailable(path: Path) -> None:
     async with a_store(path) as store:
         await store._writer.do(lambda tables, _: tables.connection.execute("PRAGMA max_page_count = 20").fetchall())
         with pytest.raises(StoreUnavailable, match=r"no room left.*free some space"):
             await store.complete(ME, fingerprint(), answered("x" * 200_000), token=None)
         assert isinstance(await is_well_again(store), Granted), "nothing of it was kept"
-
-
-@pytest.mark.slow
-async def test_a_full_disk_fails_all_writes_of_the_same_transaction(path: Path) -> None:
-    async with a_store(path) as store:
-        await store._writer.do(lambda tables, _: tables.connection.execute("PRAGMA max_page_count = 20").fetchall())
-        large = answered("x" * 200_000)
-        ends = [store.complete(Identity("", str(each)), fingerprint(), large, token=None) for each in range(10)]
-        found = await asyncio.gather(*ends, return_exceptions=True)
-        await is_well_again(store)
-        kept = [await store.find(Identity("", str(each))) for each in range(10)]
-
-    assert isinstance(found[0], StoreUnavailable)
-    assert [each == large for each in found] == [each is not None for each in kept]
 
 
 async def test_with_hardly_any_disk_space_no_new_request_is_claimed(
@@ -280,34 +148,20 @@ async def test_a_corrupt_file_raises_store_unavailable(path: Path, content: byte
         assert isinstance(await is_well_again(store), Granted)
 
 
-@pytest.mark.slow
-async def test_a_file_that_becomes_corrupt_while_open_raises_store_unavailable(path: Path) -> None:
-    async with a_store(path) as store:
-        await asyncio.gather(*(store.note(Identity("", str(each)), answered("x" * 9_000)) for each in range(200)))
-        await store._writer.do(lambda tables, _: tables.connection.execute("PRAGMA cache_size = 1").fetchall())
-    async with a_store(path) as store:
-        with path.open("r+b") as file:
-            file.seek(4096)
-            file.write(b"\xff" * (path.stat().st_size - 4096))
-
-        async def told() -> bool:
-            with pytest.raises(StoreUnavailable):
-                await store.find(Identity("", "150"))
-            return "is corrupt" in (store.trouble or "")
-
-        await until(told)
-        for each in path.parent.iterdir():
-            each.unlink()
-        await is_well_again(store)
-
-
 WITHOUT_FOLLOWED = "DROP TRIGGER request_removed; DROP TABLE followed; DROP TABLE entry;"
 WITHOUT_SHARES = f"{WITHOUT_FOLLOWED} DROP TABLE share; DROP TABLE share_sum;"
 OLDER = {
     1: f"{WITHOUT_SHARES} ALTER TABLE request DROP COLUMN due_ms; PRAGMA user_version = 1",
     2: f"{WITHOUT_SHARES} PRAGMA user_version = 2",
     3: f"{WITHOUT_FOLLOWED} PRAGMA user_version = 3",
+    4: """
+INSERT INTO share VALUES ('unseen', 'tenant', 'id', 1, 1), ('untried', 'tenant', 'id', 1, 1);
+INSERT INTO share VALUES ('waiting', 'tenant', 'id', 1, 1); INSERT INTO share_sum VALUES ('unseen', 'tenant', 1);
+PRAGMA user_version = 4
+""",
 }
+OLDER = {version: f"DROP TABLE pause; DROP INDEX unseen; {script}" for version, script in OLDER.items()}
+OLDER[5] = "DROP TABLE pause; PRAGMA user_version = 5"
 
 
 @pytest.mark.parametrize("version", OLDER)
@@ -321,6 +175,24 @@ async def test_a_file_of_an_earlier_version_is_upgraded(path: Path, version: int
         await store.defer(Identity("", "later"), due_ms=7, keep_until_ms=2**45)
         assert await store.find(Identity("", "later")) == Found(completion=None, running=False, due_ms=7)
         assert await store.cancel(Identity("", "unseen"), CANCELLED) is Cancelling.UNSEEN
+        assert await store.pauses() == []
+    with closing(sqlite3.connect(path)) as other:
+        assert other.execute("SELECT count(*) FROM share WHERE kind <> 'waiting'").fetchone() == (0,)
+        assert other.execute("SELECT count(*) FROM share_sum WHERE kind <> 'waiting'").fetchone() == (0,)
+
+
+async def test_the_file_of_an_earlier_name_is_taken_over_with_its_log(path: Path, tmp_path: Path) -> None:
+    former = tmp_path / "lane.sqlite"
+    async with a_store(former) as store:
+        await store.complete(ME, fingerprint(), answered(), token=None)
+        for each in tmp_path.glob("lane.sqlite*"):  # as a process leaves it that is killed
+            shutil.copy(each, tmp_path / f"killed{each.name}")
+    former = tmp_path / "killedlane.sqlite"
+    path = tmp_path / "lane-localhost.sqlite"
+    for _ in range(2):  # the second time there is nothing to take over
+        async with SqliteStore(path, namespace="lane", former=former) as store:
+            assert isinstance(await store.claim(ME, fingerprint()), Ended)
+    assert not list(tmp_path.glob("killed*"))
 
 
 async def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
@@ -348,33 +220,6 @@ async def test_a_file_of_another_namespace_is_refused(path: Path) -> None:
         pass
     async with SqliteStore(path, namespace="staging") as store:
         assert "belongs to the namespace lane, this is staging" in await trouble_with(store)
-
-
-@pytest.mark.slow
-async def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    async with a_store(tmp_path / "file" / "lane.sqlite") as store:
-        assert "cannot be opened (File exists)" in await trouble_with(store)
-        (tmp_path / "file").unlink()
-        await is_well_again(store)
-
-
-async def test_a_folder_in_place_of_the_file_is_reported(path: Path) -> None:
-    path.mkdir(parents=True)
-    async with a_store(path) as store:
-        assert "cannot be opened" in await trouble_with(store)
-
-
-async def test_a_folder_that_is_removed_while_open_is_noticed(path: Path) -> None:
-    async with a_store(path) as store, a_store(path) as other:
-        await store.claim(ME, fingerprint())
-        shutil.rmtree(path.parent)
-
-        assert isinstance(await is_well_again(store), Granted), "what was claimed is forgotten"
-        assert isinstance(await other.claim(ME, fingerprint()), Running), "both have the new one"
-        await store.complete(ME, fingerprint(redelivered=True), answered(), token=None)
-    async with a_store(path) as again:
-        assert isinstance(await again.claim(ME, fingerprint()), Ended)
 
 
 async def test_a_file_that_is_removed_while_open_is_noticed(path: Path) -> None:
@@ -431,38 +276,3 @@ async def test_processes_that_start_at_the_same_time_share_a_new_file(path: Path
     ended = await asyncio.gather(*(each.communicate(b"go\n") for each in processes))
 
     assert sum(int(out) for out, _ in ended) == 200, [err.decode() for _, err in ended]
-
-
-class Busy:
-    """A connection whose switch to the write-ahead log fails some times, as it does while another process makes it."""
-
-    def __init__(self, *, times: int, code: int = sqlite3.SQLITE_BUSY) -> None:
-        self.tries, self._times, self._code = 0, times, code
-
-    def execute(self, _: str) -> None:
-        self.tries += 1
-        if self.tries <= self._times:
-            error = sqlite3.OperationalError("database is locked")
-            error.sqlite_errorcode = self._code
-            raise error
-
-
-def test_the_write_ahead_log_is_switched_on_when_another_process_has_done_so(busy_for_less: None) -> None:
-    connection = Busy(times=3, code=sqlite3.SQLITE_BUSY | 2 << 8)  # an extended code of the same error
-    sqlite_file._write_ahead(connection)  # type: ignore[arg-type]
-    assert connection.tries == 4
-
-
-def test_a_file_that_stays_locked_is_not_tried_for_ever(busy_for_less: None) -> None:
-    connection, began_s = Busy(times=1_000_000), time.monotonic()
-    with pytest.raises(sqlite3.OperationalError):
-        sqlite_file._write_ahead(connection)  # type: ignore[arg-type]
-    assert time.monotonic() - began_s >= sqlite_file.BUSY_S
-    assert connection.tries > 1
-
-
-def test_another_error_than_a_lock_is_raised_at_once() -> None:
-    connection = Busy(times=1_000_000, code=sqlite3.SQLITE_READONLY)
-    with pytest.raises(sqlite3.OperationalError):
-        sqlite_file._write_ahead(connection)  # type: ignore[arg-type]
-    assert connection.tries == 1

@@ -3,9 +3,7 @@
 import asyncio
 import json
 import secrets
-import sys
 from collections.abc import AsyncIterator
-from itertools import pairwise
 
 import pytest
 from structlog.testing import capture_logs
@@ -13,15 +11,12 @@ from structlog.testing import capture_logs
 from consumers.limits import learned
 from consumers.limits.account import Account
 from consumers.limits.accounts import Accounts
-from consumers.limits.base import Amounts, Feedback, Kind
-from consumers.limits.headers import BucketHeaders, RateHeaders
-from consumers.state.redis.client import RedisClient
-from consumers.state.redis.script import Script
+from consumers.limits.base import Amounts, BucketHeaders, Feedback, Kind, RateHeaders
+from consumers.state.redis.client import RedisClient, Script
 from consumers.state.redis.shared_turns import FORM, SharedTurns, shared_accounts
 from lanekeeper.telemetry import signals
 from tests.support.budget import ACCOUNT, spec
 from tests.support.redis import RedisServer
-from tests.support.spender import BURST_S, PER_MINUTE
 
 pytestmark = pytest.mark.slow
 
@@ -129,26 +124,3 @@ async def test_a_damaged_account_starts_again(ours: Accounts[SharedTurns], clien
     await client.run(KEPT_AS_IS, [f"{namespace}:budget:{FORM}:{ACCOUNT}"], "\xff\x00 no account")
 
     await one_of_each_lane(ours)
-
-
-@pytest.mark.timing
-async def test_two_versions_side_by_side_share_one_budget_and_every_lane_of_both_continues(
-    redis: RedisServer, namespace: str
-) -> None:
-    seconds = 5.0
-
-    async def spender(*version: str) -> list[tuple[float, str]]:
-        command = (sys.executable, "-m", "tests.support.spender", redis.url, namespace, str(seconds), *version)
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-        written, _ = await process.communicate()
-        found: list[tuple[float, str]] = json.loads(written.splitlines()[-1])
-        return found
-
-    both = await asyncio.gather(spender(), spender(str(learned.VERSION + 1)))
-
-    together = sorted(at_s for found in both for at_s, _ in found)
-    assert len(together) <= 1.02 * PER_MINUTE / 60 * (BURST_S + together[-1] - together[0])
-    for found in both:
-        assert {lane for _, lane in found} == set(LANES)
-        times = [at_s for at_s, _ in found]
-        assert max(later_s - at_s for at_s, later_s in pairwise(times)) < seconds / 2

@@ -1,13 +1,15 @@
 """Server-Sent Events: the same, however the bytes are cut into chunks."""
 
+import asyncio
 from itertools import pairwise
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lanekeeper.http import events
-from lanekeeper.http.events import Event, Events, EventTooLarge
+from lanekeeper import http
+from lanekeeper.http import Calls, Event, Events, EventTooLarge
 
 STREAM = (
     b": a comment\r\nretry: 10\r\n\r\nid: 1\r\nevent: queued\r\ndata: {}\r\n\r\n"
@@ -29,7 +31,34 @@ def test_an_event_without_data_is_none_and_an_id_with_nul_is_ignored() -> None:
 
 @pytest.mark.parametrize("line", [b"data: " + b"x" * 50, b"x" * 50, b"data:\n" * 50])
 def test_an_event_has_a_largest_size(monkeypatch: pytest.MonkeyPatch, line: bytes) -> None:
-    monkeypatch.setattr(events, "LARGEST_BYTES", 40)
+    monkeypatch.setattr(http, "LARGEST_BYTES", 40)
     reading = Events()
     with pytest.raises(EventTooLarge):
         _ = [event for at in range(0, len(line), 10) for event in reading.read(line[at : at + 10])]
+
+
+@pytest.mark.slow
+async def test_a_large_body_has_more_time_than_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow line: the body arrives in ten pieces, and takes twice as long as an answer may."""
+    monkeypatch.setattr(http, "ANSWERED_WITHIN_S", 0.5)
+
+    async def read(request: web.Request) -> web.Response:
+        size = 0
+        async for piece in request.content.iter_chunked(200_000):
+            size += len(piece)
+            await asyncio.sleep(0.1)
+        return web.json_response({"size": size})
+
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_post("/", read)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with Calls(url, api_key=None, ssl_context=None) as session:
+            answer = await session.call("POST", "/", within_s=30, body=b"x" * 2_000_000)
+    finally:
+        await runner.cleanup()
+
+    assert answer.document == {"size": 2_000_000}

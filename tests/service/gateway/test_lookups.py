@@ -1,6 +1,5 @@
 """`count_tokens` and `models`: Anthropic's own SDK, unmodified, against the gateway and against the API itself."""
 
-import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,19 +11,11 @@ import anthropic
 import pytest
 from aiohttp import web
 from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
-from pydantic import SecretStr
 
-from service.config.budget_sections import ModelsSettings
-from service.config.copies import with_provider
-from service.config.gateway_section import GatewaySettings
-from service.config.settings import Settings
-from service.gateway import lookups as paths
+from service.config.settings import ModelsSettings
 from service.gateway.access import hash_of
-from service.gateway.app import Gateway, client_for
-from service.gateway.server import Server
 from service.simulated.app import SimulatedAPI
-from tests.support.gate import opened
-from tests.support.waiting import until
+from tests.support.gate import Alone
 
 ASKED: dict[str, Any] = {"model": "claude-sonnet-5-5", "messages": [{"role": "user", "content": "hello 🦊"}]}
 HAIKU, SONNET = "claude-haiku-5-5", "claude-sonnet-5-5"
@@ -32,18 +23,6 @@ KEYS = {hash_of("few"): {"tenant": "crm", "models": [SONNET, HAIKU]}, hash_of("a
 TLS = ssl.create_default_context()
 """One for all clients, because making it takes longer than most of these tests."""
 Ask = Callable[[AsyncAnthropic], Awaitable[Any]]
-
-
-@asynccontextmanager
-async def gateway(provider: str | None, *, models: dict[str, Any] | None = None, **spec: Any) -> AsyncIterator[str]:
-    """A gateway without a broker, for a provider at this address."""
-    made = {"gateway": GatewaySettings(port=0, **spec), "models": ModelsSettings(tenants=models or {})}
-    settings = Settings(amqp_url=SecretStr("amqp://a:b@127.0.0.1:1/")).model_copy(update=made)
-    if provider is not None:
-        settings = with_provider(settings, provider, key="sk-secret")
-    routes = Gateway(settings, client_for(settings), opened(settings))
-    async with Server(routes.reasons, host=settings.gateway.host, port=0, routes=routes) as server:
-        yield server.url
 
 
 @asynccontextmanager
@@ -93,8 +72,8 @@ async def retrieved(client: AsyncAnthropic) -> Any:
 async def test_the_answer_is_the_same(ask: Ask) -> None:
     async with (
         SimulatedAPI() as api,
-        gateway(api.base_url) as url,
-        sdk(url) as ours,
+        Alone(provider=api.base_url) as made,
+        sdk(made.url) as ours,
         sdk(api.base_url) as own,
     ):
         assert (await ask(ours)).to_dict() == (await ask(own)).to_dict()
@@ -118,8 +97,8 @@ async def test_an_error_of_the_provider_is_the_same(ask: Ask) -> None:
 
     async with (
         SimulatedAPI() as api,
-        gateway(api.base_url) as url,
-        sdk(url) as ours,
+        Alone(provider=api.base_url) as made,
+        sdk(made.url) as ours,
         sdk(api.base_url) as own,
     ):
         assert await error(ours) == await error(own)
@@ -134,8 +113,8 @@ async def test_the_bytes_are_the_providers_and_the_key_of_the_call_does_not_reac
             body=b'{"input_tokens" : 7,\n "more": "\xc3\xa4"}', headers={"request-id": "req_7", "set-cookie": "a=b"}
         )
 
-    async with provider(answer) as at, gateway(at) as url, aiohttp.ClientSession() as session:
-        asked = session.post(f"{url}/v1/messages/count_tokens?beta=true", data=b'{"any": "body"}')
+    async with provider(answer) as at, Alone(provider=at) as made, aiohttp.ClientSession() as session:
+        asked = session.post(f"{made.url}/v1/messages/count_tokens?beta=true", data=b'{"any": "body"}')
         async with asked as got:
             assert await got.read() == b'{"input_tokens" : 7,\n "more": "\xc3\xa4"}'
             assert (got.headers["request-id"], got.headers.get("set-cookie")) == ("req_7", None)
@@ -143,7 +122,7 @@ async def test_the_bytes_are_the_providers_and_the_key_of_the_call_does_not_reac
 
 
 async def test_a_key_lists_its_models_alone_and_reads_no_other() -> None:
-    async with SimulatedAPI() as api, gateway(api.base_url, keys=KEYS) as url, sdk(url, "few") as few:
+    async with SimulatedAPI() as api, Alone(provider=api.base_url, keys=KEYS) as made, sdk(made.url, "few") as few:
         assert await ids(few) == [HAIKU, SONNET]
         assert await ids(few, limit=1) == [HAIKU, SONNET]  # over two pages
         assert [each.id for each in (await few.models.list(before_id=SONNET)).data] == [HAIKU]
@@ -152,13 +131,13 @@ async def test_a_key_lists_its_models_alone_and_reads_no_other() -> None:
             await few.models.retrieve("claude-opus-5-5")
         with pytest.raises(anthropic.BadRequestError, match="limit"):
             await few.models.list(limit=0)
-        async with sdk(url, "all") as every:
+        async with sdk(made.url, "all") as every:
             assert await ids(every, limit=1000) == [each.id for each in (await every.models.list()).data]
             assert len(await ids(every)) > 10
 
 
 async def test_a_key_counts_tokens_of_its_models_alone() -> None:
-    async with SimulatedAPI() as api, gateway(api.base_url, keys=KEYS) as url, sdk(url, "few") as few:
+    async with SimulatedAPI() as api, Alone(provider=api.base_url, keys=KEYS) as made, sdk(made.url, "few") as few:
         assert (await few.messages.count_tokens(**ASKED)).input_tokens
         with pytest.raises(anthropic.PermissionDeniedError, match="not allowed for this caller; allowed: "):
             await few.messages.count_tokens(**{**ASKED, "model": "claude-opus-5-5"})
@@ -166,71 +145,46 @@ async def test_a_key_counts_tokens_of_its_models_alone() -> None:
         headers = {"x-api-key": "few"}
         async with (
             aiohttp.ClientSession(headers=headers) as session,
-            session.post(f"{url}/v1/messages/count_tokens", data=twice) as got,
+            session.post(f"{made.url}/v1/messages/count_tokens", data=twice) as got,
         ):
             assert got.status == 400
 
 
 async def test_a_tenants_models_bound_its_keys() -> None:
-    bounded = {"shop": [HAIKU]}
-    async with SimulatedAPI() as api, gateway(api.base_url, models=bounded, keys=KEYS) as url, sdk(url, "all") as shop:
+    bounded = {"models": ModelsSettings(tenants={"shop": (HAIKU,)})}
+    async with (
+        SimulatedAPI() as api,
+        Alone(provider=api.base_url, settings=bounded, keys=KEYS) as made,
+        sdk(made.url, "all") as shop,
+    ):
         assert await ids(shop) == [HAIKU]
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/claude-x", "/v1/models/..%2Fmessages", "/v1/models/%00"])
 async def test_without_a_key_of_the_gateway_nothing_is_asked(path: str) -> None:
-    async with SimulatedAPI() as api, gateway(api.base_url, keys=KEYS) as url:
-        status, said, _ = await get(url + path)
+    async with SimulatedAPI() as api, Alone(provider=api.base_url, keys=KEYS) as made:
+        status, said, _ = await get(made.url + path)
         assert (status, said["error"]["type"]) == (401, "authentication_error")
         if "%" in path:
-            assert (await get(url + path, x_api_key="all"))[0] == 404
-
-
-async def test_a_gateway_without_a_providers_key_says_what_to_set() -> None:
-    async with gateway(None) as url:
-        status, said, headers = await get(f"{url}/v1/models")
-        assert (status, said["error"]["type"], headers["x-should-retry"]) == (501, "api_error", "false")
-        assert "ANTHROPIC_API_KEY" in said["error"]["message"]
+            assert (await get(made.url + path, x_api_key="all"))[0] == 404
 
 
 async def test_beyond_its_share_a_tenant_is_refused_and_another_is_not() -> None:
     async with (
         SimulatedAPI() as api,
-        gateway(api.base_url, keys=KEYS, lookups_per_min=4) as url,
+        Alone(provider=api.base_url, keys=KEYS, lookups_per_min=4) as made,
     ):
-        crm = [(await get(f"{url}/v1/models", x_api_key="few")) for _ in range(3)]
+        crm = [(await get(f"{made.url}/v1/models", x_api_key="few")) for _ in range(3)]
         assert [status for status, *_ in crm] == [200, 200, 429]
         assert (crm[2][1]["error"]["type"], crm[2][2]["retry-after"]) == ("rate_limit_error", "2")
-        assert (await get(f"{url}/v1/models", x_api_key="all"))[0] == 200
-
-
-@pytest.mark.slow
-async def test_more_than_fit_are_refused_at_once_and_a_silent_provider_is_a_timeout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = 0
-
-    async def silent(request: web.Request) -> web.Response:
-        nonlocal asked
-        asked += 1
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    monkeypatch.setattr(paths, "AT_A_TIME", 1)
-    monkeypatch.setattr("consumers.providers.lookups.WITHIN_S", 3.0)
-    async with provider(silent) as at, gateway(at) as url:
-        first = asyncio.create_task(get(f"{url}/v1/models"))
-        await until(lambda: asked == 1)
-        assert (await get(f"{url}/v1/models"))[0] == 529
-        status, said, _ = await first
-        assert (status, said["error"]["type"]) == (504, "timeout_error")
+        assert (await get(f"{made.url}/v1/models", x_api_key="all"))[0] == 200
 
 
 @pytest.mark.parametrize(
     ("status", "body", "told"),
     [
         (502, b"<html>bad gateway</html>", 502),
-        (401, b'{"type": "error", "error": {"type": "authentication_error", "message": "no key sk-secret"}}', 401),
+        (401, b'{"type": "error", "error": {"type": "authentication_error", "message": "no key sk-secret"}}', 503),
         (302, b"", 502),
     ],
 )
@@ -238,33 +192,9 @@ async def test_what_is_no_error_of_anthropics_becomes_one_and_names_no_key(statu
     async def answer(request: web.Request) -> web.Response:
         return web.Response(status=status, body=body, headers={"location": "/elsewhere"})
 
-    async with provider(answer) as at, gateway(at) as url:
-        found, said, headers = await get(f"{url}/v1/models")
+    async with provider(answer) as at, Alone(provider=at) as made:
+        found, said, headers = await get(f"{made.url}/v1/models")
         assert found == told
         assert said["error"]["message"]
         assert headers["request-id"]
         assert "sk-secret" not in json.dumps(said)
-
-
-@pytest.mark.parametrize(("most", "status"), [(20, 200), (19, 502)])
-async def test_an_answer_of_exactly_the_largest_size_is_passed_on(
-    monkeypatch: pytest.MonkeyPatch, most: int, status: int
-) -> None:
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(body=b'{"data": [1, 2, 33]}', content_type="application/json")
-
-    monkeypatch.setattr("consumers.providers.lookups.ANSWER_BYTES", most)
-    async with provider(answer) as at, gateway(at) as url:
-        assert (await get(f"{url}/v1/models"))[0] == status
-
-
-async def test_a_body_that_is_too_large_is_refused_before_it_is_read() -> None:
-    large = b" " * (32 * 1024 * 1024 + 1)
-    async with (
-        SimulatedAPI() as api,
-        gateway(api.base_url) as url,
-        aiohttp.ClientSession() as session,
-        session.post(f"{url}/v1/messages/count_tokens", data=large) as got,
-    ):
-        assert got.status == 413
-        assert (await got.json())["error"]["type"] == "request_too_large"

@@ -1,7 +1,10 @@
-"""Health: `/healthz`, and `/readyz` with reasons; other paths are not in this version."""
+"""Health, errors, and calls that are not valid HTTP, or not HTTP that aiohttp's parser reads."""
 
+import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import pytest
@@ -9,6 +12,7 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from service.gateway.server import CannotListen, Handler, Server
+from tests.support.gate import Alone
 
 
 class Readiness:
@@ -35,49 +39,21 @@ async def ask(health: Server, path: str, method: str = "GET") -> tuple[int, dict
         return response.status, await response.json(content_type=None)
 
 
-async def test_healthz_is_ok_whatever_the_problems(health: Server, readiness: Readiness) -> None:
-    readiness.troubles["consume connection"] = "lost"
+async def test_readiness_is_asked_for_each_time_and_health_does_not_depend_on_it(
+    health: Server, readiness: Readiness
+) -> None:
+    assert await ask(health, "/readyz") == (200, {"ready": True, "reasons": {}})
+    readiness.troubles["queue lane.batch"] = "no such queue"
 
+    assert await ask(health, "/readyz") == (503, {"ready": False, "reasons": {"queue lane.batch": "no such queue"}})
     assert await ask(health, "/healthz") == (200, {"alive": True})
 
 
-async def test_readyz_is_ok_without_problems(health: Server) -> None:
-    assert await ask(health, "/readyz") == (200, {"ready": True, "reasons": {}})
+async def test_a_process_without_a_gateway_names_who_serves_messages(health: Server) -> None:
+    status, said = await ask(health, "/v1/messages", "POST")
 
-
-async def test_readyz_fails_and_names_the_problem(health: Server, readiness: Readiness) -> None:
-    readiness.troubles = {"consume connection": None, "queue lane.batch": "no such queue"}
-
-    assert await ask(health, "/readyz") == (503, {"ready": False, "reasons": {"queue lane.batch": "no such queue"}})
-
-
-async def test_readiness_is_checked_again_for_each_request(health: Server, readiness: Readiness) -> None:
-    readiness.troubles["consume connection"] = "lost"
-    assert (await ask(health, "/readyz"))[0] == 503
-    readiness.troubles["consume connection"] = None
-    assert (await ask(health, "/readyz"))[0] == 200
-
-
-@pytest.mark.parametrize(
-    ("method", "path"), [("POST", "/v1/requests"), ("GET", "/v1/lanes"), ("GET", "/metrics"), ("GET", "/")]
-)
-async def test_paths_of_later_versions_are_refused_with_that_reason(health: Server, method: str, path: str) -> None:
-    status, document = await ask(health, path, method)
-
-    assert status == 404
-    assert document["detail"] == f"{path} is not available in this version"
-
-
-async def test_unknown_paths_are_not_found(health: Server) -> None:
-    assert (await ask(health, "/admin"))[1]["detail"] == "/admin is not a path of Lanekeeper's"
-
-
-async def test_port_0_chooses_a_free_port_for_each_process(readiness: Readiness) -> None:
-    async with (
-        Server(readiness, host="127.0.0.1", port=0) as one,
-        Server(readiness, host="127.0.0.1", port=0) as other,
-    ):
-        assert one.port != other.port != 0
+    assert (status, said["type"]) == (404, "error")
+    assert "`lanekeeper gateway`" in str(said["error"])
 
 
 async def test_an_address_in_use_is_reported_with_the_setting_to_change(readiness: Readiness) -> None:
@@ -98,17 +74,10 @@ async def test_an_address_of_another_machine_is_reported(readiness: Readiness, h
             pass
 
 
-async def test_the_port_is_free_again_after_a_stop(readiness: Readiness) -> None:
-    async with Server(readiness, host="127.0.0.1", port=0) as first:
-        port = first.port
-    async with Server(readiness, host="127.0.0.1", port=port) as second:
-        assert second.port == port
-
-
 class Broken:
     """A route with a fault in it."""
 
-    largest_body = 1_000_000
+    connections = 100
 
     def handlers(self) -> dict[tuple[str, str], Handler]:
         return {
@@ -116,6 +85,8 @@ class Broken:
             ("GET", "/v1/later"): self._fail,
             ("GET", "/v1/begun"): self._begun,
         }
+
+    async def run(self) -> None: ...
 
     async def drained(self) -> None: ...
 
@@ -134,7 +105,7 @@ class Broken:
 
 @pytest.fixture
 async def broken(readiness: Readiness) -> AsyncIterator[Server]:
-    async with Server(readiness, host="127.0.0.1", port=0, routes=Broken()) as server:
+    async with Server(readiness, host="127.0.0.1", port=0, paths=Broken()) as server:
         yield server
 
 
@@ -151,14 +122,6 @@ async def test_a_fault_of_ours_is_an_error_of_anthropics_on_its_paths_and_logged
     assert "secret" not in str(logs)
 
 
-async def test_a_fault_of_ours_is_a_problem_document_elsewhere(broken: Server) -> None:
-    async with aiohttp.ClientSession() as session, session.get(f"{broken.url}/v1/later") as got:
-        said = await got.json()
-
-    assert (got.status, got.content_type) == (500, "application/problem+json")
-    assert (said["status"], said["title"]) == (500, "Internal Server Error")
-
-
 async def test_an_answer_that_has_begun_breaks_off_by_a_fault_and_does_not_look_whole(broken: Server) -> None:
     async with aiohttp.ClientSession() as session:
         with pytest.raises(aiohttp.ClientError):
@@ -173,3 +136,67 @@ async def test_another_method_is_answered_with_those_that_are_allowed(broken: Se
     async with aiohttp.ClientSession() as session, session.put(f"{broken.url}/healthz") as got:
         assert (got.status, got.headers["allow"]) == (405, "GET, HEAD")
         assert (await got.json())["status"] == 405
+
+
+SECRET = "lane-secret"
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[Alone]:
+    async with Alone() as made:
+        yield made
+
+
+async def send(port: int, sent: bytes) -> tuple[int, dict[str, str], bytes]:
+    """Send bytes, and read the answer: status, headers, body."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(20):
+            first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+            headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+            body = await reader.readexactly(int(headers["content-length"]))
+    finally:
+        writer.close()
+    return int(first.split()[1]), headers, body
+
+
+def call(*headers: str, path: str = "/v1/messages", length: str | None = "2") -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", *headers]
+    if length is not None:
+        lines.append(f"Content-Length: {length}")
+    return "\r\n".join([*lines, "", "{}"]).encode()
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "says"),
+    [
+        (b"HELLO\r\n\r\n", 400, "Invalid method"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "HTTPS"),
+        (call(f"x-api-key: {SECRET}{'a' * 9000}"), 400, "too long"),
+        (call(path="/v1/messages?" + "a" * 9000), 400, "too long"),
+        (call(f"x-api-key: {SECRET}\x00"), 400, "header value"),
+        (call(length="x"), 400, "Content-Length"),
+        (b"GET /v1/models HTTP/1.1\r\n\r\n", 400, "Host"),
+        (b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, "not a URL"),
+        (call("Transfer-Encoding: chunked", length=None) + b"zz\r\n", 400, "chunk"),
+    ],
+    ids=[
+        "no HTTP", "TLS", "long header", "long line", "NUL in a header", "length", "no host",
+        "target", "chunk",
+    ],
+)  # fmt: skip
+async def test_it_is_an_error_of_anthropics_and_neither_logged_nor_quoted(
+    opened: Alone, sent: bytes, status: int, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with capture_logs() as logs:
+        found, headers, body = await send(opened.server.port, sent)
+
+    answer: dict[str, Any] = json.loads(body)
+    assert (found, headers["content-type"], headers["cache-control"]) == (status, "application/json", "no-store")
+    assert (answer["type"], answer["error"]["type"]) == ("error", "invalid_request_error")
+    assert answer["request_id"] == headers["request-id"]
+    assert says in answer["error"]["message"]
+    assert SECRET not in body.decode()
+    assert not logs
+    assert not [each for each in caplog.records if each.name.startswith("aiohttp")]

@@ -47,20 +47,3 @@ def test_the_same_seed_gives_the_same_faults_in_the_given_shares() -> None:
     assert first == names(1) != names(2)
     assert 0.16 < first.count("overloaded") / 2000 < 0.24
     assert 0.07 < first.count("reset") / 2000 < 0.13
-
-
-def test_shares_above_one_in_total_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 at most together"):
-        Faults({"overloaded": 0.7, "reset": 0.6}, seed=0)
-
-
-def test_the_number_of_counted_prompts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.simulated.faults._PROMPTS_COUNTED", 10)
-    faults = Faults({}, seed=0)
-    script = parse_script("[[fault: overloaded x1]]")
-
-    for n in range(20):
-        assert faults.choose(script, f"prompt {n}") is not None
-
-    again = [faults.choose(script, f"prompt {n}") is not None for n in range(19, -1, -1)]
-    assert again == [False] * 10 + [True] * 10, "the last ten are remembered, and the others begin anew"

@@ -1,1 +1,1 @@
-"""Malicious requests and answers, each with a name, for tests, fuzzing and `benchmarks/stalls.py`."""
+"""Malicious requests and answers, each with a name, for tests and fuzzing."""

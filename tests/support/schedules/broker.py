@@ -3,7 +3,7 @@
 A message is with one consumer at a time, within its prefetch. Returned messages are delivered first: a lost channel and
 `reject` count a delivery, `nack` does not, and all count an acquisition. Acknowledgements travel as frames: they arrive
 later, or are lost with their channel. A delayed message goes to the due queue when its time has come. Messages that
-expire, or exceed the delivery limit, go to `lane.fallen`.
+expire, or exceed the delivery limit, go to `lane.fallen`. The heads of the side queues are fetched one by one.
 """
 
 from collections.abc import Callable
@@ -11,17 +11,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiormq.exceptions import ChannelInvalidStateError
+from typing_extensions import override
 
-from lanekeeper.amqp.driver.incoming import Delivered
+from lanekeeper.amqp.driver import Delivered
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
-from topology.broker.session import Delivery
+from topology.broker.consume import Delivery, Heads
 from topology.declaration import DELIVERY_LIMIT
 from topology.delays import LEVELS, wait_ms
 
 NAMES = Names()
 LANE = "critical"
+SIDE_QUEUES = 2
 ABSENT_PRIORITY = 4
 Settled = Callable[["Channel", "Entry", str], None]
 
@@ -36,6 +38,8 @@ class Entry:
     """`x-delivery-count`."""
     acquired: int = 0
     is_returned: bool = False
+    queue: "Queue | None" = None
+    """The queue from which it was delivered last."""
 
 
 @dataclass(eq=False)
@@ -49,6 +53,7 @@ class Queue:
         """Take the next message: returned ones first, then by priority."""
         found = max(self.ready, key=lambda each: (each.is_returned, _priority(each)))
         self.ready.remove(found)
+        found.queue = self
         return found
 
 
@@ -81,16 +86,19 @@ class Channel:
         return self.is_open and self.is_consuming and not self.is_broken and waiting and bool(self.queue.ready)
 
     def deliver(self) -> None:
-        entry = self.queue.take()
+        self._deliver(self.queue)
+
+    def _deliver(self, queue: Queue) -> None:
+        entry = queue.take()
         self._tags += 1
         self.unacked[self._tags] = self._delivered[self._tags] = entry
         headers = dict(entry.message.headers)
-        if entry.acquired and self.queue.counts:
+        if entry.acquired and queue.counts:
             headers[n.ACQUIRED_COUNT] = entry.acquired
-        if entry.counted and self.queue.counts:
+        if entry.counted and queue.counts:
             headers[n.DELIVERY_COUNT] = entry.counted
         got = Delivered(replace(entry.message, headers=headers), self._tags, entry.acquired > 0)
-        delivery = Delivery(got, queue=self.queue.name, channel=self, counted=self.queue.counts)  # type: ignore[arg-type]
+        delivery = Delivery(got, queue=queue.name, channel=self, counted=queue.counts)  # type: ignore[arg-type]
         entry.acquired += 1
         self.arrive(delivery)
 
@@ -116,7 +124,7 @@ class Channel:
         how, tag = self.frames.pop(0)
         entry = self.unacked.pop(tag, None)
         if entry is not None and how != "ack":
-            self._broker.give_back(self.queue, entry, counts=how == "reject")
+            self._broker.give_back(entry, counts=how == "reject")
 
     def lose(self) -> None:
         """The broker notices that the channel is lost."""
@@ -124,8 +132,31 @@ class Channel:
         self.is_broken = True
         self.frames.clear()
         for entry in self.unacked.values():
-            self._broker.give_back(self.queue, entry, counts=True)
+            self._broker.give_back(entry, counts=True)
         self.unacked.clear()
+
+
+class SideChannel(Channel):
+    """The channel on which a worker fetches the heads of the side queues."""
+
+    def __init__(self, broker: "Broker", heads: Heads, *, owner: str) -> None:
+        super().__init__(broker, Queue(f"{NAMES.intake(LANE)}.side"), prefetch=len(broker.sides), owner=owner)
+        self._heads = heads
+        self._sides = {queue.name: queue for queue in broker.sides}
+        heads.lost()
+
+    @property
+    @override
+    def has_room(self) -> bool:
+        for name, queue in self._sides.items():
+            self._heads.found(name, len(queue.ready))
+        return self.is_open and self.is_consuming and not self.is_broken and self._heads.next() is not None
+
+    @override
+    def deliver(self) -> None:
+        queue = self._sides[self._heads.next() or ""]
+        self._heads.fetched(queue.name, left=len(queue.ready) - 1)
+        self._deliver(queue)
 
 
 class Broker:
@@ -137,8 +168,9 @@ class Broker:
         self.intake, self.due, self.fallen = (
             Queue(name) for name in (NAMES.intake(LANE), NAMES.due(LANE), NAMES.fallen)
         )
+        self.sides = [Queue(NAMES.side(LANE, number), counts) for number in range(SIDE_QUEUES)]
         self.intake.counts = counts
-        self.queues = {queue.name: queue for queue in (self.intake, self.due, self.fallen)}
+        self.queues = {queue.name: queue for queue in (self.intake, self.due, self.fallen, *self.sides)}
         self.channels: list[Channel] = []
         self.delayed: list[tuple[float, Message]] = []
         self.dead: list[Message] = []
@@ -148,13 +180,18 @@ class Broker:
         self.channels.append(Channel(self, self.queues[queue], prefetch=prefetch, owner=owner))
         return self.channels[-1]
 
+    def open_sides(self, heads: Heads, *, owner: str) -> Channel:
+        self.channels.append(SideChannel(self, heads, owner=owner))
+        return self.channels[-1]
+
     def publish(self, message: Message, *, exchange: str, routing_key: str) -> None:
         kept = replace(message, headers=dict(message.headers), exchange=exchange, routing_key=routing_key)
         if exchange == "":
             self.replies.setdefault(routing_key, []).append(kept)
-        elif exchange == NAMES.requests:
+        elif exchange == NAMES.requests or exchange.startswith(NAMES.side_prefix):
+            queue = self.intake if exchange == NAMES.requests else self.sides[int(exchange[len(NAMES.side_prefix) :])]
             life_s = None if kept.expiration is None else int(kept.expiration) / 1000
-            self.intake.ready.append(Entry(kept, None if life_s is None else self._time_s() + life_s))
+            queue.ready.append(Entry(kept, None if life_s is None else self._time_s() + life_s))
         elif exchange == NAMES.dead:
             self.dead.append(kept)
         else:
@@ -164,7 +201,9 @@ class Broker:
             due_s = self._time_s() + sum(wait_ms(level) for level in levels) / 1000
             self.delayed.append((due_s, replace(kept, exchange=NAMES.due_exchange, headers=headers)))
 
-    def give_back(self, queue: Queue, entry: Entry, *, counts: bool) -> None:
+    def give_back(self, entry: Entry, *, counts: bool) -> None:
+        queue = entry.queue
+        assert queue is not None
         entry.counted += counts
         entry.is_returned = True
         if entry.counted > DELIVERY_LIMIT and queue.counts and queue is not self.fallen:
@@ -175,7 +214,7 @@ class Broker:
     def next_timer_s(self) -> float | None:
         """The time at which the next delay or message expires."""
         times = [due_s for due_s, _ in self.delayed]
-        times += [each.expires_s for each in self.intake.ready if each.expires_s is not None]
+        times += [each.expires_s for queue in self._expiring for each in queue.ready if each.expires_s is not None]
         return min(times, default=None)
 
     def on_time(self) -> None:
@@ -184,9 +223,14 @@ class Broker:
         for each in [each for each in self.delayed if each[0] <= now_s]:
             self.delayed.remove(each)
             self.due.ready.append(Entry(each[1]))
-        for entry in [each for each in self.intake.ready if each.expires_s is not None and each.expires_s <= now_s]:
-            self.intake.ready.remove(entry)
-            self._fall(self.intake, entry, "expired")
+        for queue in self._expiring:
+            for entry in [each for each in queue.ready if each.expires_s is not None and each.expires_s <= now_s]:
+                queue.ready.remove(entry)
+                self._fall(queue, entry, "expired")
+
+    @property
+    def _expiring(self) -> tuple[Queue, ...]:
+        return (self.intake, *self.sides)
 
     def _fall(self, queue: Queue, entry: Entry, reason: str) -> None:
         message = entry.message

@@ -7,7 +7,8 @@ from typing import Any, Protocol, TypeVar
 from typing_extensions import override
 
 from consumers.failures import TransientError
-from consumers.providers.base import Answer, OnEvent, Provider
+from consumers.limits.base import Underway
+from consumers.providers.registry import Answer, OnEvent, Provider
 from consumers.state.base import (
     ClaimAnswer,
     Completion,
@@ -19,8 +20,7 @@ from consumers.state.base import (
     Stop,
     StoreUnavailable,
 )
-from consumers.state.sqlite.requests import Requests
-from consumers.state.sqlite.rows import Times
+from consumers.state.sqlite.requests import Requests, Times
 from consumers.state.sqlite.store import SqliteStore
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
@@ -30,9 +30,8 @@ from tests.support.schedules.broker import Broker, Channel
 from tests.support.schedules.loop import SteppedLoop
 from tests.support.schedules.operation import DELIVERY, Edge
 from tests.support.schedules.promise import Promise
-from topology.broker.deliveries import Deliveries
-from topology.broker.session import ChannelLost, Delivery, Session
-from topology.codec.request import Request
+from topology.broker.consume import ChannelLost, Deliveries, Delivery, Heads, Session
+from topology.codec.decoding import Request
 
 REOPEN_AFTER_S = 0.1
 T = TypeVar("T")
@@ -78,8 +77,12 @@ class StoreEdge(SqliteStore):
         return await self._do("renew", None, lambda at: self._world.rows.renew(at, held))
 
     @override
-    async def release(self, held: Held, *, attempts: int = 0, due_ms: int | None = None) -> None:
-        await self._do("release", held.identity, lambda at: self._world.rows.release(at, held, attempts, due_ms))
+    async def release(
+        self, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True
+    ) -> None:
+        rows = self._world.rows
+        how = {"is_survived": is_survived}
+        await self._do("release", held.identity, lambda at: rows.release(at, held, attempts, due_ms, **how))
 
     @override
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
@@ -158,7 +161,9 @@ class ProviderEdge(Provider):
         self._edge = edge
 
     @override
-    async def stream(self, request: Request, *, timeout_s: float, parts: OnEvent | None) -> Answer:
+    async def stream(
+        self, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None = None
+    ) -> Answer:
         body = b'{"answer":%d}' % self._world.promise.on_call(DELIVERY.get(), self._edge.owner, request)
 
         def effect() -> Answer:
@@ -170,6 +175,9 @@ class ProviderEdge(Provider):
                 return answer
         except TimeoutError:
             raise TransientError("timed out") from None
+
+    @override
+    async def probe(self, model: str, *, by_call: bool) -> None: ...
 
     @override
     async def aclose(self) -> None: ...
@@ -217,18 +225,23 @@ class DeliveriesEdge(Deliveries):
     trouble = None
     is_paused = False
 
-    def __init__(self, world: World, worker: "Hosting", queue: str, prefetch: int) -> None:
+    def __init__(self, world: World, worker: "Hosting", queue: str, prefetch: int, heads: Heads | None = None) -> None:
         self._world = world
         self._worker = worker
         self.queue = queue
         self.prefetch = prefetch
+        self._heads = heads
         self._ended = False
         self._open_session: SessionEdge | None = None
 
     @override
     async def sessions(self) -> AsyncGenerator[Session, None]:
         while not self._ended and not self._worker.edge.is_cut:
-            channel = self._world.broker.open(self.queue, prefetch=self.prefetch, owner=self._worker.edge.owner)
+            broker, owner = self._world.broker, self._worker.edge.owner
+            if self._heads is None:
+                channel = broker.open(self.queue, prefetch=self.prefetch, owner=owner)
+            else:
+                channel = broker.open_sides(self._heads, owner=owner)
             session = self._open_session = self._worker.sessions[channel] = SessionEdge(channel, self._worker.loop)
             try:
                 yield session

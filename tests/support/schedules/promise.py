@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from consumers.job import moment_text
+from consumers.clock import moment_text
 from consumers.state.base import Fingerprint, Held, Identity
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import PROBLEMS
 from tests.support.schedules.broker import NAMES, Channel, Entry
 from tests.support.schedules.operation import DELIVERY
-from topology.codec.request import Request
+from topology.codec.decoding import Request
 
 NOT_KEPT = "idempotency_conflict"
 UNKNOWN_BODY = ("poison", "deadline_exceeded")

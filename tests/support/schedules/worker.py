@@ -8,37 +8,37 @@ from typing import Any
 
 from typing_extensions import override
 
-from consumers.bodies.fetching import Fetching
-from consumers.capacity.activity import LaneActivity
+from consumers.bodies import Fetching
 from consumers.claiming import Claiming
-from consumers.failpoints import Failpoints
+from consumers.decoding import Parsing
 from consumers.fallen import Fallen
+from consumers.gates import Gate
 from consumers.gates.claim import ClaimGate
-from consumers.gates.deadline import DeadlineGate
-from consumers.gates.schedule import ScheduleGate
+from consumers.gates.timing import defer_until_due, refuse_if_late
 from consumers.job import Job, source_of
 from consumers.lifecycle import Lifecycle
-from consumers.parking import Parking
-from consumers.parsing import Parsing
 from consumers.pool import Pool
+from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
-from consumers.replies.address import ReplyRule
-from consumers.replies.reply import Replies
-from consumers.replies.reply_retries import ReplyRetries
-from consumers.replies.sendable import Sendable
-from consumers.replies.sender import ReplySender
-from consumers.settle import Settler
+from consumers.rate_limit import Parking
+from consumers.replies.reply import LargeAnswers, Replies, ReplyRetries
+from consumers.replies.sender import ReplyRule, ReplySender
+from consumers.settle import Failpoints, Settler
+from consumers.slots.activity import LaneActivity
+from consumers.slots.admission import Admitter, QueueAdmitter, SideQueueAdmitter, SideQueues
+from consumers.slots.lane_slots import LaneSlots
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import attempts, handler
-from tests.support.schedules.broker import LANE, NAMES, Channel
+from tests.support.schedules.broker import LANE, NAMES, SIDE_QUEUES, Channel
 from tests.support.schedules.edges import DeliveriesEdge, ProviderEdge, PublisherEdge, SessionEdge, StoreEdge, World
 from tests.support.schedules.loop import SteppedLoop
 from tests.support.schedules.operation import DELIVERY, Edge
+from topology.broker.consume import Delivery, Heads
 from topology.broker.notices import Notices
-from topology.broker.session import Delivery
 from topology.lanes import CRITICAL
 
-SPEC = replace(CRITICAL, name=LANE, slots=2)
+SPEC = replace(CRITICAL, name=LANE, slots=2, side_queues=SIDE_QUEUES)
+SCOUT_PREFETCH = 2
 GRACE_S = 5.0
 TRACING = Tracing()
 
@@ -65,7 +65,7 @@ class Worker:
         publisher = PublisherEdge(world, self.edge)
         claiming = Claiming(StoreEdge(world, self.edge))
         replies = Replies(ReplySender(publisher, own=None), rule=ReplyRule(names=NAMES))
-        reply_retries = ReplyRetries(claiming)
+        reply_retries = ReplyRetries()
         lifecycle = Lifecycle(NoNotices(), names=NAMES, now_ms=world.now_ms)
         self._settler = settler(
             publisher,
@@ -78,9 +78,10 @@ class Worker:
             now_ms=world.now_ms,
             failpoints=Failpoints(),
             parking=Parking(),
-            sendable=Sendable(publisher),
+            large_answers=LargeAnswers(publisher),
             bodies=Fetching(None, most_bytes=0),
         )
+        claim, bodies = ClaimGate(claiming, now_ms=world.now_ms), Fetching(None, most_bytes=0)
         steps = handler(
             attempts(
                 Registry(ProviderEdge(world, self.edge), tracing=TRACING),
@@ -89,20 +90,32 @@ class Worker:
                 now_ms=world.now_ms,
             ),
             gates=(
-                DeadlineGate(now_ms=world.now_ms),
-                ScheduleGate(claiming, now_ms=world.now_ms),
-                ClaimGate(claiming, now_ms=world.now_ms),
+                Gate(partial(refuse_if_late, breakers=Breakers(), now_ms=world.now_ms)),
+                Gate(partial(defer_until_due, claiming=claiming, bodies=bodies, now_ms=world.now_ms)),
+                Gate(claim.enter, claim.leave),
             ),
             provider=ProviderEdge.name,
             replies=replies,
             parsing=Parsing(clock=lambda: 0.0),
         )
-        handle = partial(steps.handle, lane=SPEC)
         fallen = Fallen((SPEC,), names=NAMES, now_ms=world.now_ms)
+        heads = Heads(queue.name for queue in world.broker.sides)
+        sides = SideQueues(SPEC, heads, publisher=publisher, names=NAMES, now_ms=world.now_ms)
+        self.lane_slots = LaneSlots(has_aside=sides.has)
+        intake, due = self.lane_slots.queue(SPEC.slots), self.lane_slots.queue(SPEC.due_slots)
+        intake.set_surplus_aside(True)
+        at_intake, at_due, at_sides = (
+            QueueAdmitter(intake, sides, names=NAMES),
+            QueueAdmitter(due, sides, names=NAMES),
+            SideQueueAdmitter(intake, sides),
+        )
+        work = partial(self._pool, job_of=self._job_of, handle=steps.handle)
         self._pools = (
-            self._pool(world.broker.intake.name, SPEC.slots, self._job_of, reply_retries.wrap(handle)),
-            self._pool(world.broker.due.name, SPEC.due_slots, self._job_of, reply_retries.wrap(handle)),
-            self._pool(world.broker.fallen.name, 1, fallen.job_of, reply_retries.wrap(fallen.handle)),
+            work(world.broker.intake.name, SPEC.slots, admitter=at_intake),
+            work(world.broker.due.name, SPEC.due_slots, admitter=at_due),
+            work(world.broker.intake.name, SCOUT_PREFETCH, admitter=at_intake),
+            work(f"{world.broker.intake.name}.side", SIDE_QUEUES, admitter=at_sides, heads=heads),
+            self._pool(world.broker.fallen.name, 1, job_of=fallen.job_of, handle=fallen.handle),
         )
         self._running = [self.loop.create_task(pool.run()) for pool in self._pools]
         self._running.append(self.loop.create_task(claiming.run()))
@@ -140,9 +153,19 @@ class Worker:
         await asyncio.wait(self._running)
         self.is_over = True
 
-    def _pool(self, queue: str, slots: int, job_of: Callable[[Delivery], Job], handle: Any) -> Pool:
+    def _pool(
+        self,
+        queue: str,
+        slots: int,
+        *,
+        job_of: Callable[[Delivery], Job],
+        handle: Any,
+        admitter: Admitter | None = None,
+        heads: Heads | None = None,
+    ) -> Pool:
         return Pool(
-            DeliveriesEdge(self._world, self, queue, slots),
+            DeliveriesEdge(self._world, self, queue, slots, heads),
+            admitter=admitter,
             job_of=lambda delivery: _noted(job_of, delivery),
             handle=handle,
             settler=self._settler,

@@ -16,11 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 import structlog
 
 from consumers.settle import Settler
-from consumers.state.base import Completion, Identity
-from consumers.state.spec import StoreSpec
+from consumers.state.base import Completion, Identity, StoreSpec
 from consumers.state.sqlite.file import SCHEMA
-from consumers.state.sqlite.requests import Requests
-from consumers.state.sqlite.rows import Times
+from consumers.state.sqlite.requests import Requests, Times
 from lanekeeper.contract.messages import Message
 from tests.support.schedules.broker import NAMES, Broker
 from tests.support.schedules.operation import Operation
@@ -197,6 +195,11 @@ class World:
         left += [each.message.message_id for channel in self.broker.channels for each in channel.unacked.values()]
         if left:
             raise self._violation(f"left lying: {left}")
+        for worker in self.workers:
+            if not worker.is_over and (worker.lane_slots.running or worker.lane_slots.in_hand):
+                raise self._violation(
+                    f"{worker.name}: slots or waits without a request: {worker.lane_slots.snapshot()}"
+                )
         for id, reply_to, before in self._owed:
             if len(self.broker.replies.get(reply_to, ())) <= before:
                 raise self._violation(f"{id}: never answered to {reply_to}")

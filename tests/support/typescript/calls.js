@@ -17,6 +17,7 @@ const bodies = {
 const wrong = {
   model: { model: "claude-nobody" },
   fault: { messages: [{ role: "user", content: "[[fault: invalid]]" }] },
+  overloaded: { messages: [{ role: "user", content: "[[fault: overloaded]]" }] },
 };
 
 const told = (error) => ({ class: error.constructor.name, status: error.status, type: error.error?.error });

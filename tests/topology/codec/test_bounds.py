@@ -12,7 +12,7 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
 from tests.support.corpus.requests import REQUESTS, Nasty
 from topology.codec import bounds, decoding
-from topology.codec.bounds import DIGITS, SMALL_BYTES, Measure, excess
+from topology.codec.bounds import Measure, excess
 from topology.lanes import CRITICAL
 
 STALL_S = 0.5
@@ -48,12 +48,6 @@ def test_keys_and_values_are_counted_alike_in_pieces_of_any_size(value: Any, siz
             assert not any(found)
 
 
-def test_a_long_prompt_full_of_punctuation_and_digits_is_accepted() -> None:
-    prompt = '[{"a": 1, "b": [2, "\\"]}], ' * 100_000 + "9" * 100_000
-
-    assert excess(json.dumps({"prompt": prompt}).encode(), max_values=1000) is None
-
-
 @pytest.mark.parametrize("piece", [b"[],", b"{},", b"0,", b'"",', b'{"a":1},', b'"a,b",'])
 def test_too_many_values_are_refused_with_the_limit(piece: bytes) -> None:
     raw = b"[" + piece * 100_000 + b"0]"
@@ -62,14 +56,6 @@ def test_too_many_values_are_refused_with_the_limit(piece: bytes) -> None:
     found = excess(raw, max_values=99_000)
     assert found is not None
     assert "more than 99000 keys and values (LANEKEEPER_JSON_VALUES)" in found
-
-
-def test_a_number_with_too_many_digits_is_refused_with_the_limit() -> None:
-    def array(digits: int) -> bytes:
-        return b"[" + b"9" * digits + b"," + b" " * SMALL_BYTES + b"1]"
-
-    assert excess(array(DIGITS), max_values=100) is None
-    assert excess(array(DIGITS + 100), max_values=100) == f"a number of more than {DIGITS} digits"
 
 
 def test_a_number_may_have_128_digits_wherever_it_stands() -> None:
@@ -84,12 +70,6 @@ def test_only_digits_outside_strings_count_as_a_number(digits: int) -> None:
     measure = Measure(1000)
     found = measure.add(b'["' + b"7" * 500 + b'",' + b"7" * digits + b"," + b"7" * 100 + b"]")
     assert (found is None) == (digits == 128)
-
-
-def test_by_default_a_request_may_have_a_hundred_thousand_keys_and_values() -> None:
-    assert excess(b"[" + b"1," * 99_990 + b"1]", max_values=bounds.VALUES) is None
-    found = excess(b"[" + b"1," * 100_010 + b"1]", max_values=bounds.VALUES)
-    assert found == "more than 100000 keys and values (LANEKEEPER_JSON_VALUES)"
 
 
 @pytest.mark.slow

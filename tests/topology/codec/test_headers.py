@@ -14,7 +14,9 @@ from tests.support.examples import examples
 from topology.codec.headers import HopHeaders, RequestHeaders, carried, hop_headers, ms_or_none, read, read_hop
 from topology.delays import MAX_DELAY_MS
 
-NOTHING = RequestHeaders(deadline_ms=None, stream=False, delay_ms=None, at_ms=None, beta=None, kept=None)
+NOTHING = RequestHeaders(
+    deadline_ms=None, long_call=False, stream=False, delay_ms=None, at_ms=None, beta=None, kept=None
+)
 
 
 def said(**changed: Any) -> RequestHeaders:

@@ -1,1 +1,0 @@
-"""The suite of `./dev bench`: contestants, scenarios, results, and the report."""

@@ -1,1 +1,0 @@
-"""Fetches request bodies that are not in the message but at an allowed address."""

@@ -1,0 +1,267 @@
+"""Translates the provider's error responses, and the exceptions of Anthropic's SDK, into the exceptions of
+`consumers/failures.py`.
+
+An error is classified by its code, then by its type, then by the HTTP status. The status alone is not enough: after
+HTTP 200 a stream can contain any error, and an HTTP 429 can mean a rate limit, which soon ends, or a spend limit, which
+does not.
+"""
+
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import aiohttp
+import anthropic
+import httpx2
+
+from consumers.failures import (
+    TIMEOUT,
+    UNREACHABLE,
+    AccountError,
+    OverloadedError,
+    ProviderError,
+    RateLimitedError,
+    RejectedError,
+    TransientError,
+)
+from consumers.limits.base import read_rate
+from lanekeeper.contract.identity import encodable
+
+_STATUS_OF_TYPE: Final[Mapping[str, int]] = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "billing_error": 402,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "conflict_error": 409,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "api_error": 500,
+    "timeout_error": 504,
+    "overloaded_error": 529,
+}
+_TEMPORARY: Final = frozenset({408, 409, 424, 425})
+"""408 (timeout), 409 (conflict with a call that still runs), 424 (a fault of the model, Bedrock), 425 (too early in the
+handshake)."""
+_SPEND_LIMIT_TEXTS: Final = ("You have reached your specified API usage limits", "Your credit balance is too low")
+"""They mark a spend limit in an error without an error code."""
+_LONGEST_WAIT_S: Final = 86_400.0
+_MESSAGE_CHARACTERS: Final = 300
+_TYPE_CHARACTERS: Final = 60
+_READ_CHARACTERS: Final = 10_000
+"""The message may have millions of characters."""
+NETWORK_ERRORS: Final = (httpx2.RequestError, aiohttp.ClientError, OSError)
+"""What the transport raises if the network fails. Anthropic's client lets it pass, or raises its own with it as the
+cause."""
+_WRONG_ADDRESS: Final[Mapping[type[Exception], str]] = {
+    aiohttp.ClientConnectorCertificateError: "its TLS certificate is not trusted",
+    aiohttp.ClientConnectorSSLError: "TLS fails there",
+    aiohttp.ClientConnectorDNSError: "the name of its host cannot be resolved",
+    aiohttp.ClientHttpProxyError: "the HTTP proxy refuses the way to it",
+    httpx2.UnsupportedProtocol: "its base URL is no http or https URL",
+}
+"""The failures of a connection that no request causes, and that last until somebody mends them."""
+_FAILURES: Final[Mapping[type[Exception], str]] = {
+    aiohttp.ClientProxyConnectionError: "no connection to the HTTP proxy",
+    aiohttp.ClientConnectorError: "no connection could be opened",
+    aiohttp.ServerDisconnectedError: "the connection was closed",
+    aiohttp.ClientPayloadError: "the body is cut or malformed",
+    aiohttp.ClientResponseError: "the response is not valid HTTP",
+    ConnectionResetError: "the connection was reset",
+}
+"""The other failures of a connection. Their own texts quote addresses and bytes, so no requester sees these."""
+_ABOUT_A_MODEL: Final = re.compile(r"\bmodel\b", re.IGNORECASE)
+_NOT_THERE: Final = frozenset({403, 404, 405})
+
+
+@contextmanager
+def border(*, secret: str) -> Iterator[None]:
+    """Translate what Anthropic's SDK raises into the exceptions of `consumers/failures.py`. `secret`: the API key,
+    which is removed from error texts."""
+    try:
+        yield
+    except anthropic.APIStatusError as error:
+        raise _from_status(error, secret=secret) from error
+    except anthropic.APITimeoutError as error:
+        raise TransientError("timed out while connecting to the provider", type=UNREACHABLE) from error
+    except anthropic.APIConnectionError as error:
+        cause = error.__cause__
+        if cause is not None and not isinstance(cause, NETWORK_ERRORS):
+            raise RejectedError(f"the request cannot be sent ({type(cause).__name__})", type="unsendable") from error
+        raise _from_network(cause) from error
+    except httpx2.TimeoutException as error:
+        raise TransientError("the provider's answer stopped coming", type=TIMEOUT) from error
+    except NETWORK_ERRORS as error:
+        raise TransientError(f"the provider's answer broke off: {_kind(error)}", type="connection") from error
+
+
+def _from_network(error: BaseException | None) -> ProviderError:
+    lowest = getattr(error, "__cause__", None) or error
+    if (reason := _named(lowest, _WRONG_ADDRESS)) is not None:
+        return AccountError(reason, reason=reason, type=UNREACHABLE)
+    if isinstance(lowest, aiohttp.ClientConnectorError):
+        return TransientError(f"no connection to the provider: {_kind(error)}", type=UNREACHABLE)
+    return TransientError(f"the connection to the provider was lost: {_kind(error)}", type="connection")
+
+
+def _kind(error: BaseException | None) -> str:
+    """In our own words: the exception's text may quote the base URL, which may contain a secret, and bytes of the
+    response."""
+    lowest = getattr(error, "__cause__", None) or error
+    return _named(lowest, _WRONG_ADDRESS) or _named(lowest, _FAILURES) or type(lowest).__name__
+
+
+def _named(error: BaseException | None, names: Mapping[type[Exception], str]) -> str | None:
+    return next((name for kind, name in names.items() if isinstance(error, kind)), None)
+
+
+def from_event(event: Mapping[str, Any], *, secret: str) -> ProviderError:
+    """The exception for an `error` event in the middle of a stream."""
+    error = event.get("error")
+    fields = error if isinstance(error, dict) else {}
+    kind = _short(fields.get("type"), secret)
+    details = fields.get("details")
+    found = classify(
+        status=_STATUS_OF_TYPE.get(kind, 500),
+        type=kind,
+        code=_short(details.get("error_code"), secret) if isinstance(details, dict) else "",
+        message=_line(f"in the middle of the stream: {fields.get('message') or ''}", secret),
+        retry_after_s=None,
+    )
+    if isinstance(found, AccountError) and found.otherwise is not None:  # the stream had begun: the account is well
+        found = found.otherwise
+    found.had_begun = True
+    return found
+
+
+def classify(
+    *,
+    status: int,
+    type: str,
+    code: str,
+    message: str,
+    retry_after_s: float | None,
+    request_id: str | None = None,
+    is_html: bool = False,
+) -> ProviderError:
+    """The exception for an error response. `type`, `code`: the error's in Anthropic's format, or empty."""
+    detail = f"{status} {type}: {message}" if type else f"{status}: {message}"
+    fields: dict[str, Any] = {"status": status, "type": type or f"http_{status}", "request_id": request_id}
+    effective = _STATUS_OF_TYPE.get(type, status)
+    unpaid = "its account has reached a spend limit, or is not paid"
+    if code.endswith("spend_limit_reached") or effective == 402:
+        return AccountError(detail, reason=unpaid, **fields)
+    if message.startswith(_SPEND_LIMIT_TEXTS):  # a request may have brought an error to quote such a text
+        return AccountError(detail, reason=unpaid, otherwise=RejectedError(detail, **fields), **fields)
+    if effective == 401:
+        return AccountError(detail, reason="it refuses the service's key", **fields)
+    if effective == 429:
+        return RateLimitedError(detail, retry_after_s=retry_after_s, **fields)
+    # a 503 that says when to come back means the same as a 529
+    if 529 in (effective, status) or (status == 503 and retry_after_s is not None):
+        return OverloadedError(detail, retry_after_s=retry_after_s, **fields)
+    is_temporary = effective >= 500 or effective in _TEMPORARY
+    found = TransientError(detail, **fields) if is_temporary else RejectedError(detail, **fields)
+    if is_html:
+        return html_instead(detail, otherwise=found, **fields)
+    if effective in _NOT_THERE and not _ABOUT_A_MODEL.search(message):
+        reason = "it permits its account nothing" if effective == 403 else "there is no Messages API at its base URL"
+        return AccountError(detail, reason=f"{reason} ({effective})", otherwise=found, **fields)
+    return found
+
+
+def html_instead(detail: str, *, otherwise: ProviderError, status: int, **fields: Any) -> AccountError:
+    """The exception for a page of HTML in place of an answer: it comes from a proxy, or the base URL is wrong."""
+    reason = f"a page of HTML answers at its base URL ({status})"
+    return AccountError(detail, reason=reason, otherwise=otherwise, status=status, **fields)
+
+
+def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | None:
+    """The seconds to wait, by `retry-after-ms` or `retry-after` (seconds or a date); None if neither has a sensible
+    value."""
+    for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        try:
+            wait_s = float(headers.get(name, "")) * unit_s
+        except ValueError:
+            continue
+        if math.isfinite(wait_s) and 0 <= wait_s <= _LONGEST_WAIT_S:
+            return wait_s
+    try:
+        wait_s = parsedate_to_datetime(headers.get("retry-after", "")).timestamp() - now_s
+    except (ValueError, OverflowError):  # no date, or the year 99999
+        return None
+    # a date in the past means that the clocks differ: do not wait
+    return max(0.0, wait_s) if abs(wait_s) <= _LONGEST_WAIT_S else None
+
+
+def plain(headers: httpx2.Headers) -> dict[str, str]:
+    """By names in lower case. Look-ups in a dict are faster than those in `httpx2.Headers`."""
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers.raw}
+
+
+def _redirected(response: httpx2.Response) -> ProviderError:
+    """A redirect is not followed. Only the host of its target is named, because the rest may contain a secret."""
+    try:
+        host = urlsplit(response.headers.get("location", "")).hostname or "another path of it"
+    except ValueError:
+        host = "no address"
+    reason = f"its base URL redirects to {_line(host, '')} ({response.status_code}), which is not followed"
+    rejected = RejectedError(
+        f"the provider's address redirects to {_line(host, '')} ({response.status_code}), which is not followed: "
+        "the operator has to set the provider's base URL to where it is",
+        status=502,
+        type="redirected",
+    )
+    return AccountError(rejected.detail, reason=reason, otherwise=rejected, status=502, type="redirected")
+
+
+def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderError:
+    if 300 <= error.status_code < 400:
+        return _redirected(error.response)
+    headers = error.response.headers
+    now_s = time.time()
+    if error.api_message:
+        message = _line(str(error.api_message), secret)
+    else:
+        message = f"not an error body of Anthropic's ({_line(headers.get('content-type', 'no content type'), secret)})"
+    found = classify(
+        status=error.status_code,
+        type=_short(error.type, secret),
+        code=_short(error.error_code, secret),
+        message=message,
+        retry_after_s=read_retry_after_s(headers, now_s=now_s),
+        request_id=error.request_id,
+        is_html=is_html(headers.get("content-type", "")),
+    )
+    found.rate = read_rate(plain(headers), now_s=now_s)
+    return found
+
+
+def is_html(content_type: str) -> bool:
+    """Whether it is a page for people."""
+    return content_type.lower().lstrip().startswith(("text/html", "application/xhtml"))
+
+
+def one_line(error: BaseException | None) -> str:
+    """An exception on one line, for an operator. API keys are not removed."""
+    return _line(f"{type(error).__name__} {error}", "")
+
+
+def _short(value: object, secret: str) -> str:
+    return _line(value, secret)[:_TYPE_CHARACTERS] if isinstance(value, str) else ""
+
+
+def _line(text: str, secret: str) -> str:
+    """One line of at most 300 printable characters, without the API key (`secret`)."""
+    cut = len(text) > _READ_CHARACTERS
+    text = text[:_READ_CHARACTERS]
+    if secret:
+        text = text.replace(secret, "***")
+        if cut:  # the text may have been cut in the middle of a key
+            text = text[: -len(secret)]
+    return encodable(re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", " ", text).strip()[:_MESSAGE_CHARACTERS])

@@ -1,0 +1,244 @@
+"""Counts a lane's running requests and the outcomes of its deliveries, and keeps its waits and run times of the last
+hour, for `lanekeeper status`, metrics and the log. All workers count in the store how many requests end, where a
+gateway reads the rate."""
+
+import asyncio
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ddsketch import DDSketch
+from ddsketch.ddsketch import BaseDDSketch
+
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.state.base import Allowances, StoreUnavailable
+from lanekeeper.telemetry.figures import Histogram, timings
+
+HOUR: Final = 60
+WINDOWS: Final = {"5m": 5, "1h": HOUR}
+"""The windows, in minutes, over which quantiles are told."""
+ACCURACY: Final = 0.02
+"""By which part a quantile may be off. Sketches can be merged only if they have the same."""
+WINDOW_S = 60
+"""A lane's throughput is computed from the requests that ended within this many seconds."""
+DUE_TIMES = 1024
+"""If the delayed requests of a lane have more different due times than this, those that are over are forgotten."""
+PERIOD_S: Final = 60
+"""The length of the periods in which the ended requests of a lane are counted in the store."""
+NOTE_EVERY_S: Final = 5.0
+SEEN_AT_LEAST_S: Final = 20.0
+"""At the beginning of each period, the rate counts as unknown for this time, because the few requests that have ended
+by then give a random result."""
+UNLIMITED: Final = 1e15
+
+
+class LaneActivity:
+    """What a lane does in this process."""
+
+    def __init__(self, lane: str, *, slots: int, due_slots: int) -> None:
+        self.lane = lane
+        self._slots = slots
+        self._due_slots = due_slots
+        self.extra_slots = 0
+        """How many slots the lane's two queues have in addition to the configured ones (`scaling.py`)."""
+        self.slots_limit: str | None = None
+        """`ExtraSlots.limit`"""
+        self.running = 0
+        self.answered = 0
+        self.failed = 0
+        self.retried = 0
+        self.dropped = 0
+        self.replayed = 0
+        self.ended = 0
+        """How many requests of the lane have ended, with any outcome."""
+        self.deferred_for: Counter[str] = Counter()
+        """How many deliveries were deferred, by the reason of the deferral."""
+        self._delayed: dict[str, Counter[int]] = {}
+        """How many requests this process sent into the delay queues, by reason and by when they are due, in seconds of
+        the monotonic clock, rounded up (`_delay`)."""
+        self.recent = Recent()
+        self.waits, self.runs, self.totals = Histogram(), Histogram(), Histogram()
+        self.ended_by: Counter[str] = Counter()
+        """How many requests have ended, by the code of their outcome."""
+        self.buried_by: Counter[str] = Counter()
+        self.attempts = 0
+        self.retried_for: Counter[str] = Counter()
+        self.taken: Counter[str] = Counter()
+        """How many deliveries came from each queue."""
+        self.worked = timings()
+        """From a delivery's slot to its acknowledgement, by queue."""
+        self.delivered_ms: dict[str, int] = {}
+        """When the request was published that was delivered last, by queue; those that come back from a delay apart."""
+        self._ended_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
+        """For each of the latest seconds in which requests ended: the second, and how many."""
+
+    def record(
+        self,
+        outcome: Outcome,
+        *,
+        wait_ms: int,
+        run_ms: int | None,
+        total_ms: int = 0,
+        cause: str = "other",
+        since_delivery: bool = False,
+    ) -> None:
+        """Count the outcome of a delivery. `run_ms`: None if no provider was called, or if the attempt does not count,
+        because the provider was down. `total_ms`: since the request was published, or was due. `cause`: why the attempt
+        failed. `since_delivery`: whether the wait is measured from the first delivery."""
+        match outcome:
+            case Answered():
+                self.answered += 1
+                self.ended_by["ok"] += 1
+            case Refused(problem) | Buried(problem):
+                self.failed += 1
+                self.ended_by[problem.code] += 1
+                if isinstance(outcome, Buried):
+                    self.buried_by[problem.code] += 1
+            case Retried(delay_ms=delay_ms):
+                self.retried += 1
+                self.retried_for[cause] += 1
+                self._delay("retry", delay_ms)
+            case Deferred(reason=reason, delay_ms=delay_ms):
+                self.deferred_for[reason] += 1
+                self._delay(reason, delay_ms)
+                return
+            case Dropped(problem):
+                self.dropped += 1
+                self.ended_by[problem.code] += 1
+            case Replayed(is_reply_only=True):
+                return  # the request was counted when it ended
+            case Replayed():
+                self.replayed += 1
+                self.ended_by["replayed"] += 1
+        if run_ms is not None:
+            self.attempts += 1
+            self.waits.add(wait_ms / 1000)
+            self.runs.add(run_ms / 1000)
+            self.recent.add(wait_ms, run_ms, since_delivery=since_delivery)
+        if not isinstance(outcome, Retried):
+            self.totals.add(total_ms / 1000)
+            self._count_end()
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """The lane's counts, as JSON values for the command `lanekeeper status`."""
+        since = int(time.monotonic()) - WINDOW_S
+        return {
+            "slots": self._slots,
+            "due_slots": self._due_slots,
+            "extra_slots": self.extra_slots,
+            "slots_limit": self.slots_limit,
+            "running": self.running,
+            "answered": self.answered,
+            "failed": self.failed,
+            "retried": self.retried,
+            "dropped": self.dropped,
+            "replayed": self.replayed,
+            "deferred": self.deferred_for.total(),
+            "deferred_for": dict(self.deferred_for),
+            "delayed_for": self.still_delayed(),
+            "throughput_per_min": sum(count for second, count in self._ended_by_second if second > since),
+            "waits_since_delivery": self.recent.since_delivery,
+        }
+
+    @property
+    def slots(self) -> int:
+        return self._slots + self._due_slots + self.extra_slots
+
+    def _delay(self, reason: str, delay_ms: int) -> None:
+        """Count a request that waits in the delay queues. Its due time is rounded up by at most a 16th of the delay, or
+        a second, so that the counts of any number of requests need little memory."""
+        step_s = 1 << max(0, (delay_ms // 32_000).bit_length())
+        due_s = time.monotonic() + delay_ms / 1000
+        delayed = self._delayed.setdefault(reason, Counter())
+        delayed[math.ceil(due_s / step_s) * step_s] += 1
+        if len(delayed) > DUE_TIMES:
+            self.still_delayed()
+
+    def still_delayed(self) -> dict[str, dict[str, int]]:
+        now_s = time.monotonic()
+        for reason, delayed in list(self._delayed.items()):
+            for due_s in [due_s for due_s in delayed if due_s <= now_s]:
+                del delayed[due_s]
+            if not delayed:
+                del self._delayed[reason]
+        return {
+            reason: {"count": delayed.total(), "last_in_s": round(max(delayed) - now_s)}
+            for reason, delayed in self._delayed.items()
+        }
+
+    def _count_end(self) -> None:
+        self.ended += 1
+        second = int(time.monotonic())
+        if self._ended_by_second and self._ended_by_second[-1][0] == second:
+            self._ended_by_second[-1] = (second, self._ended_by_second[-1][1] + 1)
+        else:
+            self._ended_by_second.append((second, 1))
+
+
+@dataclass(slots=True)
+class _Minute:
+    at: int
+    waits: BaseDDSketch = field(default_factory=lambda: DDSketch(ACCURACY))
+    runs: BaseDDSketch = field(default_factory=lambda: DDSketch(ACCURACY))
+    since_delivery: int = 0
+
+
+class Recent:
+    """The waits and run times (ms) of the last hour's attempts: two sketches for each minute that had any."""
+
+    def __init__(self) -> None:
+        self._minutes: deque[_Minute] = deque(maxlen=HOUR)
+
+    def add(self, wait_ms: int, run_ms: int, *, since_delivery: bool) -> None:
+        at = int(time.monotonic()) // 60
+        if not self._minutes or self._minutes[-1].at != at:
+            self._minutes.append(_Minute(at))
+        minute = self._minutes[-1]
+        minute.waits.add(wait_ms)
+        minute.runs.add(run_ms)
+        minute.since_delivery += since_delivery
+
+    def over(self, minutes: int) -> tuple[BaseDDSketch, BaseDDSketch]:
+        """The waits and the run times of the last minutes, the current one included."""
+        waits, runs, after = DDSketch(ACCURACY), DDSketch(ACCURACY), int(time.monotonic()) // 60 - minutes
+        for minute in self._minutes:
+            if minute.at > after:
+                waits.merge(minute.waits)
+                runs.merge(minute.runs)
+        return waits, runs
+
+    @property
+    def since_delivery(self) -> int:
+        """How many waits of the last hour count from the first delivery, because it is unknown when the request was
+        published."""
+        after = int(time.monotonic()) // 60 - HOUR
+        return sum(minute.since_delivery for minute in self._minutes if minute.at > after)
+
+
+def quantile(ordered: Sequence[int], share: float) -> int | None:
+    """The smallest of the values such that at least the share `share` (0 to 1) of all values are at most it."""
+    return ordered[max(0, math.ceil(len(ordered) * share) - 1)] if ordered else None
+
+
+async def note_ends(store: Allowances, activities: Sequence[LaneActivity]) -> None:
+    """Add the requests that end in this process to the count in the store, until cancelled."""
+    noted = {activity.lane: activity.ended for activity in activities}
+    while True:
+        await asyncio.sleep(NOTE_EVERY_S)  # one write for many requests, because nothing waits for the count
+        for activity in activities:
+            if ended := activity.ended - noted[activity.lane]:
+                with suppress(StoreUnavailable):
+                    await store.take(f"ended:{activity.lane}", ended, limit=UNLIMITED, period_s=PERIOD_S)
+                    noted[activity.lane] += ended
+
+
+async def ended_per_s(store: Allowances, lane: str) -> float | None:
+    """How many requests of a lane end each second, in all workers together. None if the period has just begun, or if no
+    request has ended in it. Raises StoreUnavailable."""
+    taken = await store.take(f"ended:{lane}", 0, limit=UNLIMITED, period_s=PERIOD_S)
+    seen_s = PERIOD_S - taken.resets_in_s
+    return taken.used / seen_s if taken.used and seen_s >= SEEN_AT_LEAST_S else None

@@ -1,0 +1,236 @@
+"""Lets each delivered request wait for a slot, or sets it aside: moves it to a side queue of its lane, where requests
+of tenants that exceed their share do not delay other tenants.
+
+The worker publishes such a request to the side queue, and acknowledges its delivery after the broker's confirm
+(`consumers/pool.py`). If the worker dies between confirm and acknowledgement, there are two messages of one request;
+the claim (the store's record that a worker runs the request) then lets only one of them run. Setting a request aside
+takes no claim, and does not count as an attempt.
+
+Each tenant gets a side queue of its own while there are enough of them. A process knows to which tenant a side queue
+belongs if it holds the queue's first message (its head), or has just published a message there itself. Two processes
+that begin at the same time to set requests of one tenant aside may choose different queues; the order of the tenant's
+requests is then lost.
+"""
+
+import asyncio
+from hashlib import blake2b
+from typing import Final, Protocol
+
+from consumers.clock import NowMs
+from consumers.job import HIGHEST_PRIORITY, Job, side_priority
+from consumers.outcomes import Deferred, Outcome, ended
+from consumers.settle import set_aside
+from consumers.slots.lane_slots import Admission, QueueSlots
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import UNREADABLE
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import PublishRefused
+from topology.broker.consume import Heads
+from topology.lanes import LaneSpec
+
+PLACE_KEPT_S: Final = 1.0
+"""For how long after a tenant's last request was published to a side queue that queue stays assigned to the tenant. By
+then this process usually holds the queue's first message, which shows to which tenant the queue belongs."""
+FULL_FOR_S: Final = 1.0
+"""If a side queue refused a message because it was full, nothing is published to it for this time."""
+LATER_MS: Final = 1000
+"""For how long a request is deferred if it must be set aside, and its side queue is full or does not exist."""
+
+
+class Admitter(Protocol):
+    """Lets a delivery wait until it gets a slot of its lane, that is, the right to be worked on."""
+
+    async def admit(self, job: Job) -> Admission:
+        """Wait until the request holds a slot, or must leave this process, because its tenant exceeds its share or the
+        wait takes too long."""
+
+    def leave(self, job: Job) -> None:
+        """Give back the slot that a request got by `admit`."""
+
+    def unread(self, queue: str) -> None:
+        """Note that the last delivery of this queue could not be read, so that `admit` will not be called for it."""
+
+    async def set_aside(self, job: Job) -> Outcome | None:
+        """Move the request to a side queue of its lane. Return None if it was moved; if the lane has no side queues, or
+        this one is full, the outcome with which the request is settled instead. Raises BrokerError."""
+
+
+class QueueAdmitter:
+    """Lets deliveries of a lane's intake or due queue wait for a slot. `names`: None if no request has to wait."""
+
+    def __init__(
+        self, slots: QueueSlots, side_queues: "SideQueues | None" = None, *, names: Names | None = None
+    ) -> None:
+        self._slots = slots
+        self._side_queues = side_queues
+        self._names = names
+
+    async def admit(self, job: Job) -> Admission:
+        tenant = job.identity.tenant
+        if self._slots.begin(tenant):
+            return Admission.BEGIN
+        may_leave = self._names is not None and may_move(job, self._names)
+        movable = self._side_queues is not None and may_leave
+        admission = await self._slots.wait(tenant, rank=_rank(job), movable=movable)
+        return Admission.BACK if admission is Admission.ASIDE and not may_leave else admission
+
+    def leave(self, job: Job) -> None:
+        self._slots.end(job.identity.tenant)
+
+    def unread(self, queue: str) -> None:
+        """Does nothing: when this delivery is settled, the broker sends the next one by itself."""
+
+    async def set_aside(self, job: Job) -> Outcome | None:
+        if self._side_queues is None:
+            return Deferred(delay_ms=LATER_MS, reason="slots", redelivered=job.redelivered)
+        outcome = await self._side_queues.put(job)
+        if outcome is None:
+            self._slots.lane.figures(job.identity.tenant).set_aside += 1
+        return outcome
+
+
+class SideQueueAdmitter:
+    """Lets the first message (the head) of each side queue of a lane wait for a slot of the lane's intake queue,
+    because side queues have no slots of their own."""
+
+    def __init__(self, slots: QueueSlots, side_queues: "SideQueues") -> None:
+        self._slots = slots
+        self._side_queues = side_queues
+
+    async def admit(self, job: Job) -> Admission:
+        tenant = job.identity.tenant
+        self._side_queues.head_arrived(job)
+        try:
+            if self._slots.begin(tenant):
+                return Admission.BEGIN
+            return await self._slots.wait(tenant, rank=_rank(job), movable=True, is_head=True)
+        finally:
+            self._side_queues.head_left(job)
+
+    def leave(self, job: Job) -> None:
+        self._slots.end(job.identity.tenant)
+
+    def unread(self, queue: str) -> None:
+        self._side_queues.head_unread(queue)
+
+    async def set_aside(self, job: Job) -> Outcome | None:
+        """To the end of its side queue, so that a process with a free slot can take it."""
+        return await self._side_queues.put(job)
+
+
+def _rank(job: Job) -> int:
+    return side_priority(job.message.priority, is_fresh=job.hop.is_fresh) or 0
+
+
+class SideQueues:
+    """Moves requests that exceed their tenant's share to the side queues of one lane, and notes which tenant has which
+    side queue."""
+
+    def __init__(self, lane: LaneSpec, heads: Heads, *, publisher: Publisher, names: Names, now_ms: NowMs) -> None:
+        self._lane = lane
+        self._heads = heads
+        self._publisher = publisher
+        self._names = names
+        self._now_ms = now_ms
+        self._numbers = {names.side(lane.name, number): number for number in range(lane.side_queues)}
+        """The number of each side queue, by the queue's name."""
+        self._tenants: dict[int, str] = {}
+        """The tenant of each side queue whose head waits in this process for a slot, by the queue's number."""
+        self._places: dict[str, tuple[int, float]] = {}
+        """For each tenant: the number of the side queue that is assigned to it, and when it was last assigned."""
+        self._full_until_s: dict[int, float] = {}
+        """For each side queue that refused a message because it was full: until when nothing is published to it."""
+
+    def has(self, tenant: str) -> bool:
+        """Whether requests of the tenant are in a side queue, as far as this process knows."""
+        return self._number_of(tenant) is not None
+
+    def head_arrived(self, job: Job) -> None:
+        number = self._numbers[job.delivery.queue]
+        self._tenants[number] = job.identity.tenant
+
+    def head_left(self, job: Job) -> None:
+        """Note that the head of a side queue no longer waits here, because it got a slot, will be moved, or was lost
+        with its channel. So the queue's next message may be fetched."""
+        number = self._numbers[job.delivery.queue]
+        if self._tenants.pop(number, None) is not None:
+            self._keep(job.identity.tenant, number)
+        self._heads.pass_on(job.delivery.queue)
+
+    def head_unread(self, queue: str) -> None:
+        self._heads.pass_on(queue)
+
+    async def put(self, job: Job) -> Outcome | None:
+        """Publish a request to a side queue, and wait for the confirm. Return None if the broker has confirmed it; if
+        the queue is full, the outcome with which the request is settled instead. Raises BrokerError."""
+        number = self._place(job.identity.tenant)
+        if asyncio.get_running_loop().time() < self._full_until_s.get(number, 0):
+            return self._full(job)
+        self._keep(job.identity.tenant, number)
+        message = set_aside(job, now_ms=self._now_ms(), names=self._names)
+        try:
+            await self._publisher.publish_surely(
+                message, exchange=self._names.side_exchange(number), routing_key=job.routing_key, refused_within_s=0
+            )
+        except PublishRefused:
+            self._full_until_s[number] = asyncio.get_running_loop().time() + FULL_FOR_S
+            return self._full(job)
+        self._heads.publish_seen(self._names.side(self._lane.name, number))
+        return None
+
+    def _full(self, job: Job) -> Outcome:
+        """A request that comes directly from its publisher is refused; one from a delay or a side queue is deferred."""
+        if job.hop.is_fresh and not job.trusted:
+            return ended(
+                "too_many_waiting",
+                f"lane {self._lane.name} holds {self._lane.max_length} waiting requests of this tenant (and of "
+                "those that share its side queue), and takes no more; send them later",
+            )
+        return Deferred(delay_ms=LATER_MS, reason="too many waiting")
+
+    def _place(self, tenant: str) -> int:
+        """The number of the side queue for a tenant's requests: the queue that has some of them already; else the first
+        free queue (it has no requests and is assigned to no tenant), in an order that is computed from the tenant's
+        name; else the shortest queue."""
+        if (known := self._number_of(tenant)) is not None:
+            return known
+        now_s = asyncio.get_running_loop().time()
+        assigned = {number for number, at_s in self._places.values() if at_s + PLACE_KEPT_S > now_s}
+        waiting = {number: self._heads.ready_in(queue) for queue, number in self._numbers.items()}
+        preferred = sorted(waiting, key=lambda number: blake2b(f"{number} {tenant}".encode(), digest_size=8).digest())
+
+        def is_used(number: int) -> bool:
+            return number in assigned or number in self._tenants or waiting[number] > 0
+
+        return min(preferred, key=lambda number: (is_used(number), waiting[number]))
+
+    def _number_of(self, tenant: str) -> int | None:
+        """The number of the side queue whose head, held by this process, is a request of the tenant, or that was
+        assigned to the tenant at most `PLACE_KEPT_S` ago."""
+        for number, owner in self._tenants.items():
+            if owner == tenant:
+                return number
+        number, at_s = self._places.get(tenant, (0, -PLACE_KEPT_S))
+        return number if at_s + PLACE_KEPT_S > asyncio.get_running_loop().time() else None
+
+    def _keep(self, tenant: str, number: int) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._places.pop(tenant, None)
+        self._places[tenant] = number, now_s
+        while self._places[oldest := next(iter(self._places))][1] + PLACE_KEPT_S <= now_s:
+            del self._places[oldest]
+
+
+def may_move(job: Job, names: Names) -> bool:
+    """Whether a copy of a request may take its place. A request that will be refused because of its headers may not be
+    moved, because its copy would not have these headers, and so would not be refused."""
+    message = job.message
+    if job.trusted:
+        return not job.hop.reply_try  # if only the reply is left to send, the request needs no slot for long
+    return (
+        message.exchange == names.requests
+        and message.routing_key.partition(".")[0] == job.lane_name
+        and (message.priority or 0) <= HIGHEST_PRIORITY
+        and not any(header in message.headers for header in (UNREADABLE, n.DEATH, n.CC, n.BCC))
+    )

@@ -1,0 +1,171 @@
+"""What stops a worker's pools, and what puts a lane right that stands still.
+
+`Pausing` pauses all work while an answer could not be sent, or could not be stored. A condition is a function that
+returns None, or a text that says what is wrong. Before each call to a provider the conditions are checked once more,
+because something may have failed since the last regular check. It also pauses the pools of a lane that an operator has
+paused (`consumers/brake.py`).
+
+`Watchdog` finds lanes that stand still although nothing else is wrong. A queue is no longer delivered to this process
+if messages wait in it, its pool has room for a delivery, and none came for `STILL_S`: then it is consumed again. A lane
+has lost slots if for `STILL_S` more of them count as used than requests run. Nobody would give them back, so then the
+process must end.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final, Protocol
+
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry import logs, signals
+
+LOOK_EVERY_S: Final = 0.05
+"""The time between two checks of the conditions. They are polled, because they are attributes of very different
+objects, without a common event to wait for. Reading them 20 times a second takes 0.01 % of a CPU."""
+LOGGED_AFTER_S: Final = 0.5
+"""Shorter pauses are not logged, because each start of a worker causes one."""
+WATCH_EVERY_S: Final = 2.0
+"""The time between two checks whether a lane stands still."""
+STILL_S: Final = 30.0
+"""A lane that every check has found standing still for this time is put right."""
+Condition = Callable[[], str | None]
+log = logs.logger()
+
+
+class Pausable(Protocol):
+    """Something that takes deliveries from the broker and can be paused, such as a pool."""
+
+    @property
+    def is_paused(self) -> bool: ...
+
+    @property
+    def brake(self) -> str | None:
+        """Why it must be paused although no condition holds."""
+
+    async def pause(self, reason: str) -> None:
+        """Take no new delivery from the broker; continue to work on those that were taken."""
+
+    async def resume(self) -> None:
+        """Take deliveries again. If too many are still being worked on, do nothing; `Pausing` then calls this again."""
+
+
+class Pausing:
+    """Stops all pools of this worker from taking requests while one of the `conditions` (by name) holds, and resumes
+    them afterwards."""
+
+    def __init__(self, conditions: Mapping[str, Condition]) -> None:
+        self._conditions = conditions
+        self._open = asyncio.Event()
+
+    def reasons(self) -> dict[str, str]:
+        """The conditions that hold, by name, each with a text that says what is wrong."""
+        return {name: why for name, condition in self._conditions.items() if (why := condition()) is not None}
+
+    async def opened(self) -> None:
+        """Wait until no condition requires a pause. The wait has no time limit of its own."""
+        while self.reasons():
+            self._open.clear()
+            await self._open.wait()
+
+    async def run(self, takers: Sequence[Pausable]) -> None:
+        """Pause the takers while any condition holds. Runs until cancelled."""
+        loop = asyncio.get_running_loop()
+        since_s: float | None = None
+        is_logged = False
+        while True:
+            if reasons := self.reasons():
+                if since_s is None:
+                    since_s = loop.time()
+                if not is_logged and loop.time() >= since_s + LOGGED_AFTER_S:
+                    is_logged = True
+                    log.warning(signals.TAKING_PAUSED, reasons=reasons)
+            else:
+                if since_s is not None and is_logged:
+                    log.info(signals.TAKING_RESUMED, paused_s=round(loop.time() - since_s, 2))
+                since_s, is_logged = None, False
+            why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            # a pool that holds too many deliveries does not resume yet, and is asked again at the next check
+            await asyncio.gather(
+                *(
+                    taker.resume() if must is None else taker.pause(must)
+                    for taker in takers
+                    if ((must := why or taker.brake) is not None) is not taker.is_paused
+                )
+            )
+            if not reasons:
+                self._open.set()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+
+class Consumer(Protocol):
+    """What the watchdog must know of a pool, which consumes one queue."""
+
+    @property
+    def queue(self) -> str: ...
+    @property
+    def trouble(self) -> str | None: ...
+    @property
+    def is_paused(self) -> bool: ...
+    @property
+    def has_room(self) -> bool: ...
+    @property
+    def taken(self) -> int: ...
+    async def consume_again(self) -> None: ...
+
+
+class Watchdog:
+    """Checks whether lanes of a worker stand still. `unfetched`: how many messages wait in the queues of some pools.
+    `lost_slots`: for each lane, how many slots count as used without a running request."""
+
+    def __init__(
+        self,
+        pools: Sequence[Consumer],
+        *,
+        unfetched: Callable[[list[str]], Awaitable[Mapping[str, int]]],
+        lost_slots: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self._pools = pools
+        self._unfetched = unfetched
+        self._lost_slots = lost_slots
+        self._taken: dict[str, int] = {}
+        """How many deliveries each pool had taken at the last check, by its queue."""
+        self._looks: dict[str, int] = {}
+        """How many checks in a row have found a queue or a lane standing still, by the text that says so."""
+        self.trouble: str | None = None
+        """What has stood still for `STILL_S`."""
+
+    async def run(self) -> None:
+        """Check the lanes, and consume again the queues that are not delivered. Returns if a lane has lost slots, so
+        that the process must end."""
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            lost = {f"lane {lane} has lost slots" for lane, count in self._lost_slots().items() if count > 0}
+            still = {f"{pool.queue} is not delivered": pool for pool in await self._undelivered()}
+            self._looks = {what: self._looks.get(what, 0) + 1 for what in (*lost, *still)}
+            most = round(STILL_S / WATCH_EVERY_S)
+            stuck = [what for what, looks in self._looks.items() if looks >= most]
+            self.trouble = "; ".join(stuck) or None
+            for what in stuck:
+                if self._looks[what] % most == 0:
+                    log.error(signals.LANE_STUCK, reason=what, still_s=STILL_S)
+                    if what in lost:
+                        return
+                    await still[what].consume_again()
+
+    async def _undelivered(self) -> list[Consumer]:
+        """The pools that have room for a delivery and got none since the last check, although messages wait."""
+        quiet = {
+            pool.queue: pool
+            for pool in self._pools
+            if pool.trouble is None
+            and not pool.is_paused
+            and pool.has_room
+            and self._taken.get(pool.queue) == pool.taken
+        }
+        self._taken = {pool.queue: pool.taken for pool in self._pools}
+        if not quiet:
+            return []
+        try:
+            waiting = await self._unfetched(list(quiet))
+        except BrokerError:  # the pools report it
+            return []
+        return [pool for queue, pool in quiet.items() if waiting[queue] and pool.taken == self._taken[queue]]

@@ -1,0 +1,530 @@
+"""Starts and stops further consumers of a queue, by the load of all queues: with slots of their own (`Scaling`), or as
+scouts, which only take requests out of the way of other tenants (`Scouting`). A slot works on one request at a time.
+
+**Slots.** First, idle slots are lent to queues whose requests wait, the most urgent queue first; each queue keeps some
+idle slots, which it does not lend. If a queue's requests still wait longer than its lane's target, it grows: it gets
+further slots, a quarter more at a time, up to its maximum. A queue whose requests wait for a provider's budget does not
+grow, because more slots would only hold more waiting requests. So that slots do not move back and forth, a slot is lent
+only after it was idle for some seconds, and an additional slot is given up only after it was unused for some seconds.
+A queue that needs the slots which it has lent gets them back at once.
+
+To add slots, a worker starts a further consumer of the queue, on a channel of its own, whose prefetch is the number of
+these slots; changing an existing consumer's prefetch has no effect (docs/facts.md, section 2). To take slots back, the
+further consumer is cancelled, and its requests run to their end. The consumer of a queue that lends slots keeps its
+prefetch, so that this queue can use its slots again at once.
+
+**Scouts.** A queue delivers in order of priority and age, whatever the tenant. If all slots of a queue were in use for
+a second, a scout is started, that is, a further consumer of the queue, without slots of its own. A request that the
+scout takes is set aside (moved to a side queue) if its tenant has used up its share of the queue's slots; otherwise it
+waits in the worker until its tenant gets the next free slot (`lane_slots.py`).
+
+Setting a request aside takes half as much CPU as handling a whole request, so a scout is started only where it helps.
+If requests hold their slots for longer than a quarter of a second on average, a scout is started when the waiting
+requests will need longer than a quarter of a second to get slots. If requests hold their slots for a shorter time, a
+scout is started only if several tenants had requests in the lane lately, and the waiting requests will need longer than
+a second to get slots.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+from consumers.clock import NowMs, every
+from consumers.job import Job
+from consumers.slots.activity import LaneActivity
+from consumers.slots.lane_slots import QueueSlots
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry import logs, signals
+
+LOOK_EVERY_S = 0.25
+"""The time between two decisions. It is short, because a queue that has lent slots must get them back within a
+second."""
+log = logs.logger()
+
+Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
+"""A function that asks the broker how many messages wait in each of the given queues."""
+
+
+class SlotPool(Protocol):
+    """What must be known of a pool (`consumers/pool.py`)."""
+
+    @property
+    def queue(self) -> str: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def in_hand(self) -> int: ...
+    @property
+    def jobs(self) -> Collection[Job]: ...
+    async def run(self) -> None: ...
+    async def stop(self) -> None: ...
+    def give_back_waiting(self) -> None: ...
+
+
+# ---- how many slots each queue should have ---------------------------------------------------------------------------
+
+GROWTH: Final = 4
+"""A queue that grows gets the number of its slots divided by this, but at least one."""
+AT_MOST: Final = "slots_max"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueLoad:
+    """What the decision about additional slots must know of one queue."""
+
+    slots: int
+    """Its own slots, by the lane's settings."""
+    reserved: int
+    """How many of its own slots are never lent, even if they are idle."""
+    max_slots: int
+    target_wait_s: float
+    """The queue may get further slots if its requests wait longer than this."""
+    extra: int = 0
+    """How many slots the queue has now in addition to its own, including those that were taken back but on which a
+    request still runs (`ending`)."""
+    grown: int = 0
+    """How many of the additional slots are new, that is, not lent by another queue."""
+    ending: int = 0
+    """How many requests still run on additional slots that were taken back."""
+    busiest: int = 0
+    """The highest number of the queue's requests that this worker had at the same time, within `STEADY_S`."""
+    waiting: int = 0
+    """How many messages wait in the queue on the broker; 0 while the queue has free slots, because the broker is not
+    asked then."""
+    wait_s: float = 0.0
+    """`ScaledQueue.wait_s`; 0 if `waiting` is 0."""
+    bottleneck: str | None = None
+    """The provider's limit (such as input tokens per minute) for which requests of the queue's lane wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraSlots:
+    """The slots that a queue should have in addition to its own."""
+
+    lent: int = 0
+    """How many idle slots this queue borrows from other queues."""
+    grown: int = 0
+    """How many new slots, which no other queue lends, are created for the queue."""
+    limit: str | None = None
+    """Why the queue gets no further slots although its requests wait longer than the lane's target: `AT_MOST`, or the
+    value of `QueueLoad.bottleneck`."""
+
+    @property
+    def total(self) -> int:
+        return self.lent + self.grown
+
+
+def decide(queues: Sequence[QueueLoad]) -> list[ExtraSlots]:
+    """Compute how many additional slots each queue should have. `queues`: the most urgent first, like the result."""
+    idle = sum(max(0, queue.slots - queue.reserved - queue.busiest) for queue in queues)
+    idle -= sum(queue.ending for queue in queues)
+    decided = []
+    for queue in queues:
+        wanted = _wanted(queue)
+        lent = min(wanted, queue.ending + max(0, idle))
+        idle -= max(0, lent - queue.ending)
+        grown = min(queue.grown, wanted - lent)
+        limit = None
+        if queue.waiting and queue.wait_s > queue.target_wait_s:
+            if queue.bottleneck is not None:
+                limit = queue.bottleneck
+            elif lent + grown < wanted:
+                grown = min(wanted - lent, grown + max(1, (queue.slots + lent + grown) // GROWTH))
+            elif queue.slots + wanted == queue.max_slots:
+                limit = AT_MOST
+        decided.append(ExtraSlots(lent=lent, grown=grown, limit=limit))
+    return decided
+
+
+def _wanted(queue: QueueLoad) -> int:
+    """How many additional slots the queue could use: those that it has, and one more for each waiting message, unless
+    its requests wait for a provider's budget. If no message waits: as many as it used within `STEADY_S`."""
+    if not queue.waiting:
+        wanted = min(queue.extra, max(0, queue.busiest - queue.slots))
+    elif queue.bottleneck is None:
+        wanted = queue.extra + queue.waiting
+    else:
+        wanted = queue.extra
+    return min(wanted, max(0, queue.max_slots - queue.slots))
+
+
+# ---- slots are added and taken back ----------------------------------------------------------------------------------
+
+ASK_EVERY_S = 1.0
+"""The time between two questions to the broker about how many messages wait in the queues whose slots are all in use. A
+queue can get further slots only after such a question."""
+STEADY_S = 3.0
+"""A queue lends a slot only after it was idle for this time; likewise, it gives up an added slot that was unused."""
+BOTTLENECK_FOR_S = 2.0
+"""A lane counts as waiting for a provider's budget until this time after one of its requests was last seen waiting."""
+LIMIT_LOGGED_EVERY_S = 60.0
+"""The shortest time between two log events about a queue that can get no further slots."""
+WaitingFor = Callable[[], Mapping[str, str]]
+"""A function that returns, for each lane whose requests wait for a provider's budget now, the limit for which they wait
+(such as input tokens a minute)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ScaledQueue:
+    """A queue whose number of slots changes: the pools that consume it, and its load so far."""
+
+    lane: str
+    pool: SlotPool
+    """The pool that always consumes the queue, with the queue's own slots."""
+    new_pool: Callable[[int], SlotPool]
+    """A function that creates a further pool of the same queue with the given number of slots."""
+    load: QueueLoad
+    """The queue's settings, and its load at the latest check."""
+    activity: LaneActivity
+    side: SlotPool | None = None
+    """The pool of the lane's side queues, whose requests use this queue's slots."""
+    resize: Callable[[int], None] = lambda slots: None
+    """A function that is called after each decision with the queue's number of slots."""
+    added: list[SlotPool] = field(default_factory=list)
+    taken_back: list[SlotPool] = field(default_factory=list)
+    """Pools whose added slots were taken back, while requests still run on them."""
+    used: deque[int] = field(default_factory=lambda: deque(maxlen=round(STEADY_S / LOOK_EVERY_S)))
+    """How many of the queue's requests this worker had at each check within the last `STEADY_S` seconds."""
+    extra_slots: ExtraSlots = field(default_factory=ExtraSlots)
+    """The latest decision."""
+    waiting_since_ms: int | None = None
+    """Since when messages have waited in the queue without a break, as far as this worker has seen."""
+    limit_logged_s: float | None = None
+    """When it was last logged that a limit keeps the queue from getting more slots, by the event loop's clock."""
+
+    @property
+    def added_slots(self) -> int:
+        return sum(pool.slots for pool in self.added)
+
+    @property
+    def ending(self) -> int:
+        return sum(pool.in_hand for pool in self.taken_back)
+
+    @property
+    def in_hand(self) -> int:
+        """How many requests of the queue this worker has, on its own slots and on added ones."""
+        aside = 0 if self.side is None else self.side.running
+        return self.pool.in_hand + aside + sum(pool.in_hand for pool in self.added) + self.ending
+
+    @property
+    def is_full(self) -> bool:
+        return self.in_hand - self.ending >= self.pool.slots + self.added_slots
+
+    def wait_s(self, now_ms: int) -> float:
+        """How long requests wait in the queue: the longest wait among those delivered within the last `STEADY_S`
+        seconds. While messages wait, it is at least the time since the last delivery, or since messages began to wait
+        if that is later."""
+        pools = [self.pool, *self.added, *self.taken_back, *([] if self.side is None else [self.side])]
+        jobs = [job for pool in pools for job in pool.jobs]
+        waits = [
+            job.taken_ms - job.decoded.request.start_ms
+            for job in jobs
+            if job.decoded is not None and job.taken_ms >= now_ms - 1000 * STEADY_S
+        ]
+        if self.waiting_since_ms is not None:
+            taken_ms = max((job.taken_ms for job in jobs), default=0)
+            waits.append(now_ms - max(self.waiting_since_ms, taken_ms))
+        return max(waits, default=0) / 1000
+
+
+IsBraked = Callable[[str], bool]
+"""A function that says whether an operator has paused a lane: its queues then get no further slots, and lend theirs."""
+
+
+class Scaling:
+    """Gives each queue of this worker the slots that `decide` says. `queues`: the most urgent first."""
+
+    brake: str | None = None
+
+    def __init__(
+        self,
+        queues: Sequence[ScaledQueue],
+        *,
+        depths: Depths,
+        now_ms: NowMs,
+        waiting_for: WaitingFor = dict,
+        is_braked: IsBraked = lambda lane: False,
+    ) -> None:
+        self._queues = queues
+        self._is_braked = is_braked
+        self._depths = depths
+        self._now_ms = now_ms
+        self._waiting_for = waiting_for
+        self._bottlenecks: dict[str, tuple[str, float]] = {}
+        self._ask_at_s = 0.0
+        self.is_paused = False
+        self._stopping = asyncio.Event()
+        self._group = asyncio.TaskGroup()
+        for queue in queues:  # all slots count as used at first, so that none is lent before `STEADY_S` is over
+            queue.used.append(queue.pool.slots)
+
+    async def run(self) -> None:
+        """Add slots to queues and take them back, until `stop` is called and the requests on added slots have ended.
+        Cancel it to end at once."""
+        async with self._group:
+            async for _ in every(LOOK_EVERY_S, until=self._stopping):
+                await self._look()
+
+    async def stop(self) -> None:
+        """Take back all slots that were added to queues, and add no more."""
+        self._stopping.set()
+        await self._take_back(self._queues)
+
+    def give_back_waiting(self) -> None:
+        """After `stop`: `Pool.give_back_waiting` of all pools with added slots."""
+        _give_back_waiting(self._queues)
+
+    async def pause(self, reason: str) -> None:
+        """Take back the added slots. The load during the pause is not recorded, because slots are then idle because of
+        the pause, not for lack of requests."""
+        self.is_paused = True
+        await self._take_back(self._queues)
+
+    async def resume(self) -> None:
+        self.is_paused = False
+
+    async def _look(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for lane, reason in self._waiting_for().items():
+            self._bottlenecks[lane] = (reason, now_s + BOTTLENECK_FOR_S)
+        if asks := now_s >= self._ask_at_s:
+            self._ask_at_s = now_s + ASK_EVERY_S
+        waiting = await self._ask() if asks else {}
+        if self.is_paused or self._stopping.is_set():
+            return
+        if braked := [queue for queue in self._queues if queue.added and self._is_braked(queue.lane)]:
+            await self._take_back(braked)
+            _give_back_waiting(braked)
+        for queue in self._queues:
+            self._note_load(queue, waiting.get(queue.pool.queue, 0), asks, now_s)
+        decided = decide([queue.load for queue in self._queues])
+        for queue, extra_slots in zip(self._queues, decided, strict=True):
+            limit = extra_slots.limit if asks else queue.extra_slots.limit  # decided only if the waits are known
+            self._carry_out(queue, replace(extra_slots, limit=limit))
+            if asks and limit is not None:
+                self._log_limit(queue, limit, now_s)
+        self._publish_figures()
+
+    async def _ask(self) -> Mapping[str, int]:
+        """How many messages wait in each queue whose slots are all in use, and whose lane is not paused; empty if the
+        broker does not answer, or while work is paused."""
+        full = [queue.pool.queue for queue in self._queues if queue.is_full and not self._is_braked(queue.lane)]
+        if not full or self.is_paused:
+            return {}
+        try:
+            return await self._depths(full)
+        except BrokerError:  # the pools notice and report a lost connection themselves
+            return {}
+
+    def _note_load(self, queue: ScaledQueue, waiting: int, asked: bool, now_s: float) -> None:
+        """`waiting`: how many messages wait in the queue; 0 if the broker was not `asked`."""
+        queue.used.append(queue.in_hand)
+        now_ms = self._now_ms()
+        if not waiting and asked:
+            queue.waiting_since_ms = None
+        elif waiting and queue.waiting_since_ms is None:
+            queue.waiting_since_ms = now_ms
+        reason, until_s = self._bottlenecks.get(queue.lane, ("", 0.0))
+        queue.load = replace(
+            queue.load,
+            # `ending` may have fallen since the last decision; the number decided then counts until the next one
+            extra=max(queue.added_slots + queue.ending, queue.extra_slots.total),
+            grown=queue.extra_slots.grown,
+            ending=queue.ending,
+            busiest=max(queue.used),
+            waiting=waiting,
+            wait_s=queue.wait_s(now_ms) if waiting else 0.0,
+            bottleneck=reason if now_s < until_s else None,
+        )
+
+    def _carry_out(self, queue: ScaledQueue, extra_slots: ExtraSlots) -> None:
+        while (excess := queue.added_slots - extra_slots.total) > 0:
+            least = min(queue.added, key=lambda pool: (pool.slots < excess, abs(pool.slots - excess)))
+            queue.added.remove(least)
+            queue.taken_back.append(least)
+            self._group.create_task(least.stop(), name=f"take back {queue.pool.queue}")
+        while (missing := extra_slots.total - queue.added_slots - queue.ending) > 0:
+            # in pools of 1, 2, 4, … slots, so that taking some back seldom takes back more than needed
+            pool = queue.new_pool(1 << missing.bit_length() - 1)
+            queue.added.append(pool)
+            queue.used.append(queue.pool.slots + queue.added_slots + queue.ending)  # new slots count as used at first
+            self._group.create_task(self._work(queue, pool), name=f"added slots {queue.pool.queue}")
+        queue.resize(queue.pool.slots + queue.added_slots)
+        if (extra_slots.lent, extra_slots.grown) != (queue.extra_slots.lent, queue.extra_slots.grown):
+            log.debug(
+                signals.SLOTS_CHANGED,
+                lane=queue.lane,
+                queue=queue.pool.queue,
+                slots=queue.pool.slots,
+                lent=extra_slots.lent,
+                grown=extra_slots.grown,
+            )
+        queue.extra_slots = extra_slots
+
+    async def _work(self, queue: ScaledQueue, pool: SlotPool) -> None:
+        await pool.run()
+        queue.taken_back.remove(pool)
+
+    async def _take_back(self, queues: Sequence[ScaledQueue]) -> None:
+        ending = [pool for queue in queues for pool in queue.added]
+        for queue in queues:
+            queue.taken_back += queue.added
+            queue.added = []
+            queue.extra_slots = ExtraSlots()
+            queue.resize(queue.pool.slots)
+        self._publish_figures()
+        await asyncio.gather(*(pool.stop() for pool in ending))
+
+    def _log_limit(self, queue: ScaledQueue, limit: str, now_s: float) -> None:
+        if queue.limit_logged_s is None or now_s >= queue.limit_logged_s + LIMIT_LOGGED_EVERY_S:
+            queue.limit_logged_s = now_s
+            log.info(
+                signals.SLOTS_LIMITED,
+                lane=queue.lane,
+                queue=queue.pool.queue,
+                limit=limit,
+                wait_s=round(queue.wait_s(self._now_ms()), 1),
+            )
+
+    def _publish_figures(self) -> None:
+        """Write the decisions into each `LaneActivity`. The two queues of a lane share one, so all values are reset
+        before they are added up."""
+        for queue in self._queues:
+            queue.activity.extra_slots = 0
+            queue.activity.slots_limit = None
+        for queue in self._queues:
+            queue.activity.extra_slots += queue.extra_slots.total
+            queue.activity.slots_limit = queue.activity.slots_limit or queue.extra_slots.limit
+
+
+def _give_back_waiting(queues: Sequence[ScaledQueue]) -> None:
+    for queue in queues:
+        for pool in queue.taken_back:
+            pool.give_back_waiting()
+
+
+# ---- scouts ----------------------------------------------------------------------------------------------------------
+
+SENT_AFTER_LOOKS: Final = 4
+"""A scout is started only when all slots of a queue were in use for a second: at one check, and at this many further
+checks in a row. If the slots are all in use for a shorter time, requests are delivered in the queue's own order."""
+CALLED_BACK_AFTER_LOOKS: Final = 8
+"""After this many checks in a row that found free slots, the queue's scout is stopped."""
+SCOUT_PREFETCH: Final = 64
+"""A scout moves at most this many requests in the time that the broker takes to confirm a publish, which is long on a
+busy machine; but each takes CPU time from requests of other lanes, and may have 1 MiB."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Scouted:
+    """A queue that may get a scout, and the results of the regular checks whether its slots are all in use."""
+
+    lane: str
+    queue: str
+    slots: QueueSlots
+    scout: Callable[[], SlotPool]
+    """A function that creates a scout: a pool whose requests use the slots that the queue has already."""
+    begun: deque[int] = field(default_factory=lambda: deque(maxlen=SENT_AFTER_LOOKS + 1))
+    """How many requests of the queue had begun since the process started, at each of the last checks in a row that
+    found all slots in use. When the list is full, its first and its last number were taken a second apart."""
+    idle_looks: int = 0
+    """How many of the latest checks in a row found free slots."""
+    active: SlotPool | None = None
+    """The scout that runs for the queue."""
+
+
+class Scouting:
+    """Starts a scout for each queue whose slots are all in use for long, and stops it when slots are free. Like a pool,
+    it can be paused and stopped."""
+
+    brake: str | None = None
+
+    def __init__(self, queues: Sequence[Scouted], *, depths: Depths, is_braked: IsBraked = lambda lane: False) -> None:
+        self._queues = queues
+        self._is_braked = is_braked
+        self._depths = depths
+        self.is_paused = False
+        self._stopping = asyncio.Event()
+        self._group = asyncio.TaskGroup()
+        self._ending: set[SlotPool] = set()
+        """Scouts that were stopped, but whose requests have not all ended."""
+
+    async def run(self) -> None:
+        """Start and stop scouts, until `stop` is called and the requests of all scouts have ended. Cancel it to end at
+        once."""
+        async with self._group:
+            async for _ in every(LOOK_EVERY_S, until=self._stopping):
+                for scouted in self._queues:
+                    await self._look(scouted)
+
+    async def stop(self) -> None:
+        """Stop all scouts, and start no more."""
+        self._stopping.set()
+        await self._call_all_back()
+
+    def give_back_waiting(self) -> None:
+        """After `stop`: `Pool.give_back_waiting` of all scouts."""
+        for scout in self._ending:
+            scout.give_back_waiting()
+
+    async def pause(self, reason: str) -> None:
+        """Stop all scouts, and start none until `resume` is called."""
+        self.is_paused = True
+        await self._call_all_back()
+
+    async def resume(self) -> None:
+        self.is_paused = False
+
+    async def _look(self, scouted: Scouted) -> None:
+        slots, begun = scouted.slots, scouted.begun
+        if self._is_braked(scouted.lane):
+            begun.clear()
+            if (scout := scouted.active) is not None:
+                await self._call_back(scouted)
+                scout.give_back_waiting()
+            return
+        if self.is_paused or not slots.is_full:
+            scouted.idle_looks += 1
+            begun.clear()
+            if scouted.active is not None and scouted.idle_looks >= CALLED_BACK_AFTER_LOOKS:
+                await self._call_back(scouted)
+            return
+        scouted.idle_looks = 0
+        begun.append(slots.begun)
+        if scouted.active is not None or len(begun) <= SENT_AFTER_LOOKS:
+            return
+        # Calls that began together end together, so the rate is measured over a second, not since the last check.
+        in_a_second = begun[-1] - begun[0]
+        is_slow = in_a_second < SENT_AFTER_LOOKS * slots.size
+        if not (is_slow or slots.lane.is_shared):
+            return
+        try:
+            waiting = (await self._depths([scouted.queue]))[scouted.queue]
+        except BrokerError:  # the pools report the lost connection
+            return
+        # whether the waiting requests, at this rate, will need more than 0.25 s (if slow) or a second to get slots
+        is_long = waiting > (in_a_second / SENT_AFTER_LOOKS if is_slow else in_a_second)
+        if is_long and not self.is_paused and not self._stopping.is_set():
+            scouted.active = scouted.scout()
+            scouted.slots.set_surplus_aside(True)
+            self._group.create_task(self._work(scouted.active), name=f"scout {scouted.queue}")
+
+    async def _work(self, scout: SlotPool) -> None:
+        try:
+            await scout.run()
+        finally:
+            self._ending.discard(scout)
+
+    async def _call_back(self, scouted: Scouted) -> None:
+        if (scout := scouted.active) is not None:
+            scouted.active = None
+            scouted.slots.set_surplus_aside(False)
+            self._ending.add(scout)
+            await scout.stop()
+
+    async def _call_all_back(self) -> None:
+        await asyncio.gather(*(self._call_back(scouted) for scouted in self._queues))

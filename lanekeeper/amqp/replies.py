@@ -1,0 +1,112 @@
+"""Direct reply-to: the broker delivers replies straight to the channel that published, without a queue. The user needs
+no permission for any queue, and nobody else can read or guess the address. Replies are not acknowledged; if the channel
+closes, all that are still expected are lost."""
+
+import asyncio
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from aiormq.channel import Channel
+from aiormq.exceptions import ChannelAccessRefused
+
+from lanekeeper.amqp.driver import Delivered, border, left_to_the_tap, tap_of
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import DIRECT_REPLY_TO
+from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable, ReplyLost
+
+RPC_TIMEOUT_S = 30
+CLOSE_TIMEOUT_S = 3
+UNREAD_BYTES = 1024 * 1024
+"""Of one streamed answer. Only a very slow caller exceeds this: a model needs many seconds to write as much."""
+
+
+class Arrivals:
+    """The replies to one message that have arrived and were not read yet."""
+
+    def __init__(self) -> None:
+        self._came: asyncio.Queue[Message | ReplyLost] = asyncio.Queue()  # bounded by UNREAD_BYTES and one more part
+        self._unread_bytes = 0
+        self._is_lost = False
+        self.is_published = False
+        """Before the confirm, the loss of the channel loses no reply: the message is published again."""
+
+    def add(self, reply: Message) -> None:
+        """If more than `UNREAD_BYTES` are unread, later replies are dropped, and the reader gets ReplyLost."""
+        if self._unread_bytes > UNREAD_BYTES:
+            self.lose("its parts came faster than they were read; fetch it whole: lanekeeper result")
+        elif not self._is_lost:
+            self._unread_bytes += len(reply.body)
+            self._came.put_nowait(reply)
+
+    def lose(self, why: str) -> None:
+        """`next` returns those that have arrived, and then raises ReplyLost."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._came.put_nowait(ReplyLost(why))
+
+    async def next(self, *, end: float | None) -> Message:
+        """Raises ReplyLost, and TimeoutError at `end` (by the event loop's clock)."""
+        if self._came.empty():
+            async with asyncio.timeout_at(end):
+                reply = await self._came.get()
+        else:
+            reply = self._came.get_nowait()  # without a timeout, which costs time
+        if isinstance(reply, ReplyLost):
+            raise reply
+        self._unread_bytes -= len(reply.body)
+        return reply
+
+
+class DirectReplies:
+    """Passes each reply to the caller that waits for its `correlation_id`."""
+
+    def __init__(self) -> None:
+        self._expected: dict[str, Arrivals] = {}
+        self._channel: Channel | None = None
+
+    async def consume(self, channel: Channel) -> None:
+        """The publisher's `on_channel`: a channel must have this consumer before its first publish with a direct reply-
+        to address. Raises BrokerUnreachable, AccessRefused."""
+        tap_of(channel).on_delivery = self._on_delivery
+        with border("no direct replies"):
+            try:
+                await channel.basic_consume(DIRECT_REPLY_TO, left_to_the_tap, no_ack=True, timeout=RPC_TIMEOUT_S)
+            except ChannelAccessRefused as error:
+                raise AccessRefused(str(error)) from error
+        self._channel = channel
+        channel.closing.add_done_callback(lambda _: self._on_lost())
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            with suppress(BrokerUnreachable), border("closing"):
+                await self._channel.close(timeout=CLOSE_TIMEOUT_S)
+
+    @contextmanager
+    def expecting(self, message: Message) -> Iterator[Arrivals]:
+        """Collect the replies to a message that is published inside the `with` block."""
+        message.reply_to = DIRECT_REPLY_TO
+        message.correlation_id = uuid.uuid4().hex
+        arrived = self._expected[message.correlation_id] = Arrivals()
+        try:
+            yield arrived
+        finally:
+            del self._expected[message.correlation_id]
+
+    def published(self, arrived: Arrivals) -> None:
+        """From now on, the loss of the channel means that the reply is lost."""
+        arrived.is_published = True
+        if self._channel is None or self._channel.is_closed:
+            self._on_lost()
+
+    def _on_delivery(self, delivered: Delivered) -> None:
+        if (arrived := self._expected.get(delivered.message.correlation_id or "")) is not None:
+            arrived.add(delivered.message)
+
+    def _on_lost(self) -> None:
+        for arrived in self._expected.values():
+            if arrived.is_published:
+                arrived.lose(
+                    "the connection was lost before the answer came; ask again under the same id, or fetch it: "
+                    "lanekeeper result"
+                )

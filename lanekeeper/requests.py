@@ -1,0 +1,172 @@
+"""A request as a client sends it: its options, the message made of them, and the wait for its end."""
+
+import asyncio
+import json
+import math
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, BinaryIO, TypedDict
+
+from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import encodable
+from lanekeeper.contract.messages import PRIORITY_AT_MOST, BodyAddress, Message
+from lanekeeper.contract.problems import AccessRefused, BrokerError, ClientMisused, InvalidArgument, TopologyMismatch
+from lanekeeper.errors import ControlRefused, NoReply, NotEnded
+from lanekeeper.replies import Final, Problem
+
+PRIORITY = 4
+"""Always sent: without one, quorum queues take 4 and classic queues 0 (docs/facts.md, section 1)."""
+ANSWER_LATE_S = 5.0
+"""For so long after the deadline a client waits for the worker's error that says so."""
+FIRST_PAUSE_S = 0.1
+PAUSE_CAP_S = 5.0
+
+
+class Options(TypedDict, total=False):
+    """The options of a request; each may be left out."""
+
+    message_id: str
+    tenant: str
+    """Normally the connection's user, which the broker checks; another one only where `LANEKEEPER_SPEAKERS` allows it.
+    """
+    priority: int
+    """The priority inside the lane: 0 to 9, higher first."""
+    deadline_s: float
+    """For the final answer, counted from publishing or from the end of the delay. Without it, the lane's."""
+    delay_s: float
+    at: datetime
+    """The earliest start: a time with a time zone."""
+    beta: str
+    """The value of the header `anthropic-beta`."""
+    headers: Mapping[str, Any]
+    """Further AMQP headers, such as `traceparent`; they override those of other options."""
+    cancel_abandoned: bool
+    """Whether the request is cancelled if its caller stops waiting (see `Client`)."""
+    full_within_s: float
+    """How many seconds to wait for room in a full lane: 2 if left out, 0 for none."""
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "message_id": (str,), "tenant": (str,), "priority": (int,), "deadline_s": (int, float), "delay_s": (int, float),
+    "at": (datetime,), "beta": (str,), "headers": (Mapping,), "cancel_abandoned": (bool,),
+    "full_within_s": (int, float),
+}  # fmt: skip
+
+
+def check_argument(name: str, value: object, *kinds: type) -> None:
+    """Raises InvalidArgument for another type, a number that is not finite, and text that UTF-8 cannot express."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        allowed = " or ".join(kind.__name__ for kind in kinds)
+        raise InvalidArgument(f"{name}: found {type(value).__name__}, allowed is {allowed}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidArgument(f"{name}: found {value}")
+    if isinstance(value, str) and encodable(value) != value:
+        raise InvalidArgument(f"{name}: has half a character (a lone surrogate), which UTF-8 cannot express")
+
+
+def request_message(body: Mapping[str, Any] | bytes, options: Options, *, stream: bool, user: str) -> Message:
+    """The message of a request. `user`: the connection's. Raises Problem for a wrong priority, and InvalidArgument."""
+    if not options.keys() <= _KINDS.keys():
+        unknown = ", ".join(sorted(options.keys() - _KINDS.keys()))
+        raise InvalidArgument(f"unknown option: {unknown}; known: {', '.join(sorted(_KINDS))}")
+    for name, value in options.items():
+        if value is not None:
+            check_argument(name, value, *_KINDS[name])
+    priority = options.get("priority", PRIORITY)
+    if priority is None or not 0 <= priority <= PRIORITY_AT_MOST:
+        detail = f"priority: found {priority}, allowed are 0 to {PRIORITY_AT_MOST}"
+        raise Problem({"code": "invalid_request", "status": 400, "detail": detail})
+    headers: dict[str, Any] = {n.SENT_MS: int(time.time() * 1000)}
+    if stream:
+        headers[n.STREAM] = True
+    if (deadline_s := options.get("deadline_s")) is not None:
+        headers[n.DEADLINE_MS] = round(deadline_s * 1000)
+    if delay_s := options.get("delay_s"):
+        headers[n.DELAY_MS] = round(delay_s * 1000)
+    if (at := options.get("at")) is not None:
+        headers[n.AT] = at.isoformat()
+    if (beta := options.get("beta")) is not None:
+        headers[n.ANTHROPIC_BETA] = beta
+    if (tenant := options.get("tenant")) is not None and tenant != user:
+        headers[n.TENANT] = tenant
+    return Message(
+        body=body if isinstance(body, bytes) else _json(body),
+        headers={**headers, **(options.get("headers") or {})},
+        content_type="application/json",
+        message_id=options.get("message_id") or uuid.uuid4().hex,
+        priority=priority,
+        user_id=None if tenant is None else user,
+    )
+
+
+def _json(body: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"body: cannot be written as JSON: {error}") from error
+
+
+def bound_s(message: Message) -> float | None:
+    """For how long a client waits for an answer: deadline, delay and `ANSWER_LATE_S`. None: no limit. A worker answers
+    a late request with an error; if none runs, only this limit ends the wait."""
+    deadline_ms, at = message.headers.get(n.DEADLINE_MS), message.headers.get(n.AT)
+    if not isinstance(deadline_ms, int) or at is not None:
+        return None
+    return (deadline_ms + int(message.headers.get(n.DELAY_MS, 0))) / 1000 + ANSWER_LATE_S
+
+
+@dataclass(slots=True, kw_only=True)
+class OutgoingRequest:
+    """A request that is being published."""
+
+    message: Message
+    content: BinaryIO | None = None
+    """The body, if it was given as a file; that of `message` is then empty."""
+    key: str
+    tenant: str | None
+    chose_id: bool
+    publish_within_s: float
+    absent_within_s: float | None
+    full_within_s: float
+    timeout_s: float | None
+    """How long the caller waits for the answer or, streamed, for its next part."""
+    end: float | None
+
+    may_be_published: bool = False
+    """Whether an earlier try may have reached the broker."""
+    kept: BodyAddress | None = None
+
+    @property
+    def id(self) -> str:
+        assert self.message.message_id is not None
+        return self.message.message_id
+
+
+def time_in(timeout_s: float | None) -> float | None:
+    """A time of the event loop's clock."""
+    return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+
+
+async def until_ended(ask: Callable[[float | None], Awaitable[Final]], *, end: float | None) -> Final:
+    """Call `ask` (with the seconds left until `end`) until the request has ended, the last time at `end`. Without an
+    end, the first BrokerError ends the wait. Raises the last error of `ask`."""
+    loop = asyncio.get_running_loop()
+    pause_s = FIRST_PAUSE_S
+    while True:
+        asked_at = loop.time()
+        try:
+            return await ask(None if end is None else max(0.0, end - asked_at))
+        except (AccessRefused, ClientMisused, TopologyMismatch):
+            raise
+        except (NotEnded, NoReply, BrokerError, ControlRefused) as error:
+            if isinstance(error, ControlRefused) and not error.is_passing:
+                raise
+            over = isinstance(error, BrokerError) if end is None else loop.time() >= end
+            if over:
+                raise
+        again_at = asked_at + pause_s
+        await asyncio.sleep(max(0.0, (again_at if end is None else min(again_at, end)) - loop.time()))
+        pause_s = min(PAUSE_CAP_S, pause_s * 1.5)

@@ -1,0 +1,172 @@
+"""The client for programs without an event loop: a Flask or Django view, a Celery task, a script.
+
+    from lanekeeper.sync import Client
+
+    client = Client("amqp://guest:guest@localhost:5672/")       # connects on first use
+    print(client.request({"prompt": "Name three rivers."}, key="critical.docs.example").text)
+
+All threads of a process may share one client. It works after a fork: a process that was forked (by Gunicorn, Celery, …)
+opens a connection of its own on first use. All clients of a process run in one background thread.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+
+from lanekeeper import client as asynchronous
+from lanekeeper.client import Body
+from lanekeeper.contract.problems import ClientMisused
+from lanekeeper.errors import Cancelled
+from lanekeeper.replies import Final, Part
+from lanekeeper.requests import Options
+
+if TYPE_CHECKING:
+    from lanekeeper.amqp.connection import Depth
+
+T = TypeVar("T")
+READ_AHEAD = 16
+
+
+class _Process:
+    """The background thread of one process, with its event loop."""
+
+    def __init__(self) -> None:
+        self._starting = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="lanekeeper", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    @staticmethod
+    def wait(running: "Future[T]") -> T:
+        """An interrupted caller (Ctrl-C, a task's time limit) cancels it."""
+        try:
+            return running.result()
+        except BaseException:
+            running.cancel()
+            raise
+
+
+_processes: dict[int, _Process] = {}
+"""By process id: a forked process does not have its parent's thread."""
+
+
+class _Opened:
+    """One process's connection of a client."""
+
+    def __init__(self, make: Callable[[], asynchronous.Client]) -> None:
+        self.process = _processes.setdefault(os.getpid(), _Process())
+        self._make = make
+        self._opening = asyncio.Lock()
+        self._client: asynchronous.Client | None = None
+
+    async def client(self) -> asynchronous.Client:
+        async with self._opening:
+            if self._client is None:
+                self._client = await self._make().__aenter__()
+            return self._client
+
+    async def close(self) -> None:
+        async with self._opening:
+            if self._client is not None:
+                await self._client.__aexit__(None, None, None)
+
+
+class Client:
+    """The same methods as `lanekeeper.Client`, which block until their result is there, and raise the same errors.
+
+    It connects on first use. `close`, or leaving a `with` block, closes this process's connection.
+    """
+
+    def __init__(self, url: str, **settings: Any) -> None:
+        """The parameters are those of `lanekeeper.Client`, and so are the errors for wrong ones."""
+        self._make = partial(asynchronous.Client, url, **settings)
+        self._make()  # wrong parameters are refused now, not on first use
+        self._opened: dict[int, _Opened] = {}
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        """Connect to the broker or gateway. Raises BrokerUnreachable, AccessRefused."""
+        self._run(_nothing)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close this process's connection. Requests that other threads wait for are not answered any more."""
+        self._is_closed = True
+        if (opened := self._opened.pop(os.getpid(), None)) is not None:
+            opened.process.wait(opened.process.begin(opened.close()))
+
+    def publish(self, body: Body, *, key: str, **options: Unpack[Options]) -> str:
+        return self._run(lambda client: client.publish(body, key=key, **options))
+
+    def request(self, body: Body, *, key: str, timeout_s: float | None = None, **options: Unpack[Options]) -> Final:
+        return self._run(lambda client: client.request(body, key=key, timeout_s=timeout_s, **options))
+
+    def stream(
+        self, body: Body, *, key: str, timeout_s: float | None = None, **options: Unpack[Options]
+    ) -> Generator[Part | Final, None, None]:
+        parts: asyncio.Queue[Part | Final | Exception] = asyncio.Queue(READ_AHEAD)
+
+        async def follow(client: asynchronous.Client) -> None:
+            try:
+                async for part in client.stream(body, key=key, timeout_s=timeout_s, **options):
+                    await parts.put(part)
+            except Exception as error:
+                await parts.put(error)
+
+        process, following = self._begin(follow)
+        try:
+            while not isinstance(part := process.wait(process.begin(parts.get())), Exception):
+                yield part
+                if isinstance(part, Final):
+                    return
+            raise part
+        finally:
+            following.cancel()
+
+    def cancel(self, id: str, *, tenant: str | None = None) -> Cancelled:
+        return self._run(lambda client: client.cancel(id, tenant=tenant))
+
+    def result(self, id: str, *, tenant: str | None = None, wait_s: float = 0) -> Final:
+        return self._run(lambda client: client.result(id, tenant=tenant, wait_s=wait_s))
+
+    def depth(self, lane: str) -> "Depth | None":
+        return self._run(lambda client: client.depth(lane))
+
+    @property
+    def trouble(self) -> str | None:
+        return self._run(_trouble)
+
+    def _run(self, use: Callable[[asynchronous.Client], Awaitable[T]]) -> T:
+        process, running = self._begin(use)
+        return process.wait(running)
+
+    def _begin(self, use: Callable[[asynchronous.Client], Awaitable[T]]) -> "tuple[_Process, Future[T]]":
+        if self._is_closed:
+            raise ClientMisused("this client is closed: make another")
+        if asyncio._get_running_loop() is not None:
+            raise ClientMisused("lanekeeper.sync would block this thread's event loop: await lanekeeper.Client there")
+        opened = self._opened.setdefault(os.getpid(), _Opened(self._make))
+
+        async def work() -> T:
+            return await use(await opened.client())
+
+        return opened.process, opened.process.begin(work())
+
+
+async def _nothing(_: asynchronous.Client) -> None: ...
+
+
+async def _trouble(client: asynchronous.Client) -> str | None:
+    return client.trouble

@@ -1,0 +1,343 @@
+"""`lanekeeper dead`: list dead letters by cause, show one, replay, drop, export and import them."""
+
+import json as json_text
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from service.cli import options
+from service.cli.process import FAILED, connected, print_json, printable, run, tell
+
+if TYPE_CHECKING:
+    from service.config.settings import Settings
+    from service.deadletters import DeadLetters, Filter, Overview
+
+Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="The ids of requests.")]
+Codes = Annotated[list[str] | None, typer.Option("--code", help="The error's code, such as provider_rejected.")]
+Lanes = Annotated[list[str] | None, typer.Option("--lane", help="The lane to which it was published.")]
+Apps = Annotated[list[str] | None, typer.Option("--app", help="The application in its routing key.")]
+Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="Whose request it is.")]
+Causes = Annotated[list[str] | None, typer.Option("--cause", help="The cause, as `dead list` shows it.")]
+Since = Annotated[
+    str | None,
+    typer.Option("--since", metavar="TIME", help="Only later ones: a duration ago (2h) or a time (RFC 3339)."),
+]
+All = Annotated[bool, typer.Option("--all", help="All dead letters, instead of a choice.")]
+SHOWN = 80
+
+app = typer.Typer(no_args_is_help=True, help="Dead letters: failed requests that are kept to be mended and run again.")
+
+
+def _filter(
+    ids: list[str] | None,
+    codes: list[str] | None,
+    lanes: list[str] | None,
+    apps: list[str] | None,
+    tenants: list[str] | None,
+    causes: list[str] | None,
+    since: str | None,
+    *,
+    everything: bool = True,
+) -> "Filter":
+    """`everything`: whether no choice means all. Raises typer.BadParameter."""
+    from service.deadletters import Filter
+
+    wanted = Filter(
+        ids=frozenset(ids or ()),
+        codes=frozenset(codes or ()),
+        lanes=frozenset(lanes or ()),
+        apps=frozenset(apps or ()),
+        tenants=frozenset(tenants or ()),
+        causes=frozenset(causes or ()),
+        since_ms=0 if since is None else since_ms(since),
+    )
+    if wanted.is_empty and not everything:
+        raise typer.BadParameter("name dead letters by id, or by --cause, --code, --lane, …, or say --all")
+    return wanted
+
+
+def since_ms(text: str) -> int:
+    """Raises typer.BadParameter."""
+    when = options.moment(text) if "T" in text else datetime.now(UTC) - timedelta(seconds=options.seconds(text))
+    return int(1000 * when.timestamp())
+
+
+@asynccontextmanager
+async def _letters(settings: "Settings") -> AsyncIterator["DeadLetters"]:
+    from service.deadletters import DeadLetters
+
+    async with connected(settings, "dead") as connection:
+        yield DeadLetters(settings, connection)
+
+
+@app.command("list")
+def list_(
+    ids: Ids = None,
+    codes: Codes = None,
+    lanes: Lanes = None,
+    apps: Apps = None,
+    tenants: Tenants = None,
+    causes: Causes = None,
+    since: Since = None,
+    limit: Annotated[int, typer.Option("--limit", min=0, max=200, help="How many letters to list.")] = 20,
+    after: Annotated[str | None, typer.Option("--after", help="The next page: what the page before named.")] = None,
+    json: options.Json = False,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
+    """Count dead letters by cause, and list the newest.
+
+    Example:  lanekeeper dead list --code provider_rejected --since 2h
+    """
+    from service.deadletters import position
+
+    settings = options.settings_of(config, sets)
+    wanted = _filter(ids, codes, lanes, apps, tenants, causes, since)
+    try:
+        begin = None if after is None else position(after)
+    except ValueError:
+        raise typer.BadParameter("not what a page named as the next", param_hint="--after") from None
+
+    async def look() -> "Overview":
+        async with _letters(settings) as letters:
+            return await letters.overview(wanted, limit=limit, after=begin)
+
+    found = run(look()).as_json(jaeger_url=settings.traces_page)
+    if json:
+        print_json(found)
+    else:
+        _print_overview(found)
+
+
+def _print_overview(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if not found["matched"]:
+        print(f"none of {found['total']} dead letters match" if found["total"] else "no dead letters")
+        return
+    causes = Table(box=None, padding=(0, 1, 0, 0))  # fits into 80 columns
+    for title in ("cause", "count", "again", "newest"):
+        causes.add_column(title, no_wrap=True, justify="right" if title in ("count", "again") else "left")
+    causes.add_column("error")
+    for group in found["groups"]:
+        cells = (group["cause"], str(group["count"]), str(group["relapses"] or ""), _short(group["newest"]))
+        error = f"{group['code']}: {group['error']}"[:SHOWN]
+        causes.add_row(*(Text(printable(cell)) for cell in (*cells, error)))
+    console = Console()
+    console.print(causes)
+    if found["letters"]:
+        letters = Table(box=None, padding=(0, 1, 0, 0))
+        for title in ("at", "id", "lane", "app", "tenant", "cause", "again"):
+            letters.add_column(title, no_wrap=title in ("at", "cause"), overflow="fold")
+        for each in found["letters"]:
+            row = (each["id"], each["lane"], each["app"], each["tenant"], each["cause"], str(each["replays"] or ""))
+            letters.add_row(*(Text(printable(cell)) for cell in (_short(each["at"]), *row)))
+        console.print()
+        console.print(letters)
+    of = "" if found["matched"] == found["total"] else f" of {found['total']}"
+    print(f"\n{found['matched']}{of} dead letters; again: those that were replayed before")
+    if found["next"] is not None:
+        print(f"the next page: --after {found['next']}")
+
+
+def _short(at: str) -> str:
+    return at[:19].replace("T", " ")
+
+
+@app.command()
+def show(
+    id: Annotated[str, typer.Argument(metavar="ID", help="The request's id.")],
+    tenants: Tenants = None,
+    json: options.Json = False,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
+    """Show one dead letter: why it failed, its attempts, headers and body, and its trace."""
+    from service.deadletters import whole
+
+    settings = options.settings_of(config, sets)
+    wanted = _filter([id], None, None, None, tenants, None, None)
+
+    async def look() -> dict[str, Any] | None:
+        async with _letters(settings) as letters:
+            letter = await letters.find(wanted)
+            return None if letter is None else whole(letter, jaeger_url=settings.traces_page)
+
+    found = run(look())
+    if found is None:
+        tell(f"no dead letter has the id {printable(id)}")
+        raise typer.Exit(FAILED)
+    if json:
+        print_json(found)
+        return
+    message = found.pop("message")
+    body, errors, link = message.pop("body", None), found.pop("errors"), found.pop("trace_url")
+    if link is not None:
+        found["trace_id"] = link
+    for name, value in (*found.items(), *message.pop("headers").items(), *message.items()):
+        if value not in ("", None) and name not in ("message_id", "body_base64"):
+            text = value if isinstance(value, str) else json_text.dumps(value, ensure_ascii=False)
+            print(f"{printable(name)}: {printable(text)}")
+    for error in errors:
+        print(f"error: {printable(error)}")
+    if body is None:
+        print(f"\nbody, in base64, because it is no JSON in UTF-8:\n{message['body_base64']}")
+    else:
+        print(f"\n{printable(json_text.dumps(json_text.loads(body), indent=2, ensure_ascii=False))}")
+
+
+@app.command()
+def replay(
+    ids: Ids = None,
+    codes: Codes = None,
+    lanes: Lanes = None,
+    apps: Apps = None,
+    tenants: Tenants = None,
+    causes: Causes = None,
+    since: Since = None,
+    everything: All = False,
+    edit: Annotated[
+        Path | None,
+        typer.Option("--edit", metavar="PATCH.json", help="A JSON Merge Patch (RFC 7396) for the body of each."),
+    ] = None,
+    to_lane: Annotated[str | None, typer.Option("--to-lane", help="Run it in this lane.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Call this model.")] = None,
+    rate: Annotated[float | None, typer.Option("--rate", min=0.001, help="At most so many a second.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check and count.")] = False,
+    json: options.Json = False,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
+    """Run requests again: publish each with its id, then remove its dead letter.
+
+    If one of the chosen letters cannot be published again, or the edit does not apply to it, nothing is sent. A replay
+    that is interrupted can be repeated: what has run does not run again.
+
+    Example:  lanekeeper dead replay --cause 5f3a09c1 --edit mended.json --rate 5
+    """
+    from service.deadletters import Change, Replay, ReplayRefused
+
+    settings = options.settings_of(config, sets)
+    wanted = _filter(ids, codes, lanes, apps, tenants, causes, since, everything=everything)
+    try:
+        patch = None if edit is None else json_text.loads(edit.read_text(encoding="utf-8"))
+        change = Change(patch=patch, to_lane=to_lane, model=model)
+    except (OSError, ValueError, RecursionError, ReplayRefused) as error:
+        raise typer.BadParameter(f"{edit}: {error}", param_hint="--edit") from None
+
+    async def work() -> Replay:
+        async with _letters(settings) as letters:
+            return await letters.replay(wanted, change, rate_per_s=rate, dry_run=dry_run)
+
+    done = run(work())
+    if json:
+        print_json(done.as_json())
+    else:
+        for refused in done.refused:
+            tell(printable(f"{refused['id']}: {refused['reason']}"))
+        if done.refusals:
+            tell(f"{done.refusals} of {done.matched} cannot be replayed, so nothing was sent")
+        elif dry_run:
+            print(f"{done.matched} would be replayed")
+        else:
+            print(f"{done.replayed} replayed" + (f", {done.left} left: others hold them" if done.left else ""))
+    if done.refusals or not done.matched or (done.left and not dry_run):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def drop(
+    ids: Ids = None,
+    codes: Codes = None,
+    lanes: Lanes = None,
+    apps: Apps = None,
+    tenants: Tenants = None,
+    causes: Causes = None,
+    since: Since = None,
+    everything: All = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: options.Json = False,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
+    """Remove dead letters for good. Export them before, if somebody may want them."""
+    settings = options.settings_of(config, sets)
+    wanted = _filter(ids, codes, lanes, apps, tenants, causes, since, everything=everything)
+
+    async def count() -> int:
+        async with _letters(settings) as letters:
+            return (await letters.overview(wanted, limit=0)).matched
+
+    async def work() -> int:
+        async with _letters(settings) as letters:
+            return await letters.drop(wanted)
+
+    if not yes:
+        typer.confirm(f"drop {run(count())} dead letters for good?", abort=True, err=True)
+    dropped = run(work())
+    print(json_text.dumps({"dropped": dropped}) if json else f"{dropped} dropped")
+    if not dropped:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def export(
+    ids: Ids = None,
+    codes: Codes = None,
+    lanes: Lanes = None,
+    apps: Apps = None,
+    tenants: Tenants = None,
+    causes: Causes = None,
+    since: Since = None,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
+    """Write dead letters to standard output, as lines of JSON. They stay where they are.
+
+    Example:  lanekeeper dead export --cause 5f3a09c1 > letters.jsonl
+    """
+    settings = options.settings_of(config, sets)
+    wanted = _filter(ids, codes, lanes, apps, tenants, causes, since)
+
+    async def work() -> int:
+        async with _letters(settings) as letters:
+            return await letters.export(wanted, sys.stdout.buffer.write)
+
+    exported = run(work())
+    sys.stdout.buffer.flush()
+    tell(f"{exported} exported")
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Lines of `dead export`.")],
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
+    """Put exported dead letters back, or those of another installation. A wrong line is told before any is put."""
+    from topology.broker.deadletters import message_of_line
+
+    settings = options.settings_of(config, sets)
+    for number, line in enumerate(_lines(file), 1):
+        try:
+            message_of_line(line)
+        except ValueError as error:
+            raise typer.BadParameter(f"line {number}: {error}", param_hint="FILE") from None
+
+    async def work() -> int:
+        async with _letters(settings) as letters:
+            return await letters.import_(_lines(file))
+
+    print(f"{run(work())} imported")
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as lines:
+        yield from (line for line in lines if line.strip())

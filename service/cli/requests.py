@@ -1,0 +1,344 @@
+"""`lanekeeper send`, `cancel` and `result`: publish a request and print its answer; cancel it; fetch its answer."""
+
+import asyncio
+import json as json_text
+import sys
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from lanekeeper.contract.problems import AccessRefused
+from service.cli import options
+from service.cli.options import LaneName
+from service.cli.process import BAD_USE, FAILED, SERVICE_NAME, printable, run, tell
+
+if TYPE_CHECKING:
+    from lanekeeper import Client
+    from lanekeeper.errors import Cancelled
+    from lanekeeper.replies import Final, Part
+    from lanekeeper.requests import Options
+    from lanekeeper.telemetry.tracing import Tracing
+    from service.config.settings import Settings
+
+DEFAULT_KEY = "{lane}.cli.send"
+QUIET_S = 2.0
+"""After this many seconds without an answer, `lanekeeper send` checks whether the lane has a worker. Most answers come
+sooner."""
+CANCELLED: dict["Cancelled", str] = {
+    "recorded": "{id} is cancelled: it ends so wherever it waits",
+    "told": "{id} is running: its worker has been told to stop",
+    "ended": "{id} had ended before; how: lanekeeper result {id}",
+    "unseen": "{id}: no worker has seen it; recorded for when it comes, to end as cancelled",
+}
+Id = Annotated[str, typer.Argument(metavar="ID", help="The request's id: its message_id.")]
+
+
+def send(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to ask; `-` reads standard input.")],
+    lane: Annotated[LaneName, typer.Option("--lane", help="How urgent it is.")] = LaneName.CRITICAL,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
+    delay: Annotated[
+        float | None, typer.Option("--delay", parser=options.seconds, metavar="DURATION", help="Start not before: 10s.")
+    ] = None,
+    at: Annotated[
+        datetime | None,
+        typer.Option("--at", parser=options.moment, metavar="TIME", help="Start not before: 2026-11-21T18:00:00Z."),
+    ] = None,
+    priority: Annotated[int, typer.Option("--priority", min=0, max=9, help="Within the lane; higher ones first.")] = 4,
+    model: Annotated[str | None, typer.Option("--model", help="Default: the lane's.")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Default: the lane's.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
+    id: Annotated[str | None, typer.Option("--id", help="The request's id; default: one is made.")] = None,
+    deadline: Annotated[
+        float | None, typer.Option("--deadline", parser=options.seconds, metavar="DURATION", help="Answer within: 30s.")
+    ] = None,
+    tenant: options.Tenant = None,
+    key: Annotated[
+        str | None, typer.Option("--key", metavar="LANE.APP.TASK", help="The whole routing key, in place of --lane.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="--no-wait: only publish, and print the id.")] = True,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the whole answer as JSON; with --stream, one line for each part.")
+    ] = False,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
+    """Publish a request and print the answer. The request's id is printed first, on standard error. Ctrl-C cancels the
+    request, and says so.
+
+    Examples:
+
+      lanekeeper send "Name three rivers."
+
+      lanekeeper send --lane batch --delay 10s --no-wait "Summarise this later."
+
+      git diff | lanekeeper send --stream --system "Review this change." -
+    """
+    settings = options.settings_of(config, sets)
+    user, _ = settings.credentials
+    if tenant not in (None, user) and user not in settings.speakers:
+        tell(
+            f"user {user} is not in LANEKEEPER_SPEAKERS here: where the workers' settings say the same, "
+            f"--tenant {tenant} is ignored, and the request is {user}'s"
+        )
+    if prompt == "-":
+        prompt = _read_stdin()
+    body = _given(prompt=prompt, system=system, model=model, max_tokens=max_tokens)
+    how = _given(priority=priority, message_id=id, tenant=tenant, deadline_s=deadline, delay_s=delay, at=at)
+    key = key or DEFAULT_KEY.format(lane=lane)
+    with _traced(settings) as tracing:
+        run(_send(settings, tracing, body, key=key, how=cast("Options", how), wait=wait, stream=stream, json=json))
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+async def _send(
+    settings: "Settings",
+    tracing: "Tracing",
+    body: dict[str, Any],
+    *,
+    key: str,
+    how: "Options",
+    wait: bool,
+    stream: bool,
+    json: bool,
+) -> None:
+    from service.side_tasks import beside
+
+    id = how.setdefault("message_id", uuid.uuid4().hex)
+    lane = key.partition(".")[0]
+    async with _client_of(settings, tracing=tracing) as client:
+        try:
+            with _problem_told():
+                if not wait:
+                    _print_now(await client.publish(body, key=key, **how), end="\n")
+                    return
+                tell(f"request {printable(id)}")
+                timeout_s = _longest_wait_s(settings, lane, how)
+                async with beside(_warn_if_no_worker(client, lane), name="watch"):
+                    if stream:
+                        await _print_parts(client.stream(body, key=key, timeout_s=timeout_s, **how), json=json)
+                    else:
+                        answer = await client.request(body, key=key, timeout_s=timeout_s, **how)
+                        _print_answer(answer, json=json)
+                        _tell_trace_of(answer)
+        except AccessRefused as refused:
+            if key != DEFAULT_KEY.format(lane=lane):
+                raise
+            user, _ = settings.credentials
+            raise AccessRefused(
+                f"{refused}; a user that may publish under its own name alone says so: --key {lane}.{user}.send, "
+                "with a lane that it may use"
+            ) from refused
+        except asyncio.CancelledError:
+            if wait:
+                await _cancel_interrupted(client, id, tenant=how.get("tenant"))
+            raise
+
+
+def cancel(
+    id: Id,
+    tenant: options.Tenant = None,
+    json: options.Json = False,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
+    """Cancel a request wherever it is: queued, delayed, running.
+
+    Its requester is answered `cancelled`. A request that has ended is not changed. A request with this id that arrives
+    later is cancelled too, if it arrives within the longest deadline of all lanes (by default a day).
+
+    Example:  lanekeeper cancel 5b0c2f6e
+    """
+
+    settings = options.settings_of(config, sets)
+
+    async def cancelled() -> "Cancelled":
+        async with _client_of(settings) as client:
+            return await client.cancel(id, tenant=tenant)
+
+    outcome = run(cancelled())
+    print(json_text.dumps({"id": id, "outcome": outcome}) if json else CANCELLED[outcome].format(id=id))
+
+
+def result(
+    id: Id,
+    tenant: options.Tenant = None,
+    wait: Annotated[
+        float | None,
+        typer.Option("--wait", parser=options.seconds, metavar="DURATION", help="How long to wait for its end: 20s."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON.")] = False,
+    config: options.Config = None,
+    sets: options.Set = None,
+) -> None:
+    """Print the answer to a request that was published before, by this command or any other client.
+
+    The exit code is 1 if the request ended in an error, or has not ended yet.
+
+    Example:  lanekeeper result --wait 20s 5b0c2f6e
+    """
+
+    settings = options.settings_of(config, sets)
+
+    async def fetch() -> None:
+        async with _client_of(settings) as client:
+            with _problem_told():
+                answer = await client.result(id, tenant=tenant, wait_s=wait or 0)
+            _print_answer(answer, json=json)
+
+    run(fetch())
+
+
+@asynccontextmanager
+async def _client_of(settings: "Settings", *, tracing: "Tracing | None" = None) -> "AsyncIterator[Client]":
+    """A client for one command. Raises BrokerUnreachable, AccessRefused."""
+    from lanekeeper import Client
+    from service.telemetry import logs
+
+    with logs.configured(service=SERVICE_NAME, level="error"):
+        client = Client(
+            settings.broker_url,
+            names=settings.names(),
+            ssl_context=settings.ssl_context(),
+            tracing=tracing,
+            identified=settings.needs_user_id,
+            bodies=settings.body_store(),
+            cancel_abandoned=False,  # an interrupted command cancels its request itself, and reports the outcome
+        )
+        async with client:
+            yield client
+
+
+@contextmanager
+def _problem_told() -> Iterator[None]:
+    """Tell the error of a request that ended in one, in one line on standard error, and end the command."""
+    from lanekeeper.replies import Problem
+
+    try:
+        yield
+    except Problem as problem:
+        attempts = f"{problem.attempts} attempt{'' if problem.attempts == 1 else 's'}"
+        request = f"[request {printable(problem.request)}, {attempts}]"
+        tell(f"{problem.code} ({problem.status}): {printable(problem.detail)} {request}")
+        raise typer.Exit(FAILED) from None
+
+
+async def _cancel_interrupted(client: "Client", id: str, *, tenant: str | None) -> None:
+    """After Ctrl-C: cancel the request, and tell the outcome. A second Ctrl-C ends the command at once."""
+    from lanekeeper import LanekeeperError, NoReply
+
+    tell(f"cancelling {id}; Ctrl-C again leaves it running")
+    try:
+        tell(CANCELLED[await client.cancel(id, tenant=tenant)].format(id=id))
+    except NoReply as kept:
+        tell(f"{id}: its cancellation is kept by the broker: {kept}")
+    except LanekeeperError as error:
+        tell(f"{id} is left running, it could not be cancelled: {error}; to fetch its answer: lanekeeper result {id}")
+
+
+def _longest_wait_s(settings: "Settings", lane: str, how: "Options") -> float:
+    """The request's delay plus its deadline (by default the lane's): if no worker runs, nothing else ends the wait. A
+    request whose key names no lane is refused at once."""
+    from lanekeeper.requests import ANSWER_LATE_S
+
+    deadlines_s = {spec.name: spec.deadline_s for spec in settings.lane_specs()}
+    deadline_s = how.get("deadline_s", deadlines_s.get(lane, max(deadlines_s.values())))
+    at = how.get("at")
+    until_at_s = 0.0 if at is None else max(0.0, (at - datetime.now(UTC)).total_seconds())
+    return max(how.get("delay_s", 0.0), until_at_s) + deadline_s + ANSWER_LATE_S
+
+
+async def _warn_if_no_worker(client: "Client", lane: str) -> None:
+    await asyncio.sleep(QUIET_S)
+    depth = await client.depth(lane)
+    if depth is not None and not depth.consumers:
+        tell(
+            f"no worker takes the lane {lane}: the request waits; start one with `lanekeeper serve` or "
+            "`lanekeeper consume`"
+        )
+
+
+def _print_answer(answer: "Final", *, json: bool) -> None:
+    _print_now(answer.body.decode() if json else answer.text, end="\n")
+
+
+async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: bool) -> None:
+    from lanekeeper.replies import Part
+
+    async for reply in replies:
+        if not isinstance(reply, Part):
+            _print_now(reply.body.decode() if json else "", end="\n")
+            _tell_trace_of(reply)
+        elif json:
+            part = {"part": reply.kind, "seq": reply.seq, "event": reply.event}
+            _print_now(json_text.dumps(part, ensure_ascii=False), end="\n")
+        elif reply.kind == "restart":
+            print("\n[an attempt failed: from the beginning]", file=sys.stderr)
+        else:
+            _print_now(reply.text, end="")
+
+
+def _print_now(text: str, *, end: str) -> None:
+    """Without buffering. On a terminal control characters are replaced; a pipe or a file gets the text unchanged."""
+    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
+def _read_stdin() -> str:
+    try:
+        prompt = sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        tell(f"standard input is not UTF-8: {error}")
+        raise typer.Exit(BAD_USE) from None
+    if not prompt.strip():
+        tell("standard input is empty: there is nothing to ask")
+        raise typer.Exit(BAD_USE)
+    return prompt
+
+
+@contextmanager
+def _traced(settings: "Settings") -> Iterator["Tracing"]:
+    """If spans are sent somewhere: run the block in a root span, and tell the trace's id on standard error. Yields the
+    `Tracing` with which the request is to be published."""
+    from lanekeeper.telemetry.tracing import Tracing, error_type, mark_failed
+
+    url = settings.traces_url
+    if url is None:
+        yield Tracing()
+        return
+    from service.telemetry import exporters, logs  # the exporter is slow to import
+
+    exit_error: typer.Exit | None = None
+    name = "lanekeeper send"
+    with (
+        logs.configured(service=name, level="warning"),  # on standard error: scripts read the standard output
+        exporters.exporting(url, service_name=name) as provider,
+    ):
+        tracing = Tracing(provider)
+        with tracing.ask() as span:
+            if span.is_recording() and (trace_id := tracing.trace_id()) is not None:
+                tell(f"trace {trace_id}")
+            try:
+                yield tracing
+            except typer.Exit as error:  # the command has printed the actual error, which is the context of this one
+                mark_failed(span, error_type(error.__context__ or error))
+                exit_error = error
+    if exit_error is not None:
+        raise exit_error
+
+
+def _tell_trace_of(answer: "Final") -> None:
+    """Tell the id of the trace that a reply's headers name, unless the command has begun a trace and told its id."""
+    from opentelemetry import trace
+
+    from lanekeeper.telemetry.tracing import context_in
+
+    named = context_in(answer.headers)
+    if named is not None and not trace.get_current_span().get_span_context().is_valid:
+        tell(f"trace {named.trace_id:032x}")

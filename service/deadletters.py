@@ -1,0 +1,500 @@
+"""What operators do with dead letters, for `lanekeeper dead` and for `/v1/dead`: list by cause, show, replay, drop,
+export and import. `topology/broker/deadletters.py` reads the queue.
+
+A replay publishes the letter to `lane.requests` under its own id, waits for the confirm, and then removes it. If it is
+killed in between, the letter is still there. Published again, it does not run again: the store lets a request run again
+only for the dead letter of its last error (`x-lane-dead-at`), and answers every other one with what it has stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from typing import Any, Final
+
+from consumers.clock import moment_text, now_ms
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Encoded, Message, body_address_in
+from lanekeeper.contract.problems import LanekeeperError, RequestProblem
+from lanekeeper.telemetry import signals
+from lanekeeper.telemetry.logs import logger
+from lanekeeper.telemetry.tracing import Tracing
+from service.config.settings import Settings
+from topology.broker.deadletters import DeadLetter, Scan, line_of, message_of_line, normalised, scanned
+from topology.codec.decoding import decode, unpacked
+from topology.codec.headers import carried
+from topology.lanes import MIB
+
+PAGE: Final = 20
+PAGE_AT_MOST: Final = 200
+GROUPS: Final = 500
+OTHERS: Final = "others"
+"""The group of all causes beyond the first `GROUPS`."""
+REFUSED_SHOWN: Final = 20
+HELD: Final = 1000
+HELD_BYTES: Final = 32 * MIB
+HELD_S: Final = 2.0
+HELD_SCANS: Final = 5
+"""A replay or a removal holds at most so many letters at a time, of so many bytes, and, at a rate, as many as it
+publishes in this time or in that of so many scans: meanwhile others do not see them."""
+PUBLISHED_WITHIN_S: Final = 30.0
+TRIES: Final = 5
+AGAIN_AFTER_S: Final = 0.5
+"""Letters that others hold for a moment are looked for again so often, with this pause."""
+log = logger()
+
+
+class ReplayRefused(LanekeeperError):
+    """A dead letter cannot be published again in the way that was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """Which dead letters are meant: those that have one of the values of each field that is not empty."""
+
+    ids: frozenset[str] = frozenset()
+    codes: frozenset[str] = frozenset()
+    lanes: frozenset[str] = frozenset()
+    apps: frozenset[str] = frozenset()
+    tenants: frozenset[str] = frozenset()
+    causes: frozenset[str] = frozenset()
+    since_ms: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return self == Filter()
+
+    def matches(self, letter: DeadLetter) -> bool:
+        return (
+            (not self.ids or letter.id in self.ids)
+            and (not self.codes or letter.code in self.codes)
+            and (not self.lanes or letter.lane in self.lanes)
+            and (not self.apps or letter.app in self.apps)
+            and (not self.tenants or letter.tenant in self.tenants)
+            and (not self.causes or letter.cause in self.causes)
+            and letter.at_ms >= self.since_ms
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What a replay changes: fields of the body (`patch`, a JSON Merge Patch), the lane, the model."""
+
+    patch: Any = None
+    to_lane: str | None = None
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ReplayRefused."""
+        if self.patch is not None and not isinstance(self.patch, dict):
+            raise ReplayRefused(
+                "the edit has to be a JSON object (a JSON Merge Patch), because a request's body is one"
+            )
+
+    @property
+    def of_body(self) -> dict[str, Any]:
+        return {**(self.patch or {}), **({} if self.model is None else {"model": self.model})}
+
+
+def merged(target: Any, patch: Any) -> Any:
+    """JSON Merge Patch, RFC 7396."""
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(target) if isinstance(target, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            result.pop(name, None)
+        else:
+            result[name] = merged(result.get(name), value)
+    return result
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def summary(letter: DeadLetter, *, jaeger_url: str | None) -> dict[str, Any]:
+    """A letter in a list."""
+    link = None if jaeger_url is None or letter.trace_id is None else f"{jaeger_url}/trace/{letter.trace_id}"
+    return {
+        "id": letter.id,
+        "code": letter.code,
+        "detail": letter.detail,
+        "cause": letter.cause,
+        "lane": letter.lane,
+        "app": letter.app,
+        "tenant": letter.tenant,
+        "at": letter.at,
+        "attempts": letter.attempts,
+        "replays": letter.replays,
+        "replayed_at": letter.replayed_at,
+        "body_bytes": letter.body_bytes,
+        "trace_id": letter.trace_id,
+        "trace_url": link,
+    }
+
+
+def whole(letter: DeadLetter, *, jaeger_url: str | None) -> dict[str, Any]:
+    """A letter with its errors, properties, headers and body."""
+    return {
+        **summary(letter, jaeger_url=jaeger_url),
+        "routing_key": letter.routing_key,
+        "errors": list(letter.errors),
+        "message": json.loads(line_of(letter.message)),
+    }
+
+
+@dataclass(slots=True)
+class Group:
+    """Dead letters with one cause."""
+
+    cause: str
+    code: str
+    error: str
+    example: str = ""
+    """The id of the newest."""
+    count: int = 0
+    relapses: int = 0
+    oldest_ms: int = 2**63
+    newest_ms: int = -1
+
+    def add(self, letter: DeadLetter) -> None:
+        if letter.at_ms >= self.newest_ms:
+            self.newest_ms, self.example = letter.at_ms, letter.id
+        self.oldest_ms = min(self.oldest_ms, letter.at_ms)
+        self.count += 1
+        self.relapses += letter.replays > 0
+
+    def as_json(self) -> dict[str, Any]:
+        times = {"oldest": moment_text(self.oldest_ms), "newest": moment_text(self.newest_ms)}
+        found = {name: getattr(self, name) for name in ("cause", "code", "error", "example", "count", "relapses")}
+        return {**found, **times}
+
+
+class Overview:
+    """Reads a scan: counts letters by cause, and keeps one page of them, the newest first. `after`: `next` of the page
+    before."""
+
+    is_enough = False
+
+    def __init__(self, wanted: Filter, *, limit: int = PAGE, after: tuple[int, int] | None = None) -> None:
+        self._wanted = wanted
+        self._limit = limit
+        self._after = after
+        self._groups: dict[str, Group] = {}
+        self._page: list[tuple[int, int, int, DeadLetter]] = []
+        self._left_out = 0
+        self._numbers = count()
+        self.total = 0
+        self.matched = 0
+
+    def keeps(self, message: Message, tag: int) -> bool:
+        letter = DeadLetter(message)
+        self.total += 1
+        if self._wanted.matches(letter):
+            self.matched += 1
+            self._group_of(letter).add(letter)
+            if self._after is None or (letter.at_ms, letter.key) < self._after:
+                heapq.heappush(self._page, (letter.at_ms, letter.key, next(self._numbers), letter.without_body()))
+                if len(self._page) > self._limit:
+                    heapq.heappop(self._page)
+                    self._left_out += 1
+        return False
+
+    def as_json(self, *, jaeger_url: str | None) -> dict[str, Any]:
+        page = sorted(self._page, reverse=True)
+        return {
+            "total": self.total,
+            "matched": self.matched,
+            "groups": [each.as_json() for each in sorted(self._groups.values(), key=lambda each: -each.count)],
+            "letters": [summary(letter, jaeger_url=jaeger_url) for *_, letter in page],
+            "next": f"{page[-1][0]}.{page[-1][1]}" if self._left_out and page else None,
+        }
+
+    def _group_of(self, letter: DeadLetter) -> Group:
+        cause = letter.cause
+        if (found := self._groups.get(cause)) is None:
+            if len(self._groups) < GROUPS:
+                found = self._groups[cause] = Group(cause, letter.code, normalised(letter.detail))
+            else:
+                found = self._groups.setdefault(OTHERS, Group(OTHERS, "", ""))
+        return found
+
+
+def position(text: str) -> tuple[int, int]:
+    """Reads `next` of a page. Raises ValueError."""
+    at_ms, _, key = text.partition(".")
+    return int(at_ms), int(key)
+
+
+# ---- what is done ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Replay:
+    """What a replay has done, or would do."""
+
+    matched: int = 0
+    replayed: int = 0
+    refused: list[dict[str, str]] = field(default_factory=list)
+    """The first letters that cannot be published again, each with the reason; nothing was sent then."""
+    refusals: int = 0
+
+    @property
+    def left(self) -> int:
+        return self.matched - self.replayed
+
+    def as_json(self) -> dict[str, Any]:
+        return {"matched": self.matched, "replayed": self.replayed, "left": self.left, "refusals": self.refusals,
+                "refused": self.refused}  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Each:
+    """Reads a scan by a function, and keeps nothing."""
+
+    call: Callable[[DeadLetter], None]
+    wanted: Filter
+    is_enough: bool = False
+
+    def keeps(self, message: Message, tag: int) -> bool:
+        letter = DeadLetter(message)
+        if self.wanted.matches(letter):
+            self.call(letter)
+        return False
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Reads a scan, and holds letters with one of the `keys`."""
+
+    keys: set[int]
+    most: int
+    held: list[tuple[int, DeadLetter]] = field(default_factory=list)
+    bytes: int = 0
+
+    @property
+    def is_enough(self) -> bool:
+        return len(self.held) >= self.most or self.bytes >= HELD_BYTES
+
+    def keeps(self, message: Message, tag: int) -> bool:
+        letter = DeadLetter(message)
+        if letter.key not in self.keys:
+            return False
+        self.held.append((tag, letter))
+        self.bytes += letter.body_bytes
+        return True
+
+
+class DeadLetters:
+    """The dead letters of one installation. Its methods raise BrokerError."""
+
+    def __init__(self, settings: Settings, connection: Connection, *, tracing: Tracing | None = None) -> None:
+        self._connection = connection
+        self._publisher = Publisher(connection, tracing=Tracing() if tracing is None else tracing)
+        self._names = settings.names()
+        self._lanes = {lane.name: lane for lane in settings.lane_specs()}
+        self._user = settings.credentials[0]
+        self._speaks = self._user in settings.speakers
+        self._binds_replies = settings.binds_replies
+        self._needs_user_id = settings.needs_user_id
+        self._max_values = settings.json_values
+
+    async def overview(self, wanted: Filter, *, limit: int = PAGE, after: tuple[int, int] | None = None) -> Overview:
+        async with scanned(
+            self._connection, self._names.dead, lambda: Overview(wanted, limit=limit, after=after)
+        ) as scan:
+            return scan.reader
+
+    async def find(self, wanted: Filter) -> DeadLetter | None:
+        """The newest that matches."""
+        found: list[DeadLetter] = []
+
+        def keep_newest(letter: DeadLetter) -> None:
+            if not found or letter.at_ms >= found[0].at_ms:
+                found[:] = [letter]
+
+        await self._each(wanted, keep_newest)
+        return found[0] if found else None
+
+    async def export(self, wanted: Filter, write: Callable[[bytes], object]) -> int:
+        """Write each letter as a line of JSON; it stays in the queue."""
+        numbers = count()
+        # a scan that has to give way begins again, and what it has written cannot be taken back
+        keys: set[int] = set()
+
+        def export_once(letter: DeadLetter) -> None:
+            if letter.key not in keys:
+                keys.add(letter.key)
+                next(numbers)
+                write(line_of(letter.message))
+
+        await self._each(wanted, export_once)
+        return next(numbers)
+
+    async def import_(self, lines: Iterable[bytes]) -> int:
+        """Put exported letters into `lane.dead`. Raises ValueError for a line that is none."""
+        done = 0
+        for line in lines:
+            message = message_of_line(line)
+            await self._publisher.publish_surely(
+                message, exchange=self._names.dead, routing_key=message.routing_key, within_s=PUBLISHED_WITHIN_S
+            )
+            done += 1
+        return done
+
+    async def drop(self, wanted: Filter) -> int:
+        done, keys = 0, await self._keys(wanted)
+        async with aclosing(self._held(keys, most=HELD)) as held:
+            async for scan, tag, letter in held:
+                await scan.remove(tag)
+                done += 1
+                log.info(signals.DEAD_LETTER_DROPPED, request=letter.id, code=letter.code, lane=letter.lane)
+        return done
+
+    async def replay(
+        self,
+        wanted: Filter,
+        change: Change,
+        *,
+        rate_per_s: float | None = None,
+        dry_run: bool = False,
+        within_s: float | None = None,
+        tell: Callable[[DeadLetter], None] = lambda letter: None,
+    ) -> Replay:
+        """Publish letters again, and remove each when that is confirmed. If one of them cannot be, none is. `within_s`:
+        end after this time, with letters left. `tell` is called with each letter that was published again."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        done = Replay()
+        keys: set[int] = set()
+
+        def check(letter: DeadLetter) -> None:
+            if letter.key in keys:
+                return
+            keys.add(letter.key)
+            try:
+                self.prepared(letter, change)
+            except (RequestProblem, ReplayRefused) as error:
+                done.refusals += 1
+                if len(done.refused) < REFUSED_SHOWN:
+                    reason = error.detail if isinstance(error, RequestProblem) else str(error)
+                    done.refused.append({"id": letter.id, "reason": reason})
+
+        await self._each(wanted, check)
+        held_s = max(HELD_S, HELD_SCANS * (loop.time() - began_s))
+        done.matched = len(keys)
+        if dry_run or done.refusals:
+            return done
+        most = HELD if rate_per_s is None else max(1, min(HELD, int(rate_per_s * held_s)))
+        async with aclosing(self._held(keys, most=most)) as held:
+            next_s = loop.time()
+            async for scan, tag, letter in held:
+                if within_s is not None and max(next_s, loop.time()) > began_s + within_s:
+                    break
+                if rate_per_s is not None:
+                    await asyncio.sleep(next_s - loop.time())
+                    next_s = max(next_s, loop.time() - 1 / rate_per_s) + 1 / rate_per_s
+                message = self.prepared(letter, change)
+                await self._publisher.publish_surely(
+                    message, exchange=self._names.requests, routing_key=message.routing_key, within_s=PUBLISHED_WITHIN_S
+                )
+                await scan.remove(tag)
+                done.replayed += 1
+                log.info(signals.DEAD_LETTER_REPLAYED, request=letter.id, code=letter.code, lane=letter.lane)
+                tell(letter)
+        return done
+
+    def prepared(self, letter: DeadLetter, change: Change) -> Message:
+        """The request that a replay publishes. Raises RequestProblem if it is no valid request, ReplayRefused if it
+        cannot be made."""
+        message, patch = letter.message, change.of_body
+        lane = letter.lane if change.to_lane is None else change.to_lane
+        if (spec := self._lanes.get(lane)) is None:
+            raise ReplayRefused(f"there is no lane {lane[:40]!r}; choose one of {', '.join(self._lanes)}")
+        if letter.tenant not in ("", self._user) and not self._speaks:
+            raise ReplayRefused(
+                f"it is a request of tenant {letter.tenant!r}: the broker's user {self._user!r} has to be in "
+                "LANEKEEPER_SPEAKERS, here and for the workers, to publish it again"
+            )
+        body, encoding = message.body, message.content_encoding
+        if patch:
+            if body_address_in(message.headers) is not None:
+                raise ReplayRefused(
+                    f"its body is not in the message, but at the address in {n.BODY}: no field is edited"
+                )
+            body, encoding = _edited(unpacked(message), patch), None
+        headers = {
+            **carried(message.headers, of=self._names),
+            n.DEAD_AT: letter.at,
+            n.REPLAYS: letter.replays + 1,
+            n.REPLAYED_AT: moment_text(now_ms()),
+            n.TENANT: letter.tenant if letter.tenant != self._user else None,
+            n.DELAY_MS: None,
+            n.AT: None,
+        }
+        is_own_reply = not self._binds_replies or letter.user_id == self._user
+        request = replace(
+            message,
+            body=body,
+            content_encoding=encoding,
+            exchange="",
+            routing_key=".".join([lane, *letter.routing_key.split(".")[1:]]),
+            headers={name: value for name, value in headers.items() if value not in (None, "")},
+            message_id=letter.id,
+            reply_to=message.reply_to if is_own_reply else None,
+            user_id=self._user if letter.tenant or self._needs_user_id else None,
+            expiration=None,
+            persistent=True,
+        )
+        readable = {
+            name: message.headers[name] if isinstance(value, Encoded) else value
+            for name, value in request.headers.items()
+        }
+        checked = replace(request, headers=readable)
+        decode(checked, lane=spec, request_id=letter.id, hop=None, now_ms=now_ms(), max_values=self._max_values)
+        return request
+
+    async def _keys(self, wanted: Filter) -> set[int]:
+        keys: set[int] = set()
+        await self._each(wanted, lambda letter: keys.add(letter.key))
+        return keys
+
+    async def _each(self, wanted: Filter, call: Callable[[DeadLetter], None]) -> None:
+        """Call it with each letter, and perhaps again, if the scan has to begin again."""
+        async with scanned(self._connection, self._names.dead, lambda: _Each(call, wanted)):
+            pass
+
+    async def _held(self, keys: set[int], *, most: int) -> AsyncGenerator[tuple[Scan[_Batch], int, DeadLetter], None]:
+        """The letters with these keys, each held until it is removed, or the next batch is begun."""
+        tries = 0
+        while keys and tries < TRIES:
+            async with scanned(self._connection, self._names.dead, partial(_Batch, keys, most)) as scan:
+                for tag, letter in scan.reader.held:
+                    yield scan, tag, letter
+                found = {letter.key for _, letter in scan.reader.held}
+            keys -= found
+            tries = 0 if found else tries + 1
+            if not found:
+                await asyncio.sleep(AGAIN_AFTER_S)
+
+
+def _edited(body: bytes, patch: dict[str, Any]) -> bytes:
+    """Raises ReplayRefused."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ReplayRefused("its body is no JSON object, so that the edit does not apply")
+    try:
+        return json.dumps(merged(found, patch), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except (ValueError, UnicodeEncodeError, RecursionError) as error:
+        raise ReplayRefused(f"the edited body cannot be written as JSON: {error}") from error

@@ -1,0 +1,461 @@
+"""The acts of the demo: a flood of batch jobs that chats overtake; a worker that is killed, and requests that are sent
+twice; Anthropic's SDK through the gateway; a small budget; a provider that fails."""
+
+import asyncio
+import io
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Unpack
+
+from anthropic import AnthropicError, AsyncAnthropic, DefaultAsyncHttpxClient
+
+from consumers.failures import RateLimitedError
+from consumers.providers.anthropic import AnthropicProvider
+from consumers.slots.activity import quantile
+from lanekeeper import Client
+from lanekeeper.contract.names import LANE_NAME
+from lanekeeper.contract.problems import LanekeeperError
+from lanekeeper.replies import Final
+from lanekeeper.requests import Options
+from lanekeeper.telemetry import signals
+from service.config.loading import simulating
+from service.config.settings import BudgetSettings, Settings
+from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.telemetry import logs
+from service.worker import running as worker
+from service.worker.assembly import Worker, assemble
+from topology.codec.decoding import unpublished
+from topology.lanes import BATCH, CRITICAL, NORMAL
+
+ANSWER_WITHIN_S = 90.0
+
+
+@asynccontextmanager
+async def working(settings: Settings, *, lanes: tuple[str, ...] = ()) -> AsyncIterator[tuple[Worker, Client]]:
+    """Run a worker of these lanes (none given: all) and a client inside the block, which begins when it consumes."""
+    stop, ready = asyncio.Event(), asyncio.Event()
+    async with (
+        assemble(settings, lanes=lanes, declares=True) as parts,
+        Client(settings.broker_url, names=parts.names) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        group.create_task(worker.run(parts, stop=stop, grace_s=1.0, on_ready=ready.set), name="worker")
+        try:
+            await ready.wait()
+            yield parts, client
+        finally:
+            stop.set()
+
+
+async def _answer(client: Client, prompt: str, *, key: str, **options: Unpack[Options]) -> Final | None:
+    with suppress(LanekeeperError):
+        return await client.request({"prompt": prompt}, key=key, timeout_s=ANSWER_WITHIN_S, **options)
+    return None
+
+
+def share_ms(waits_ms: list[int], share: float) -> int:
+    """The quantile `share` of the waits; 0 if there is none."""
+    return quantile(sorted(waits_ms), share) or 0
+
+
+# ---- a flood, and chats that overtake it -----------------------------------------------------------------------------
+
+FLOOD = 500
+CHATS = 40
+SENT = {CRITICAL.name: CHATS, NORMAL.name: CHATS, BATCH.name: FLOOD}
+
+
+@dataclass(slots=True)
+class Score:
+    """The requests of one lane so far."""
+
+    expected: int
+    asked: int = 0
+    right: int = 0
+    retried: int = 0
+    waits_ms: list[int] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+Scores = dict[str, Score]
+"""By lane."""
+
+
+async def flood(client: Client, scores: Scores, *, lane: str | None = None) -> float:
+    """Send the batch jobs, then the chats. `lane`: all of them go there; None: each to its own. Returns the seconds it
+    took."""
+
+    async def ask(its_lane: str, number: int) -> None:
+        score, mark = scores[its_lane], f"request {its_lane} {number} of the demo."
+        score.asked += 1
+        prompt = f"{mark} [[fault: overloaded x1]]" if number % 25 == 12 else mark
+        try:
+            key = f"{lane or its_lane}.demo.load"
+            final = await client.request({"prompt": prompt}, key=key, timeout_s=ANSWER_WITHIN_S)
+        except LanekeeperError as error:
+            score.waits_ms.append(0)
+            score.wrong.append(f"{its_lane} {number}: {error}")
+            return
+        score.waits_ms.append(final.wait_ms)
+        score.retried += final.attempt > 1
+        if mark in final.text:  # the simulated provider echoes the prompt
+            score.right += 1
+        else:
+            score.wrong.append(f"{its_lane} {number}: the answer is to another question")
+
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    async with asyncio.TaskGroup() as group:
+        for number in range(FLOOD):
+            group.create_task(ask(BATCH.name, number))
+        await asyncio.sleep(0.2)  # by then all of them are in the queue
+        for number in range(CHATS):
+            for chat in (CRITICAL, NORMAL):
+                group.create_task(ask(chat.name, number))
+                await asyncio.sleep(0.025)
+    return loop.time() - began_s
+
+
+# ---- a worker is killed, requests are sent twice, one is cancelled ---------------------------------------------------
+
+JOBS = 60
+TWICE = 20
+
+
+async def unbroken(settings: Settings, client: Client, api: SimulatedAPI, *, folder: Path) -> tuple[str, bool]:
+    """Kill a second worker in the middle of its work, send some requests again, and cancel one. Returns what happened,
+    and whether nothing was lost or paid twice."""
+
+    async def ask(number: int) -> Final | None:
+        prompt = f"job {number} of the second act"
+        return await _answer(client, prompt, key=f"{BATCH.name}.demo.unbroken", message_id=f"unbroken-{number}")
+
+    before = len(api.calls)
+    async with _beside(settings, folder, api.base_url, signals.SERVICE_READY, "consume", "--lane", BATCH.name) as (
+        second,
+        _,
+    ):
+        asking = [asyncio.create_task(ask(number)) for number in range(JOBS)]
+        with suppress(TimeoutError):  # until more calls run than the first worker can make
+            first_makes = min(settings.lanes.batch.slots, JOBS // 2)
+            await api.until(lambda: api.running > first_makes, timeout_s=5.0)
+        second.kill()
+        finals = await asyncio.gather(*asking)
+    calls = list(api.calls)[before:]
+    lost = finals.count(None)
+    broken_off = sum(call.outcome == "client_gone" for call in calls)
+    replayed = 0
+    for number in range(TWICE):
+        again, first = await ask(number), finals[number]
+        replayed += again is not None and first is not None and again.replayed and again.body == first.body
+    calls_again = len(api.calls) - before - len(calls)
+    id = await client.publish({"prompt": "never asked"}, key=f"{BATCH.name}.demo.unbroken", delay_s=3600)
+    cancelled = ""
+    try:
+        cancelled = await client.cancel(id)
+        await client.result(id, wait_s=5)
+        cancelled += ", answered"
+    except LanekeeperError as problem:
+        cancelled += f", {getattr(problem, 'code', problem)}"
+    text = (
+        f"killed at work: {broken_off} calls broken off, {lost} of {JOBS} requests lost, {len(calls)} calls made; "
+        f"sent again: {replayed} of {TWICE} answered from the store, {calls_again} calls made; "
+        f"cancelled in a delay: {cancelled}"
+    )
+    return text, (lost, replayed, calls_again) == (0, TWICE, 0) and cancelled.endswith("cancelled")
+
+
+@asynccontextmanager
+async def _beside(
+    settings: Settings, folder: Path, provider_url: str, ready: str, *line: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, str]]]:
+    """Run another process of Lanekeeper; yields it, and the event `ready` of its log. The AMQP URL, which may contain a
+    password, is passed in a file that only this user can read."""
+    config = folder / "beside.toml"
+    config.touch(mode=0o600)
+    config.write_text(f"amqp_url = {json.dumps(settings.broker_url)}\n", encoding="utf-8")
+    sets = {  # as options, so that neither the environment nor a file overrides them
+        "store_url": settings.store,
+        "namespace": settings.namespace,
+        "anthropic_base_url": provider_url,
+        "anthropic_api_key": "simulated",
+        "gateway.host": "127.0.0.1",
+        "gateway.port": "0",
+        "gateway.keys": "{}",
+        "log_format": "json",
+    }
+    words = [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "service.cli.main", *line, "--config", str(config), *words),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    event = {}
+    try:
+        assert process.stderr is not None
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            async for text in process.stderr:
+                if ready.encode() in text:
+                    event = json.loads(text)
+                    break
+        yield process, event
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+# ---- Anthropic's SDK, of which only the address is changed -----------------------------------------------------------
+
+SDK_JOBS = 120
+SDK_CALLS = 10
+
+
+async def by_sdk(settings: Settings, client: Client, api: SimulatedAPI, *, folder: Path) -> tuple[str, bool]:
+    """Stream calls of Anthropic's SDK through a gateway, while batch jobs wait. Returns how long the first token took,
+    and whether all were answered."""
+    async with (
+        _beside(settings, folder, api.base_url, signals.GATEWAY_READY, "gateway") as (_, ready),
+        AsyncAnthropic(
+            api_key="any", base_url=ready["url"], http_client=DefaultAsyncHttpxClient(trust_env=False)
+        ) as sdk,
+        asyncio.TaskGroup() as group,
+    ):
+        asked = [
+            _answer(client, f"job {number} beside the SDK", key=f"{BATCH.name}.demo.sdk") for number in range(SDK_JOBS)
+        ]
+        jobs = [group.create_task(each) for each in asked]
+        calls: dict[str, list[asyncio.Task[int | None]]] = {CRITICAL.name: [], BATCH.name: []}
+        for number in range(SDK_CALLS):
+            await asyncio.sleep(0.05)
+            for lane, tasks in calls.items():
+                tasks.append(group.create_task(_first_token_ms(sdk, lane, number)))
+    told, is_well = [], all(job.result() is not None for job in jobs)
+    for lane, tasks in calls.items():
+        first_ms = [found for task in tasks if (found := task.result()) is not None]
+        is_well = is_well and len(first_ms) == SDK_CALLS
+        p50, p95 = (share_ms(first_ms, share) for share in (0.5, 0.95))
+        told.append(f"{lane} {p50} ms (p95 {p95} ms, {len(first_ms)} of {SDK_CALLS} answered)")
+    return f"Anthropic's SDK among {SDK_JOBS} batch jobs, time to the first token: {', '.join(told)}", is_well
+
+
+async def _first_token_ms(sdk: AsyncAnthropic, lane: str, number: int) -> int | None:
+    """None if the answer is not right."""
+    loop = asyncio.get_running_loop()
+    began_s, first_s, answer = loop.time(), None, ""
+    text = f"call {number} of the SDK, and some words to stream"
+    try:
+        async with sdk.messages.stream(
+            model="claude-haiku-5-5",
+            max_tokens=100,
+            messages=[{"role": "user", "content": text}],
+            extra_headers={LANE_NAME: lane},
+            timeout=ANSWER_WITHIN_S,
+        ) as stream:
+            async for piece in stream.text_stream:
+                first_s = first_s or loop.time()
+                answer += piece
+    except AnthropicError:
+        return None
+    return round(1000 * (first_s - began_s)) if first_s is not None and text in answer else None
+
+
+# ---- a small budget: with Lanekeeper's budget gate, and with workers that call whenever they are free ----------------
+
+WINDOW_S = 12.0
+BUDGET_JOBS = 300
+RECORDED_CHATS = (
+    (0.7, 38), (1.8, 10), (2.9, 10), (3.6, 10), (4.2, 10), (4.5, 34), (5.0, 102), (5.7, 27), (6.1, 81), (6.4, 102),
+    (6.5, 10), (6.9, 4), (7.3, 28), (8.1, 11), (9.0, 10), (10.1, 25), (10.7, 10),
+)  # fmt: skip
+"""When each came, in seconds, and its input tokens, divided by forty because the simulated provider's limits are low: a
+part of the recordings that `benchmarks/traces` describes (Azure LLM inference trace 2023)."""
+CHARACTERS_PER_TOKEN = 4  # as the simulated API counts
+BURST_S = 2.0  # larger buckets, which are full at the start, would be a large part of such a short run's budget
+ACCOUNT = SimulatedOptions(
+    output_tokens=80,
+    requests_per_minute=300,
+    input_tokens_per_minute=36_000,
+    output_tokens_per_minute=30_000,
+    burst_s=BURST_S,
+)
+TEXT = "the quick brown fox jumps over the lazy dog and thinks of lanes again, " * 4
+SOON_S = 1.0
+USED_LEAST = 0.85
+
+
+@dataclass(slots=True)
+class Spending:
+    """What one run of the budget act's load spent, as its requests and its simulated provider measured it."""
+
+    waits_ms: list[int] = field(default_factory=list)
+    """Of the critical requests, without the provider's time; of one without an answer, until the run ended."""
+    answered: int = 0
+    refused: int = 0
+    calls: int = 0
+    used: float = 0.0
+    """The share of the limit that was used most: of requests, input tokens or output tokens a minute."""
+    wrong: list[str] = field(default_factory=list)
+
+    def is_well(self, ungated: "Spending") -> bool:
+        """Whether it kept the promise. On a machine that is too busy for it, the run without a gate, which goes on at
+        the same time, waits longer and uses less of its budget too."""
+        is_soon = share_ms(self.waits_ms, 0.95) < max(1000 * SOON_S, share_ms(ungated.waits_ms, 0.95) / 3)
+        is_used = self.used >= USED_LEAST * min(1.0, ungated.used)
+        return is_soon and is_used and not self.wrong and self.refused == 0
+
+
+async def budget(settings: Settings) -> tuple[Spending, Spending]:
+    """Send the same load at the same time through Lanekeeper, and by as many workers without a budget gate: there a
+    call that is refused with 429 is repeated after its `retry-after`, as Anthropic's SDK does."""
+    async with AsyncExitStack() as stack:
+        gated, ungated = [await stack.enter_async_context(SimulatedAPI(ACCOUNT)) for _ in range(2)]
+        settings = simulating(settings, gated.base_url)
+        settings = settings.model_copy(update={"budget": BudgetSettings(burst_s=BURST_S)})
+        model = settings.lanes.batch.model  # one model for both lanes, so that they share an account
+        provider = AnthropicProvider.at(ungated.base_url, api_key="simulated", traceparent=lambda: None)
+        stack.push_async_callback(provider.aclose)
+        parts, client = await stack.enter_async_context(working(settings))
+        slots = {lane.name: asyncio.Semaphore(lane.slots + lane.due_slots) for lane in parts.lanes}
+
+        async def through_lanes(lane: str, prompt: str) -> None:
+            await client.request({"prompt": prompt, "model": model}, key=f"{lane}.demo.budget", timeout_s=600)
+
+        async def without_gate(lane: str, prompt: str) -> None:
+            request = unpublished(prompt, model=model, max_tokens=1024)
+            async with slots[lane]:
+                while True:
+                    try:
+                        await provider.stream(request, timeout_s=60, parts=None)
+                        return
+                    except RateLimitedError as limited:
+                        await asyncio.sleep(limited.retry_after_s or 0.5)
+
+        both = await asyncio.gather(_spend(through_lanes, gated), _spend(without_gate, ungated))
+        return both[0], both[1]
+
+
+async def _spend(asking: Callable[[str, str], Awaitable[object]], api: SimulatedAPI) -> Spending:
+    """Send the load with `asking` for `WINDOW_S` seconds; requests without an answer by then are abandoned."""
+    found, clock, rng = Spending(), asyncio.get_running_loop().time, random.Random(1)
+
+    async def ask(lane: str, number: int, text: str = TEXT) -> None:
+        asked_s, takes_ms = clock(), rng.randint(200, 600)
+        try:
+            await asking(lane, f"{lane} {number}: {text}[[latency: {takes_ms}ms]]")
+        except Exception as error:
+            found.wrong.append(f"{lane} {number}: {error}")
+        finally:
+            if not lane.startswith(BATCH.name):
+                found.waits_ms.append(max(0, round(1000 * (clock() - asked_s)) - takes_ms))
+
+    await asyncio.gather(ask(CRITICAL.name, 0), ask(BATCH.name, 0))  # the budget learns limits and sizes from these
+    found.waits_ms.clear()
+    before, began_s = _counts(api), clock()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ask(BATCH.name, number)) for number in range(BUDGET_JOBS)]
+        for at_s, tokens in RECORDED_CHATS:
+            await asyncio.sleep(max(0.0, began_s + 1.0 + at_s - clock()))  # by then all batch jobs wait
+            text = (TEXT * (1 + tokens * CHARACTERS_PER_TOKEN // len(TEXT)))[: tokens * CHARACTERS_PER_TOKEN]
+            tasks.append(group.create_task(ask(CRITICAL.name, len(tasks), text)))
+        await asyncio.sleep(max(0.0, began_s + WINDOW_S - clock()))
+        counts, could_s = _counts(api) - before, clock() - began_s + BURST_S
+        for task in tasks:
+            task.cancel()
+    found.answered, found.refused, found.calls = counts["ok"], counts["rate_limited"], counts["calls"]
+    found.used = max(
+        (counts["calls"] + counts["running"] - counts["rate_limited"]) / ACCOUNT.requests_per_minute,
+        counts["input_tokens"] / ACCOUNT.input_tokens_per_minute,
+        counts["output_tokens"] / ACCOUNT.output_tokens_per_minute,
+    ) * (60 / could_s)
+    return found
+
+
+def _counts(api: SimulatedAPI) -> Counter[str]:
+    stats = api.stats()
+    tokens = {name: stats[name] for name in ("running", "input_tokens", "output_tokens")}
+    return Counter(stats["outcomes"], calls=stats["calls"] - stats["running"], **tokens)
+
+
+# ---- a provider fails for a while, and another one answers in its place ----------------------------------------------
+
+UP = SimulatedOptions(latency_ms=300)
+DOWN = SimulatedOptions(faults={"unavailable": 1.0})
+CALLS_MOST = 1.5
+"""How often the providers may be called for each answer, on average. An outage causes calls beyond one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """What requesters and providers saw of the outage."""
+
+    asked: int
+    answered: int
+    elsewhere: int
+    """How many the second provider answered."""
+    calls: int
+    breaker: tuple[str, ...]
+    """The states of the first provider's circuit breaker, as they were logged."""
+
+    @property
+    def text(self) -> str:
+        return (
+            f"a provider down: {self.asked - self.answered} of {self.asked} requests lost, {self.elsewhere} answered "
+            f"by the next, {self.calls_per_answer:.2f} calls an answer (at most {CALLS_MOST:g}), its breaker "
+            f"{', '.join(self.breaker) or 'closed all the time'}"
+        )
+
+    @property
+    def calls_per_answer(self) -> float:
+        return self.calls / max(1, self.answered)
+
+    @property
+    def is_well(self) -> bool:
+        closed_again = self.breaker[:1] == ("open",) and self.breaker[-1:] == ("closed",)
+        return self.answered == self.asked and self.calls_per_answer <= CALLS_MOST and closed_again
+
+
+async def outage(settings: Settings) -> Outage:
+    """Ask all the time, while the first of two providers fails and then works again."""
+    log = io.StringIO()
+    tasks: list[asyncio.Task[Final | None]] = []
+    async with SimulatedAPI(UP) as first, SimulatedAPI(UP) as second, asyncio.TaskGroup() as group:
+        settings = simulating(settings, first.base_url, second.base_url)
+
+        async def keep_asking(client: Client) -> None:
+            while True:
+                asked = _answer(client, f"request {len(tasks)} of the last act", key=f"{CRITICAL.name}.demo.outage")
+                tasks.append(group.create_task(asked))
+                await asyncio.sleep(0.025)
+
+        def answered() -> int:
+            return int(first.stats()["outcomes"].get("ok", 0))
+
+        with logs.configured(service="lanekeeper demo", level="info", format="json", stream=log):
+            async with working(settings, lanes=(CRITICAL.name,)) as (_, client):
+                asking = group.create_task(keep_asking(client))
+                await asyncio.sleep(0.5)
+                first.configure(DOWN)
+                await asyncio.sleep(2.0)
+                first.configure(UP)
+                enough = answered() + 20
+                with suppress(TimeoutError):
+                    await first.until(lambda: answered() >= enough, timeout_s=10.0)
+                asking.cancel()
+                finals = await asyncio.gather(*tasks)
+        calls = first.stats()["calls"] + second.stats()["calls"]
+    events = [json.loads(line) for line in log.getvalue().splitlines()]
+    return Outage(
+        asked=len(finals),
+        answered=sum(final is not None for final in finals),
+        elsewhere=sum(final is not None and final.provider == "simulated-2" for final in finals),
+        calls=calls,
+        breaker=tuple(event["state"] for event in events if event["event"] == signals.BREAKER_CHANGED),
+    )

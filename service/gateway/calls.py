@@ -1,0 +1,367 @@
+"""Receives HTTP calls (`POST /v1/messages`, `/v1/requests`), and turns them into requests for a lane, checked by the
+same rules as a worker's. A wrong body or header is refused here, so that the request neither waits in a lane's queue
+nor becomes a dead letter.
+
+A large body is written to a temporary file while it arrives, and from there to the store of large bodies, so that many
+can arrive at the same time with only a piece of each in memory. The HTTP server unpacks nothing by itself: a packed
+body is unpacked here, when its caller is known and it is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import tempfile
+import time
+import uuid
+import zlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import BinaryIO, Final
+
+import jiter
+from aiohttp import web
+from multidict import MultiMapping
+
+from consumers.job import content_hash
+from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import REQUEST_ID, is_request_id
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import invalid_request
+from lanekeeper.requests import ANSWER_LATE_S, Options
+from service.config.settings import GatewayKey
+from service.gateway.access import lane_of, only_value, require_allowed_model
+from service.gateway.problems import ApiError
+from service.gateway.server import Connection
+from service.gateway.shares import SharedLimit, Shares, Taken
+from topology.codec import bounds
+from topology.codec.decoding import Request, decode, too_large
+from topology.codec.headers import UNSUPPORTED, unknown_header
+from topology.lanes import LaneSpec
+
+MESSAGES = "messages"
+TIMEOUTS = ("x-stainless-timeout", "x-stainless-read-timeout")
+"""Where Anthropic's SDKs send the timeout of a call, in seconds. The first is that of TypeScript's SDK, and of Python's
+if the call itself sets a timeout; the second is Python's timeout of the call or else of the client."""
+TIMEOUT_MS = 600_000
+"""The deadline of a call of `/v1/messages` if its caller names none: the default timeout of Anthropic's SDKs."""
+LONGEST_S = 1e9
+"""A longer timeout counts as this one: the lane's limit is far below."""
+IDEMPOTENCY_KEY = "Idempotency-Key"
+PREFIX = "x-lane-"
+_FORWARDED = (n.TRACEPARENT, n.TRACESTATE, n.BAGGAGE, n.ANTHROPIC_BETA)
+REFUSED_HEADERS = {
+    n.STREAM: "the body's `stream` says it",
+    n.LONG_CALL: "calls of /v1/messages are long ones by themselves",
+    n.TENANT: "the tenant follows from the key",
+    n.BODY: "the body comes with the call",
+    n.BODY_SHA256: "the body comes with the call",
+}
+_ACCEPTED = (n.PUBLIC | {n.LANE_NAME}) - REFUSED_HEADERS.keys()
+BODY_WITHIN_S: Final = 30.0
+LEAST_BYTES_PER_S: Final = 256 * 1024
+"""The lowest accepted rate of a large body: the time that its part above `over_bytes` takes is added."""
+HELD_BYTES: Final = 128 * 1024
+BODIES_BYTES: Final = 256 * 1024 * 1024
+FILED_BYTES: Final = 2 * 1024 * 1024 * 1024
+COUNTED_BYTES: Final = 4 * 1024 * 1024
+ENCODINGS: Final = ("identity", "gzip", "deflate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedCall:
+    """A call whose headers and body were checked, and what is needed to publish it as a request."""
+
+    body: bytes | BinaryIO
+    key: str
+    stream: bool
+    timeout_s: float
+    """Workers answer earlier, because the request's deadline is shorter."""
+    options: Options
+    request: Request
+    sha256: str | None = None
+
+    @property
+    def body_hash(self) -> bytes:
+        if self.sha256 is not None:
+            return content_hash(self.sha256)
+        assert isinstance(self.body, bytes)
+        return content_hash(self.body)
+
+
+def request_id_of(headers: MultiMapping[str]) -> str:
+    """The id for the request of a call: its `Idempotency-Key`, or a random one. Raises RequestProblem."""
+    chosen = only_value(headers, IDEMPOTENCY_KEY)
+    if chosen is None:
+        return uuid.uuid4().hex
+    if not is_request_id(chosen):
+        raise invalid_request(f"header {IDEMPOTENCY_KEY}: {REQUEST_ID}")
+    return chosen
+
+
+def submitted_id_of(headers: MultiMapping[str]) -> str:
+    """Like `request_id_of`, for a request whose status gets a URL path that ends in its id: HTTP clients change a path
+    that ends in `.` or `..`."""
+    id = request_id_of(headers)
+    if id in (".", ".."):
+        raise invalid_request(f"header {IDEMPOTENCY_KEY}: dots alone are no path: {REQUEST_ID}")
+    return id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallReader:
+    """Checks HTTP calls and turns them into requests to publish. `app`: the second word of their routing keys, the name
+    of the gateway's AMQP user, because its topic permissions require it. `max_values`: the most JSON keys and values
+    that a body may have."""
+
+    lanes: Mapping[str, LaneSpec]
+    app: str
+    max_values: int
+    cancel_abandoned: bool
+
+    def read(
+        self,
+        call_headers: MultiMapping[str],
+        body: bytes,
+        caller: GatewayKey,
+        *,
+        request_id: str,
+        task: str = MESSAGES,
+    ) -> CheckedCall:
+        """Check one call. `task`: the third word of the routing key; `MESSAGES` if the caller waits for the answer.
+        Raises ApiError, RequestProblem."""
+        lane = self.lanes[lane_of(caller, only_value(call_headers, n.LANE_NAME))]
+        headers: dict[str, str | int | bool] = {**_headers(call_headers)}
+        if task == MESSAGES:  # the caller waits, so its own timeout is the deadline, and one attempt may take all of it
+            headers.setdefault(n.DEADLINE_MS, min(_timeout_ms(call_headers), int(1000 * lane.deadline_max_s)))
+            headers[n.LONG_CALL] = True
+        key = f"{lane.name}.{self.app}.{task}"
+        if (excess := bounds.excess(body, max_values=self.max_values)) is not None:
+            raise too_large(excess)
+        stream = _streams(body)
+        now_ms = int(time.time() * 1000)
+        message = Message(body=body, routing_key=key, headers={**headers, n.STREAM: "true"} if stream else headers)
+        request = decode(message, lane=lane, request_id=request_id, hop=None, now_ms=now_ms, raw=body)
+        require_allowed_model(caller.models, request.model)
+        options = Options(message_id=request_id, headers=headers)
+        if caller.tenant is not None:
+            options["tenant"] = caller.tenant
+        if IDEMPOTENCY_KEY in call_headers or not self.cancel_abandoned:
+            options["cancel_abandoned"] = False
+        return CheckedCall(
+            body=body,
+            key=key,
+            stream=stream,
+            timeout_s=(request.deadline_ms - now_ms) / 1000 + ANSWER_LATE_S,
+            options=options,
+            request=request,
+        )
+
+
+def _headers(call_headers: MultiMapping[str]) -> dict[str, str]:
+    """The headers of a call that become headers of the AMQP message. Raises RequestProblem for one that calls may not
+    have, or that has several values."""
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(map(str.lower, call_headers)):
+        if name in REFUSED_HEADERS:
+            raise invalid_request(f"header {name}: not allowed here, {REFUSED_HEADERS[name]}")
+        if name.startswith(PREFIX) and name not in n.OURS:
+            if name not in _ACCEPTED and name not in UNSUPPORTED:
+                raise unknown_header(name, known=_ACCEPTED)
+            found[name] = only_value(call_headers, name) or ""
+        elif name in _FORWARDED:
+            found[name] = ",".join(call_headers.getall(name))
+    return found
+
+
+def _timeout_ms(headers: MultiMapping[str]) -> int:
+    for name in TIMEOUTS:
+        with suppress(ValueError):  # Python's SDK also sends NOT_GIVEN and None
+            if 0 <= (timeout_s := float(headers.get(name, ""))) < math.inf:
+                # TypeScript's SDK sends 0 for what is below a second
+                return max(1, round(1000 * min(timeout_s or 1, LONGEST_S)))
+    return TIMEOUT_MS
+
+
+def _streams(body: bytes) -> bool:
+    """Whether the body has `"stream": true`. Errors in it are reported later, by `decode`."""
+    if b'"stream"' not in body and b"\\u" not in body:
+        return False
+    try:
+        found = jiter.from_json(body, cache_mode="none")
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.get("stream") is True
+
+
+class Bodies:
+    """Receives the bodies of HTTP calls, and counts these calls until they have been answered. Bodies larger than
+    `over_bytes` are written to temporary files; those larger than `most_bytes` are refused."""
+
+    def __init__(self, call_reader: CallReader, shares: Shares, *, over_bytes: int, most_bytes: int) -> None:
+        self._call_reader = call_reader
+        self._shares = shares
+        self._files = SharedLimit(FILED_BYTES, "large bodies")
+        self._over_bytes = over_bytes
+        self._most_bytes = most_bytes
+
+    @asynccontextmanager
+    async def checked_call(
+        self, request: web.Request, caller: GatewayKey, *, request_id: str, task: str = MESSAGES
+    ) -> AsyncIterator[CheckedCall]:
+        """Receive the body of a call, and check the call. A file with a large body exists until the end of the block.
+        Raises ApiError, RequestProblem."""
+        packed = _packed(request, most_bytes=self._most_bytes)
+        with (
+            self._shares.calls.taken(caller.tenant),
+            self._shares.memory.taken(caller.tenant, 0) as memory,
+            self._files.taken(caller.tenant, 0) as files,
+            ExitStack() as stack,
+        ):
+            came = await self._received(request, caller, stack, memory, files)
+
+            def check() -> tuple[CheckedCall, int]:
+                whole = _unpacked(came if isinstance(came, bytes) else came.read(), packed, most_bytes=self._most_bytes)
+                call = self._call_reader.read(request.headers, whole, caller, request_id=request_id, task=task)
+                if len(whole) <= self._over_bytes:
+                    return call, len(whole)
+                if isinstance(came, bytes) or packed:
+                    file: BinaryIO = stack.enter_context(tempfile.TemporaryFile())
+                    file.write(whole)
+                else:
+                    file = came
+                file.seek(0)
+                sha256 = hashlib.sha256(whole).hexdigest()
+                filed = replace(call, body=file, sha256=sha256, request=replace(call.request, body=b""))
+                return filed, len(whole)
+
+            size = len(came) if isinstance(came, bytes) and not packed else math.inf
+            call, unpacked = await self._shares.parsing.run(caller.tenant, size, check)
+            is_filed = unpacked > self._over_bytes
+            files.change(unpacked if is_filed else 0)
+            memory.change(0 if is_filed else unpacked)
+            yield call
+
+    @asynccontextmanager
+    async def in_memory(
+        self, request: web.Request, caller: GatewayKey, *, check: Callable[[bytes], None]
+    ) -> AsyncIterator[bytes]:
+        """Receive the body of a call that is passed on to the provider, and yield it if `check` raises nothing. The
+        call counts as in progress until the end of the block. Raises ApiError, RequestProblem."""
+        packed = _packed(request, most_bytes=COUNTED_BYTES)
+        with self._shares.calls.taken(caller.tenant), self._shares.memory.taken(caller.tenant, 0) as memory:
+            came = bytearray()
+            async with _arriving(BODY_WITHIN_S):
+                _send_100(request)
+                async for piece in self._pieces(request, caller):
+                    came += piece
+                    if len(came) > COUNTED_BYTES:
+                        raise _too_large(COUNTED_BYTES)
+                    memory.change(len(came))
+
+            def checked() -> bytes:
+                whole = _unpacked(bytes(came), packed, most_bytes=COUNTED_BYTES)
+                check(whole)
+                return whole
+
+            body = await self._shares.parsing.run(caller.tenant, math.inf if packed else len(came), checked)
+            memory.change(len(body))
+            yield body
+
+    async def _pieces(self, request: web.BaseRequest, caller: GatewayKey) -> AsyncIterator[bytes]:
+        """What arrives of a body. Chunks of one byte cost much CPU: a tenant's bodies have a share of the time."""
+        async for piece in request.content.iter_any():
+            yield piece
+            if isinstance(request.protocol, Connection):
+                self._shares.receiving.add(
+                    caller.tenant or "", 2 * request.protocol.parsed_s()
+                )  # to join costs as much
+            if pause_s := self._shares.receiving.pause_s(caller.tenant or ""):
+                await asyncio.sleep(pause_s)
+
+    async def _received(
+        self, request: web.BaseRequest, caller: GatewayKey, stack: ExitStack, memory: Taken, files: Taken
+    ) -> bytes | BinaryIO:
+        """Receive a whole body, as it was sent: a large one as an unnamed file, which `stack` closes."""
+        announced = request.content_length
+        most = self._most_bytes if announced is None else announced
+        file: BinaryIO | None = None
+        held = bytearray()
+        async with _arriving(BODY_WITHIN_S + max(0, most - self._over_bytes) / LEAST_BYTES_PER_S):
+            _send_100(request)
+            async for piece in self._pieces(request, caller):
+                held += piece
+                if files.amount + len(held) > self._most_bytes:
+                    raise _too_large(self._most_bytes)
+                if file is None and max(len(held), announced or 0) > self._over_bytes:
+                    file = stack.enter_context(await asyncio.to_thread(tempfile.TemporaryFile))
+                if file is None or len(held) < HELD_BYTES:
+                    memory.change(len(held))
+                else:
+                    files.change(files.amount + len(held))
+                    await asyncio.to_thread(file.write, held)
+                    held = bytearray()
+                    memory.change(0)
+        if file is None:
+            return bytes(held)
+        files.change(files.amount + len(held))
+        await asyncio.to_thread(file.write, held)
+        memory.change(0)
+        file.seek(0)
+        return file
+
+
+def _send_100(request: web.BaseRequest) -> None:
+    if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+@asynccontextmanager
+async def _arriving(within_s: float) -> AsyncIterator[None]:
+    """Raises ApiError if reading a body takes longer, or if it does not come as its headers say."""
+    try:
+        async with asyncio.timeout(within_s):
+            yield
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {within_s:g} s", "timeout_error") from None
+    except web.RequestPayloadError:
+        raise _wrongly_packed() from None
+
+
+def _packed(request: web.BaseRequest, *, most_bytes: int) -> str | None:
+    """How a body is packed; None: it is not. Raises ApiError if this is unknown, or if the body is announced as too
+    large."""
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding not in ENCODINGS:
+        raise ApiError(415, f"header content-encoding: allowed are {', '.join(ENCODINGS)}")
+    if (request.content_length or 0) > most_bytes:
+        raise _too_large(most_bytes)
+    return None if encoding == "identity" else encoding
+
+
+def _unpacked(body: bytes, packed: str | None, *, most_bytes: int) -> bytes:
+    if packed is None:
+        return body
+    wbits = 16 + zlib.MAX_WBITS
+    if packed == "deflate":  # some senders leave out the head that the standard demands
+        wbits = zlib.MAX_WBITS if body[:1] and body[0] & 0x0F == 8 else -zlib.MAX_WBITS
+    unpacker = zlib.decompressobj(wbits)
+    try:
+        whole = unpacker.decompress(body, most_bytes + 1)
+    except zlib.error:
+        raise _wrongly_packed() from None
+    if len(whole) > most_bytes:
+        raise _too_large(most_bytes)
+    if not unpacker.eof or unpacker.unused_data:
+        raise _wrongly_packed()
+    return whole
+
+
+def _wrongly_packed() -> ApiError:
+    return ApiError(400, "body: not as its headers content-encoding and transfer-encoding say")
+
+
+def _too_large(most_bytes: int) -> ApiError:
+    return ApiError(413, f"body: larger than {most_bytes} bytes")

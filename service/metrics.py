@@ -1,0 +1,238 @@
+"""Shows the figures of a process by OpenTelemetry's meter: at `/metrics` to Prometheus, and over OTLP.
+
+Parts of the process count in plain integers and histograms. When they are asked for, `Metrics` takes a sample of all of
+them in the event loop, and the SDK reads the sample in a thread. docs/metrics.md explains each metric.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from time import time_ns
+from typing import Any, Final
+
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    HistogramDataPoint,
+    Metric,
+    MetricsData,
+    PeriodicExportingMetricReader,
+    ResourceMetrics,
+    ScopeMetrics,
+)
+from opentelemetry.sdk.metrics.export import Histogram as HistogramData
+from opentelemetry.sdk.resources import Resource
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+
+from lanekeeper.telemetry.figures import Histogram
+from service.samples import Labels, Source
+
+GAUGES: Final = {
+    "lanekeeper.lane.waiting": "Requests in the lane's queues",
+    "lanekeeper.lane.in_hand": "Requests that wait in this worker for a slot",
+    "lanekeeper.lane.delayed": "Requests in the delay queues",
+    "lanekeeper.lane.running": "Requests that are worked on",
+    "lanekeeper.lane.oldest": "How long the oldest request of the intake waits, at most",
+    "lanekeeper.lane.target_wait": "The lane's target wait",
+    "lanekeeper.lane.max_length": "The most that the lane's intake takes",
+    "lanekeeper.lane.consumers": "Consumers of the lane's intake",
+    "lanekeeper.lane.slots": "Slots",
+    "lanekeeper.lane.slots_used": "Slots that are taken",
+    "lanekeeper.lane.slots_lost": "Slots that are taken without a request that runs",
+    "lanekeeper.dead_letters": "Messages in the queue of dead letters",
+    "lanekeeper.account.limit": "What the account allows, a minute or at a time",
+    "lanekeeper.account.left": "What is left of a limit",
+    "lanekeeper.account.used": "What is taken of a limit",
+    "lanekeeper.account.waiting": "Requests that wait for the account's limits",
+    "lanekeeper.account.oldest_wait": "How long the first of them waits",
+    "lanekeeper.breaker.open": "Whether a circuit breaker is not closed",
+    "lanekeeper.provider.paused": "Whether the provider can answer nobody",
+    "lanekeeper.cap.limit": "Daily caps",
+    "lanekeeper.cap.used": "What was used of daily caps",
+    "lanekeeper.tenant.running": "Requests of the tenant that run",
+    "lanekeeper.tenant.in_hand": "Requests of the tenant that wait in this worker for a slot",
+    "lanekeeper.ready": "Whether the process is ready",
+    "lanekeeper.broker.connected": "Whether the connection to the broker is open",
+    "lanekeeper.broker.blocked": "Whether the broker takes no publishes",
+    "lanekeeper.store.available": "Whether the store answers",
+}
+COUNTERS: Final = {
+    "lanekeeper.lane.ended": "Final outcomes",
+    "lanekeeper.lane.buried": "Requests that became dead letters",
+    "lanekeeper.lane.attempts": "Attempts that called a provider",
+    "lanekeeper.lane.retries": "Attempts that failed and are made again",
+    "lanekeeper.lane.deferrals": "Requests that were sent back to wait",
+    "lanekeeper.lane.tokens": "Tokens that the lane used",
+    "lanekeeper.lane.cost_usd": "Dollars that the lane used",
+    "lanekeeper.account.waits": "Waits for the account's limits",
+    "lanekeeper.account.calls": "Calls",
+    "lanekeeper.account.tokens": "Tokens of answered calls",
+    "lanekeeper.account.cost_usd": "Dollars of answered calls",
+    "lanekeeper.tenant.begun": "Requests of the tenant that got a slot",
+    "lanekeeper.tenant.set_aside": "Requests of the tenant that were moved to a side queue",
+    "lanekeeper.tenant.requests": "Requests that the tenant used",
+    "lanekeeper.tenant.tokens": "Tokens that the tenant used",
+    "lanekeeper.tenant.cost_usd": "Dollars that the tenant used",
+    "lanekeeper.broker.reconnects": "Connections to the broker that were opened again",
+    "lanekeeper.broker.blocks": "Times when the broker began to take no publishes",
+    "lanekeeper.replies.undelivered": "Replies given up because their queue was full",
+    "lanekeeper.dead_letters.removed": "Dead letters that were not kept",
+    "lanekeeper.control": "Control messages that were not carried out",
+    "messaging.client.consumed.messages": "Deliveries",
+}
+HISTOGRAMS: Final = {
+    "lanekeeper.lane.wait": "From publishing, or the due time, to the start of the attempt",
+    "lanekeeper.lane.run": "An attempt's own time",
+    "lanekeeper.lane.total": "From publishing, or the due time, to the final answer",
+    "gen_ai.client.operation.duration": "Calls of providers",
+    "gen_ai.client.operation.time_to_first_chunk": "Streamed calls, until the answer's first piece",
+    "gen_ai.client.token.usage": "Tokens of a call",
+    "db.client.operation.duration": "Operations of the store",
+    "messaging.process.duration": "From a delivery's slot to its acknowledgement",
+    "messaging.client.operation.duration": "Publishes, until their confirm",
+    "http.server.request.duration": "HTTP calls",
+}
+UNITS: Final = {
+    **dict.fromkeys((*HISTOGRAMS, "lanekeeper.lane.oldest", "lanekeeper.lane.target_wait"), "s"),
+    "lanekeeper.account.oldest_wait": "s",
+    "gen_ai.client.token.usage": "{token}",
+}
+SCRAPED_FOR_S: Final = 0.5
+"""Scrapes within this time get the same answer, because `/metrics` needs no key."""
+SWITCHED_AFTER_S: Final = 0.002
+"""For so long the event loop may wait for the thread that writes the answer, 30 ms for 16 lanes; Python's default is
+5 ms."""
+SAMPLED_EVERY_S: Final = 10.0
+"""How old the figures are, at most, that are sent over OTLP."""
+
+
+class Metrics:
+    """The figures of one process, from all sources that were added."""
+
+    def __init__(self, resource: Resource, *, otlp_url: str | None = None) -> None:
+        self._sources: list[Source] = []
+        self._samples: dict[str, list[tuple[Labels, Any]]] = {}
+        self._began_ns = time_ns()
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._sends = otlp_url is not None
+        readers: list[Any] = [_Scraped(self, self._registry)]
+        if otlp_url is not None:
+            readers.append(_Sent(self, OTLPMetricExporter(endpoint=otlp_url)))
+        self._provider = MeterProvider(readers, resource=resource, shutdown_on_exit=False)
+        meter = self._provider.get_meter("lanekeeper")
+        for table, create in (
+            (GAUGES, meter.create_observable_gauge),
+            (COUNTERS, meter.create_observable_counter),
+        ):
+            for name, description in table.items():
+                create(name, [partial(self._observe, name)], unit=UNITS.get(name, ""), description=description)
+        self._scraping = asyncio.Lock()
+        self._scraped: tuple[float, bytes] = (float("-inf"), b"")
+
+    def add(self, source: Source) -> None:
+        self._sources.append(source)
+
+    async def run(self) -> None:
+        """Keep the figures fresh that are sent over OTLP, until cancelled."""
+        while self._sends:
+            self._sample()
+            await asyncio.sleep(SAMPLED_EVERY_S)
+
+    async def scrape(self) -> tuple[bytes, str]:
+        """What `/metrics` answers, and its content type."""
+        now_s = asyncio.get_running_loop().time
+        async with self._scraping:
+            at_s, text = self._scraped
+            if now_s() - at_s >= SCRAPED_FOR_S:
+                self._sample()
+                text = await asyncio.to_thread(generate_latest, self._registry)
+                self._scraped = now_s(), text
+        return text, CONTENT_TYPE_LATEST
+
+    def close(self) -> None:
+        self._provider.shutdown(timeout_millis=2000)
+
+    def with_histograms(self, data: MetricsData) -> MetricsData:
+        """The SDK's data and the histograms, which it cannot read by callbacks."""
+        at_ns = time_ns()
+        own = [
+            Metric(
+                name,
+                HISTOGRAMS[name],
+                UNITS[name],
+                HistogramData(
+                    [
+                        HistogramDataPoint(
+                            attributes=labels,
+                            start_time_unix_nano=self._began_ns,
+                            time_unix_nano=at_ns,
+                            count=sum(counts),
+                            sum=total,
+                            bucket_counts=counts,
+                            explicit_bounds=bounds,
+                            min=0,
+                            max=0,
+                        )
+                        for labels, (counts, total, bounds) in self._samples[name]
+                    ],
+                    AggregationTemporality.CUMULATIVE,
+                ),
+            )
+            for name in HISTOGRAMS
+            if name in self._samples
+        ]
+        found = data.resource_metrics[0]
+        scope = found.scope_metrics[0]
+        scopes = [ScopeMetrics(scope.scope, [*scope.metrics, *own], scope.schema_url), *found.scope_metrics[1:]]
+        return MetricsData([ResourceMetrics(found.resource, scopes, found.schema_url), *data.resource_metrics[1:]])
+
+    def _sample(self) -> None:
+        samples: dict[str, list[tuple[Labels, Any]]] = {}
+        for source in self._sources:
+            for name, labels, value in source():
+                if isinstance(value, Histogram):
+                    samples.setdefault(name, []).append((labels, (list(value.counts), value.sum, value.bounds)))
+                else:
+                    samples.setdefault(name, []).append((labels, value))
+        self._samples = samples
+
+    def _observe(self, name: str, _: CallbackOptions) -> Iterator[Observation]:
+        for labels, value in self._samples.get(name, ()):
+            yield Observation(value, labels)
+
+
+class _Scraped(PrometheusMetricReader):
+    def __init__(self, metrics: Metrics, registry: CollectorRegistry) -> None:
+        super().__init__(registry=registry, scope_info_enabled=False)
+        self._own = metrics
+
+    def _receive_metrics(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **more: Any) -> None:
+        super()._receive_metrics(self._own.with_histograms(metrics_data), timeout_millis, **more)
+
+
+class _Sent(PeriodicExportingMetricReader):
+    def __init__(self, metrics: Metrics, exporter: OTLPMetricExporter) -> None:
+        self._own = metrics
+        super().__init__(exporter)
+
+    def _receive_metrics(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **more: Any) -> None:
+        super()._receive_metrics(self._own.with_histograms(metrics_data), timeout_millis, **more)
+
+
+@asynccontextmanager
+async def measuring(resource: Resource, *, otlp_url: str | None) -> AsyncIterator[Metrics]:
+    """The metrics of a process, which are sent over OTLP if there is a URL, inside the block."""
+    metrics = Metrics(resource, otlp_url=otlp_url)
+    sys.setswitchinterval(SWITCHED_AFTER_S)
+    running = asyncio.create_task(metrics.run(), name="metrics")
+    try:
+        yield metrics
+    finally:
+        running.cancel()
+        await asyncio.to_thread(metrics.close)

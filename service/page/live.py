@@ -1,0 +1,150 @@
+"""Serves the page's files, and what it shows: a snapshot every two seconds, by Server-Sent Events, to all that look."""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any, Final
+
+from aiohttp import web
+
+from consumers.clock import now_ms
+from lanekeeper.contract.problems import LanekeeperError
+from service.checks.status import Status
+from service.config.settings import GatewayKey
+from service.gateway.access import require_operator
+from service.gateway.problems import ApiError
+from service.gateway.requests import Poller
+
+Look = Callable[[], Awaitable[Status]]
+"""Finds the status of all lanes. Raises LanekeeperError."""
+
+FILES: Final = {
+    "index.html": "text/html",
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "uplot.css": "text/css",
+    "uplot.js": "text/javascript",
+    "uplot.LICENSE": "text/plain",
+}
+HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+EVERY_S: Final = 2.0
+UNSEEN_EVERY_S: Final = 15.0
+"""The seconds between two snapshots while nobody looks: they fill the chart's last hour."""
+UNSEEN_S: Final = 3600.0
+"""After so long without a viewer, no more snapshots are taken."""
+POINT_EVERY_MS: Final = 15_000
+POINTS: Final = 240
+LOOK_WITHIN_S: Final = 5.0
+TAKEN_WITHIN_S: Final = 30.0
+"""A page that takes nothing for so long is not followed any more; it connects again by itself."""
+VIEWERS: Final = 64
+
+
+class Live:
+    """The snapshots, and the calls that follow them, each of which takes a place of the `poller`."""
+
+    def __init__(self, look: Look, poller: Poller) -> None:
+        self._look = look
+        self._poller = poller
+        self._viewers = 0
+        self._seen_s = -UNSEEN_S
+        self._woken = asyncio.Event()
+        self._latest = b""
+        self._changed: asyncio.Future[None] | None = None
+        self._points: deque[Mapping[str, Any]] = deque(maxlen=POINTS)
+        self._lanes: list[Any] = []
+        self._is_closed = False
+
+    def handlers(self) -> Mapping[tuple[str, str], Callable[[web.Request], Awaitable[web.StreamResponse]]]:
+        """The page's files, which anybody may read: they hold nothing of this system."""
+        named = {("GET", f"/{name}"): _serves(name, type) for name, type in FILES.items() if name != "index.html"}
+        return {("GET", "/"): _serves("index.html", "text/html"), **named}
+
+    async def run(self) -> None:
+        """Take snapshots until cancelled."""
+        while True:
+            if not self._viewers and asyncio.get_running_loop().time() - self._seen_s >= UNSEEN_S:
+                await self._woken.wait()
+            try:
+                async with asyncio.timeout(LOOK_WITHIN_S):
+                    found = {"trouble": None, **asdict(await self._look())}
+                self._lanes = found["lanes"]
+            except (LanekeeperError, TimeoutError, OSError) as error:
+                why = str(error) or f"the broker did not answer within {LOOK_WITHIN_S:g} s"
+                found = {"trouble": why, "lanes": self._lanes, "workers": []}
+            self._publish({"at_ms": now_ms(), **found})
+            self._woken.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EVERY_S if self._viewers else UNSEEN_EVERY_S):
+                    await self._woken.wait()
+
+    def close(self) -> None:
+        """End the calls that follow; their pages connect again, to whoever serves then."""
+        self._is_closed = True
+        self._tell()
+
+    async def follow(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        """`GET /v1/live`. Raises ApiError: 403 without the operator right to look, 503 with too many viewers."""
+        require_operator(caller, acts=False)
+        if self._viewers >= VIEWERS:
+            raise ApiError(503, f"{VIEWERS} pages follow this process already: look at another one, or close some")
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-store"})
+        with suppress(TimeoutError):
+            async with self._poller.following(caller):
+                await self._send(request, response)
+        return response
+
+    async def _send(self, request: web.Request, response: web.StreamResponse) -> None:
+        self._viewers += 1
+        try:
+            if self._viewers == 1:
+                self._woken.set()
+            await response.prepare(request)
+            await response.write(b"event: history\ndata: %s\n\n" % json.dumps(list(self._points)).encode())
+            sent = b""
+            while not self._is_closed:
+                if self._latest is sent:
+                    await self._change()
+                    continue
+                sent = self._latest
+                async with asyncio.timeout(TAKEN_WITHIN_S):
+                    await response.write(b"event: status\ndata: %s\n\n" % sent)
+        finally:
+            self._viewers -= 1
+            self._seen_s = asyncio.get_running_loop().time()
+
+    def _publish(self, found: Mapping[str, Any]) -> None:
+        self._latest = json.dumps(found, default=str).encode()
+        if not self._points or found["at_ms"] - self._points[-1]["at_ms"] >= POINT_EVERY_MS:
+            waits = {lane["lane"]: ((lane["wait_ms"] or {}).get("5m") or {}).get("p95") for lane in found["lanes"]}
+            self._points.append({"at_ms": found["at_ms"], "waits": waits})
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+        self._changed = None
+
+    async def _change(self) -> None:
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._changed)  # others wait for it too
+
+
+def _serves(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    body = files("service.page").joinpath(name).read_bytes()
+
+    async def get(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=body, content_type=content_type, charset="utf-8", headers=HEADERS)
+
+    return get

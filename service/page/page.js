@@ -1,0 +1,429 @@
+// The live page: shows what `GET /v1/live` tells, and calls /v1/requests, /v1/dead and /v1/pauses.
+// Everything from outside becomes a text node: what a model or a requester wrote is hostile.
+"use strict";
+
+const KEY = "lanekeeper-key";
+const $ = (id) => document.getElementById(id);
+const DASHES = [[], [8, 4], [2, 3], [8, 3, 2, 3], [12, 4], [4, 4]];
+
+/** An element; strings among its children become text nodes. */
+function el(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value != null) made.setAttribute(name, value);
+  }
+  made.append(...children.flat().filter((child) => child != null));
+  return made;
+}
+
+/** Set the text only if it changed: an unchanged page costs no layout. */
+function text(node, value) {
+  if (node.textContent !== value) node.textContent = value;
+}
+
+/** Draw again only if the data changed, so that focus and selection stay. */
+const drawn = new WeakMap();
+function draw(node, data, make) {
+  const now = JSON.stringify(data);
+  if (drawn.get(node) === now) return;
+  drawn.set(node, now);
+  node.replaceChildren(...[make(data)].flat());
+}
+
+const count = (n) => (n == null ? "–" : n < 10000 ? String(n) : n < 1e6 ? `${(n / 1000).toFixed(n < 1e5 ? 1 : 0)}k` : `${(n / 1e6).toFixed(1)}M`);
+const seconds = (s) => (s < 100 ? `${s.toFixed(s < 10 ? 1 : 0)} s` : s < 6000 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`);
+const ms = (value) => (value == null ? "–" : value < 1000 ? `${Math.round(value)} ms` : seconds(value / 1000));
+const dollars = (usd) => `$${usd < 1 ? usd.toFixed(4) : usd.toFixed(2)}`;
+const clock = (at) => new Date(at).toLocaleString([], Math.abs(Date.now() - new Date(at)) < 43e6 ? { timeStyle: "medium" } : { dateStyle: "short", timeStyle: "short" });
+
+// ---- calls ----------------------------------------------------------------------------------------------------------
+
+function headers(more = {}) {
+  const key = sessionStorage.getItem(KEY);
+  return key ? { authorization: `Bearer ${key}`, ...more } : more;
+}
+
+/** The answer's JSON. Throws an Error with the problem's own words. */
+async function call(method, path, body) {
+  const options = { method, headers: headers(body === undefined ? {} : { "content-type": "application/json" }) };
+  if (body !== undefined) options.body = JSON.stringify(body);
+  const answer = await fetch(path, options);
+  const told = await answer.text();
+  let found = {};
+  try { found = JSON.parse(told); } catch { /* an empty answer, or one of a proxy */ }
+  if (answer.status === 422 && found.refused) return found;
+  if (!answer.ok) throw Object.assign(new Error(found.detail ?? found.error?.message ?? `${answer.status} ${answer.statusText}`), { status: answer.status });
+  return found;
+}
+
+/** Follow /v1/live by fetch, because EventSource sends no key. Begins again by itself, at most every 10 s. */
+let following = null;
+async function follow() {
+  let pause = 500;
+  for (;;) {
+    following = new AbortController();
+    try {
+      const answer = await fetch("v1/live", { headers: headers({ accept: "text/event-stream" }), signal: following.signal });
+      if (answer.status === 401 || answer.status === 403) {
+        state("lost", answer.status === 401 ? "a key is needed" : "this key may not look");
+        if (!$("dialog").open) askForKey((await answer.json().catch(() => ({}))).detail);
+        await new Promise((again) => addEventListener("keychange", again, { once: true }));
+        continue;
+      }
+      if (!answer.ok) throw new Error(`${answer.status}`);
+      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+      for (let rest = ""; ;) {
+        const { value, done } = await reader.read();
+        if (done) break;
+        const events = (rest + value).split("\n\n");
+        rest = events.pop();
+        for (const event of events) take(event);
+        pause = 500;
+      }
+    } catch (error) {
+      if (error.name === "AbortError" && document.hidden) await new Promise((again) => document.addEventListener("visibilitychange", again, { once: true }));
+    }
+    state("lost", "reconnecting");
+    await new Promise((again) => setTimeout(again, pause));
+    pause = Math.min(10000, 2 * pause);
+  }
+}
+document.addEventListener("visibilitychange", () => document.hidden && following?.abort());
+
+function take(event) {
+  const fields = Object.fromEntries(event.split("\n").map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 2)]));
+  if (!fields.data) return;
+  const data = JSON.parse(fields.data);
+  if (fields.event === "history") history = data;
+  if (fields.event === "status") show(data);
+}
+
+function state(name, words) {
+  $("link").dataset.state = name;
+  text($("link"), words);
+}
+
+// ---- what is shown --------------------------------------------------------------------------------------------------
+
+let history = [];
+let latest = null;
+let deadShown = null;
+
+function show(found) {
+  latest = found;
+  state("live", `live, ${found.workers.length} worker${found.workers.length === 1 ? "" : "s"}`);
+  alarm(found);
+  totals(found);
+  lanes(found);
+  chart(found);
+  accounts(found);
+  failures(found);
+  pauses(found);
+  if (found.dead !== deadShown) dead(found.dead);
+}
+
+function alarm(found) {
+  const wrong = [found.trouble, !found.trouble && !found.workers.length ? "No worker answers: nothing is being worked on." : null, ...(found.paused ?? [])].filter(Boolean);
+  $("alarm").hidden = !wrong.length;
+  text($("alarm"), wrong.join(" · "));
+}
+
+function totals(found) {
+  const spent = Object.values(found.spent?.lane ?? {}).reduce((sum, each) => sum + (each.usd ?? 0), 0);
+  const sum = (name) => found.lanes.reduce((total, lane) => total + (lane[name] ?? 0), 0);
+  draw($("totals"), [["waiting", count(sum("depth"))], ["running", count(sum("running"))], ["delayed", count(found.in_delays)], ["dead", count(found.dead)], ["spent", dollars(spent)]],
+    (pairs) => pairs.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", { class: name === "dead" && found.dead ? "bad" : "" }, value))));
+}
+
+/** Lane cards are made once, and then only their texts and widths change. */
+const cards = new Map();
+function lanes(found) {
+  const names = found.lanes.map((lane) => lane.lane);
+  if (names.join() !== [...cards.keys()].join()) {
+    cards.clear();
+    names.forEach((name, n) => cards.set(name, card(name, n)));
+    $("lanes").replaceChildren(...[...cards.values()].map((each) => each.root));
+  }
+  const most = Math.max(10, ...found.lanes.map((lane) => lane.depth ?? 0));
+  for (const lane of found.lanes) fill(cards.get(lane.lane), lane, most, braked(found, "lane", lane.lane));
+}
+
+function card(name, n) {
+  const made = { name };
+  const part = (tag, key, attributes = {}) => (made[key] = el(tag, attributes));
+  const bar = (key) => el("div", { class: "bar" }, part("i", key));
+  made.root = el("article", { class: "lane", "aria-label": `lane ${name}` },
+    el("div", {}, el("h3", {}, name), part("span", "tag", { class: "tag", hidden: true })),
+    el("div", { class: "waiting" }, part("div", "depth", { class: "big" }), bar("depthBar"), part("small", "delayed")),
+    el("div", { class: "run" }, part("div", "running", { class: "big" }), part("div", "slots", { class: "slots", "aria-hidden": "true" }), part("small", "limit")),
+    el("div", { class: "rate" }, part("div", "rate", { class: "big" }), part("small", "done")),
+    el("div", { class: "waits" }, part("table", "waits")),
+    el("div", {}, part("button", "brake", { class: "small" })));
+  made.root.style.setProperty("--c", `var(--lane${Math.min(n, 5)})`);
+  made.brake.addEventListener("click", () => (made.pause ? release(made.pause) : brake({ kind: "lane", name })));
+  return made;
+}
+
+function unit(node, value, words) {
+  draw(node, [value, words], () => [document.createTextNode(value), el("small", {}, ` ${words}`)]);
+}
+
+function fill(made, lane, most, pause) {
+  const slots = lane.slots == null ? null : lane.slots + (lane.due_slots ?? 0);
+  unit(made.depth, count(lane.depth), "waiting");
+  made.depthBar.style.width = `${100 * Math.log1p(lane.depth ?? 0) / Math.log1p(most)}%`;
+  const oldest = lane.oldest_wait_s ? [`oldest ${seconds(lane.oldest_wait_s)}`] : [];
+  text(made.delayed, [...oldest, ...Object.entries(lane.delayed_for ?? {}).map(([why, of]) => `${count(of.count)} put off: ${why}, until ${clock(Date.now() + 1000 * of.last_in_s)}`)].join(" · "));
+  unit(made.running, count(lane.running), slots == null ? "running" : `of ${slots} slots`);
+  draw(made.slots, [Math.min(lane.running ?? 0, 64), Math.min(slots ?? 0, 64)], ([on, all]) => Array.from({ length: all }, (_, n) => el("i", { class: n < on ? "on" : "" })));
+  text(made.limit, lane.slots_limit ? `no more slots: ${lane.slots_limit}` : lane.extra_slots ? `${lane.extra_slots} lent or added` : "");
+  unit(made.rate, count(lane.throughput_per_min), "a minute");
+  draw(made.done, [lane.answered, lane.retried, lane.failed], ([done, retried, failed]) => [`${count(done)} done, ${count(retried)} retried, `, el("span", { class: failed ? "bad" : "" }, `${count(failed)} failed`)]);
+  draw(made.waits, [lane.wait_ms, lane.run_ms], () => [
+    el("tr", {}, el("th"), ...["p50", "p95", "p99"].map((each) => el("th", { class: "n" }, each))),
+    ...[["wait, 5 min", lane.wait_ms?.["5m"]], ["wait, hour", lane.wait_ms?.["1h"]], ["run, 5 min", lane.run_ms?.["5m"]]].map(([words, of]) =>
+      el("tr", {}, el("th", {}, words), ...["p50", "p95", "p99"].map((each) => el("td", { class: "n" }, ms(of?.[each]))))),
+  ]);
+  made.pause = pause;
+  made.root.classList.toggle("braked", Boolean(pause));
+  made.tag.hidden = !pause && lane.workers !== 0;
+  text(made.tag, pause ? `braked${pause.until ? ` until ${clock(pause.until)}` : ""}` : "no worker");
+  made.tag.title = pause ? `by ${pause.who}${pause.why ? `: ${pause.why}` : ""}` : "";
+  text(made.brake, pause ? "Let go" : "Brake");
+  made.brake.setAttribute("aria-label", `${pause ? "Let go" : "Brake"} lane ${made.name}`);
+}
+
+let plot = null;
+let plotted = "";
+function chart(found) {
+  const last = history.at(-1);
+  const waits = Object.fromEntries(found.lanes.map((lane) => [lane.lane, lane.wait_ms?.["5m"]?.p95 ?? null]));
+  if (!last || found.at_ms - last.at_ms >= 10000) history.push({ at_ms: found.at_ms, waits });
+  while (history.length && found.at_ms - history[0].at_ms > 3600e3) history.shift();
+  const names = found.lanes.map((lane) => lane.lane);
+  const width = $("plot").clientWidth;
+  const look = getComputedStyle(document.documentElement);
+  const shade = document.createElement("i");
+  document.body.append(shade);
+  const colour = (name) => { shade.style.color = `var(${name})`; return getComputedStyle(shade).color; };
+  const kind = [names.join(), width, colour("--paper")].join();
+  const data = [history.map((each) => each.at_ms / 1000), ...names.map((name) => history.map((each) => (each.waits[name] == null ? null : Math.max(1, each.waits[name]) / 1000)))];
+  if (kind !== plotted && width) {
+    plotted = kind;
+    plot?.destroy();
+    const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: `12px ${look.fontFamily}` };
+    plot = new uPlot({
+      width, height: 210, cursor: { y: false }, scales: { y: { distr: 3, range: (_, low, high) => [Math.min(0.001, low ?? 0.001), Math.max(10, (high ?? 10) * 2)] } },
+      axes: [axis, { ...axis, size: 60, filter: (_, at) => at, splits: (_, n, low, high) => [0.001, 0.01, 0.1, 1, 10, 60, 600, 3600, 36000, 360000].filter((s) => s >= low && s <= high), values: (_, at) => at.map((s) => ms(1000 * s)) }],
+      series: [{}, ...names.map((name, n) => ({ label: name, stroke: colour(`--lane${Math.min(n, 5)}`), width: 2, dash: DASHES[n % DASHES.length], spanGaps: true, points: { show: false } }))],
+    }, data, $("plot"));
+    $("legend").replaceChildren("95 of 100 waited less than: ", ...names.map((name, n) => { const b = el("b", {}, `${["━", "╌", "┈", "╍"][n % 4]} ${name}`); b.style.color = `var(--lane${Math.min(n, 5)})`; return b; }));
+  } else plot?.setData(data);
+  shade.remove();
+}
+
+function accounts(found) {
+  const lines = [...(found.paused ?? []), ...(found.breakers ?? []), ...(found.waiting ?? [])];
+  draw($("accounts"), [found.accounts, lines, found.spent?.lane, found.simulated?.length], ([budget, told, spent, simulated]) => [
+    ...Object.entries(budget ?? {}).flatMap(([account, limits]) => [el("div", { class: "note" }, account), ...Object.entries(limits).map(([limit, of]) => budgetBar(limit, of))]),
+    ...told.map((line) => el("p", { class: "note bad" }, line)),
+    table(["lane", "requests", "tokens", "money"], Object.entries(spent ?? {}).map(([lane, of]) => [lane, count(of.requests), count(of.tokens), dollars(of.usd ?? 0)])),
+    told.length ? "" : el("p", { class: "note" }, simulated ? "The provider is simulated: nothing is spent." : "No provider is paused, no breaker open, nothing waits for a budget."),
+  ]);
+}
+
+const LIMITS = { rpm: "requests a minute", itpm: "input tokens a minute", otpm: "output tokens a minute", concurrency: "calls at a time" };
+
+function budgetBar(limit, { used, limit: most }) {
+  if (!most) return el("div", {}, el("small", { class: "note" }, `${count(Math.round(used))} ${LIMITS[limit] ?? limit}`));
+  const part = used / most;
+  const fillOf = el("i");
+  fillOf.style.width = `${Math.min(100, 100 * part)}%`;
+  return el("div", {}, el("small", { class: "note" }, `${count(Math.round(used))} of ${count(Math.round(most))} ${LIMITS[limit] ?? limit}`), el("div", { class: `bar${part > 0.9 ? " full" : ""}`, role: "meter", "aria-valuenow": Math.round(100 * part), "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": limit }, fillOf));
+}
+
+function table(titles, rows) {
+  if (!rows.length) return "";
+  const attributes = (n) => (n ? { class: "n" } : {});
+  return el("table", {}, el("tr", {}, titles.map((title, n) => el("th", attributes(n), title))), rows.map((row) => el("tr", {}, row.map((cell, n) => el("td", attributes(n), cell)))));
+}
+
+/** A table of names and values. */
+const facts = (pairs) => el("table", {}, pairs.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value))));
+
+function failures(found) {
+  draw($("failures"), found.failures ?? [], (all) => (all.length
+    ? el("table", {}, all.slice(0, 12).map((each) => el("tr", {}, el("td", { class: "t" }, clock(each.at_ms)), el("td", { class: "t" }, each.lane), el("td", { class: "bad t" }, each.code), el("td", { class: "t" }, el("button", { class: "as-link", title: each.id, onclick: () => request(each.id) }, each.id.slice(0, 8))))))
+    : el("p", { class: "note good" }, "None since the workers began.")));
+}
+
+function pauses(found) {
+  draw($("pauses"), found.pauses ?? [], (all) => (all.length
+    ? el("table", {}, all.map((each) => el("tr", {}, el("td", {}, el("b", {}, `${each.kind} ${each.name}`), el("br"), `${each.until ? `until ${clock(each.until)}` : "until let go"}, by ${each.who}${each.why ? `: ${each.why}` : ""}`), el("td", { class: "n" }, el("button", { class: "small", onclick: () => release(each) }, "Let go")))))
+    : el("p", { class: "note" }, "Nothing is braked.")));
+}
+
+const braked = (found, kind, name) => (found.pauses ?? []).find((each) => each.kind === kind && each.name === name) ?? null;
+
+async function dead(number) {
+  deadShown = number;
+  if (!number) return void draw($("dead"), number, () => el("p", { class: `note${number === 0 ? " good" : ""}` }, number === 0 ? "None." : "Unknown: the broker does not tell."));
+  try {
+    const { groups } = await call("GET", "v1/dead?limit=0");
+    draw($("dead"), groups, (all) => el("table", {}, el("tr", {}, el("th", {}, "cause"), el("th", { class: "n" }, "letters"), el("th", {}, "newest")),
+      all.map((group) => el("tr", {}, el("td", {}, el("button", { class: "as-link cause", title: group.error, onclick: () => cause(group) }, `${group.code}: ${group.error}`), group.relapses ? el("span", { class: "bad" }, ` ${group.relapses} again after a replay`) : null), el("td", { class: "n" }, count(group.count)), el("td", { class: "t" }, group.newest ? clock(group.newest) : "–")))));
+  } catch (error) {
+    draw($("dead"), error.message, (words) => el("p", { class: "note" }, `${number} letters; ${words}`));
+    deadShown = null;
+  }
+}
+
+// ---- dialogs --------------------------------------------------------------------------------------------------------
+
+function open(title, ...content) {
+  const dialog = $("dialog");
+  dialog.replaceChildren(el("h2", { id: "dialog-title" }, title), ...content);
+  if (!dialog.open) dialog.showModal();
+  dialog.querySelector("[autofocus]")?.focus();
+}
+const close = () => $("dialog").close();
+const closing = () => el("button", { type: "button", onclick: close }, "Close");
+
+/** A line that tells how a step ended; and a runner of steps that writes there. */
+function telling() {
+  const line = el("p", { class: "note", role: "status" });
+  const run = async (step) => {
+    text(line, "…");
+    line.className = "note";
+    try { text(line, (await step()) ?? ""); } catch (error) { line.className = "bad"; text(line, error.message); }
+  };
+  return [line, run];
+}
+
+function askForKey(why = "") {
+  const input = el("input", { type: "password", autofocus: true, autocomplete: "off", "aria-label": "Key" });
+  open("A key of this gateway", el("form", { onsubmit: (event) => { event.preventDefault(); sessionStorage.setItem(KEY, input.value.trim()); close(); dispatchEvent(new Event("keychange")); following?.abort(); } },
+    el("p", { class: "note" }, `${why} It needs the operator right look or act, and is kept in this tab alone.`), input, el("div", { class: "row end" }, closing(), el("button", { class: "strong" }, "Use it"))));
+}
+
+async function request(id) {
+  const [line, run] = telling();
+  const place = el("div");
+  open(`Request ${id}`, place, line, el("div", { class: "row end" }, el("button", { onclick: () => run(async () => { await call("DELETE", `v1/requests/${encodeURIComponent(id)}`); return "cancelled"; }) }, "Cancel the request"), closing()));
+  await run(async () => {
+    const found = await call("GET", `v1/requests/${encodeURIComponent(id)}`);
+    place.replaceChildren(facts(Object.entries(found).filter(([, value]) => value == null || typeof value !== "object").map(([name, value]) => [name, String(value)])), ...Object.entries(found).filter(([, value]) => value && typeof value === "object").flatMap(([name, value]) => [el("p", { class: "note" }, name), el("pre", { tabindex: 0 }, JSON.stringify(value, null, 2))]));
+  });
+}
+
+async function cause(group) {
+  const [line, run] = telling();
+  const place = el("div");
+  const rate = el("input", { type: "number", min: 0.1, step: "any", value: 5, "aria-label": "Replays a second" });
+  const all = (body) => call("POST", "v1/dead/replay", { cause: group.cause, rate: Number(rate.value), ...body });
+  open(`${group.code}: ${group.count} dead letters`, el("p", {}, group.error), place, line, el("div", { class: "row end" },
+    el("label", {}, "a second", rate),
+    el("button", { onclick: () => run(async () => told(await all({ dry_run: true }), true)) }, "Dry run"),
+    el("button", { class: "strong", onclick: () => run(async () => { const found = await all({}); deadShown = null; return told(found, false); }) }, "Replay all"), closing()));
+  await run(async () => {
+    const { letters, next } = await call("GET", `v1/dead?cause=${encodeURIComponent(group.cause)}&limit=50`);
+    place.replaceChildren(table(["id", "lane", "app", "when"], letters.map((each) => [el("button", { class: "as-link", onclick: () => letter(each.id) }, each.id), `${each.lane ?? "–"}${each.replays ? ` (replayed ${each.replays} times)` : ""}`, each.app ?? "–", each.at ? clock(each.at) : "–"])));
+    return next ? "the first 50 are shown" : "";
+  });
+}
+
+/** What a replay has done. One call works for 20 s at most; what is left needs another. */
+function told(replay, dry) {
+  if (replay.refusals) throw new Error(`nothing was sent: ${replay.refused.map((each) => Object.values(each).join(": ")).join("; ")}`);
+  return dry ? `${replay.matched} would be replayed` : `${replay.replayed} replayed${replay.left ? `, ${replay.left} left: replay again` : ""}`;
+}
+
+async function letter(id) {
+  const [line, run] = telling();
+  const place = el("div");
+  open(`Dead letter ${id}`, place, line);
+  await run(async () => {
+    const found = await call("GET", `v1/dead/${encodeURIComponent(id)}`);
+    let sent = null;
+    try { sent = JSON.parse(found.message.body); } catch { /* it cannot be decoded: it is shown raw */ }
+    const isJson = sent !== null && typeof sent === "object";
+    const body = el("textarea", { "aria-label": "Body", spellcheck: "false", readonly: !isJson, autofocus: true });
+    body.value = isJson ? JSON.stringify(sent, null, 2) : String(found.message.body ?? found.message.body_base64 ?? "");
+    const lane = el("select", { "aria-label": "Lane" }, el("option", { value: "" }, `as before (${found.lane ?? "?"})`), (latest?.lanes ?? []).map((each) => el("option", {}, each.lane)));
+    const model = el("input", { placeholder: "as before", "aria-label": "Model" });
+    const replay = (dry) => run(async () => {
+      const edit = isJson ? merged(sent, JSON.parse(body.value)) : undefined;
+      const done = await call("POST", "v1/dead/replay", { ids: [id], ...(edit === undefined ? {} : { edit }), ...(lane.value ? { to_lane: lane.value } : {}), ...(model.value ? { model: model.value } : {}), dry_run: dry });
+      if (!dry) deadShown = null;
+      return told(done, dry);
+    });
+    place.replaceChildren(
+      facts([["code", found.code], ["detail", found.detail], ["lane, application", `${found.lane ?? "–"}, ${found.app ?? "–"}`], ["attempts", String(found.attempts ?? "–")], ["when", found.at ? clock(found.at) : "–"],
+        ["trace", found.trace_url && /^https?:/.test(found.trace_url) ? el("a", { href: found.trace_url, rel: "noreferrer", target: "_blank" }, found.trace_id) : found.trace_id ?? "–"]]),
+      ...(found.errors?.length ? [el("pre", { tabindex: 0 }, [found.errors].flat().map((each) => (typeof each === "string" ? each : JSON.stringify(each))).join("\n"))] : []),
+      el("form", { onsubmit: (event) => { event.preventDefault(); replay(false); } }, el("label", {}, "body", body),
+        el("div", { class: "row end" }, el("label", {}, "lane", lane), el("label", {}, "model", model),
+          el("button", { type: "button", onclick: () => confirm("Drop this dead letter for good?") && run(async () => { await call("DELETE", `v1/dead/${encodeURIComponent(id)}`); deadShown = null; return "dropped"; }) }, "Drop"),
+          el("button", { type: "button", onclick: () => replay(true) }, "Dry run"), el("button", { class: "strong" }, "Replay"), closing())));
+    body.focus();
+  });
+}
+
+/** The JSON Merge Patch (RFC 7396) that makes `to` of `from`; undefined if they are equal. */
+function merged(from, to) {
+  if (JSON.stringify(from) === JSON.stringify(to)) return undefined;
+  if ([from, to].some((each) => each === null || typeof each !== "object" || Array.isArray(each))) return to;
+  const patch = {};
+  for (const name of new Set([...Object.keys(from), ...Object.keys(to)])) {
+    if (!(name in to)) patch[name] = null;
+    else {
+      const part = merged(from[name], to[name]);
+      if (part !== undefined) patch[name] = part;
+    }
+  }
+  return patch;
+}
+
+function brake({ kind = "lane", name = "" } = {}) {
+  const [line, run] = telling();
+  const kinds = el("select", { "aria-label": "What" }, ["lane", "tenant", "app", "model", "provider"].map((each) => el("option", { selected: each === kind }, each)));
+  const who = el("input", { value: name, required: true, autofocus: !name, "aria-label": "Name", list: "lane-names" });
+  const time = el("input", { placeholder: "30m; empty: until let go", "aria-label": "For" });
+  const why = el("input", { placeholder: "why", autofocus: Boolean(name), "aria-label": "Why", maxlength: 200 });
+  open("Brake", el("p", { class: "note" }, "What is braked waits in the broker; its deadlines go on. What runs is not stopped."),
+    el("form", { onsubmit: (event) => { event.preventDefault(); run(async () => { await call("POST", "v1/pauses", { kind: kinds.value, name: who.value.trim(), ...(time.value.trim() ? { until: ending(time.value.trim()) } : {}), ...(why.value ? { why: why.value } : {}) }); close(); }); } },
+      el("div", { class: "row" }, el("label", {}, "what", kinds), el("label", {}, "name", who), el("label", {}, "for", time)), el("label", {}, "why", why), line,
+      el("div", { class: "row end" }, closing(), el("button", { class: "strong" }, "Brake"))));
+}
+
+/** When a time such as 30m from now ends. */
+function ending(time) {
+  const found = /^(\d+(?:\.\d+)?)\s*([smhd])$/.exec(time);
+  if (!found) throw new Error("for: a number with s, m, h or d, such as 30m");
+  return new Date(Date.now() + 1000 * found[1] * { s: 1, m: 60, h: 3600, d: 86400 }[found[2]]).toISOString();
+}
+
+async function release(pause) {
+  try { await call("DELETE", `v1/pauses/${encodeURIComponent(pause.id)}`); } catch (error) { open("Not let go", el("p", { class: "bad" }, error.message), closing()); }
+}
+
+// ---- keys -----------------------------------------------------------------------------------------------------------
+
+$("find").addEventListener("submit", (event) => { event.preventDefault(); const typed = event.target.elements.id.value.trim(); if (typed) request(typed); });
+$("braking").addEventListener("click", () => brake());
+$("key").addEventListener("click", () => askForKey());
+$("theme").addEventListener("click", () => {
+  const root = document.documentElement;
+  const isDark = (root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  root.dataset.theme = isDark ? "light" : "dark";
+  localStorage.setItem("lanekeeper-theme", root.dataset.theme);
+});
+document.addEventListener("keydown", (event) => {
+  if ($("dialog").open || event.ctrlKey || event.metaKey || event.altKey || /INPUT|TEXTAREA|SELECT/.test(event.target.tagName)) return;
+  const step = { "/": () => $("find").elements.id.focus(), b: () => brake(), d: () => $("dead").querySelector("button")?.focus() }[event.key];
+  if (step) { event.preventDefault(); step(); }
+});
+if (localStorage.getItem("lanekeeper-theme")) document.documentElement.dataset.theme = localStorage.getItem("lanekeeper-theme");
+follow();

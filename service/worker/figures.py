@@ -1,0 +1,289 @@
+"""What a worker tells of itself: in its answers to `lanekeeper status` and `GET /v1/lanes` (`status`), and as metrics
+(`samples`)."""
+
+import asyncio
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from consumers.slots.activity import WINDOWS, LaneActivity
+from consumers.spending import LANE, TENANT
+from lanekeeper.amqp.connection import Connection, Depth, depths
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import AccessRefused, BrokerError
+from service.samples import Sample, of_connection, of_publishes, of_store
+from service.sketches import packed
+from topology.lanes import LaneSpec
+
+if TYPE_CHECKING:
+    from service.worker.assembly import Budgeting, Worker
+
+READ_EVERY_S: Final = 5.0
+REFUSED_FOR_S: Final = 300.0
+"""After the broker has refused to tell the length of a queue, it is asked again after this time."""
+CALL: Final = "chat"
+
+
+def side_of(intake: str) -> str:
+    """The name of the pool that consumes all side queues of a lane."""
+    return f"{intake}.side"
+
+
+class QueueLengths:
+    """The lengths of these lanes' queues, and of that of dead letters, read from time to time. What the broker does not
+    tell is missing."""
+
+    def __init__(self, connection: Connection, lanes: Sequence[LaneSpec], *, names: Names) -> None:
+        self._connection = connection
+        self._queues = {
+            lane.name: [names.intake(lane.name), names.due(lane.name)]
+            + [names.side(lane.name, number) for number in range(lane.side_queues)]
+            for lane in lanes
+        }
+        self._dead = names.dead
+        self._in_order = {
+            queue: queues
+            for intake, _, *sides in self._queues.values()
+            for queue, queues in ((intake, [intake]), (side_of(intake), sides))
+        }
+        """The queues whose requests are delivered in the order of their publishing, by the name of their pool."""
+        self._depths: Mapping[str, Depth] = {}
+        self._empty_ms: dict[str, int] = {}
+
+    async def run(self) -> None:
+        """Read them until cancelled."""
+        lanes = [queue for queues in self._queues.values() for queue in queues]
+        while True:
+            pause_s, asked_ms, found = READ_EVERY_S, time.time_ns() // 1_000_000, dict[str, Depth]()
+            for queues in (lanes, [self._dead]):
+                try:
+                    found |= await depths(self._connection, queues)
+                except AccessRefused:
+                    pause_s = REFUSED_FOR_S
+                except BrokerError:
+                    pass
+            self._depths = found
+            for queue in self._in_order:
+                if self._ready_in(queue) == 0:
+                    self._empty_ms[queue] = asked_ms
+            await asyncio.sleep(pause_s)
+
+    @property
+    def dead(self) -> int | None:
+        depth = self._depths.get(self._dead)
+        return None if depth is None else depth.ready
+
+    def waiting(self, lane: str) -> int | None:
+        """How many requests wait in the lane's queues."""
+        queues = self._queues[lane]
+        return sum(self._depths[queue].ready for queue in queues) if self._depths.keys() >= set(queues) else None
+
+    def intake(self, lane: str) -> Depth | None:
+        return self._depths.get(self._queues[lane][0])
+
+    def oldest_s(self, lane: str, *, delivered_ms: Mapping[str, int]) -> float | None:
+        """How long the oldest new request of a lane waits, at most: it was published after the one that was delivered
+        last (`delivered_ms`, by pool), and after its queue was empty."""
+        oldest_s = 0.0
+        intake = self._queues[lane][0]
+        for queue in (intake, side_of(intake)):
+            if (ready := self._ready_in(queue)) is None:
+                return None
+            if ready:
+                known_ms = [at_ms for times in (delivered_ms, self._empty_ms) if (at_ms := times.get(queue))]
+                if not known_ms:
+                    return None
+                oldest_s = max(oldest_s, time.time() - max(known_ms) / 1000)
+        return oldest_s
+
+    def _ready_in(self, queue: str) -> int | None:
+        queues = self._in_order[queue]
+        return sum(self._depths[name].ready for name in queues) if self._depths.keys() >= set(queues) else None
+
+
+def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:
+    """The answer to a status question, as JSON values."""
+    budgeting, now_s = worker.budgeting, asyncio.get_running_loop().time()
+    return {
+        "worker": worker_name,
+        "lanes": {activity.lane: _told(activity) for activity in worker.activities},
+        "accounts": _accounts(worker),
+        "waiting": {
+            account: {lane: asdict(waiting) for lane, waiting in lanes.items()}
+            for account, lanes in budgeting.budgets.waiting().items()
+        },
+        "paused": dict(budgeting.breakers.pauses.figures(now_s)),
+        "pauses": [pause.as_json() for pause in worker.brake.pauses.values()],
+        "breakers": dict(budgeting.breakers.states(now_s)),
+        "spent": {
+            kind: {name: spent._asdict() for name, spent in by_name.items()}
+            for kind, by_name in budgeting.spending.totals().items()
+        },
+        "prices_as_of": budgeting.prices_as_of,
+        "simulated": worker.simulated,
+        "tenants": {lane: slots.snapshot() for lane, slots in worker.lane_slots.items()},
+        "failures": list(worker.lifecycle.failures),
+        "undelivered": worker.reply_retries.given_up,
+        "dead_letters": _removed(worker),
+        "control": _control(worker),
+    }
+
+
+def samples(worker: "Worker", *, tenants: Collection[str], store_url: str) -> Iterator[Sample]:
+    """The worker's metrics; `tenants`: those that they may name."""
+    for lane, activity in zip(worker.lanes, worker.activities, strict=True):
+        yield from _of_lane(worker, lane, activity)
+    if (dead := worker.lengths.dead) is not None:
+        yield "lanekeeper.dead_letters", {}, dead
+    yield from _of_accounts(worker)
+    yield from _of_calls(worker.budgeting)
+    yield from _of_spending(worker, frozenset(tenants))
+    for name, connection in (("consume", worker.consuming), ("publish", worker.publishing)):
+        yield from of_connection(name, connection)
+    yield from of_publishes(worker.publisher.times)
+    yield from of_store(worker.store.times, url=store_url, trouble=worker.store.trouble)
+    yield "lanekeeper.replies.undelivered", {}, worker.reply_retries.given_up
+    for how, count in _removed(worker).items():
+        yield "lanekeeper.dead_letters.removed", {"how": how}, count
+    for outcome, count in _control(worker).items():
+        yield "lanekeeper.control", {"outcome": outcome}, count
+
+
+def _of_lane(worker: "Worker", lane: LaneSpec, activity: LaneActivity) -> Iterator[Sample]:
+    labels, slots, lengths = {"lane": lane.name}, worker.lane_slots[lane.name], worker.lengths
+    if (waiting := lengths.waiting(lane.name)) is not None:
+        yield "lanekeeper.lane.waiting", labels, waiting
+    if (intake := lengths.intake(lane.name)) is not None:
+        yield "lanekeeper.lane.consumers", labels, intake.consumers
+    if (oldest_s := lengths.oldest_s(lane.name, delivered_ms=activity.delivered_ms)) is not None:
+        yield "lanekeeper.lane.oldest", labels, oldest_s
+    yield "lanekeeper.lane.in_hand", labels, slots.in_hand
+    yield "lanekeeper.lane.running", labels, activity.running
+    yield "lanekeeper.lane.slots", labels, activity.slots
+    yield "lanekeeper.lane.slots_used", labels, slots.running
+    yield "lanekeeper.lane.slots_lost", labels, slots.running - activity.running
+    yield "lanekeeper.lane.target_wait", labels, lane.target_wait_s
+    yield "lanekeeper.lane.max_length", labels, lane.max_length
+    for reason, delayed in activity.still_delayed().items():
+        yield "lanekeeper.lane.delayed", {**labels, "reason": reason}, delayed["count"]
+    yield "lanekeeper.lane.wait", labels, activity.waits
+    yield "lanekeeper.lane.run", labels, activity.runs
+    yield "lanekeeper.lane.total", labels, activity.totals
+    yield "lanekeeper.lane.attempts", labels, activity.attempts
+    for name, label, counts in (
+        ("lanekeeper.lane.ended", "code", activity.ended_by),
+        ("lanekeeper.lane.buried", "code", activity.buried_by),
+        ("lanekeeper.lane.retries", "cause", activity.retried_for),
+        ("lanekeeper.lane.deferrals", "reason", activity.deferred_for),
+    ):
+        for value, count in counts.items():
+            yield name, {**labels, label: value}, count
+    of_queue = {"messaging.system": "rabbitmq", "messaging.operation.name": "process"}
+    for queue, count in activity.taken.items():
+        yield "messaging.client.consumed.messages", {**of_queue, "messaging.destination.name": queue}, count
+    for queue, worked in activity.worked.items():
+        yield "messaging.process.duration", {**of_queue, "messaging.destination.name": queue}, worked
+
+
+def _accounts(worker: "Worker") -> dict[str, dict[str, dict[str, float]]]:
+    """For each account and limit: `limit`, `left` and `used`."""
+    return {name: dict(account.figures(now_s)) for name, account, now_s in worker.budgeting.budgets.known()}
+
+
+def _of_accounts(worker: "Worker") -> Iterator[Sample]:
+    budgeting = worker.budgeting
+    for name, limits in _accounts(worker).items():
+        for limit, figures in limits.items():
+            for what, value in figures.items():
+                yield f"lanekeeper.account.{what}", {"account": name, "limit": limit}, value
+    for name, lanes in budgeting.budgets.waiting().items():
+        for lane, waiting in lanes.items():
+            labels = {"account": name, "lane": lane}
+            yield "lanekeeper.account.waiting", {**labels, "reason": waiting.reason}, waiting.count
+            yield "lanekeeper.account.oldest_wait", labels, waiting.oldest_s
+    for (name, lane, reason), count in budgeting.budget_gate.waits.items():
+        yield "lanekeeper.account.waits", {"account": name, "lane": lane, "reason": reason}, count
+
+
+def _of_calls(budgeting: "Budgeting") -> Iterator[Sample]:
+    breakers, now_s = budgeting.breakers, asyncio.get_running_loop().time()
+    paused = breakers.pauses.reasons()
+    for name in budgeting.registry.names:
+        yield "lanekeeper.provider.paused", {"provider": name}, int(name in paused)
+    is_open = dict.fromkeys(breakers.states(now_s), 1)
+    outcomes: dict[tuple[str, str], int] = {}
+    for (provider, account, model), calls in budgeting.registry.calls.items():
+        is_open.setdefault(f"{provider} {model}", 0)
+        common = {
+            "gen_ai.operation.name": CALL,
+            "gen_ai.provider.name": provider,
+            "gen_ai.request.model": model,
+        }
+        for outcome, histogram in calls.times.items():
+            failed = {} if outcome == "answered" else {"error.type": outcome}
+            yield "gen_ai.client.operation.duration", {**common, **failed}, histogram
+            outcomes[account, outcome] = outcomes.get((account, outcome), 0) + sum(histogram.counts)
+        yield "gen_ai.client.operation.time_to_first_chunk", common, calls.first_tokens
+        yield "gen_ai.client.token.usage", {**common, "gen_ai.token.type": "input"}, calls.inputs
+        yield "gen_ai.client.token.usage", {**common, "gen_ai.token.type": "output"}, calls.outputs
+        of_model = {"account": account, "model": model}
+        for type, count in (
+            ("input", calls.uncached),
+            ("output", calls.outputs.sum),
+            ("cache_read", calls.cache_read),
+            ("cache_write", calls.cache_write),
+        ):
+            yield "lanekeeper.account.tokens", {**of_model, "type": type}, count
+        yield "lanekeeper.account.cost_usd", of_model, calls.usd
+    for (account, outcome), count in outcomes.items():
+        yield "lanekeeper.account.calls", {"account": account, "outcome": outcome}, count
+    for name, value in is_open.items():
+        provider, _, model = name.partition(" ")
+        yield "lanekeeper.breaker.open", {"provider": provider, "model": model}, value
+
+
+def _of_spending(worker: "Worker", tenants: frozenset[str]) -> Iterator[Sample]:
+    spending = worker.budgeting.spending
+    totals = spending.totals()
+    for lane, spent in totals[LANE].items():
+        yield "lanekeeper.lane.tokens", {"lane": lane}, spent.tokens
+        yield "lanekeeper.lane.cost_usd", {"lane": lane}, spent.usd
+    for tenant in tenants & totals[TENANT].keys():
+        for what, value in zip(("requests", "tokens", "cost_usd"), totals[TENANT][tenant], strict=True):
+            yield f"lanekeeper.tenant.{what}", {"tenant": tenant}, value
+    for bound, used in spending.used().items():
+        if bound.reason == LANE or bound.who in tenants:
+            labels = {"kind": bound.reason, "name": bound.who, "what": bound.what}
+            yield "lanekeeper.cap.limit", labels, bound.limit
+            yield "lanekeeper.cap.used", labels, used
+    if tenants:
+        for name, slots in worker.lane_slots.items():
+            for tenant, figures in slots.snapshot().items():
+                if tenant in tenants:
+                    for what, value in figures.items():
+                        yield f"lanekeeper.tenant.{what}", {"tenant": tenant, "lane": name}, value
+
+
+def _removed(worker: "Worker") -> dict[str, int]:
+    dead, parking = worker.dead_letters, worker.parking
+    return {"exported": dead.exported, "dropped": dead.dropped, "unparked": parking.unparked}
+
+
+def _control(worker: "Worker") -> dict[str, int]:
+    answers = worker.answers
+    return {
+        "refused": answers.refused,
+        "unanswered": answers.unanswered,
+        "displaced": worker.control.displaced,
+    }
+
+
+def _told(activity: LaneActivity) -> dict[str, Any]:
+    recent = {window: activity.recent.over(minutes) for window, minutes in WINDOWS.items()}
+    return {
+        **activity.snapshot(),
+        "buried": activity.buried_by.total(),
+        "waits": {window: packed(waits) for window, (waits, _) in recent.items()},
+        "runs": {window: packed(runs) for window, (_, runs) in recent.items()},
+    }

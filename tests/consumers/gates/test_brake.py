@@ -1,0 +1,130 @@
+"""The gate of the brake: for how long what is paused waits, and what it does not hold."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from consumers.brake import Brake
+from consumers.gates.brake import BACK_PER_S, LONGEST_MS, BrakeGate
+from consumers.gates.timing import refuse_if_late
+from consumers.job import Job
+from consumers.outcomes import Deferred, Outcome, Refused
+from consumers.providers.breakers import Breakers
+from consumers.state.base import Found, Identity, Pause
+from lanekeeper.contract import names as n
+from tests.support.completions import answered
+from tests.support.jobs import NOW_MS, Bench, decoded, read, routes_of
+from tests.support.pauses import HeldPauses, a_pause
+
+PAUSE = a_pause("app", "shop", since_ms=NOW_MS)
+
+
+class World:
+    def __init__(self, *pauses: Pause) -> None:
+        self.bench = Bench()
+        self.now_ms = NOW_MS
+        self.store = HeldPauses(*pauses)
+        self.brake = Brake(self.store, now_ms=lambda: self.now_ms)
+        self.gate = BrakeGate(
+            self.brake,
+            self.bench.claiming,
+            now_ms=lambda: self.now_ms,
+            rng=random.Random(1),
+            publish=self.bench.lifecycle.publish,
+        )
+
+    def job(self, *, deadline_ms: int = 3_600_000, **properties: Any) -> Job:
+        headers = {n.DEADLINE_MS: deadline_ms, n.SENT_MS: NOW_MS}
+        return read(self.bench.job(headers=headers, **properties), now_ms=NOW_MS)
+
+    async def enter(self, job: Job | None = None) -> Outcome | None:
+        await self.brake.read()
+        job = job or self.job()
+        return await self.gate.enter(job, decoded(job))
+
+    async def delay_ms(self, job: Job | None = None) -> int:
+        outcome = await self.enter(job)
+        assert isinstance(outcome, Deferred)
+        assert outcome.reason == "paused"
+        return outcome.delay_ms
+
+
+async def test_what_is_not_paused_passes_without_a_word_to_the_store() -> None:
+    for pauses in ((), (a_pause("app", "other"), a_pause("lane", "critical"))):
+        world = World(*pauses)
+        assert await world.enter() is None
+        assert world.bench.log == []
+
+
+@pytest.mark.parametrize(
+    ("paused_s", "least_ms", "most_ms"), [(0, 1000, 1500), (20, 5000, 7500), (3600, 15_000, 22_500)]
+)
+async def test_the_longer_the_pause_the_longer_the_delay_up_to_a_limit(
+    paused_s: int, least_ms: int, most_ms: int
+) -> None:
+    world = World(a_pause("app", "shop", since_ms=NOW_MS - 1000 * paused_s))
+    assert least_ms <= await world.delay_ms() <= most_ms
+
+
+async def test_it_comes_back_at_its_deadline_and_soon_after_the_pause_ends() -> None:
+    world = World(PAUSE)
+    assert await world.delay_ms(world.job(deadline_ms=300)) == 300
+    world.store.held = {PAUSE.id: a_pause("app", "shop", since_ms=NOW_MS - 3_600_000, until_ms=NOW_MS + 2000)}
+    assert 2000 <= await world.delay_ms() <= 3000
+
+
+async def test_of_very_many_only_some_come_back_in_a_second() -> None:
+    world = World(PAUSE)
+    job = world.job()
+    delays = [await world.delay_ms(job) for _ in range(20 * BACK_PER_S)]
+    assert delays[-1] == 20_000
+    world.gate._next_ms[PAUSE] = NOW_MS + 1e9
+    assert await world.delay_ms(job) == LONGEST_MS
+    world.store.held = {PAUSE.id: a_pause("app", "shop", since_ms=NOW_MS - 1)}
+    assert await world.delay_ms(job) <= 1500, "another pause begins anew"
+
+
+async def test_it_is_shown_as_waiting_and_told_of_once() -> None:
+    world = World(PAUSE)
+    delay_ms = await world.delay_ms()
+    assert await world.bench.store.find(Identity("", "m-1")) == Found(
+        completion=None, running=False, due_ms=NOW_MS + delay_ms
+    )
+    (event,) = map(json.loads, world.bench.notices.bodies)
+    assert (event["event"], event["kind"], event["name"], event["why"]) == ("paused", "app", "shop", "too dear")
+    again = world.job(exchange="lane.due")
+    await world.enter(again)
+    assert len(world.bench.notices.bodies) == 1
+
+
+async def test_a_request_that_has_ended_is_answered_by_the_claim_gate() -> None:
+    world = World(PAUSE)
+    job = world.job()
+    await world.bench.claiming.claim(job)
+    await world.bench.claiming.complete(job, answered())
+    assert await world.enter(world.job()) is None
+
+
+async def test_a_late_request_is_told_why_it_waited_before_what_is_wrong_with_providers() -> None:
+    world = World(a_pause("provider", "one"))
+    await world.brake.read()
+    job, breakers = world.job(deadline_ms=1000), Breakers(brake=world.brake)
+    found = await refuse_if_late(job, decoded(job), breakers=breakers, now_ms=lambda: NOW_MS + 1000)
+    assert isinstance(found, Refused)
+    assert found.problem.code == "deadline_exceeded"
+    assert "; provider one was paused by an operator at 20" in found.problem.detail
+    assert "too dear" not in found.problem.brief
+
+
+async def test_a_paused_route_is_not_called_and_another_is() -> None:
+    one, two = routes_of("one", "two").of("critical", "", "claude-x").routes
+    world = World(a_pause("provider", "one"))
+    await world.brake.read()
+    breakers = Breakers(brake=world.brake)
+    assert breakers.usable([one, two]) == [two]
+    assert await breakers.enter(one, 0.0, request="m") is None
+    assert await breakers.enter(two, 0.0, request="m")
+    assert breakers.hindrance([one, two]) is None
+    assert "provider one was paused by an operator" in (breakers.hindrance([one]) or "")

@@ -1,0 +1,223 @@
+"""A request may run until its deadline and not at it; its problem says where the time was spent."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typing_extensions import override
+
+from consumers.bodies import Fetching
+from consumers.claiming import Claiming
+from consumers.failures import AccountError, OverloadedError, ProviderError
+from consumers.gates.timing import defer_until_due, refuse_if_late
+from consumers.job import Attempted, Job
+from consumers.outcomes import Deferred, Outcome, Refused
+from consumers.providers.breakers import Breakers
+from consumers.state.base import Completion, Found, Identity, WaitingLimit
+from lanekeeper.bodies import BodyStore
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import BodyAddress
+from tests.support.completions import answered, failed
+from tests.support.jobs import NOW_MS, Bench, decoded, read
+
+
+def job() -> Job:
+    return read(Bench().job(headers={n.DEADLINE_MS: 5_000, n.SENT_MS: NOW_MS - 700}))
+
+
+async def late(some: Job, now_ms: int) -> Outcome | None:
+    return await refuse_if_late(some, decoded(some), breakers=Breakers(), now_ms=lambda: now_ms)
+
+
+@pytest.mark.parametrize(("left_ms", "is_over"), [(1, False), (0, True), (-1, True)])
+async def test_at_its_deadline_a_request_is_over(left_ms: int, is_over: bool) -> None:
+    some = job()
+    found = await late(some, decoded(some).request.deadline_ms - left_ms)
+
+    assert isinstance(found, Refused) == is_over
+
+
+RAN = Attempted(started_ms=NOW_MS + 200, run_ms=4_100)
+
+
+@pytest.mark.parametrize(
+    ("attempted", "hop", "redelivered", "spent"),
+    [
+        (None, {}, False, "5700 ms in the queue"),
+        (None, {}, True, "5700 ms in the queue or with a worker that was lost"),
+        (RAN, {}, False, "1600 ms in the queue, 4100 ms in attempt 1"),
+        (None, {n.ATTEMPT: 1, n.RAN_MS: 3_000}, False, "2700 ms in the queue, 3000 ms in attempt 1"),
+        (
+            RAN,
+            {n.ATTEMPT: 1, n.RAN_MS: 1_000},
+            False,
+            "600 ms in the queue and in pauses between attempts, 5100 ms in 2 attempts",
+        ),
+    ],
+)
+async def test_the_problem_says_where_the_time_was_spent(
+    attempted: Attempted | None, hop: dict[str, int], redelivered: bool, spent: str
+) -> None:
+    headers = {n.DEADLINE_MS: 5_000, n.SENT_MS: NOW_MS - 700, n.FIRST_SEEN_MS: NOW_MS, **hop}
+    delivery = Bench().delivery(headers=headers, exchange="lane.due" if hop else "lane.requests")
+    delivery.redelivered = redelivered
+    some = read(Bench().job(delivery=delivery))
+    some.attempted = attempted
+    found = await late(some, NOW_MS + 5_000)
+
+    assert isinstance(found, Refused)
+    assert found.problem.code == "deadline_exceeded"
+    assert str(found.problem.detail) == f"not answered within 5000 ms: {spent}"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            OverloadedError("529 overloaded_error: Overloaded", status=529),
+            "; attempt 1: 529 overloaded_error: Overloaded",
+        ),
+        (
+            AccountError("401: key sk-1 of org-1", reason="it refuses the key", status=401),
+            "; attempt 1: it refuses the key",
+        ),
+        (None, "1 ms in attempt 1"),
+    ],
+)
+async def test_the_error_of_an_attempt_ends_the_problem_without_texts_about_the_account(
+    error: ProviderError | None, told: str
+) -> None:
+    some = job()
+    some.attempted = Attempted(started_ms=NOW_MS, run_ms=1, error=error)
+    found = await late(some, NOW_MS + 5_000)
+
+    assert isinstance(found, Refused)
+    assert found.problem.detail.endswith(told)
+
+
+MINUTE_MS = 60_000
+
+
+class FakeClaiming(Claiming):
+    """Notes what it is asked. `may_wait` False: the request has ended already."""
+
+    def __init__(
+        self, limit: WaitingLimit = WaitingLimit.WITHIN, *, may_wait: bool = True, ended: Completion | None = None
+    ) -> None:
+        self.limit, self.may_wait, self.ended = limit, may_wait, ended
+        self.noted: list[str] = []
+        self.weights: list[int] = []
+
+    @override
+    async def defer(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
+        self.noted.append("short")
+        return self.may_wait
+
+    @override
+    async def defer_for_long(self, job: Job, *, due_ms: int, deadline_ms: int) -> bool:
+        self.noted.append("long")
+        return self.may_wait
+
+    @override
+    async def reserve(self, job: Job, *, weight: int, until_ms: int) -> WaitingLimit:
+        self.weights.append(weight)
+        return self.limit
+
+    @override
+    async def find(self, identity: Identity) -> Found | None:
+        return None if self.ended is None else Found(completion=self.ended, running=False)
+
+
+async def entered(
+    claiming: FakeClaiming,
+    delay_ms: int | None,
+    *,
+    late_ms: int = 0,
+    bodies: Fetching | None = None,
+    headers: Mapping[str, Any] | None = None,
+    **given: Any,
+) -> Outcome | None:
+    delay = {} if delay_ms is None else {n.DELAY_MS: delay_ms}
+    job = read(Bench().job(headers={**(headers or {}), **delay}, **given))
+    bodies = bodies or Fetching(None, most_bytes=0)
+    return await defer_until_due(job, decoded(job), claiming=claiming, bodies=bodies, now_ms=lambda: NOW_MS + late_ms)
+
+
+@pytest.mark.parametrize(("delay_ms", "late_ms"), [(None, 0), (500, 500), (500, 501)])
+async def test_what_is_due_goes_on(delay_ms: int | None, late_ms: int) -> None:
+    claiming = FakeClaiming()
+    assert await entered(claiming, delay_ms, late_ms=late_ms) is None
+    assert claiming.noted == []
+
+
+async def test_what_is_not_due_is_deferred_until_it_is() -> None:
+    found = await entered(FakeClaiming(), 500, late_ms=499)
+    assert found == Deferred(delay_ms=1, reason="scheduled", due_ms=NOW_MS + 500)
+
+
+@pytest.mark.parametrize(("delay_ms", "noted", "weights"), [(MINUTE_MS, "short", []), (MINUTE_MS + 1, "long", [1])])
+async def test_a_wait_of_more_than_a_minute_is_counted(delay_ms: int, noted: str, weights: list[int]) -> None:
+    claiming = FakeClaiming()
+    assert isinstance(await entered(claiming, delay_ms), Deferred)
+    assert (claiming.noted, claiming.weights) == ([noted], weights)
+
+
+async def test_each_16_kib_of_a_body_count_as_a_request() -> None:
+    claiming = FakeClaiming()
+    body = b'{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"%s"}]}' % (b"a" * 40_000)
+    await entered(claiming, 2 * MINUTE_MS, body=body)
+    assert claiming.weights == [3]
+
+
+async def test_a_body_in_a_store_weighs_as_much_as_one_in_the_message(tmp_path: Path) -> None:
+    claiming, stores = FakeClaiming(), [BodyStore(f"file://{tmp_path}/{name}") for name in ("own", "old")]
+    bodies = Fetching(stores[0], others=stores[1:], most_bytes=32 * 1024)
+    for store in stores:
+        kept = await store.keep([b"a" * 40_000])
+        await entered(claiming, 2 * MINUTE_MS, bodies=bodies, body=b"", headers=kept.headers)
+    await stores[0].drop(gone := await stores[0].keep([b"a"]))
+    await entered(claiming, 2 * MINUTE_MS, bodies=bodies, body=b"", headers=gone.headers)
+    elsewhere = BodyAddress("https://files.example.com/prompt", gone.sha256)
+    await entered(claiming, 2 * MINUTE_MS, bodies=bodies, body=b"", headers=elsewhere.headers)
+    await bodies.aclose(within_s=1)
+    assert claiming.weights == [3, 3, 1, 1]
+
+
+async def test_a_body_whose_store_cannot_be_asked_weighs_as_much_as_the_largest(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("no folder")
+    store = BodyStore(f"file://{tmp_path}/own")
+    claiming, bodies = FakeClaiming(), Fetching(store, most_bytes=40_000)
+    kept = BodyAddress(f"{store.url}/1790000000-{'0' * 32}", "0" * 64)
+    await entered(claiming, 2 * MINUTE_MS, bodies=bodies, body=b"", headers=kept.headers)
+    store.close()
+    assert claiming.weights == [3]
+
+
+@pytest.mark.parametrize("limit", [WaitingLimit.TENANT, WaitingLimit.TOTAL])
+async def test_a_long_wait_without_room_is_refused_and_a_short_one_is_not(limit: WaitingLimit) -> None:
+    found = await entered(FakeClaiming(limit), 2 * MINUTE_MS)
+    assert isinstance(found, Refused)
+    assert found.problem.code == "too_many_waiting"
+    assert "60 s ahead or more" in str(found.problem.detail)
+    assert isinstance(await entered(FakeClaiming(limit), MINUTE_MS), Deferred)
+
+
+async def test_a_request_that_has_ended_does_not_wait() -> None:
+    assert await entered(FakeClaiming(may_wait=False), 500) is None
+    assert await entered(FakeClaiming(may_wait=False), 2 * MINUTE_MS) is None
+
+
+@pytest.mark.parametrize("limit", [WaitingLimit.TENANT, WaitingLimit.TOTAL, WaitingLimit.REPEATED])
+async def test_a_request_that_has_ended_is_not_refused_because_others_wait(limit: WaitingLimit) -> None:
+    for ended in (answered(), failed("cancelled")):
+        assert await entered(FakeClaiming(limit, ended=ended), 2 * MINUTE_MS) is None
+    for of_one_message in ("invalid_request", "too_many_waiting"):
+        found = await entered(FakeClaiming(limit, ended=failed(of_one_message)), 2 * MINUTE_MS)
+        assert isinstance(found, Refused)
+
+
+async def test_a_message_that_was_published_twice_is_refused_in_silence() -> None:
+    found = await entered(FakeClaiming(WaitingLimit.REPEATED), 2 * MINUTE_MS)
+    assert isinstance(found, Refused)
+    assert found.is_repeat

@@ -1,0 +1,591 @@
+"""What an account learns from a response."""
+
+from dataclasses import dataclass, field, replace
+from math import exp, inf
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from consumers.limits.account import Account, Demand, Lines, RunningCalls, Waiter
+from consumers.limits.base import (
+    DEFAULT_SHARES,
+    NO_FEEDBACK,
+    AccountCaps,
+    Amounts,
+    BucketHeaders,
+    BudgetSpec,
+    Feedback,
+    Kind,
+    RateHeaders,
+    Reservation,
+    read_rate,
+)
+from consumers.limits.learned import FORGOTTEN_AFTER_S
+from tests.support.examples import examples
+
+NOTHING_SAID = BucketHeaders()
+FULL = RateHeaders(
+    BucketHeaders(limit=600), BucketHeaders(limit=600_000, remaining=600_000), BucketHeaders(limit=60_000)
+)
+
+
+def new_account() -> Account:
+    """An account with announced limits of 60 requests, 6000 input and 600 output tokens a minute."""
+    made = Account("a", BudgetSpec(), now_s=0)
+    made.learn(
+        Feedback(
+            kind=Kind.ANSWERED,
+            rate=RateHeaders(BucketHeaders(limit=60), BucketHeaders(limit=6000), BucketHeaders(limit=600)),
+        ),
+        0,
+    )
+    made.refill(100)
+    return made
+
+
+def heard(
+    kind: Kind = Kind.ANSWERED, *, requests: BucketHeaders = NOTHING_SAID, input_tokens: BucketHeaders = NOTHING_SAID
+) -> Feedback:
+    return Feedback(kind=kind, rate=RateHeaders(requests, input_tokens, NOTHING_SAID))
+
+
+def levels(of: Account) -> list[float]:
+    return [bucket.level for bucket in of.buckets]
+
+
+def test_lower_remaining_amounts_correct_our_level_and_higher_ones_do_not() -> None:
+    account = new_account()
+    account.learn(heard(requests=BucketHeaders(limit=60, remaining=59)), 100)
+    assert levels(account) == [10, 1000, 100]
+    account.learn(heard(requests=BucketHeaders(limit=60, remaining=2)), 100)
+    assert levels(account) == [3, 1000, 100]  # almost three are announced as two
+    account.learn(heard(requests=BucketHeaders(limit=60, remaining=50)), 100)
+    assert levels(account) == [3, 1000, 100]
+
+
+def test_an_amount_rounded_to_thousands_is_read_as_its_highest_possible_value() -> None:
+    account = new_account()
+    account.learn(heard(input_tokens=BucketHeaders(limit=60_000, remaining=10_000)), 100)
+    account.refill(200)
+    account.learn(heard(input_tokens=BucketHeaders(limit=60_000, remaining=1000)), 200)
+    assert levels(account)[1] == 1500
+    account.learn(heard(input_tokens=BucketHeaders(limit=60_000, remaining=0)), 200)
+    assert levels(account)[1] == 500
+
+
+def test_what_was_refilled_since_the_answer_is_added() -> None:
+    account = new_account()
+    told = RateHeaders(BucketHeaders(limit=60, remaining=2), NOTHING_SAID, NOTHING_SAID)
+    account.learn(Feedback(kind=Kind.ANSWERED, rate=told, counted=Amounts(1, 0, 0), took_s=3.0), 100)
+    assert account.buckets[0].burst == 3  # and not more than is proven
+    assert levels(account)[0] == 3
+
+
+def proven() -> Account:
+    """An account with 600,000 input tokens a minute, all of which the bucket is proven to hold."""
+    account = Account("a", BudgetSpec(), now_s=0)
+    account.learn(Feedback(kind=Kind.ANSWERED, rate=FULL), 0)
+    account.refill(100)
+    return account
+
+
+def underway(account: Account, calls: int, *, input_tokens: float) -> list[Reservation]:
+    waiters = [Waiter(0, Amounts(1, input_tokens, 1), arrived_s=100) for _ in range(calls)]
+    for waiter in waiters:
+        account.join(waiter)
+        assert account.grant_next(100)[0] is waiter
+    return [waiter.reservation for waiter in waiters if waiter.reservation is not None]
+
+
+def test_amounts_that_the_provider_reserves_for_running_calls_return_when_they_end() -> None:
+    account = proven()
+    burst, calls = account.buckets[1].burst, underway(account, 5, input_tokens=20_000)
+    before = levels(account)[1]
+    account.learn(heard(Kind.RATE_LIMITED, input_tokens=BucketHeaders(limit=600_000, remaining=460_000)), 100)
+    assert levels(account)[1] == 460_000
+    assert account.buckets[1].burst == burst, "what may be used at once is no less for it"
+    for call in calls:
+        account.settle(call, Amounts(1, 20_000, 1), 100)
+
+    assert levels(account)[1] == pytest.approx(before)
+
+
+def test_a_level_that_stays_low_within_a_minute_reduces_the_burst() -> None:
+    account = proven()
+    burst = account.buckets[1].burst
+    underway(account, 5, input_tokens=20_000)
+    for now_s, remaining in ((100, 460_000), (101, 450_000), (120, 400_000)):
+        assert account.buckets[1].burst == burst
+        account.learn(heard(Kind.RATE_LIMITED, input_tokens=BucketHeaders(limit=600_000, remaining=remaining)), now_s)
+
+    assert account.buckets[1].burst == burst / 2
+
+
+def test_a_single_refused_large_request_halves_nothing_and_blocks_no_other() -> None:
+    account = proven()
+    burst = account.buckets[1].burst
+    underway(account, 1, input_tokens=400_000)
+    account.refill(160)
+    refused = heard(Kind.RATE_LIMITED, input_tokens=BucketHeaders(limit=600_000, remaining=500_000))
+    account.learn(replace(refused, retry_after_s=5), 160)
+
+    assert account.buckets[1].burst == burst
+    assert account.stopped_s(160) == 0
+    account.join(chat := Waiter(0, Amounts(1, 100, 1), arrived_s=160))
+    assert account.grant_next(160)[0] is chat
+
+
+def test_a_refusal_that_our_counts_cannot_explain_halves_the_limits() -> None:
+    account = new_account()
+    assert account.learn(Feedback(kind=Kind.RATE_LIMITED), 100)
+    assert account.per_minute() == (30, 3000, 300)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        {"requests": BucketHeaders(limit=60, remaining=0)},
+        {"input_tokens": BucketHeaders(limit=6000, remaining=0)},
+        {"requests": BucketHeaders(limit=30)},
+    ],
+    ids=["requests are spent", "tokens are spent", "the limit is lower"],
+)
+def test_a_refusal_explained_by_its_headers_only_corrects_the_levels(cause: dict[str, BucketHeaders]) -> None:
+    account = new_account()
+    account.learn(heard(Kind.RATE_LIMITED, **cause), 100)
+
+    assert account.per_minute().input_tokens == 6000
+
+
+def test_a_low_limit_that_is_not_announced_again_is_forgotten_and_a_repeated_one_stays() -> None:
+    account = Account("a", BudgetSpec(), now_s=0)
+    account.learn(heard(requests=BucketHeaders(limit=10), input_tokens=BucketHeaders(limit=1500, remaining=0)), 0)
+    for second in range(0, int(2 * FORGOTTEN_AFTER_S), 10):
+        account.learn(heard(requests=BucketHeaders(limit=10)), second)
+        assert account.per_minute().requests == 10
+        assert account.per_minute().input_tokens == (1500 if second < FORGOTTEN_AFTER_S else 30_000)
+    assert account.buckets[1].burst > 1000  # but not what was proven of the other limit
+
+
+def test_at_the_lowest_limit_a_call_is_tried_again_after_minutes_without_an_answer() -> None:
+    account = Account("a", BudgetSpec(), now_s=0)
+    account.learn(heard(requests=BucketHeaders(limit=60)), 0)
+    for refusal in range(10):
+        account.learn(Feedback(kind=Kind.RATE_LIMITED), 6.0 * refusal)
+    assert account.per_minute().requests < 1
+    assert not account.is_stale(54 + FORGOTTEN_AFTER_S - 1)
+    assert account.is_stale(54 + FORGOTTEN_AFTER_S)
+    account.learn(NO_FEEDBACK, 54 + FORGOTTEN_AFTER_S)
+
+    assert account.per_minute().requests == 60
+
+
+def test_using_more_than_reserved_makes_a_debt_and_using_less_is_given_back() -> None:
+    account = new_account()
+    for used, left in ((Amounts(1, 500, 10), 500), (Amounts(1, 0, 10), 500)):
+        account.join(waiter := Waiter(0, Amounts(1, 90, 10), arrived_s=100))
+        assert account.grant_next(100)[0] is waiter
+        assert waiter.reservation is not None
+        account.settle(waiter.reservation, used, 100)
+        assert levels(account)[1] == pytest.approx(left)
+
+
+def test_a_request_larger_than_the_bucket_leaves_a_debt_that_delays_all() -> None:
+    account = new_account()
+    account.join(Waiter(1, Amounts(1, 3000, 1), arrived_s=100))
+    assert account.grant_next(100)[0] is not None
+    assert levels(account)[1] == -2000
+    account.join(critical := Waiter(0, Amounts(1, 100, 1), arrived_s=100))
+
+    assert account.grant_next(119)[0] is None
+    assert account.grant_next(119)[1] == pytest.approx(2.0, abs=0.01)
+    assert account.grant_next(121.1)[0] is critical
+
+
+def test_a_clock_that_is_set_back_delays_nothing() -> None:
+    account = new_account()
+    account.learn(Feedback(kind=Kind.RATE_LIMITED, retry_after_s=20), 10_000)
+    assert account.stopped_s(10_000) == 20
+    assert account.stopped_s(100) == 0
+    assert account.per_minute().requests == 30
+    for second in range(100, 300):
+        account.learn(Feedback(kind=Kind.ANSWERED), second)
+
+    assert account.per_minute().requests == 60
+
+
+@pytest.mark.parametrize("jump_s", [-1000.0, 1000.0])
+def test_a_jump_of_the_clock_does_not_change_the_age_of_learned_limits(jump_s: float) -> None:
+    def lived(jump_s: float) -> tuple[Account, Reservation]:
+        account = proven()
+        account.learn(Feedback(kind=Kind.RATE_LIMITED), 100)
+        call, _ = underway(account, 2, input_tokens=100)
+        account.concurrency.tick(99.5)
+        for number in range(20):
+            account.learn(Feedback(kind=Kind.OVERLOADED, request=str(number), took_s=0.1), 100)
+        for second in (101, 102):
+            account.concurrency.tick(second)
+        assert account.concurrency.is_limited
+        account.shift(jump_s)
+        for bucket in account.buckets:  # as after Redis's answer
+            bucket.correct(bucket.level, bucket.savings, 100 + jump_s)
+        return account, call
+
+    def seen(account: Account, call: Reservation, now_s: float) -> list[object]:
+        found: list[object] = [account.is_stale(now_s)]
+        for passed_s in (1, 2, 4, 8):
+            account.learn(Feedback(kind=Kind.ANSWERED), now_s + passed_s)
+            account.learn(Feedback(kind=Kind.RATE_LIMITED), now_s + passed_s)
+            found += [*account.per_minute(), *(bucket.burst for bucket in account.buckets)]
+            account.concurrency.tick(now_s + 2 + passed_s)
+            found.append(account.concurrency.limit)
+        account.settle(call, None, now_s + 10)
+        found.append(account.concurrency.call_s)
+        found.append(account.demand.per_s((0, 1, 2), 1, now_s + 10))
+        return found
+
+    assert seen(*lived(jump_s), 100 + jump_s) == pytest.approx(seen(*lived(0), 100))
+
+
+def test_when_the_clock_jumps_a_waiting_request_keeps_its_age_and_its_place() -> None:
+    account = proven()
+    first, second = (Waiter(0, Amounts(1, 10, 1), arrived_s=arrived_s) for arrived_s in (100, 101))
+    account.join(first)
+    account.join(second)
+    account.shift(-50)
+
+    assert (first.arrived_s, second.arrived_s) == (50, 51)
+    assert not account.join(Waiter(0, Amounts(1, 10, 1), arrived_s=52))
+
+
+PER_MINUTE = Amounts(60, 6_000, 600)
+BURST = [max(1.0, each / 6) for each in PER_MINUTE]
+SHARES = list(DEFAULT_SHARES.values())
+SPEC = BudgetSpec(accounts={"a": AccountCaps(requests=60, input_tokens=6_000, output_tokens=600)})
+LANES = st.integers(0, 2)
+
+
+@dataclass
+class Bench:
+    """An account whose time and events the test controls."""
+
+    account: Account = field(default_factory=lambda: Account("a", SPEC, now_s=0.0))
+    now_s: float = 0.0
+    look_in_s: float = inf
+    waiting: list[Waiter] = field(default_factory=list)
+    running: list[Reservation] = field(default_factory=list)
+    spent: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    by_lane: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    debt: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+
+    def join(self, lane: int, amounts: Amounts) -> None:
+        waiter = Waiter(lane, amounts, arrived_s=self.now_s)
+        self.waiting.append(waiter)
+        self.account.join(waiter)
+        self.grant()
+
+    def grant(self) -> None:
+        waiter, self.look_in_s = self.account.grant_next(self.now_s)
+        while waiter is not None:
+            assert waiter.reservation is not None
+            self.waiting.remove(waiter)
+            self.running.append(waiter.reservation)
+            self.by_lane[waiter.lane] += waiter.amounts.input_tokens
+            for each in range(3):
+                self.spent[each] += waiter.amounts[each]
+                self.debt[each] = max(self.debt[each], waiter.amounts[each] - BURST[each])
+            waiter, self.look_in_s = self.account.grant_next(self.now_s)
+
+    def settle(self, reservation: Reservation, used: Amounts | None) -> None:
+        self.running.remove(reservation)
+        self.account.settle(reservation, used, self.now_s)
+        for each in range(3):
+            over = reservation.amounts[each] - (used[each] if used else 0.0)
+            self.spent[each] -= over
+            self.debt[each] += max(0.0, -over)
+        self.grant()
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass like a timer: wake the account whenever it asks for it."""
+        end_s = self.now_s + seconds
+        while self.now_s + self.look_in_s < end_s:
+            self.now_s += self.look_in_s + 0.0005
+            self.grant()
+        self.now_s = max(self.now_s, end_s)
+        self.grant()
+
+    def see_that_nothing_is_overspent(self) -> None:
+        for each, limit in enumerate(PER_MINUTE):
+            most = BURST[each] + self.now_s * limit / 60 + max(0.0, self.debt[each])
+            assert self.spent[each] <= most + 1e-3
+
+
+def amounts(most: float = 1.0) -> st.SearchStrategy[Amounts]:
+    """Amounts up to `most` times the burst."""
+    return st.builds(
+        Amounts, st.just(1.0), *(st.floats(1, most * BURST[each], allow_subnormal=False) for each in (1, 2))
+    )
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("join"), LANES, amounts(3)),
+        st.tuples(st.just("pass"), st.floats(0.001, 20), st.none()),
+        st.tuples(st.just("leave"), st.integers(0, 50), st.none()),
+        st.tuples(st.just("settle"), st.integers(0, 50), st.one_of(st.none(), amounts(1))),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@example(  # the reserve of the lane above is kept for a minute, each time that a large request has emptied the bucket
+    steps=[
+        ("join", 0, Amounts(1, 1, 1)),
+        ("join", 1, Amounts(1, 1, 152)),
+        ("join", 1, Amounts(1, 1, 83)),
+        ("join", 2, Amounts(1, 587, 1)),
+    ]
+)
+@given(steps=STEPS)
+def test_spending_never_exceeds_burst_plus_refill_and_every_request_is_granted(
+    steps: list[tuple[str, int, object]],
+) -> None:
+    bench = Bench()
+    for what, number, given_ in steps:
+        match what:
+            case "join":
+                bench.join(number, given_)  # type: ignore[arg-type]
+            case "pass":
+                bench.pass_time(number)
+            case "leave" if bench.waiting:
+                gone = bench.waiting.pop(number % len(bench.waiting))
+                bench.account.leave(gone)
+                bench.grant()
+            case "settle" if bench.running:
+                bench.settle(bench.running[number % len(bench.running)], given_)  # type: ignore[arg-type]
+        bench.see_that_nothing_is_overspent()
+
+    # All remaining requests are granted by the time their budget has come in, without further events. Each may wait a
+    # minute more, until what the lanes above have used lately keeps no reserve for them.
+    owed_s = max(
+        (sum(each_.amounts[each] for each_ in bench.waiting) - bench.account.buckets[each].level + BURST[each])
+        / (PER_MINUTE[each] / 60)
+        for each in range(3)
+    )
+    bench.pass_time(max(0.0, owed_s) * 2 + 60 * (1 + len(bench.waiting)))
+    assert not bench.waiting
+    bench.see_that_nothing_is_overspent()
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(40), deadline=None)
+@example(lane=0, own=[574.0], others=[(1, 902.0)])  # its share is there, but it waits for what others have taken
+@example(lane=1, own=[1.0], others=[(0, 1.0), (0, 709.0), (1, 302.0)])  # larger than its reserve
+@example(lane=1, own=[1000.0], others=[(0, 386.0)])  # it needs the whole bucket, which the lane above would take too
+@given(
+    lane=LANES,
+    own=st.lists(st.floats(1, BURST[1]), min_size=1, max_size=8),
+    others=st.lists(st.tuples(LANES, st.floats(1, BURST[1])), min_size=1, max_size=8),
+)
+def test_a_lane_that_always_waits_gets_its_share_whatever_other_lanes_do(
+    lane: int, own: list[float], others: list[tuple[int, float]]
+) -> None:
+    bench = Bench()
+    turn = 0
+    for other, tokens in others * 10:
+        bench.join(other, Amounts(0, tokens, 0))
+    for _ in range(60):
+        while bench.account.lines.count(lane) < 2:
+            bench.join(lane, Amounts(0, own[turn % len(own)], 0))
+            turn += 1
+        for other, tokens in others:
+            if bench.account.lines.count(other) < 10:
+                bench.join(other, Amounts(0, tokens, 0))
+        bench.pass_time(5)
+
+    entitled = SHARES[lane] * bench.now_s * PER_MINUTE.input_tokens / 60
+    # minus what it has saved for its next request and for the one that waits
+    largest = max([*own, *(tokens for other, tokens in others if other == lane)])
+    # While it waits for the level with enough saved for a request that is larger than its reserve, it saves no more.
+    part = 1.0 if largest <= SHARES[lane] * BURST[1] else 0.8
+    assert bench.by_lane[lane] >= part * entitled - 2 * largest
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(40), deadline=None)
+@given(flood=st.lists(st.tuples(LANES, amounts(0.5)), min_size=20, max_size=60))
+def test_available_budget_is_used_while_any_request_waits(flood: list[tuple[int, Amounts]]) -> None:
+    bench = Bench()
+    for _ in range(10):
+        for lane, wanted in flood:
+            bench.join(lane, wanted)
+    # in at least one of the three buckets, no more is unused than the first requests of all lanes wait for
+    for _ in range(30):
+        bench.pass_time(1)
+        assert bench.waiting
+        most = [sum(max(w.amounts[each] for w in bench.waiting) for _ in range(3)) for each in range(3)]
+        idle = [bench.account.buckets[each].level - sum(SHARES) * BURST[each] for each in range(3)]
+        assert any(idle[each] <= most[each] for each in range(3))
+
+
+REQUESTS, INPUT, OUTPUT = range(3)
+ALL = (0, 1)
+
+
+def test_what_lanes_spend_is_per_second_of_a_minute_and_by_bucket() -> None:
+    demand = Demand(3, now_s=0.0)
+    demand.add(0, Amounts(6, 600, 60), 0.0)
+    demand.add(1, Amounts(12, 0, 0), 0.0)
+
+    assert [demand.per_s(ALL, each, 0.0) for each in (REQUESTS, INPUT, OUTPUT)] == pytest.approx([0.3, 10.0, 1.0])
+    assert demand.per_s((1,), REQUESTS, 0.0) == 0.2
+    assert demand.per_s((), REQUESTS, 0.0) == demand.per_s((2,), REQUESTS, 0.0) == 0.0
+
+
+def test_after_a_minute_what_was_spent_weighs_a_third() -> None:
+    demand = Demand(2, now_s=0.0)
+    demand.add(0, Amounts(60, 600, 6_000), 0.0)
+
+    assert demand.per_s(ALL, REQUESTS, 60.0) == pytest.approx(exp(-1))
+    demand.add(0, Amounts(60, 600, 6_000), 60.0)
+    found = [demand.per_s(ALL, each, 120.0) for each in (REQUESTS, INPUT, OUTPUT)]
+    assert found == pytest.approx([(1 + exp(-1)) * exp(-1) * per_s for per_s in (1, 10, 100)])
+
+
+def test_what_was_given_back_is_not_spent_and_less_than_nothing_counts_as_nothing() -> None:
+    demand = Demand(2, now_s=0.0)
+    demand.add(0, Amounts(60, 60, 60), 0.0)
+    demand.add(0, Amounts(-30, -60, -90), 0.0)
+    demand.add(1, Amounts(6, 6, 6), 0.0)
+
+    assert [demand.per_s(ALL, each, 0.0) for each in (REQUESTS, INPUT, OUTPUT)] == pytest.approx([0.6, 0.1, 0.1])
+
+
+def call(tokens: float) -> Reservation:
+    return Reservation(account="a", lane="critical", amounts=Amounts(1, tokens, 5), at_s=7.0)
+
+
+def running(*calls: Reservation) -> RunningCalls:
+    some = RunningCalls()
+    for each in calls:
+        some.begin(each)
+    return some
+
+
+def test_the_largest_call_may_have_needed_half_more_input_than_was_reserved() -> None:
+    some = running(call(100), call(40))
+
+    assert some.needs(149)
+    assert not some.needs(150)
+
+
+@pytest.mark.parametrize(("missing", "explained"), [(-1, False), (0, False), (0.5, True), (75, True), (75.1, False)])
+def test_calls_hold_up_to_half_of_their_input_in_addition(missing: float, explained: bool) -> None:
+    assert running(call(100), call(50)).hold(missing, 0.0) == explained
+
+
+def test_held_input_explains_one_wave_of_refusals_a_minute() -> None:
+    some = running(call(1_000_000))
+
+    at_s = (1000.0, 1000.5, 1004.9, 1005.0, 1060.0, 1060.1)
+    assert [some.hold(1, each) for each in at_s] == [True, True, True, False, False, True]
+
+
+NOW_S = 1_790_000_000.0
+SOON = "2026-09-21T14:13:30Z"
+
+
+def test_limits_and_remaining_amounts_are_read_from_response_headers() -> None:
+    found = read_rate(
+        {
+            "anthropic-ratelimit-requests-limit": "1000",
+            "anthropic-ratelimit-requests-remaining": "999",
+            "anthropic-ratelimit-requests-reset": SOON,
+            "anthropic-ratelimit-input-tokens-limit": "2000000",
+            "anthropic-ratelimit-output-tokens-remaining": "17000",
+        },
+        now_s=NOW_S,
+    )
+
+    assert found == RateHeaders(
+        BucketHeaders(limit=1000, remaining=999), BucketHeaders(limit=2_000_000), BucketHeaders(remaining=17_000)
+    )
+
+
+@pytest.mark.parametrize("absurd", ["-1", "nan", "inf", "1e400", "many", "", "0", "9" * 19, "٣", "1,000"])
+def test_an_absurd_limit_is_ignored(absurd: str) -> None:
+    assert read_rate({"anthropic-ratelimit-requests-limit": absurd}, now_s=NOW_S) is None
+
+
+def test_a_bucket_with_an_absurd_reset_time_is_ignored() -> None:
+    for reset in ("3000-01-01T00:00:00Z", "yesterday", "1970-01-01T00:00:00Z", "9999-12-31T23:59:59-14:00"):
+        told = {"anthropic-ratelimit-requests-limit": "5", "anthropic-ratelimit-requests-reset": reset}
+        assert read_rate(told, now_s=NOW_S) is None
+
+
+def test_more_remaining_than_the_limit_is_not_believed() -> None:
+    told = {"anthropic-ratelimit-requests-limit": "5", "anthropic-ratelimit-requests-remaining": "6"}
+    found = read_rate(told, now_s=NOW_S)
+
+    assert found is not None
+    assert found.requests == BucketHeaders(limit=5)
+
+
+def test_a_remaining_amount_above_the_limit_by_rounding_counts_as_the_limit() -> None:
+    told = {"anthropic-ratelimit-input-tokens-limit": "247800", "anthropic-ratelimit-input-tokens-remaining": "248000"}
+    found = read_rate(told, now_s=NOW_S)
+
+    assert found is not None
+    assert found.input_tokens == BucketHeaders(limit=247_800, remaining=247_800)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                f"anthropic-ratelimit-{name}-{what}"
+                for name in ("requests", "input-tokens")
+                for what in ("limit", "remaining", "reset")
+            ]
+        ),
+        st.text(max_size=30),
+    )
+)
+def test_any_header_values_are_read_without_an_exception(told: dict[str, str]) -> None:
+    found = read_rate(told, now_s=NOW_S)
+    for each in found if found else ():
+        assert each.limit is None or each.limit > 0
+        assert each.remaining is None or each.remaining >= 0
+
+
+@pytest.mark.parametrize("limit", ["1", "999", "0.5"])
+def test_an_implausibly_low_token_limit_is_ignored(limit: str) -> None:
+    for name in ("input-tokens", "output-tokens"):
+        told = {f"anthropic-ratelimit-{name}-limit": limit, f"anthropic-ratelimit-{name}-remaining": "0"}
+        assert read_rate(told, now_s=NOW_S) is None
+    least = read_rate({"anthropic-ratelimit-input-tokens-limit": "1000"}, now_s=NOW_S)
+    assert least is not None
+    assert least.input_tokens == BucketHeaders(limit=1000)
+
+
+def waiter(lane: int, arrived_s: float, *, tokens: float = 10, until_s: float | None = None) -> Waiter:
+    return Waiter(lane, Amounts(1, tokens, 2), arrived_s=arrived_s, until_s=until_s)
+
+
+def lines(*waiters: Waiter) -> Lines:
+    made = Lines(4)
+    for each in waiters:
+        made.join(each)
+    return made
+
+
+def test_when_the_clock_jumps_arrivals_and_ends_jump_with_it() -> None:
+    bounded, unbounded = waiter(1, 5.0, until_s=20.0), waiter(1, 6.0)
+    some = lines(bounded, unbounded)
+    some.shift(100.0)
+
+    assert (bounded.arrived_s, bounded.until_s) == (105.0, 120.0)
+    assert (unbounded.arrived_s, unbounded.until_s) == (106.0, None)
+    assert bounded in some

@@ -1,0 +1,182 @@
+"""A lane's figures: counts, and a limited number of the latest waits and run times."""
+
+import asyncio
+
+import pytest
+
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Retried
+from consumers.slots.activity import SEEN_AT_LEAST_S, LaneActivity, ended_per_s, note_ends, quantile
+from consumers.state.base import StoreUnavailable, Taken
+from lanekeeper.contract.problems import RequestProblem
+from service.side_tasks import beside
+from tests.support.waiting import until
+
+PROBLEM = RequestProblem("internal", "…")
+ANSWERED = Answered(body=b"{}", model="m", provider="p")
+FIGURES = ("answered", "failed", "retried", "deferred", "dropped", "throughput_per_min")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "figures"),
+    [
+        (ANSWERED, (1, 0, 0, 0, 0, 1)),
+        (Refused(PROBLEM), (0, 1, 0, 0, 0, 1)),
+        (Buried(PROBLEM), (0, 1, 0, 0, 0, 1)),
+        (Dropped(PROBLEM), (0, 0, 0, 0, 1, 1)),
+        (Retried(delay_ms=0, error="x"), (0, 0, 1, 0, 0, 0)),
+        (Deferred(delay_ms=0, reason="x"), (0, 0, 0, 1, 0, 0)),
+    ],
+)
+def test_each_outcome_is_counted_once(outcome: Outcome, figures: tuple[int, ...]) -> None:
+    activity = LaneActivity("critical", slots=16, due_slots=4)
+    activity.record(outcome, wait_ms=5, run_ms=None)
+    told = activity.snapshot()
+    assert tuple(told[name] for name in FIGURES) == figures
+    assert activity.attempts == sum(activity.waits.counts) == 0
+    assert activity.recent.over(60)[0].count == 0
+    assert told["deferred_for"] == ({"x": 1} if isinstance(outcome, Deferred) else {})
+
+
+def test_waits_and_run_times_are_recorded_for_attempts_only() -> None:
+    activity = LaneActivity("critical", slots=16, due_slots=4)
+    activity.record(ANSWERED, wait_ms=5, run_ms=300)
+    activity.record(Retried(delay_ms=0, error="x"), wait_ms=6, run_ms=0)
+    activity.record(Deferred(delay_ms=0, reason="x"), wait_ms=7, run_ms=None)
+    waits, runs = activity.recent.over(5)
+    assert (waits.count, waits.sum, runs.count, runs.sum) == (2, 11, 2, 300)
+    assert (activity.attempts, activity.waits.sum, activity.runs.sum) == (2, 0.011, 0.3)
+    assert sum(activity.totals.counts) == 1, "only what has ended"
+
+
+def test_waits_and_run_times_are_kept_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 6000.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    activity = LaneActivity("critical", slots=16, due_slots=4)
+    for minute in range(90):
+        now_s = 6000.0 + 60 * minute
+        activity.record(ANSWERED, wait_ms=1000 * minute, run_ms=1)
+    for minutes, p50 in ((5, 87_000), (60, 60_000)):
+        waits, runs = activity.recent.over(minutes)
+        assert (waits.count, runs.count) == (minutes, minutes)
+        assert waits.get_quantile_value(0.5) == pytest.approx(p50, rel=0.03)
+    now_s += 3600
+    assert activity.recent.over(60)[0].count == 0
+
+
+def test_ends_are_counted_by_code_and_retries_by_cause() -> None:
+    activity = LaneActivity("critical", slots=16, due_slots=4)
+    for outcome in (ANSWERED, Refused(PROBLEM), Buried(PROBLEM)):
+        activity.record(outcome, wait_ms=0, run_ms=1, total_ms=2000)
+    activity.record(Retried(delay_ms=0, error="x"), wait_ms=0, run_ms=1, cause="overloaded")
+    assert activity.ended_by == {"ok": 1, "internal": 2}
+    assert (activity.buried_by, activity.retried_for) == ({"internal": 1}, {"overloaded": 1})
+    assert activity.totals.sum == 6
+
+
+@pytest.mark.parametrize(("later_s", "told"), [(59, 1), (60, 0)])
+def test_the_throughput_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch, later_s: float, told: int) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    activity = LaneActivity("critical", slots=16, due_slots=4)
+    activity.record(ANSWERED, wait_ms=5, run_ms=1)
+    now_s += later_s
+    assert activity.snapshot()["throughput_per_min"] == told
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [
+        ([], 0.5, None),
+        ([7], 0.5, 7),
+        ([7], 0, 7),
+        ([1, 2, 3, 4], 0.5, 2),
+        ([1, 2, 3, 4], 0.95, 4),
+        (list(range(1, 101)), 0.99, 99),
+        (list(range(1, 101)), 1, 100),
+    ],
+)
+def test_quantiles_are_values_that_were_measured(values: list[int], share: float, expected: int | None) -> None:
+    assert quantile(values, share) == expected
+
+
+def test_waits_of_unknown_start_are_counted_as_long_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 6000.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    activity = LaneActivity("critical", slots=16, due_slots=4)
+    for _ in range(3):
+        activity.record(ANSWERED, wait_ms=5, run_ms=300, since_delivery=True)
+    assert activity.snapshot()["waits_since_delivery"] == 3
+    now_s += 3600
+    activity.record(ANSWERED, wait_ms=5, run_ms=300)
+    assert activity.snapshot()["waits_since_delivery"] == 0
+
+
+def test_what_waits_in_delays_is_told_by_reason_until_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    activity = LaneActivity("batch", slots=4, due_slots=1)
+    for _ in range(86):
+        activity.record(Deferred(delay_ms=36_000_000, reason="daily cap"), wait_ms=0, run_ms=None)
+    activity.record(Retried(delay_ms=2_000, error="x"), wait_ms=0, run_ms=1)
+    told = activity.snapshot()["delayed_for"]
+    assert (told["daily cap"]["count"], told["retry"]) == (86, {"count": 1, "last_in_s": 2})
+    assert 36_000 <= told["daily cap"]["last_in_s"] <= 36_000 * 17 / 16
+    now_s += 3
+    assert "retry" not in activity.snapshot()["delayed_for"]
+    now_s += 36_000 * 17 / 16
+    assert activity.snapshot()["delayed_for"] == {}
+
+
+class Counted:
+    """Counts without periods; `seen_s`: how old the period is."""
+
+    def __init__(self) -> None:
+        self.used = 0.0
+        self.seen_s = SEEN_AT_LEAST_S
+        self.is_away = False
+        self.asked = 0
+
+    async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
+        self.asked += 1
+        if self.is_away:
+            raise StoreUnavailable("away")
+        self.used += amount
+        return Taken(granted=True, used=self.used, resets_in_s=period_s - self.seen_s)
+
+    async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
+        raise NotImplementedError
+
+
+def activity() -> LaneActivity:
+    return LaneActivity("batch", slots=1, due_slots=1)
+
+
+async def test_what_ends_in_all_workers_is_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consumers.slots.activity.NOTE_EVERY_S", 0.01)
+    store, workers = Counted(), [activity(), activity()]
+    async with beside(note_ends(store, workers[:1]), name="1"), beside(note_ends(store, workers[1:]), name="2"):
+        await asyncio.sleep(0)
+        workers[0].ended, workers[1].ended = 30, 10
+        await until(lambda: store.used == 40)
+
+    assert await ended_per_s(store, "batch") == 40 / SEEN_AT_LEAST_S
+
+
+async def test_what_a_store_that_was_away_did_not_take_is_counted_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consumers.slots.activity.NOTE_EVERY_S", 0.01)
+    store, worker = Counted(), activity()
+    store.is_away = True
+    async with beside(note_ends(store, [worker]), name="pace"):
+        await asyncio.sleep(0)
+        worker.ended = 7
+        await until(lambda: store.asked > 2)
+        store.is_away = False
+        await until(lambda: store.used == 7)
+
+
+@pytest.mark.parametrize(("used", "seen_s"), [(0, 50), (5, SEEN_AT_LEAST_S - 1)])
+async def test_it_is_unknown_where_nothing_ends_or_too_little_was_seen(used: int, seen_s: float) -> None:
+    store = Counted()
+    store.used, store.seen_s = used, seen_s
+
+    assert await ended_per_s(store, "batch") is None

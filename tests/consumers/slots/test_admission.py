@@ -1,0 +1,105 @@
+"""How a delivery gets its slot: one from a queue may be set aside, the head of a side queue waits where it is."""
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+
+from consumers.job import Job
+from consumers.outcomes import Deferred
+from consumers.slots import lane_slots
+from consumers.slots.admission import QueueAdmitter, SideQueueAdmitter, SideQueues
+from consumers.slots.lane_slots import Admission, LaneSlots, QueueSlots
+from tests.support.jobs import NAMES, NOW_MS, Bench
+from topology.broker.consume import Heads
+from topology.lanes import CRITICAL
+
+LANE = dataclasses.replace(CRITICAL, side_queues=2)
+HEAD = NAMES.side(LANE.name, 1)
+
+
+class World:
+    """A lane of one slot that tenant `crm` holds, while requests over their tenant's share are set aside."""
+
+    def __init__(self) -> None:
+        self.bench = Bench()
+        self.heads = Heads(NAMES.side(LANE.name, each) for each in range(2))
+        self.aside = SideQueues(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)
+        self.slots: QueueSlots = LaneSlots(has_aside=self.aside.has).queue(1)
+        self.slots.set_surplus_aside(True)
+        self.slots.begin("crm")
+
+    def job(self, *, queue: str = "lane.critical") -> Job:
+        delivery = self.bench.delivery(queue=queue, user_id="crm")
+        return self.bench.job(lane=LANE, delivery=delivery)
+
+    def head(self) -> Job:
+        self.heads.fetched(HEAD, left=3)
+        return self.job(queue=HEAD)
+
+
+async def test_over_its_tenants_share_a_request_from_the_queue_is_set_aside() -> None:
+    world = World()
+    admitter = QueueAdmitter(world.slots, world.aside, names=NAMES)
+    job = world.job()
+
+    assert await admitter.admit(job) is Admission.ASIDE
+    assert await admitter.set_aside(job) is None
+    assert world.slots.running == 1
+
+
+async def test_the_head_of_a_side_queue_waits_for_its_slot_although_its_tenant_is_over_its_share() -> None:
+    world = World()
+    admitter = SideQueueAdmitter(world.slots, world.aside)
+    waiting = asyncio.create_task(admitter.admit(head := world.head()))
+    await asyncio.sleep(0)
+
+    assert not waiting.done()
+    assert world.heads.next() is None
+    world.slots.end("crm")
+    assert await waiting is Admission.BEGIN
+    assert world.heads.next() == HEAD
+    admitter.leave(head)
+    assert world.slots.running == 0
+
+
+async def test_when_the_head_gives_up_waiting_the_next_one_is_fetched() -> None:
+    world = World()
+    waiting = asyncio.create_task(SideQueueAdmitter(world.slots, world.aside).admit(world.head()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+
+    assert world.heads.next() == HEAD
+    assert world.slots.waiting == 0
+
+
+async def test_without_side_queues_every_delivery_waits() -> None:
+    world = World()
+    admitter = QueueAdmitter(world.slots)
+    waiting = asyncio.create_task(admitter.admit(world.job()))
+    await asyncio.sleep(0)
+
+    assert not waiting.done()
+    world.slots.end("crm")
+    assert await waiting is Admission.BEGIN
+
+
+@pytest.mark.parametrize("has_side_queues", [False, True])
+@pytest.mark.parametrize(
+    ("properties", "admission"), [({}, Admission.ASIDE), ({"headers": {"CC": []}}, Admission.BACK)]
+)
+async def test_a_request_without_a_slot_for_long_is_moved_or_deferred_unless_a_copy_would_pass_the_checks(
+    has_side_queues: bool, properties: dict[str, Any], admission: Admission, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_slots, "HELD_S", 0.01)
+    world = World()
+    world.slots.set_surplus_aside(False)
+    admitter = QueueAdmitter(world.slots, world.aside if has_side_queues else None, names=NAMES)
+    job = world.bench.job(lane=LANE, user_id="crm", **properties)
+
+    assert await admitter.admit(job) is admission
+    if admission is Admission.ASIDE:
+        outcome = await admitter.set_aside(job)
+        assert outcome is None if has_side_queues else isinstance(outcome, Deferred)

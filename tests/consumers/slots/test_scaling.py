@@ -1,0 +1,405 @@
+"""Added slots are separate pools: added when needed, removed when another lane needs them, shown in `status`."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typing_extensions import override
+
+from consumers.job import Job
+from consumers.slots import scaling
+from consumers.slots.activity import LaneActivity
+from consumers.slots.scaling import AT_MOST, ExtraSlots, QueueLoad, ScaledQueue, Scaling, decide
+from lanekeeper.contract.problems import BrokerUnreachable
+from tests.support.examples import examples
+from tests.support.jobs import NOW_MS, Bench
+from tests.support.pools import FakePool
+from tests.support.waiting import until
+
+
+class HoldingPool(FakePool):
+    """Ends when it was told to stop and its last request has ended."""
+
+    @override
+    async def run(self) -> None:
+        await until(lambda: self.is_stopped and not self.in_hand, within_s=60)
+        self.is_over = True
+
+    @override
+    def give_back_waiting(self) -> None:
+        assert self.is_stopped
+        self.in_hand = 0
+
+
+class World:
+    """Two lanes: one with eight slots, and a less urgent one with two."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, int] = {}
+        self.held: dict[str, str] = {}
+        self.asked: list[list[str]] = []
+        self.added: list[HoldingPool] = []
+        self.pools: dict[str, HoldingPool] = {}
+        self.is_broker_away = False
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.now_ms = NOW_MS
+        self.high = self._line("high", slots=8, kept=2, most=16)
+        self.low = self._line("low", slots=2, kept=1, most=20)
+        self.braked: set[str] = set()
+        self.slots = Scaling(
+            [self.high, self.low],
+            depths=self._depths,
+            waiting_for=lambda: self.held,
+            now_ms=lambda: self.now_ms,
+            is_braked=lambda lane: lane in self.braked,
+        )
+
+    def _line(self, lane: str, *, slots: int, kept: int, most: int) -> ScaledQueue:
+        def more(count: int) -> HoldingPool:
+            self.added.append(HoldingPool(lane, count))
+            return self.added[-1]
+
+        self.pools[lane] = HoldingPool(lane, slots)
+        return ScaledQueue(
+            lane=lane,
+            pool=self.pools[lane],
+            new_pool=more,
+            load=QueueLoad(slots=slots, reserved=kept, max_slots=most, target_wait_s=1),
+            activity=LaneActivity(lane, slots=slots, due_slots=0),
+        )
+
+    async def _depths(self, queues: list[str]) -> Mapping[str, int]:
+        self.asked.append(queues)
+        if self.is_broker_away:
+            raise BrokerUnreachable("no connection")
+        await self.answers.wait()
+        return {queue: self.waiting.get(queue, 0) for queue in queues}
+
+    def flood(self) -> None:
+        """All slots of the less urgent lane are in use, and many more requests wait."""
+        self.pools["low"].in_hand = 2
+        self.waiting["low"] = 500
+
+    @property
+    def open(self) -> list[int]:
+        return [each.slots for each in self.added if not each.is_stopped]
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        running = asyncio.create_task(self.slots.run())
+        yield
+        await self.slots.stop()
+        for each in self.added:
+            each.in_hand = 0
+        await asyncio.wait_for(running, 30)
+
+    @asynccontextmanager
+    async def lending(self) -> AsyncIterator[None]:
+        """As `watched`, from the moment when the less urgent lane got slots."""
+        self.flood()
+        async with self.watched():
+            await until(lambda: self.open)
+            yield
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LOOK_EVERY_S": 0.005, "ASK_EVERY_S": 0.02, "STEADY_S": 0.06, "BOTTLENECK_FOR_S": 0.04}.items():
+        monkeypatch.setattr(scaling, name, value)
+
+
+async def test_lent_slots_are_taken_back_at_once_and_their_running_requests_end() -> None:
+    world = World()
+    async with world.lending():
+        first, second = world.added
+        first.in_hand, second.in_hand = 4, 2
+        world.pools["high"].in_hand = 8
+        await until(lambda: first.is_stopped and second.is_stopped)
+        ends_later = not first.is_over
+        world.pools["high"].in_hand = 0
+        await asyncio.sleep(0.15)
+        assert world.open == [], "what still runs on them is not lent a second time"
+        first.in_hand = 0
+        await until(lambda: world.open == [4])
+        assert ends_later
+        assert first.is_over
+        second.in_hand = 0
+        await until(lambda: world.open == [4, 2])
+
+
+def job(bench: Bench, *, waited_ms: int) -> Job:
+    found = bench.job()
+    found.decoded = SimpleNamespace(request=SimpleNamespace(start_ms=found.taken_ms - waited_ms))  # type: ignore[assignment]
+    return found
+
+
+async def test_if_the_broker_cannot_be_asked_nothing_changes() -> None:
+    world = World()
+    world.flood()
+    world.is_broker_away = True
+    async with world.watched():
+        await until(lambda: len(world.asked) > 3)
+        assert not world.added
+
+
+async def test_while_paused_all_added_slots_are_taken_back_and_none_is_added() -> None:
+    world = World()
+    async with world.lending():
+        world.added[0].in_hand = 1
+        await world.slots.pause("store: away")
+        assert world.slots.is_paused
+        assert not world.open
+        assert world.low.added_slots == 0, "what still runs has no slots of the queue"
+        world.added[0].in_hand = 0
+        await asyncio.sleep(0.05)
+        assert not world.open
+        await world.slots.resume()
+        await until(lambda: world.open)
+
+
+async def test_a_pause_that_begins_while_the_broker_is_asked_adds_no_slots() -> None:
+    world = World()
+    world.flood()
+    world.waiting["low"] = 0
+    async with world.watched():
+        await asyncio.sleep(0.1)
+        world.answers.clear()
+        world.waiting["low"] = 500
+        asked = len(world.asked)
+        await until(lambda: len(world.asked) > asked)
+        await world.slots.pause("store: away")
+        world.answers.set()
+        await asyncio.sleep(0.05)
+        assert not world.added
+
+
+async def test_on_a_stop_deliveries_that_wait_on_added_slots_are_returned() -> None:
+    world = World()
+    world.flood()
+    running = asyncio.create_task(world.slots.run())
+    await until(lambda: world.open)
+    world.added[0].in_hand = 3
+    await world.slots.stop()
+    world.slots.give_back_waiting()
+    await asyncio.wait_for(running, 30)
+
+
+CRITICAL = QueueLoad(slots=16, reserved=2, max_slots=128, target_wait_s=1)
+NORMAL = QueueLoad(slots=8, reserved=1, max_slots=64, target_wait_s=10)
+BATCH = QueueLoad(slots=4, reserved=1, max_slots=32, target_wait_s=60)
+FULL = {"critical": replace(CRITICAL, busiest=16), "normal": replace(NORMAL, busiest=8)}
+
+
+def shares(**seen: QueueLoad) -> dict[str, ExtraSlots]:
+    lanes = {"critical": CRITICAL, "normal": NORMAL, "batch": BATCH, **seen}
+    return dict(zip(lanes, decide(list(lanes.values())), strict=True))
+
+
+def flooded(lane: QueueLoad, **given: Any) -> QueueLoad:
+    return replace(lane, **{"busiest": lane.slots, "waiting": 500, **given})
+
+
+def test_nothing_is_lent_to_a_queue_without_waiting_requests() -> None:
+    assert set(shares().values()) == {ExtraSlots()}
+
+
+def test_a_flooded_lane_gets_the_idle_slots_of_all_others_except_their_reserve() -> None:
+    assert shares(batch=flooded(BATCH))["batch"] == ExtraSlots(lent=14 + 7)
+
+
+def test_slots_in_use_are_not_lent_and_the_reserve_is_kept_in_addition() -> None:
+    found = shares(critical=replace(CRITICAL, busiest=9), normal=FULL["normal"], batch=flooded(BATCH))
+    assert found["batch"] == ExtraSlots(lent=16 - 9 - 2)
+
+
+def test_no_more_slots_are_lent_than_requests_wait() -> None:
+    assert shares(batch=flooded(BATCH, waiting=3))["batch"] == ExtraSlots(lent=3)
+
+
+def test_the_most_urgent_lane_borrows_first() -> None:
+    found = shares(normal=flooded(NORMAL, waiting=10), batch=flooded(BATCH))
+    assert (found["normal"], found["batch"]) == (ExtraSlots(lent=10), ExtraSlots(lent=4))
+
+
+def test_borrowed_slots_that_were_unused_for_a_while_are_returned() -> None:
+    assert shares(batch=replace(BATCH, extra=10, grown=10, busiest=6))["batch"] == ExtraSlots(lent=2)
+    assert shares(batch=replace(BATCH, extra=10, grown=10, busiest=3))["batch"] == ExtraSlots()
+
+
+@pytest.mark.parametrize(("slots", "grown", "grows_to"), [(4, 0, 1), (4, 4, 6), (16, 0, 4), (16, 100, 112)])
+def test_a_queue_that_waits_too_long_grows_by_a_quarter(slots: int, grown: int, grows_to: int) -> None:
+    seen = QueueLoad(
+        slots=slots, reserved=1, max_slots=128, target_wait_s=10, extra=grown, grown=grown, waiting=500, wait_s=10.1,
+        busiest=slots + grown,
+    )  # fmt: skip
+    assert shares(**FULL, batch=seen)["batch"] == ExtraSlots(grown=grows_to)
+
+
+def test_a_queue_does_not_grow_while_its_wait_is_within_the_target() -> None:
+    assert shares(**FULL, batch=flooded(BATCH, wait_s=60))["batch"] == ExtraSlots()
+
+
+def test_a_queue_does_not_grow_while_the_provider_is_the_limit() -> None:
+    found = shares(**FULL, batch=flooded(BATCH, extra=5, grown=5, busiest=9, wait_s=300, bottleneck="itpm"))
+    assert found["batch"] == ExtraSlots(grown=5, limit="itpm")
+
+
+def test_a_queue_does_not_grow_beyond_slots_max_and_reports_that() -> None:
+    at_most = flooded(BATCH, extra=28, grown=28, busiest=32, wait_s=300)
+    assert shares(**FULL, batch=at_most)["batch"] == ExtraSlots(grown=28, limit=AT_MOST)
+
+
+def test_a_lane_with_slots_max_equal_to_slots_gets_none_but_lends() -> None:
+    fixed = replace(CRITICAL, max_slots=16)
+    found = shares(critical=flooded(fixed, wait_s=5), batch=flooded(BATCH))
+    assert found["critical"] == ExtraSlots(limit=AT_MOST)
+    assert shares(critical=fixed, batch=flooded(BATCH))["batch"].lent == 21
+
+
+def test_borrowed_slots_are_added_before_grown_ones() -> None:
+    before = flooded(BATCH, extra=6, grown=6, busiest=10, waiting=0)
+    assert shares(batch=before)["batch"] == ExtraSlots(lent=6, grown=0)
+
+
+@st.composite
+def seen(draw: st.DrawFn) -> QueueLoad:
+    slots = draw(st.integers(1, 20))
+    extra = draw(st.integers(0, 40))
+    ending = draw(st.integers(0, extra))
+    return QueueLoad(
+        slots=slots,
+        reserved=draw(st.integers(0, slots)),
+        max_slots=slots + draw(st.integers(0, 60)),
+        target_wait_s=10,
+        extra=extra,
+        grown=draw(st.integers(0, extra)),
+        ending=ending,
+        busiest=draw(st.integers(ending, slots + extra)),
+        waiting=draw(st.integers(0, 50)),
+        wait_s=draw(st.sampled_from([0.0, 10.0, 11.0])),
+        bottleneck=draw(st.sampled_from([None, None, "rpm"])),
+    )
+
+
+@given(st.lists(seen(), min_size=1, max_size=6))
+def test_no_reserve_is_lent_no_slot_is_lent_twice_and_no_queue_exceeds_slots_max(queues: list[QueueLoad]) -> None:
+    found = decide(queues)
+
+    lendable = sum(max(0, each.slots - each.reserved - each.busiest) for each in queues)
+    ending = sum(each.ending for each in queues)
+    newly = sum(max(0, share.lent - each.ending) for each, share in zip(queues, found, strict=True))
+    assert newly <= max(0, lendable - ending)
+    for each, share in zip(queues, found, strict=True):
+        assert share.lent >= 0
+        assert share.grown >= 0
+        assert each.slots + share.total <= each.max_slots
+        if each.bottleneck is not None or not each.waiting:
+            assert share.total <= each.extra
+            assert share.grown <= each.grown
+        if each.wait_s <= each.target_wait_s:
+            assert share.grown <= each.grown
+
+
+@st.composite
+def lanes_and_demands(draw: st.DrawFn) -> list[tuple[QueueLoad, int]]:
+    lanes = []
+    for _ in range(draw(st.integers(1, 4))):
+        slots = draw(st.integers(1, 16))
+        lane = QueueLoad(
+            slots=slots,
+            reserved=draw(st.integers(0, slots)),
+            max_slots=slots + draw(st.integers(0, 30)),
+            target_wait_s=1,
+            bottleneck=draw(st.sampled_from([None, None, "otpm"])),
+        )
+        lanes.append((lane, draw(st.integers(0, 60))))
+    return lanes
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(lanes_and_demands(), st.sampled_from([0.0, 5.0]), st.integers(1, 4))
+def test_under_constant_load_the_slots_stop_changing(
+    world: list[tuple[QueueLoad, int]], wait_s: float, ask_every: int
+) -> None:
+    """Each lane has a constant number of requests that would run at the same time; decided repeatedly, as the loop
+    does."""
+    given_now = [ExtraSlots()] * len(world)
+    used = [deque([lane.slots], maxlen=6) for lane, _ in world]
+    history = []
+    for look in range(160):
+        found = []
+        for (lane, demand), share, past in zip(world, given_now, used, strict=True):
+            room = lane.slots + share.total
+            past.append(min(demand, room))
+            waits = max(0, demand - room) if look % ask_every == 0 else 0
+            state: dict[str, Any] = {"extra": share.total, "grown": share.grown, "busiest": max(past), "waiting": waits}
+            found.append(replace(lane, wait_s=wait_s, **state))
+        before, given_now = given_now, decide(found)
+        for (lane, _), was, share, past in zip(world, before, given_now, used, strict=True):
+            if share.total > was.total:
+                past.append(lane.slots + share.total)
+        history.append([(share.lent, share.grown) for share in given_now])
+    assert all(each == history[-1] for each in history[-40:])
+    lent = sum(share.lent for share in given_now)
+    assert lent <= sum(max(0, lane.slots - lane.reserved - min(demand, lane.slots)) for lane, demand in world)
+
+
+async def test_requests_that_run_on_slots_that_were_taken_back_do_not_make_their_queue_full() -> None:
+    world = World()
+    async with world.lending():
+        for each in world.added:
+            each.in_hand = each.slots
+        assert world.low.is_full
+        world.high.pool.in_hand = 8  # type: ignore[misc]
+        await until(lambda: not world.open)
+        assert world.low.is_full, "its own two slots are in use"
+        world.low.pool.in_hand = 1  # type: ignore[misc]
+        assert not world.low.is_full
+
+
+async def test_a_queue_grows_while_its_deliveries_have_waited_too_long() -> None:
+    world = World()
+    world.flood()
+    world.pools["high"].in_hand = 8
+    world.pools["low"].jobs = {job(Bench(), waited_ms=900)}
+    async with world.watched():
+        await until(lambda: len(world.asked) > 3)
+        assert not world.added, "within the target"
+        world.pools["low"].jobs = {job(Bench(), waited_ms=1100)}
+        await until(lambda: world.open == [1])
+        world.added[0].in_hand = 1
+        await until(lambda: world.open == [1, 1])
+
+
+async def test_a_queue_grows_if_nothing_was_delivered_for_too_long() -> None:
+    world = World()
+    world.flood()
+    world.pools["high"].in_hand = 8
+    async with world.watched():
+        await until(lambda: len(world.asked) > 3)
+        assert not world.added
+        world.now_ms += 1100
+        await until(lambda: world.added)
+
+
+async def test_a_lane_that_an_operator_pauses_loses_its_added_slots_at_once_and_is_not_starved() -> None:
+    world = World()
+    async with world.lending():
+        for pool in world.added:
+            pool.in_hand = pool.slots
+        world.braked = {"low"}
+        await until(lambda: not world.open)
+        assert [pool.in_hand for pool in world.added] == [0, 0], "what has not begun is given back"
+        asked = len(world.asked)
+        await asyncio.sleep(0.1)
+        assert (world.open, len(world.asked), world.low.activity.slots_limit) == ([], asked, None)
+        world.braked = set()
+        await until(lambda: world.open)

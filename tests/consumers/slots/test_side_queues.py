@@ -1,0 +1,167 @@
+"""Setting aside: requests above a tenant's share go into a side queue; they are acknowledged only after the confirm."""
+
+import asyncio
+import dataclasses
+from typing import Any
+
+from consumers.job import Job
+from consumers.outcomes import Deferred, Refused
+from consumers.slots.admission import SideQueues, may_move
+from lanekeeper.contract.names import REPLY_TRY, SENT_MS
+from lanekeeper.contract.problems import PublishRefused
+from tests.support.jobs import NAMES, NOW_MS, Bench
+from tests.support.virtual_time import virtually
+from topology.broker.consume import Heads
+from topology.lanes import CRITICAL
+
+LANE = dataclasses.replace(CRITICAL, side_queues=4)
+
+
+class Side:
+    """The side queues of a lane, with fakes."""
+
+    def __init__(self) -> None:
+        self.bench = Bench()
+        self.heads = Heads(NAMES.side(LANE.name, each) for each in range(LANE.side_queues))
+        self.aside = SideQueues(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)
+
+    def job(self, tenant: str, **properties: Any) -> Job:
+        return self.bench.job(lane=LANE, user_id=tenant, headers={SENT_MS: NOW_MS - 50}, **properties)
+
+    def head(self, tenant: str, queue: int) -> Job:
+        name = NAMES.side(LANE.name, queue)
+        self.heads.fetched(name, left=3)
+        delivery = self.bench.delivery(queue=name, user_id=tenant)
+        return self.bench.job(lane=LANE, delivery=delivery)
+
+    @property
+    def used(self) -> list[str]:
+        return [each.exchange for each in self.bench.publisher.sent]
+
+
+async def test_a_request_is_set_aside_once_its_copy_is_confirmed_and_is_then_left_to_be_acknowledged() -> None:
+    side = Side()
+    assert await side.aside.put(side.job("crm")) is None
+    assert side.bench.log == [f"confirmed: {side.used[0]}"]
+    assert side.aside.has("crm")
+
+
+async def test_requests_of_one_tenant_share_a_side_queue_and_another_tenant_gets_its_own() -> None:
+    side = Side()
+    tenants = ["crm", "chat", "search", "tools"]
+    for tenant in tenants * 3:
+        await side.aside.put(side.job(tenant))
+    assert side.used[:4] == side.used[4:8] == side.used[8:]
+    assert len(set(side.used)) == len(tenants)
+
+
+async def test_an_empty_side_queue_that_is_kept_for_a_tenant_is_not_given_to_another() -> None:
+    for number in range(20):  # a quarter of them prefer that queue
+        side = Side()
+        await side.aside.put(side.job("crm"))
+        (kept,) = (each for each in range(LANE.side_queues) if NAMES.side_exchange(each) == side.used[0])
+        head = side.head("crm", kept)
+        side.heads.fetched(NAMES.side(LANE.name, kept), left=0)
+        side.aside.head_arrived(head)
+        side.aside.head_left(head)
+        await side.aside.put(side.job(f"tenant-{number}"))
+        assert side.used[1] != side.used[0]
+
+
+async def test_a_side_queue_whose_head_is_another_tenants_is_not_used_while_an_empty_one_exists() -> None:
+    side = Side()
+    side.aside.head_arrived(side.head("crm", 2))
+    for tenant in ("a", "b", "c"):
+        await side.aside.put(side.job(tenant))
+    assert NAMES.side_exchange(2) not in side.used
+    await side.aside.put(side.job("crm"))
+    assert side.used[-1] == NAMES.side_exchange(2)
+
+
+async def test_a_full_side_queue_refuses_fresh_requests_and_defers_those_with_attempts() -> None:
+    side = Side()
+    side.bench.publisher.failing = {NAMES.side_exchange(each): PublishRefused("full") for each in range(4)}
+    refused = await side.aside.put(side.job("crm"))
+    assert isinstance(refused, Refused)
+    assert side.bench.publisher.refused_within_s == [0], "the request is not held until there is room"
+    assert refused.problem.code == "too_many_waiting"
+    again = await side.aside.put(side.job("crm", exchange=NAMES.due_exchange))
+    assert isinstance(again, Deferred)
+
+
+async def test_a_head_that_cannot_be_read_does_not_block_its_side_queue() -> None:
+    side = Side()
+    name = NAMES.side(LANE.name, 1)
+    side.heads.fetched(name, left=3)
+    assert side.heads.next() is None
+    side.aside.head_unread(name)
+    assert side.heads.next() == name
+
+
+async def test_a_request_that_is_refused_for_its_headers_is_not_set_aside() -> None:
+    side = Side()
+    assert may_move(side.job("crm"), NAMES)
+    assert not may_move(side.job("crm", exchange=""), NAMES)
+    assert not may_move(side.job("crm", routing_key="batch.crm.x"), NAMES)
+    assert not may_move(side.job("crm", priority=30), NAMES)
+
+
+async def test_a_request_that_was_set_aside_can_be_fetched_at_once() -> None:
+    side = Side()
+    assert side.heads.next() is None
+
+    await side.aside.put(side.job("crm"))
+
+    queue = side.heads.next()
+    assert queue is not None
+    assert side.heads.ready_in(queue) == side.heads.ready == 1
+
+
+def test_a_tenant_keeps_its_side_queue_for_a_second_after_its_last_request() -> None:
+    async def story() -> list[bool]:
+        side, found = Side(), []
+        await side.aside.put(side.job("crm"))
+        for pause_s in (0.9, 0.2):
+            await asyncio.sleep(pause_s)
+            found.append(side.aside.has("crm"))
+        return found
+
+    assert virtually(story()) == [True, False]
+
+
+def test_a_tenant_keeps_its_side_queue_for_a_second_after_its_head_got_a_slot() -> None:
+    async def story() -> list[bool]:
+        side, found = Side(), []
+        head = side.head("crm", 1)
+        side.aside.head_arrived(head)
+        await asyncio.sleep(5)
+        side.aside.head_left(head)
+        for pause_s in (0.9, 0.2):
+            await asyncio.sleep(pause_s)
+            found.append(side.aside.has("crm"))
+        return found
+
+    assert virtually(story()) == [True, False]
+
+
+def test_a_side_queue_that_was_full_is_tried_again_after_a_second() -> None:
+    async def story() -> list[bool]:
+        side, found = Side(), []
+        side.bench.publisher.failing = {NAMES.side_exchange(each): PublishRefused("full") for each in range(4)}
+        await side.aside.put(side.job("crm"))
+        side.bench.publisher.failing = {}
+        for pause_s in (0.0, 0.9, 0.2):
+            await asyncio.sleep(pause_s)
+            found.append(isinstance(await side.aside.put(side.job("crm")), Refused))
+        return found
+
+    assert virtually(story()) == [True, True, False]
+
+
+async def test_the_highest_priority_may_be_set_aside_and_a_request_with_only_its_reply_left_may_not() -> None:
+    side = Side()
+    assert may_move(side.job("crm", priority=9), NAMES)
+    assert not may_move(side.job("crm", priority=10), NAMES)
+    back: dict[str, Any] = {"exchange": NAMES.due_exchange}
+    assert may_move(side.bench.job(lane=LANE, headers={}, **back), NAMES)
+    assert not may_move(side.bench.job(lane=LANE, headers={REPLY_TRY: 1}, **back), NAMES)

@@ -1,0 +1,77 @@
+"""What operators have paused, for every engine."""
+
+import time
+from typing import Any
+
+import pytest
+
+from consumers.state.base import PAUSES_AT_MOST, Pause, Store
+from tests.consumers.state.conftest import Opened
+from tests.support.waiting import until
+
+
+def a_pause(name: str = "batch", **given: Any) -> Pause:
+    fields = {
+        "kind": "lane",
+        "since_ms": 1_790_000_000_000,
+        "until_ms": None,
+        "who": "ann@desk",
+        "why": "too dear",
+        **given,
+    }
+    return Pause(name=name, **fields)
+
+
+def in_ms(ms: int) -> int:
+    return time.time_ns() // 1_000_000 + ms
+
+
+async def test_a_pause_is_seen_by_every_process_until_it_is_removed(opened: Opened) -> None:
+    here, there = await opened(), await opened()
+    odd = a_pause('o\'neil "ü" 🚦', kind="tenant", since_ms=1_790_000_000_001, until_ms=in_ms(60_000), why="")
+
+    assert await here.pause(a_pause())
+    assert await here.pause(odd)
+    assert await there.pauses() == [a_pause(), odd]
+
+    assert await there.resume(odd.id) == odd
+    assert await here.pauses() == [a_pause()]
+    assert await here.resume(odd.id) is None
+
+
+async def test_a_later_pause_of_the_same_name_replaces_the_one_before(store: Store) -> None:
+    later = a_pause(until_ms=in_ms(60_000), who="bob@desk")
+    await store.pause(a_pause())
+    await store.pause(later)
+    await store.pause(a_pause(kind="app"))
+    assert set(await store.pauses()) == {later, a_pause(kind="app")}
+
+    await store.pause(a_pause())
+    assert set(await store.pauses()) == {a_pause(), a_pause(kind="app")}
+
+
+async def test_a_pause_ends_by_itself(store: Store) -> None:
+    ended, ending = a_pause("ended", until_ms=in_ms(-1)), a_pause("ending", until_ms=in_ms(300))
+    await store.pause(ended)
+    await store.pause(ending)
+
+    assert await store.pauses() == [ending]
+    assert await store.resume(ended.id) is None
+
+    async def none_is_left() -> bool:
+        return await store.pauses() == []
+
+    await until(none_is_left)
+    assert await store.resume(ending.id) is None
+
+
+@pytest.mark.slow
+async def test_there_is_a_limit_of_pauses_that_have_not_ended(store: Store) -> None:
+    for number in range(PAUSES_AT_MOST - 1):
+        assert await store.pause(a_pause(str(number)))
+    assert await store.pause(a_pause("ended", until_ms=in_ms(-1)))
+    assert await store.pause(a_pause("last"))
+
+    assert not await store.pause(a_pause("one more"))
+    assert await store.pause(a_pause("last", why="another reason"))
+    assert len(await store.pauses()) == PAUSES_AT_MOST

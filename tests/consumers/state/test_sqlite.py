@@ -1,0 +1,239 @@
+"""Claims and completions that one statement writes: each gets what it would have got by itself."""
+
+import asyncio
+import os
+import random
+import signal
+import sqlite3
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typing_extensions import override
+
+from consumers.state.base import Completion, Ended, Granted, Held, Identity, Running, Stop, StoreSpec, StoreUnavailable
+from consumers.state.sqlite.file import SCHEMA, Clock
+from consumers.state.sqlite.requests import Requests, Times
+from consumers.state.sqlite.store import SqliteStore
+from consumers.state.sqlite.writer import Writer
+from tests.support.completions import ME, answered, failed, fingerprint
+from tests.support.examples import examples
+
+IDS = [Identity(tenant, id) for tenant in ("", "tenant") for id in ("a", "b", "c")]
+Apply = Callable[[Requests, Times], object]
+
+
+class Standing(Clock):
+    """Stands still between two groups."""
+
+    ms = 1_000_000
+
+    @override
+    def since_boot_ms(self) -> int:
+        return self.ms
+
+    @override
+    def since_1970_ms(self) -> int:
+        return self.ms
+
+
+def a_claim(store: SqliteStore, rng: random.Random) -> tuple[int, Any, Apply]:
+    me = rng.choice(IDS)
+    mine = fingerprint(
+        body=rng.choice(["body", "body", "other"]),
+        mark=rng.choice(["mark", "again"]),
+        redelivered=rng.random() < 0.3,
+        nonce=rng.choice([b"", b"12345678", b"87654321"]),
+    )
+    return 0, store.claim(me, mine), lambda requests, at: requests.claim(at, me, mine)
+
+
+def a_completion(store: SqliteStore, rng: random.Random, tokens: list[int]) -> tuple[int, Any, Apply]:
+    me, mine, ending = rng.choice(IDS), fingerprint(), rng.choice([answered("a"), answered("b"), failed()])
+    token = rng.choice(tokens)
+    return (
+        1,
+        store.complete(me, mine, ending, token=token),
+        lambda requests, at: requests.complete(at, me, mine, ending, token),
+    )
+
+
+def another(store: SqliteStore, rng: random.Random, tokens: list[int]) -> tuple[Any, Apply]:
+    me, ending = rng.choice(IDS), failed("cancelled")
+    held = Held(me, rng.choice(tokens))
+    match rng.randrange(3):
+        case 0:
+            return store.cancel(me, ending), lambda requests, at: requests.cancel(at, me, ending)
+        case 1:
+            return store.release(held, attempts=1), lambda requests, at: requests.release(at, held, 1)
+        case _:
+            return store.find(me), lambda requests, at: requests.find(at, me)
+
+
+@pytest.mark.parametrize("seed", range(examples(20)))
+async def test_each_gets_what_it_would_have_got_by_itself(tmp_path: Path, seed: int) -> None:
+    rng, clock = random.Random(seed), Standing()
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    connection.executescript(SCHEMA)
+    alone = Requests(connection, StoreSpec())
+    tokens = [clock.ms]
+    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=clock) as store:
+        for _ in range(40):
+            clock.ms += rng.choice([1, 400, 11_000])
+            group = [a_claim(store, rng) for _ in range(rng.randrange(5))]
+            group += [a_completion(store, rng, tokens) for _ in range(rng.randrange(4))]
+            rng.shuffle(group)
+            found = await asyncio.gather(*(asked for _, asked, _ in group))
+            at = Times(now=clock.ms, today=clock.ms)
+            by_kind = sorted(range(len(group)), key=lambda each: group[each][0])  # claims first
+            expected = {each: group[each][2](alone, at) for each in by_kind}
+            assert found == [expected[each] for each in range(len(group))]
+            asked, apply = another(store, rng, tokens)
+            assert await asked == apply(alone, at)
+            tokens = [each.token for each in found if isinstance(each, Granted)][-3:] or tokens
+        assert [await store.find(each) for each in IDS] == [alone.find(at, each) for each in IDS]
+
+
+async def test_among_many_renewals_those_that_must_stop_are_returned(tmp_path: Path) -> None:
+    clock = Standing()
+    ids = [Identity("", str(each)) for each in range(45)]
+    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=clock) as store:
+        claims = await asyncio.gather(*(store.claim(each, fingerprint()) for each in ids))
+        held = [Held(me, each.token) for me, each in zip(ids, claims, strict=True) if isinstance(each, Granted)]
+        forgotten = Held(Identity("", "forgotten"), 7)
+        assert await store.renew([*held, forgotten]) == {}
+        await store.claim(ids[3], fingerprint(redelivered=True))
+        await store.cancel(ids[40], failed("cancelled"))
+        clock.ms += 9_000
+        found = await store.renew([*held, forgotten])
+        clock.ms += 9_000
+        running = [one is not None and one.running for one in [await store.find(each) for each in ids]]
+
+    assert found == {held[3]: Stop.FENCED, held[40]: Stop.CANCELLED}
+    assert [each for each in range(45) if not running[each]] == [3], "the claim that took over was not renewed"
+
+
+async def test_one_that_cannot_be_kept_fails_alone(tmp_path: Path) -> None:
+    ids = [Identity("", str(each)) for each in range(40)]
+    ids[7] = Identity("", "\ud800")
+    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
+        claims = await asyncio.gather(*(store.claim(each, fingerprint()) for each in ids), return_exceptions=True)
+        ends = [answered("x") if each != 9 else answered("x", ended_ms=2**70) for each in range(40)]
+        asked = [
+            store.complete(me, fingerprint(), end, token=claim.token)
+            for me, claim, end in zip(ids, claims, ends, strict=True)
+            if isinstance(claim, Granted)
+        ]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        kept = [await store.find(each) for each in ids if each is not ids[7]]
+
+    assert [each for each in range(40) if not isinstance(claims[each], Granted)] == [7]
+    assert isinstance(claims[7], UnicodeEncodeError)
+    assert [each for each in range(39) if not isinstance(found[each], Completion)] == [8]
+    assert isinstance(found[8], OverflowError)
+    assert [each for each in range(39) if (one := kept[each]) is None or one.completion is None] == [8]
+
+
+async def test_more_waiting_writes_than_allowed_are_refused_until_some_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.state.sqlite.writer.WAITING_AT_MOST", 3)
+    writer = Writer(tmp_path / "lane.sqlite", namespace="lane", spec=StoreSpec(), clock=Clock())
+    writer.start()
+    for _ in range(2):
+        found = await asyncio.gather(*(writer.do(lambda _, at: at) for _ in range(4)), return_exceptions=True)
+        assert [isinstance(each, StoreUnavailable) for each in found] == [False, False, False, True]
+        assert "is too slow: 3 operations wait for it" in str(found[3])
+    await writer.close()
+
+
+HOUSE = Path(__file__).parents[3]
+CLAIM = """
+import asyncio, pathlib, sys
+from consumers.state.sqlite.store import SqliteStore
+from tests.support.completions import ME, fingerprint
+
+async def main():
+    async with SqliteStore(pathlib.Path(sys.argv[1]), namespace="lane") as store:
+        await store.claim(ME, fingerprint())
+        print("granted", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_claim_outlives_the_process_that_was_granted_it(tmp_path: Path) -> None:
+    path = tmp_path / "lane.sqlite"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CLAIM, str(path), cwd=HOUSE, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"granted\n"
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+
+    async with SqliteStore(path, namespace="lane") as store:
+        assert isinstance(await store.claim(ME, fingerprint(mark="another")), Running)
+        again = await store.claim(ME, fingerprint(redelivered=True))
+    assert isinstance(again, Granted)
+    assert again.deaths == 1
+
+
+class Calendar(Clock):
+    """A clock that can be set, on a machine that can be rebooted."""
+
+    def __init__(self) -> None:
+        self.ahead_ms = 0
+        self.booted = "1"
+        self.uptime_ms = 5_000
+
+    @override
+    def since_1970_ms(self) -> int:
+        return 1_790_000_000_000 + self.ahead_ms
+
+    @override
+    def since_boot_ms(self) -> int:
+        return self.uptime_ms
+
+    @override
+    def boot(self) -> str:
+        return self.booted
+
+
+def a_store(folder: Path, clock: Clock) -> SqliteStore:
+    return SqliteStore(folder / "lane.sqlite", namespace="lane", clock=clock)
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+async def test_a_change_of_the_calendar_does_not_affect_running_claims(tmp_path: Path, hours: int) -> None:
+    clock = Calendar()
+    async with a_store(tmp_path, clock) as store:
+        found = await store.claim(ME, fingerprint())
+        assert isinstance(found, Granted)
+        await store.complete(Identity("", "ended"), fingerprint(), answered(), token=None)
+        clock.ahead_ms = hours * 3_600_000
+        clock.uptime_ms += 5
+
+        assert await store.claim(ME, fingerprint(mark="other")) == Running(for_ms=5)
+        again = await store.claim(ME, fingerprint(redelivered=True))
+        assert isinstance(again, Granted)
+        assert again.token > found.token
+        assert isinstance(await store.claim(Identity("", "ended"), fingerprint()), Ended)
+        clock.uptime_ms += 10_001
+        assert isinstance(await store.claim(ME, fingerprint(mark="other")), Granted), "nor is a lease stuck"
+
+
+@pytest.mark.parametrize(("before", "after"), [("1", "2"), ("", "")])
+async def test_a_reboot_ends_all_leases(tmp_path: Path, before: str, after: str) -> None:
+    clock = Calendar()
+    clock.booted, clock.uptime_ms = before, 100 * 86_400_000
+    async with a_store(tmp_path, clock) as store:
+        assert isinstance(await store.claim(ME, fingerprint()), Granted)
+        assert await store.hold("sweep", "a", for_s=60) is not None
+    clock.booted, clock.uptime_ms = after, 1_000
+    async with a_store(tmp_path, clock) as store:
+        assert isinstance(await store.claim(ME, fingerprint(mark="other")), Granted)
+        assert await store.hold("sweep", "b", for_s=60) is not None

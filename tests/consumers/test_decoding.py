@@ -1,0 +1,138 @@
+"""Large bodies are parsed one at a time with pauses, so that other tasks get the event loop."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import pytest
+
+from consumers.decoding import AT_ONCE_S, TINY_BYTES, Parsing
+from tests.support.virtual_time import virtually
+
+CRITICAL, BATCH = 0, 2
+LONG_S = 0.05
+LARGE = 100_000
+
+
+class Ground:
+    """Reading takes time, during which nothing else runs."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._worked_s = 0.0
+        self.parsing = Parsing(clock=lambda: self._loop.time() + self._worked_s)
+        self.began: list[tuple[str, float]] = []
+
+    def taking(self, name: str, s: float) -> Callable[[], str]:
+        def work() -> str:
+            self.began.append((name, self._loop.time()))
+            self._worked_s += s
+            return name
+
+        return work
+
+    def read(self, name: str, *, lane: int = BATCH, size: int = LARGE, s: float = LONG_S) -> "asyncio.Task[str]":
+        return asyncio.ensure_future(self.parsing.run(self.taking(name, s), rank=(lane, size)))
+
+    @property
+    def order(self) -> list[str]:
+        return [name for name, _ in self.began]
+
+
+def in_virtual_time(story: Callable[[], Coroutine[object, object, None]]) -> Callable[[], None]:
+    def test() -> None:
+        virtually(story())
+
+    test.__name__ = story.__name__
+    return test
+
+
+@in_virtual_time
+async def test_after_reading_a_body_there_is_an_equally_long_pause() -> None:
+    ground = Ground()
+    await asyncio.gather(*(ground.read(name) for name in "abc"))
+
+    (_, first_s), (_, second_s), (_, third_s) = ground.began
+    assert second_s - first_s == pytest.approx(LONG_S - AT_ONCE_S)
+    assert third_s - second_s == pytest.approx(LONG_S)
+
+
+@in_virtual_time
+async def test_short_bodies_are_read_at_once() -> None:
+    ground = Ground()
+    began_s = asyncio.get_running_loop().time()
+    for n in range(9):
+        await ground.read(str(n), s=AT_ONCE_S / 10)
+
+    assert {s for _, s in ground.began} == {began_s}
+
+
+@in_virtual_time
+async def test_tiny_bodies_do_not_wait_for_others() -> None:
+    ground = Ground()
+    await asyncio.gather(ground.read("long"), ground.read("next"), ground.read("tiny", size=TINY_BYTES))
+
+    assert ground.order == ["long", "tiny", "next"]
+
+
+@in_virtual_time
+async def test_the_allowance_for_immediate_reading_is_regained_with_time() -> None:
+    ground = Ground()
+    await ground.read("long", s=AT_ONCE_S)
+    await asyncio.sleep(1)
+    began_s = asyncio.get_running_loop().time()
+    for n in range(9):
+        await ground.read(str(n), s=AT_ONCE_S / 10)
+
+    assert {s for _, s in ground.began[1:]} == {began_s}
+
+
+@in_virtual_time
+async def test_the_most_urgent_lane_is_read_first_then_the_shortest_body() -> None:
+    ground = Ground()
+    await asyncio.gather(
+        ground.read("first"),
+        ground.read("long", size=LARGE * 2),
+        ground.read("short", size=LARGE // 2),
+        ground.read("critical", lane=CRITICAL, size=LARGE * 3),
+        ground.read("short too", size=LARGE // 2),
+    )
+
+    assert ground.order == ["first", "critical", "short", "short too", "long"]
+
+
+@in_virtual_time
+async def test_a_body_that_is_cancelled_while_it_waits_does_not_shorten_the_pause() -> None:
+    ground = Ground()
+    first, waiting, last = ground.read("first"), ground.read("waiting"), ground.read("last")
+    await first
+    waiting.cancel()
+    await last
+
+    (_, first_s), (_, last_s) = ground.began
+    assert last_s - first_s == pytest.approx(LONG_S - AT_ONCE_S)
+
+
+@in_virtual_time
+async def test_a_body_whose_reading_fails_or_is_cancelled_does_not_block_others() -> None:
+    ground = Ground()
+
+    def broken() -> None:
+        raise ValueError("broken")
+
+    first, waiting, last = ground.read("first"), ground.read("waiting"), ground.read("last")
+    await first
+    waiting.cancel()
+    with pytest.raises(ValueError, match="broken"):
+        await ground.parsing.run(broken, rank=(CRITICAL, LARGE))
+    assert await last == "last"
+    assert ground.order == ["first", "last"]
+
+
+@in_virtual_time
+async def test_a_body_that_is_cancelled_in_its_turn_passes_the_turn_on() -> None:
+    ground = Ground()
+    first, second, last = ground.read("first"), ground.read("second"), ground.read("last")
+    await first
+    asyncio.get_running_loop().call_later(LONG_S - AT_ONCE_S, second.cancel)  # its turn comes at the same moment
+    assert await last == "last"
+    assert ground.order in (["first", "last"], ["first", "second", "last"])

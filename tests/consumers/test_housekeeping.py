@@ -1,0 +1,276 @@
+"""Dead letters beyond the limits are removed, the oldest first; only one process at a time does that."""
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from consumers.housekeeping import DEAD_LEASE, DeadLetters, DeadSpec, probing, sweep_once, sweeping
+from consumers.lifecycle import Lifecycle
+from consumers.state.base import StoreUnavailable
+from lanekeeper.bodies import BodiesUnavailable
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.telemetry import signals
+from tests.support.jobs import NAMES, NOW_MS, FakeNotices
+from tests.support.virtual_time import virtually
+from topology.broker.consume import FetchedMessage
+
+
+class Queue:
+    """Like `OldestMessages`, with dead letters in memory; counts how often it was opened."""
+
+    def __init__(self, *ages_s: float, body: bytes = b"x") -> None:
+        self.letters = [Message(body=body, headers={n.DEAD_AT: moment(age_s)}) for age_s in ages_s]
+        self._held: list[Message] = []
+        self.looked = 0
+
+    async def __aenter__(self) -> "Queue":
+        self.looked += 1
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.letters[:0], self._held = self._held, []
+
+    async def take(self) -> FetchedMessage | None:
+        if not self.letters:
+            return None
+        self._held.append(self.letters.pop(0))
+        return FetchedMessage(self._held[-1], behind=len(self.letters), tag=1)
+
+    async def remove(self, letter: FetchedMessage) -> None:
+        self._held.remove(letter.message)
+
+
+def moment(age_s: float) -> str:
+    return datetime.fromtimestamp(NOW_MS / 1000 - age_s, tz=UTC).isoformat()
+
+
+def looking_after(queue: Queue, store: Any = None, **spec: Any) -> DeadLetters:
+    lifecycle = Lifecycle(FakeNotices([]), names=NAMES, now_ms=lambda: NOW_MS)
+    oldest: Callable[[], Any] = lambda: queue  # noqa: E731
+    return DeadLetters(oldest, store=store, spec=DeadSpec(**spec), lifecycle=lifecycle, now_ms=lambda: NOW_MS)
+
+
+@pytest.mark.parametrize(("bound", "left"), [({"max_count": 3}, 3), ({"max_bytes": 250}, 2)])
+async def test_dead_letters_beyond_the_number_or_size_are_removed_oldest_first(
+    bound: dict[str, int], left: int
+) -> None:
+    queue = Queue(*map(float, range(20, 0, -1)), body=b"x" * 100)
+    assert await looking_after(queue, **bound).look() == 20 - left
+    assert [each.headers[n.DEAD_AT] for each in queue.letters] == [moment(each) for each in range(left, 0, -1)]
+
+
+async def test_an_exported_dead_letter_and_the_name_of_its_new_file_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(file: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    await looking_after(Queue(3, 2, 1), max_count=1, folder=tmp_path).look()
+    file, *others = synced
+    assert Path(file).parent == tmp_path
+    assert others == [str(tmp_path), file]
+
+
+async def test_a_dead_letter_that_cannot_be_written_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    queue = Queue(3, 2, 1)
+    with pytest.raises(OSError, match="file"):
+        await looking_after(queue, max_count=1, folder=tmp_path / "file").look()
+    assert len(queue.letters) == 3
+
+
+class Leasing:
+    """A store in which this process gets the lease, or does not; or which is away."""
+
+    def __init__(self, answer: int | Exception | None) -> None:
+        self.answer = answer
+        self.asked: list[tuple[str, str, float]] = []
+
+    async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
+        self.asked.append((name, owner, for_s))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "looks", "logged"),
+    [(1, 5, []), (None, 0, []), (StoreUnavailable("away"), 0, ["dead_letters.unkept"] * 5)],
+)
+def test_dead_letters_are_looked_after_once_a_minute_by_the_process_that_has_the_lease(
+    answer: int | Exception | None, looks: int, logged: list[str]
+) -> None:
+    async def story() -> tuple[int, list[tuple[str, str, float]]]:
+        queue, store = Queue(), Leasing(answer)
+        running = asyncio.create_task(looking_after(queue, store).run(owner="me"))
+        await asyncio.sleep(5 * 60 + 1)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return queue.looked, store.asked
+
+    with structlog.testing.capture_logs() as logs:
+        looked, asked = virtually(story())
+    assert (looked, asked) == (looks, [(DEAD_LEASE, "me", 120)] * 5)
+    assert [each["event"] for each in logs] == logged
+
+
+class Keeping:
+    """A store of results and a store of bodies, with the times at which each was used."""
+
+    def __init__(self) -> None:
+        self.trouble: str | None = None
+        self.expired = 0
+        self.is_full = False
+        self.is_held_elsewhere = False
+        self.probed_s: list[float] = []
+        self.swept_s: list[float] = []
+        self.bodies = Bodies()
+        self.leases: list[tuple[str, str, float]] = []
+
+    async def probe(self) -> None:
+        self.probed_s.append(passed_s())
+        if self.trouble:
+            raise StoreUnavailable(self.trouble)
+
+    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
+        self.leases.append((name, owner, for_s))
+        if self.trouble:
+            raise StoreUnavailable(self.trouble)
+        return not self.is_held_elsewhere
+
+    async def sweep(self) -> int:
+        self.swept_s.append(passed_s())
+        removed, self.expired = min(self.expired, 100), max(0, self.expired - 100)
+        return removed
+
+
+class Bodies:
+    def __init__(self) -> None:
+        self.swept_s: list[float] = []
+        self.fails: Exception | None = None
+        self.hangs = False
+
+    async def sweep(self) -> None:
+        self.swept_s.append(passed_s())
+        if self.fails is not None:
+            raise self.fails
+        if self.hangs:
+            await asyncio.Event().wait()
+
+
+def passed_s() -> float:
+    return asyncio.get_running_loop().time() - 1000
+
+
+def told(
+    work: Callable[[Keeping], Coroutine[Any, Any, None]], keeping: Callable[[Keeping], None], *, for_s: float
+) -> tuple[Keeping, list[str]]:
+    """Do the work for a while. Returns the stores, and the log events."""
+
+    async def story() -> Keeping:
+        these = Keeping()
+        keeping(these)
+        working = asyncio.create_task(work(these))
+        await asyncio.sleep(for_s)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        return these
+
+    with capture_logs() as logs:
+        these = virtually(story())
+    return these, [each["event"] for each in logs]
+
+
+def sweeps(these: Keeping) -> Coroutine[Any, Any, None]:
+    return sweeping(these, these.bodies, owner="me")  # type: ignore[arg-type]
+
+
+def probes(these: Keeping) -> Coroutine[Any, Any, None]:
+    return probing(these)  # type: ignore[arg-type]
+
+
+def test_a_store_is_checked_every_five_seconds() -> None:
+    these, logged = told(probes, lambda _: None, for_s=11)
+    assert (these.probed_s, logged) == ([0, 5, 10], [])
+
+
+def test_a_store_that_is_away_is_checked_twice_a_second_and_each_change_is_logged_once() -> None:
+    def away_for_two_seconds(these: Keeping) -> None:
+        these.trouble = "locked"
+        asyncio.get_running_loop().call_later(1.9, setattr, these, "trouble", None)
+
+    these, logged = told(probes, away_for_two_seconds, for_s=8)
+    assert these.probed_s == [0, 0.5, 1, 1.5, 2, 7]
+    assert logged == [signals.STORE_AWAY, signals.STORE_WELL]
+
+
+def test_results_and_bodies_are_swept_once_a_minute_with_a_fifth_more_or_less() -> None:
+    these, logged = told(sweeps, lambda _: None, for_s=36_000)
+    pauses_s = [later - earlier for earlier, later in zip([0.0, *these.swept_s], these.swept_s, strict=False)]
+    assert 48 <= min(pauses_s) < 52
+    assert 68 < max(pauses_s) <= 72
+    assert these.bodies.swept_s == these.swept_s
+    assert set(these.leases) == {("sweep", "me", 120)}
+    assert logged == []
+
+
+def test_a_full_store_is_swept_at_the_next_look_and_again_only_while_that_removes_something() -> None:
+    def filling(these: Keeping) -> None:
+        asyncio.get_running_loop().call_later(8, setattr, these, "is_full", True)
+        these.expired = 150
+
+    these, _ = told(sweeps, filling, for_s=40)
+    assert these.swept_s == pytest.approx([10, 10.05, 10.1, 15.1])
+    assert these.bodies.swept_s == []
+
+
+def test_while_another_process_sweeps_neither_results_nor_bodies_are_swept() -> None:
+    these, _ = told(sweeps, lambda these: setattr(these, "is_held_elsewhere", True), for_s=600)
+    assert (these.swept_s, these.bodies.swept_s) == ([], [])
+    assert len(these.leases) > 5
+
+
+def test_many_expired_results_are_removed_in_steps_with_pauses() -> None:
+    async def story() -> tuple[int | None, list[float]]:
+        these = Keeping()
+        these.expired = 250
+        return await sweep_once(these, owner="me", for_s=1), these.swept_s  # type: ignore[arg-type]
+
+    removed, swept_s = virtually(story())
+    assert removed == 250
+    assert swept_s == pytest.approx([0, 0.05, 0.1, 0.15])
+
+
+@pytest.mark.parametrize("fault", ["store", "bodies", "hangs"])
+def test_a_sweep_that_fails_is_logged_and_the_next_one_is_made(fault: str) -> None:
+    def failing(these: Keeping) -> None:
+        if fault == "store":
+            these.trouble = "locked"
+        elif fault == "bodies":
+            these.bodies.fails = BodiesUnavailable("away")
+        else:
+            these.bodies.hangs = True
+
+    _, logged = told(sweeps, failing, for_s=600)
+    assert set(logged) == {signals.SWEEP_FAILED}
+    assert len(logged) >= (8 if fault != "hangs" else 4)
+
+
+def test_a_store_of_bodies_that_hangs_is_given_up_after_a_minute() -> None:
+    these, _ = told(sweeps, lambda these: setattr(these.bodies, "hangs", True), for_s=600)
+    pauses_s = [later - earlier for earlier, later in zip(these.swept_s, these.swept_s[1:], strict=False)]
+    assert min(pauses_s) >= 60 + 48
+    assert max(pauses_s) <= 60 + 72

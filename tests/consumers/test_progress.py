@@ -1,0 +1,140 @@
+"""What a worker writes for whoever follows a request: in groups, bounded, and without waiting."""
+
+import asyncio
+from collections.abc import Sequence
+
+from typing_extensions import override
+
+from consumers.background import Background
+from consumers.progress import UNWRITTEN_BYTES, Progress, ProgressWriter
+from consumers.state.base import Held, Identity, Part, Refused, StoreUnavailable, Submission
+from consumers.state.sqlite.store import SqliteStore
+from tests.support.waiting import until
+
+SUBMISSION = Submission(body_hash=b"", lane="critical", submitted_ms=0, due_ms=None, deadline_ms=0)
+
+
+class Store(SqliteStore):
+    """Records what is appended; `waits` holds the answer back."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[Part]] = []
+        self.answer: Refused | None = None
+        self.failing = False
+        self.fault: Exception | None = None
+        self.waits = asyncio.Event()
+        self.waits.set()
+
+    @override
+    async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
+        self.calls.append(list(parts))
+        is_failing = self.failing
+        await self.waits.wait()
+        if self.fault is not None:
+            raise self.fault
+        if is_failing:
+            raise StoreUnavailable("away")
+        return [self.answer] * len(parts)
+
+    def told(self) -> list[tuple[str, bytes]]:
+        return [(each.kind, each.body) for call in self.calls for part in call for each in part.entries]
+
+
+def requests(store: Store) -> ProgressWriter:
+    return ProgressWriter(store, Background())
+
+
+def progress(of: ProgressWriter, id: str = "a", *, is_takeover: bool = False) -> Progress:
+    return Progress(of, Held(Identity("", id), 1), SUBMISSION, is_takeover=is_takeover)
+
+
+async def test_the_first_entry_is_written_at_once_and_those_that_follow_together() -> None:
+    store = Store()
+    writing = requests(store)
+    one, other = progress(writing, "a"), progress(writing, "b")
+    one.tell("started", attempt=1)
+    await until(lambda: len(store.calls) == 1)
+    for number in range(50):
+        one.part("event", b"%d" % number)
+        other.part("event", b"%d" % number)
+    await one.flushed()
+    await other.flushed()
+
+    assert len(store.calls) == 2
+    assert [len(part.entries) for part in store.calls[1]] == [50, 50]
+    assert store.told()[0] == ("started", b'{"attempt": 1}')
+
+
+async def test_flushed_waits_until_all_is_written() -> None:
+    store = Store()
+    one = progress(requests(store))
+    store.waits.clear()
+    one.part("event", b"a")
+    flushing = asyncio.create_task(one.flushed())
+    await until(lambda: len(store.calls) == 1)
+    assert not flushing.done()
+    store.waits.set()
+    await flushing
+
+    assert one.is_written
+
+
+async def test_a_claim_that_was_taken_over_begins_its_events_with_one_restart() -> None:
+    store = Store()
+    writing = requests(store)
+    one, other = (progress(writing, id, is_takeover=True) for id in "ab")
+    one.tell("started")
+    one.part("event", b"a")
+    one.part("event", b"b")
+    await one.flushed()
+    assert [kind for kind, _ in store.told()] == ["started", "restart", "event", "event"]
+
+    store.calls.clear()
+    other.part("restart", b"{}")
+    other.part("event", b"a")
+    await other.flushed()
+    assert [kind for kind, _ in store.told()] == ["restart", "event"]
+
+
+async def test_events_above_the_limit_of_the_store_stop_until_a_restart() -> None:
+    store = Store()
+    one = progress(requests(store))
+    store.answer = Refused.FULL
+    one.part("event", b"a")
+    await until(lambda: len(store.calls) == 1)
+    store.answer = None
+    await one.flushed()
+    one.part("event", b"b")
+    one.part("restart", b"{}")
+    one.part("event", b"c")
+    await one.flushed()
+
+    assert store.told() == [("event", b"a"), ("truncated", b"{}"), ("restart", b"{}"), ("event", b"c")]
+
+
+async def test_what_waits_in_memory_is_bounded() -> None:
+    store = Store()
+    one = progress(requests(store))
+    store.waits.clear()
+    one.tell("started")
+    await until(lambda: len(store.calls) == 1)
+    for _ in range(20):
+        one.part("event", bytes(UNWRITTEN_BYTES // 10))
+    store.waits.set()
+    await one.flushed()
+
+    assert [kind for kind, _ in store.told()] == ["started", "truncated"]
+
+
+async def test_a_claim_that_was_taken_over_writes_nothing_more() -> None:
+    store = Store()
+    one = progress(requests(store))
+    store.answer = Refused.FENCED
+    one.part("event", b"a")
+    await until(lambda: len(store.calls) == 1)
+    await one.flushed()
+    one.part("event", b"b")
+    one.tell("retrying")
+    await one.flushed()
+
+    assert store.told() == [("event", b"a")]

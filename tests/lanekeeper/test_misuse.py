@@ -1,0 +1,200 @@
+"""What an application does wrong is told at once by an error of ours, and our client changes nothing in its process."""
+
+import asyncio
+import io
+import subprocess
+import sys
+import time
+import typing
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+import lanekeeper as surface
+from lanekeeper import Client, ClientMisused, InvalidArgument, InvalidUrl
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.replies import Problem
+from lanekeeper.requests import Options, bound_s, request_message
+from lanekeeper.sync import Client as SyncClient
+from tests.support.fake_gateway import KEY, FakeGateway
+
+AMQP, HTTP = "amqp://a:b@127.0.0.1:1/", "http://127.0.0.1:1"
+HALF = "\ud83d"
+
+
+@pytest.mark.parametrize("client", [Client, SyncClient])
+@pytest.mark.parametrize(
+    "url", [None, 5, b"amqp://h", "h:5672", "redis://h", "amqp://h:99999", "http://h:99999", "http://["]
+)
+def test_a_url_that_can_be_none_is_refused(client: Any, url: object) -> None:
+    with pytest.raises(InvalidUrl):
+        client(url)
+
+
+@pytest.mark.parametrize("url", ["http://h", "h"])
+def test_a_connection_to_a_broker_has_a_brokers_url(url: str) -> None:
+    with pytest.raises(InvalidUrl):
+        Connection(url, name="test")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"api_key": 5}, {"api_key": "a\nb"}, {"publish_within_s": "5"}, {"absent_within_s": True}], ids=str
+)
+def test_a_setting_of_another_type_is_refused(settings: Any) -> None:
+    with pytest.raises(InvalidArgument):
+        Client(HTTP, **settings)
+
+
+@pytest.mark.parametrize("url", [AMQP, HTTP])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"deadline_s": "5"}, {"deadline_s": float("nan")}, {"delay_s": float("inf")}, {"delay_s": datetime.now(UTC)},
+        {"at": "2026-01-01"}, {"priority": "4"}, {"priority": True}, {"message_id": 5}, {"tenant": HALF},
+        {"headers": [("a", 1)]}, {"beta": 1}, {"full_within_s": "1"}, {"id": "k"}, {"key": None}, {"key": HALF},
+        {"body": {"prompt": HALF}}, {"body": {"prompt": datetime.now(UTC)}}, {"body": {1j: 2}}, {"body": None},
+        {"body": io.StringIO("{}")}, {"body": []},
+    ],
+)  # fmt: skip
+async def test_a_wrong_argument_is_told_before_anything_is_sent(url: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as told:
+        await Client(url).publish(**{"body": {}, "key": "critical.a.b", **wrong})
+    assert isinstance(told.value, TypeError)
+    assert isinstance(told.value, ValueError)
+
+
+async def test_a_wait_of_another_type_is_refused() -> None:
+    async with FakeGateway() as gateway, Client(gateway.url, api_key=KEY) as client:
+        with pytest.raises(InvalidArgument):
+            await client.request({}, key="critical.a.b", timeout_s="5")  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgument):
+            await client.result("id", wait_s=None)  # type: ignore[arg-type]
+
+
+def test_a_client_whose_event_loop_was_closed_says_so() -> None:
+    client = Client(AMQP)
+    client._loop = asyncio.new_event_loop()
+    client._loop.close()
+    with pytest.raises(ClientMisused, match="another event loop"):
+        asyncio.run(client.cancel("id"))
+
+
+def test_a_header_that_amqp_cannot_express_is_refused() -> None:
+    from lanekeeper.amqp.wire import encoded
+    from lanekeeper.contract.messages import Message
+
+    for value in (object(), Decimal("1E300"), 2**70):
+        with pytest.raises((TypeError, ValueError)):
+            encoded(Message(body=b"", headers={"x": value}))
+
+
+CHANGES = """
+import logging, sys
+import aio_pika, aiormq.channel, aiormq.connection, pamqp.commands, pamqp.decode, pamqp.encode, pamqp.frame
+
+modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("aiormq", "pamqp", "aio_pika")]
+
+def state():
+    found = {(module.__name__, name): value for module in modules for name, value in vars(module).items()}
+    found |= {
+        (module.__name__, kind.__name__, name): value
+        for module in modules for kind in vars(module).values() if isinstance(kind, type)
+        for name, value in vars(kind).items()
+    }
+    found["encode"], found["decode"] = dict(pamqp.encode.METHODS), dict(pamqp.decode.METHODS)
+    return found | {
+        name: [*logger.filters, *logger.handlers]
+        for name in ("aiormq.connection", "aiormq.channel", "aio_pika", "", "aiormq.connection.marshall")
+        for logger in [logging.getLogger(name)]
+    }
+
+before = state()
+import lanekeeper.over_amqp, lanekeeper.sync
+from lanekeeper import Client
+Client("amqp://guest:guest@127.0.0.1:1/")
+try:
+    lanekeeper.sync.Client("amqp://guest:guest@127.0.0.1:1/").publish({}, key="a.b.c")
+except lanekeeper.BrokerUnreachable:
+    pass
+after = state()
+names = before.keys() | after.keys()
+print([name for name in names if before.get(name) is not after.get(name) and before.get(name) != after.get(name)])
+"""
+
+
+def test_neither_importing_nor_using_the_client_changes_the_libraries_below_it() -> None:
+    assert subprocess.run([sys.executable, "-c", CHANGES], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_a_tenant_is_sent_together_with_the_user_that_the_broker_checks() -> None:
+    own = request_message({}, Options(tenant="crm"), stream=False, user="crm")
+    other = request_message({}, Options(tenant="acme"), stream=False, user="crm")
+    nobody = request_message({}, Options(), stream=False, user="crm")
+
+    assert (own.user_id, own.headers.get("x-lane-tenant")) == ("crm", None)
+    assert (other.user_id, other.headers.get("x-lane-tenant")) == ("crm", "acme")
+    assert (nobody.user_id, nobody.headers.get("x-lane-tenant")) == (None, None)
+
+
+def test_the_client_waits_until_shortly_after_the_deadline_if_there_is_one() -> None:
+    def awaited_s(**options: float) -> float | None:
+        return bound_s(request_message({}, options, stream=False, user="crm"))  # type: ignore[arg-type]
+
+    assert awaited_s() is None
+    assert awaited_s(deadline_s=10) == 15
+    assert awaited_s(deadline_s=10, delay_s=2) == 17
+
+
+@pytest.mark.parametrize("priority", [-1, 10, 200, 256])
+def test_a_priority_that_workers_refuse_is_not_sent(priority: int) -> None:
+    with pytest.raises(Problem, match=f"priority: found {priority}, allowed are 0 to 9") as refused:
+        request_message({}, Options(priority=priority), stream=False, user="crm")
+    assert refused.value.code == "invalid_request"
+
+
+def test_an_unknown_option_is_an_error_that_names_it_and_those_that_are_known() -> None:
+    with pytest.raises(TypeError, match=r"unknown option: id; known: .*message_id"):
+        request_message({}, {"id": "k-1"}, stream=False, user="crm")  # type: ignore[typeddict-unknown-key]
+
+
+async def test_a_body_that_is_no_object_no_bytes_and_no_file_is_an_error_before_anything_is_published() -> None:
+    for url in ("http://127.0.0.1:1", "amqp://a:b@127.0.0.1:1/"):
+        with pytest.raises(TypeError, match="body: found list"):
+            await Client(url).publish([], key="critical.a.b")  # type: ignore[arg-type]
+
+
+def test_options_become_headers_and_given_headers_override_them() -> None:
+    options = Options(
+        deadline_s=1.5, delay_s=0.25, at=datetime(2026, 5, 1, tzinfo=UTC), beta="b", headers={"x-lane-deadline-ms": 7}
+    )
+    message = request_message(b"{}", options, stream=True, user="crm")
+
+    headers = dict(message.headers)
+    assert headers.pop("x-lane-sent-ms") == pytest.approx(time.time() * 1000, abs=60_000)
+    assert headers == {
+        "x-lane-stream": True,
+        "x-lane-deadline-ms": 7,
+        "x-lane-delay-ms": 250,
+        "x-lane-at": "2026-05-01T00:00:00+00:00",
+        "anthropic-beta": "b",
+    }
+    assert (message.body, message.priority, message.content_type) == (b"{}", 4, "application/json")
+
+
+ERRORS = {
+    name
+    for name in surface.__all__
+    if isinstance(found := getattr(surface, name), type) and issubclass(found, Exception)
+}
+
+
+def test_every_public_name_is_defined_in_our_package() -> None:
+    """Searches several modules; one of them may import the same name (`typing.Final`)."""
+    assert {name for name in surface.__all__ if getattr(surface, name) is getattr(typing, name, None)} == set()
+
+
+def test_every_client_error_derives_from_one_base_class() -> None:
+    assert len(ERRORS) == 20
+    assert {name for name in ERRORS if not issubclass(getattr(surface, name), surface.LanekeeperError)} == set()

@@ -1,0 +1,138 @@
+"""Answers to clients that stop reading, and answers that lie beside the broker."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Unpack
+
+import aiohttp
+import pytest
+from aiohttp import web
+from typing_extensions import override
+
+from lanekeeper import Client, Final
+from lanekeeper.bodies import BodyStore
+from lanekeeper.client import Body
+from lanekeeper.contract.messages import BodyAddress, Message
+from lanekeeper.contract.names import STATUS
+from lanekeeper.replies import final_of
+from lanekeeper.requests import Options
+from service.config.settings import BodiesSettings, Settings
+from service.gateway import answers
+from service.gateway.answers import event_stream
+from service.side_tasks import beside
+from tests.support.gate import Alone
+from tests.support.waiting import until
+
+PING = b"x" * 16 * 2**20
+"""More than the kernel takes for a client that does not read."""
+
+
+class Stream:
+    """Ends while its ping waits until the client reads."""
+
+    def __init__(self) -> None:
+        self.begins_to_end = asyncio.Event()
+        self.has_ended = False
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        stream = event_stream(request, "a")
+        async with beside(stream.pings(PING, every_s=0.01), name="pings"):
+            await until(lambda: request.protocol.writing_paused)
+        self.begins_to_end.set()
+        await stream.end()
+        self.has_ended = True
+        return stream.response
+
+
+@asynccontextmanager
+async def called() -> AsyncIterator[tuple[Stream, aiohttp.ClientResponse]]:
+    """A stream, and its answer that is not read yet."""
+    stream = Stream()
+    app = web.Application()
+    app.router.add_get("/", stream.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            yield stream, response
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_stream_ends_after_its_client_has_read_all_though_a_ping_waited() -> None:
+    async with called() as (stream, response):
+        await stream.begins_to_end.wait()
+
+        assert await response.read() == PING
+        await until(lambda: stream.has_ended)
+
+
+@pytest.mark.slow
+async def test_a_stream_whose_end_nobody_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "WRITE_WITHIN_S", 0.3)
+    async with called() as (stream, response):
+        await until(lambda: stream.has_ended)
+
+        with pytest.raises(aiohttp.ClientError):
+            await response.read()
+
+
+STREAMS, STALLED = 500, 50
+MOST_BYTES = 32 * 2**20
+"""What the kernel keeps of a stream that nobody reads, and far more: 250 MB would come if nothing stopped it."""
+SHORT_S = 3.0
+
+
+def said(prompt: str) -> bytes:
+    return json.dumps({"max_tokens": 9, "stream": True, "messages": [{"role": "user", "content": prompt}]}).encode()
+
+
+ASKED = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+ANSWER = b'{"type": "message"}'
+
+
+class Told(Client):
+    """Every request is answered by the same stored answer; nothing is published."""
+
+    def __init__(self, settings: Settings, kept: BodyAddress) -> None:
+        super().__init__(settings.broker_url)
+        self._kept = kept
+
+    @override
+    async def request(
+        self,
+        body: Body,
+        *,
+        key: str,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> Final:
+        return final_of(Message(body=b"", routing_key="", headers={STATUS: "ok", **self._kept.headers}))
+
+
+@asynccontextmanager
+async def answered(kept: BodyAddress, bodies: BodiesSettings) -> AsyncIterator[aiohttp.ClientResponse]:
+    async with (
+        Alone(client=lambda settings: Told(settings, kept), settings={"bodies": bodies}) as made,
+        aiohttp.ClientSession() as session,
+        session.post(f"{made.url}/v1/messages", json=ASKED) as got,
+    ):
+        yield got
+
+
+async def test_after_the_url_was_changed_answers_are_fetched_from_the_old_one_if_it_is_allowed(tmp_path: Path) -> None:
+    old, new = f"file://{tmp_path}/old", f"file://{tmp_path}/new"
+    store = BodyStore(old)
+    kept = await store.keep_answer(ANSWER, for_s=1000)
+    store.close()
+
+    async with answered(kept, BodiesSettings(url=new, allow=(old, "https://files.example.com"))) as got:
+        assert (got.status, await got.read()) == (200, ANSWER)
+    async with answered(kept, BodiesSettings(url=new)) as got:
+        assert got.status == 503
+        assert "LANEKEEPER_BODIES__ALLOW" in (await got.json())["error"]["message"]

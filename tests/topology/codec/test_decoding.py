@@ -1,0 +1,409 @@
+"""From a delivered message to a request: what is accepted, what is refused and with which code, and no other errors."""
+
+import gzip
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lanekeeper.contract.messages import UNREADABLE, Message
+from lanekeeper.contract.problems import RequestProblem
+from tests.support.examples import examples
+from tests.support.pictures import picture, png
+from topology.codec import bounds, decoding
+from topology.codec.decoding import PACKED_BYTES, UNPACKED_BYTES, Request, app_of
+from topology.codec.headers import HopHeaders
+from topology.lanes import CRITICAL, LaneSpec
+
+NOW_MS = 1_790_000_000_000
+WHOLE = b'{"model": "claude-x", "max_tokens": 64,\n "messages": [{"role": "user", "content": "hi"}]}'
+TALK = '"messages":[{"role":"user","content":"hi"}]'
+
+
+def message(body: bytes | str = WHOLE, **properties: Any) -> Message:
+    raw = body.encode() if isinstance(body, str) else body
+    return Message(**{"body": raw, "exchange": "lane.requests", "routing_key": "critical.shop.chat", **properties})
+
+
+def decode(found: Message, *, hop: HopHeaders | None = None, lane: Any = CRITICAL) -> Request:
+    return decoding.decode(found, lane=lane, request_id="r-1", hop=hop, now_ms=NOW_MS)
+
+
+def refused(found: Message, **how: Any) -> RequestProblem:
+    with pytest.raises(RequestProblem) as problem:
+        decode(found, **how)
+    return problem.value
+
+
+# accepted requests
+
+
+def test_the_short_form_may_have_a_system_prompt() -> None:
+    asked = json.loads(decode(message('{"prompt":"hi","system":"be brief ✓"}')).body)
+    assert asked["system"] == "be brief ✓"
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "", "application/json", "Application/JSON", "application/json; charset=utf-8"]
+)
+def test_content_types_of_json_are_accepted(content_type: str | None) -> None:
+    assert decode(message(content_type=content_type)).body == WHOLE
+
+
+def test_an_empty_property_counts_as_absent() -> None:
+    """Some clients cannot leave one out."""
+    assert decode(message(message_id="", type="", content_type="", content_encoding="")).body == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("key", "app"),
+    [
+        ("critical.shop.chat.eu", "shop"),
+        ("critical.shop", "shop"),
+        ("critical", "unknown"),
+        ("critical..x", "unknown"),
+        ("", "unknown"),
+    ],
+)
+def test_the_application_is_the_second_word_of_the_routing_key(key: str, app: str) -> None:
+    assert app_of(key) == app
+
+
+# refused requests
+
+BAD: list[tuple[str, Message, str, str]] = [
+    ("nothing", message(b""), "invalid_request", "empty"),
+    ("not json", message(b"{"), "invalid_request", "not JSON"),
+    ("not utf-8", message(b'{"prompt":"\xff"}'), "invalid_request", "not JSON in UTF-8"),
+    ("utf-16", message('{"prompt":"x"}'.encode("utf-16")), "invalid_request", "not JSON in UTF-8"),
+    ("bom", message(b'\xef\xbb\xbf{"prompt":"x"}'), "invalid_request", "not JSON in UTF-8"),
+    ("nan", message(f'{{{TALK},"t":NaN}}'), "invalid_request", "not JSON"),
+    ("infinity", message(f'{{{TALK},"t":-Infinity}}'), "invalid_request", "not JSON"),
+    ("twice", message(f'{{{TALK},"model":"a","model":"b"}}'), "invalid_request", 'duplicate key "model"'),
+    ("half a surrogate", message('{"prompt":"\\ud800"}'), "invalid_request", "not JSON"),
+    ("5000 digits", message(f'{{{TALK},"x":1{"0" * 5000}}}'), "invalid_request", "out of range"),
+    ("4000 digits", message(f'{{{TALK},"max_tokens":1{"0" * 4000}}}'), "invalid_request", "max_tokens"),
+    ("something after", message(WHOLE + b"{}"), "invalid_request", "not JSON"),
+    ("an array", message(b"[]"), "invalid_request", "found an array, allowed is a JSON object"),
+    ("null", message(b"null"), "invalid_request", "found null"),
+    ("a string", message(b'"secret"'), "invalid_request", "found a string"),
+    ("neither form", message(b'{"model":"m"}'), "invalid_request", "`messages` is missing"),
+    ("both forms", message(f'{{"prompt":"x",{TALK}}}'), "invalid_request", "not both"),
+    ("no messages", message(b'{"messages":[]}'), "invalid_request", "messages: List should have at least 1 item"),
+    ("messages no list", message(b'{"messages":"hi"}'), "invalid_request", "messages: "),
+    ("a message no object", message(b'{"messages":["secret"]}'), "invalid_request", "messages.0: "),
+    ("no content", message(b'{"messages":[{"role":"user"}]}'), "invalid_request", "messages.0.content: Field required"),
+    (
+        "content 5",
+        message(b'{"messages":[{"role":"u","content":5}]}'),
+        "invalid_request",
+        "string or an array (found 5)",
+    ),
+    ("role 5", message(b'{"messages":[{"role":5,"content":""}]}'), "invalid_request", "messages.0.role"),
+    ("model 5", message(f'{{"model":5,{TALK}}}'), "invalid_request", "model: "),
+    ("model empty", message(f'{{"model":"",{TALK}}}'), "invalid_request", "model: "),
+    ("max_tokens 0", message(f'{{"max_tokens":0,{TALK}}}'), "invalid_request", "max_tokens: "),
+    ("max_tokens true", message(f'{{"max_tokens":true,{TALK}}}'), "invalid_request", "max_tokens: "),
+    ("max_tokens '1'", message(f'{{"max_tokens":"1",{TALK}}}'), "invalid_request", "max_tokens: "),
+    ("system 5", message(f'{{"system":5,{TALK}}}'), "invalid_request", "system: "),
+    ("stream 1", message(f'{{"stream":1,{TALK}}}'), "invalid_request", "stream: "),
+    ("stream by body alone", message(f'{{"stream":true,{TALK}}}'), "invalid_request", "x-lane-stream says false"),
+    (
+        "stream by header alone",
+        message(f'{{"stream":false,{TALK}}}', headers={"x-lane-stream": True}),
+        "invalid_request",
+        "stream is false",
+    ),
+    ("prompt empty", message(b'{"prompt":""}'), "invalid_request", "prompt: "),
+    ("prompt with more", message(b'{"prompt":"x","tools":[]}'), "invalid_request", "tools: Extra inputs"),
+    ("1 MiB and a byte", message(b" " * (PACKED_BYTES + 1)), "too_large", f"allowed are {PACKED_BYTES}"),
+    (
+        "a gzip bomb",
+        message(gzip.compress(b" " * (UNPACKED_BYTES + 1)), content_encoding="gzip"),
+        "too_large",
+        "when unpacked",
+    ),
+    ("no gzip", message(content_encoding="gzip"), "invalid_request", "content_encoding is gzip, but it is not"),
+    ("half a gzip", message(gzip.compress(WHOLE)[:-5], content_encoding="gzip"), "invalid_request", "cut short"),
+    ("gzip and more", message(gzip.compress(WHOLE) + b"x", content_encoding="gzip"), "invalid_request", "follows it"),
+    ("brotli", message(content_encoding="br"), "unsupported_media", "'br'"),
+    ("text", message(content_type="text/plain"), "unsupported_media", "'text/plain'"),
+    ("latin", message(content_type="application/json; charset=latin-1"), "unsupported_media", "latin-1"),
+    ("another lane's key", message(routing_key="batch.shop.chat"), "invalid_request", "'batch.shop.chat'"),
+    ("a lane's name prefixed", message(routing_key="criticality.a.b"), "invalid_request", "routing key"),
+    ("x-death", message(headers={"x-death": [{"reason": "expired"}]}), "invalid_request", "x-death"),
+    ("unknown header", message(headers={"x-lane-modell": "m"}), "invalid_request", "x-lane-modell"),
+    ("message_id spaced", message(message_id="a b"), "invalid_request", "message_id"),
+    ("message_id long", message(message_id="a" * 129), "invalid_request", "message_id"),
+    ("message_id newline", message(message_id="a\n"), "invalid_request", "message_id"),
+    (
+        "a handler",
+        message(type="resize"),
+        "invalid_request",
+        "type 'resize': handlers of other types are not available",
+    ),
+    (
+        "unreadable",
+        message(headers={UNREADABLE: "timestamp (ValueError)"}),
+        "invalid_request",
+        "timestamp (ValueError)",
+    ),
+    ("deadline too long", message(headers={"x-lane-deadline-ms": 3_600_001}), "invalid_request", "at most 3600000"),
+    ("years ahead", message(headers={"x-lane-at": "2199-01-01T00:00:00Z"}), "invalid_request", "more than a year"),
+]
+
+
+@pytest.mark.parametrize(("found", "code", "named"), [each[1:] for each in BAD], ids=[each[0] for each in BAD])
+def test_an_invalid_message_is_refused_with_its_code_and_detail(found: Message, code: str, named: str) -> None:
+    problem = refused(found)
+    assert problem.code == code
+    assert named in problem.detail
+    assert "secret" not in problem.detail
+
+
+def test_json_that_is_nested_too_deeply_is_refused() -> None:
+    def nested(depth: int) -> Message:
+        return message(f'{{{TALK},"x":{"[" * (depth - 1)}0{"]" * (depth - 1)}}}')
+
+    assert decode(nested(decoding.NESTED))
+    problem = refused(nested(decoding.NESTED + 1))
+    assert (problem.code, problem.detail) == (
+        "invalid_request",
+        "body: nested too deeply: allowed are 200 arrays and objects inside of each other",
+    )
+
+
+def test_a_body_that_compresses_extremely_well_is_accepted() -> None:
+    rows = "2026-11-22,0,0,shop\n" * 150_000
+    for prompt in (rows, "0" * 3_000_000):
+        packed = gzip.compress(json.dumps({"prompt": prompt}).encode())
+        assert len(packed) < len(prompt) / 200
+        found = decode(message(packed, content_encoding="gzip"))
+        assert json.loads(found.body)["messages"][0]["content"] == prompt
+
+
+# headers that workers write
+
+
+def test_internal_headers_of_a_message_from_a_worker_are_read() -> None:
+    hop = HopHeaders(first_seen_ms=NOW_MS - 5000, due_ms=NOW_MS - 10, user_id="shop")
+    found = message(user_id="the-workers", headers={"x-death": [{"reason": "expired"}]})
+    request = decode(found, hop=hop)
+    assert (request.published.ms, request.due_ms) == (NOW_MS - 5000, NOW_MS - 10)
+    assert request.deadline_ms == NOW_MS - 10 + 120_000
+
+
+# times
+
+
+@pytest.mark.parametrize(
+    ("properties", "sent_ms", "by"),
+    [
+        ({}, NOW_MS, "delivery"),
+        ({"headers": {"x-lane-sent-ms": NOW_MS - 700}}, NOW_MS - 700, "sender"),
+        ({"headers": {"x-lane-sent-ms": NOW_MS - 700, "timestamp_in_ms": NOW_MS - 900}}, NOW_MS - 900, "broker"),
+        ({"headers": {"x-lane-sent-ms": NOW_MS + 700}}, NOW_MS, "sender"),  # a time in the future is not believed
+        ({"headers": {"x-lane-sent-ms": NOW_MS + 10**10}}, NOW_MS, "sender"),
+        ({"headers": {"timestamp_in_ms": True}}, NOW_MS, "delivery"),
+        ({"headers": {"timestamp_in_ms": "x"}, "timestamp_s": 0.0}, NOW_MS, "delivery"),
+        ({"timestamp_s": NOW_MS / 1000 - 60}, NOW_MS - 60_000 + 999, "timestamp"),
+    ],
+)
+def test_the_sending_time_and_its_source_are_read(properties: dict[str, Any], sent_ms: int, by: str) -> None:
+    request = decode(message(**properties))
+    assert request.published == (sent_ms, by)
+
+
+def test_a_sending_time_in_the_future_extends_neither_deadline_nor_delay() -> None:
+    ahead = {"x-lane-sent-ms": NOW_MS + 10**10}
+    assert decode(message(headers=ahead)).deadline_ms == NOW_MS + 120_000
+    delayed = decode(message(headers={**ahead, "x-lane-delay-ms": 5000}))
+    assert (delayed.due_ms, delayed.deadline_ms) == (NOW_MS + 5000, NOW_MS + 125_000)
+
+
+def test_a_dead_letter_that_is_published_again_gets_a_new_deadline() -> None:
+    """It still has the headers of its first run, among them the broker's time stamp, which the broker does not
+    overwrite."""
+    old_ms = NOW_MS - 3_600_000
+    headers = {"x-lane-dead-at": "2026-11-21T18:00:00Z", "x-lane-sent-ms": old_ms, "timestamp_in_ms": old_ms}
+    first = decode(message(headers=headers, timestamp_s=old_ms / 1000))
+    assert first.published == (NOW_MS, "delivery")
+    hop = HopHeaders(attempts=1, first_seen_ms=first.published.ms, dead_at="2026-11-21T18:00:00Z")
+    later = decoding.decode(message(headers=headers), lane=CRITICAL, request_id="r-1", hop=hop, now_ms=NOW_MS + 9000)
+    assert later.published == (NOW_MS, "delivery")
+
+
+@pytest.mark.parametrize(
+    ("headers", "due_ms", "deadline_ms"),
+    [
+        ({}, None, NOW_MS + 120_000),
+        ({"x-lane-deadline-ms": 5000}, None, NOW_MS + 5000),
+        ({"x-lane-delay-ms": 3000}, NOW_MS + 3000, NOW_MS + 123_000),
+        ({"x-lane-delay-ms": 3000, "x-lane-deadline-ms": 5000}, NOW_MS + 3000, NOW_MS + 8000),
+        ({"x-lane-at": "1970-01-01T00:00:00Z"}, NOW_MS, NOW_MS + 120_000),
+    ],
+)
+def test_due_time_and_deadline_are_computed_from_the_headers(
+    headers: dict[str, Any], due_ms: int | None, deadline_ms: int
+) -> None:
+    request = decode(message(headers=headers))
+    assert (request.due_ms, request.deadline_ms) == (due_ms, deadline_ms)
+
+
+def test_the_deadline_is_the_same_after_each_hop() -> None:
+    first = decode(message())
+    later = decoding.decode(
+        message(headers={"timestamp_in_ms": NOW_MS + 9000}),  # the broker stamps it anew
+        lane=CRITICAL,
+        request_id="r-1",
+        hop=HopHeaders(attempts=1, first_seen_ms=first.published.ms),
+        now_ms=NOW_MS + 9500,
+    )
+    assert later.deadline_ms == first.deadline_ms
+
+
+# any message
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+turns = st.fixed_dictionaries({}, optional={"role": json_values, "content": json_values})
+bodies = (
+    st.binary(max_size=200)
+    | json_values.map(lambda value: json.dumps(value).encode())
+    | st.fixed_dictionaries(
+        {},
+        optional={
+            "messages": st.lists(turns, max_size=3) | json_values,
+            "prompt": json_values,
+            "model": json_values,
+            "max_tokens": json_values,
+            "stream": json_values,
+            "system": json_values,
+            "other": json_values,
+        },
+    ).map(lambda value: json.dumps(value).encode())
+)
+header_names = st.sampled_from(
+    ["x-lane-stream", "x-lane-delay-ms", "x-lane-at", "x-death", "timestamp_in_ms", "x-mine"]
+)
+header_values = json_values | st.binary(max_size=20)
+texts = st.none() | st.text(max_size=30)
+
+
+@given(
+    body=bodies,
+    headers=st.dictionaries(header_names | st.text(max_size=10), header_values, max_size=3),
+    content_type=texts | st.just("application/json"),
+    content_encoding=texts | st.sampled_from(["gzip", "identity"]),
+    message_id=texts,
+    type=texts,
+    priority=st.none() | st.integers(0, 255),
+    timestamp_s=st.none() | st.floats(0, 2**40),
+    user_id=texts,
+    routing_key=st.text(max_size=20) | st.just("critical.a.b"),
+    hop=st.none() | st.just(HopHeaders(attempts=1, first_seen_ms=5, due_ms=6)),
+)
+@settings(max_examples=examples(100), deadline=None)
+def test_any_message_becomes_a_request_or_a_problem(hop: HopHeaders | None, **properties: Any) -> None:
+    found = Message(exchange="lane.requests", **properties)
+    try:
+        request = decode(found, hop=hop)
+    except RequestProblem as problem:
+        assert problem.code in {"invalid_request", "unsupported_media", "too_large"}  # noqa: PT017 (either is right)
+        problem.document(request="r", attempts=0)
+    else:
+        asked = json.loads(request.body)
+        assert (asked["model"], asked["max_tokens"]) == (request.model, request.max_tokens)
+        assert asked["messages"]
+
+
+@pytest.mark.parametrize("lane", [CRITICAL, replace(CRITICAL, models=frozenset({"claude-x"}))])
+@pytest.mark.parametrize("escapes", [False, True])
+def test_the_text_of_a_body_is_what_is_left_without_its_images(escapes: bool, lane: LaneSpec) -> None:
+    talk = [
+        {
+            "role": "user",
+            "content": [picture(png(1000, 700, size=60_000) + b"\xff" * 30_000), {"type": "text", "text": "hi"}],
+        }
+    ]
+    body = json.dumps({"model": "claude-x", "max_tokens": 64, "messages": talk})
+    request = decode(message(body.replace("/", "\\/") if escapes else body), lane=lane)
+
+    assert request.media.tokens("claude-x") == 900
+    assert 100 < request.text_bytes < 300
+    assert decode(message(WHOLE)).text_bytes == len(WHOLE)
+
+
+def padded(size: int) -> bytes:
+    return b'{"prompt": "x"}'.ljust(size)
+
+
+def decode_with(body: bytes, **properties: Any) -> None:
+    fields = {"exchange": "lane.requests", "routing_key": "critical.shop.chat", **properties}
+    decoding.decode(Message(body=body, **fields), lane=CRITICAL, request_id="r-1", hop=None, now_ms=0)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "above", "code"),
+    [
+        ({"body": padded(1_048_576)}, {"body": padded(1_048_577)}, "too_large"),
+        (
+            {"body": gzip.compress(padded(8_388_608)), "content_encoding": "gzip"},
+            {"body": gzip.compress(padded(8_388_609)), "content_encoding": "gzip"},
+            "too_large",
+        ),
+        ({"message_id": "a" * 128}, {"message_id": "a" * 129}, "invalid_request"),
+        ({"priority": 9}, {"priority": 10}, "invalid_request"),
+    ],
+    ids=["as sent", "unpacked", "id", "priority"],
+)
+def test_a_request_may_have_what_the_contract_states_and_no_more(
+    allowed: dict[str, Any], above: dict[str, Any], code: str
+) -> None:
+    decode_with(**{"body": padded(0), **allowed})
+    with pytest.raises(RequestProblem) as refused:
+        decode_with(**{"body": padded(0), **above})
+    assert refused.value.code == code
+
+
+def test_a_body_may_have_100_000_keys_and_values() -> None:
+    assert bounds.excess(b"[" + b"0," * 99_999 + b"0]", max_values=bounds.VALUES) is None
+    assert bounds.excess(b"[" + b"0," * 100_000 + b"0]", max_values=bounds.VALUES) is not None
+
+
+def test_a_text_of_32_kib_is_not_measured() -> None:
+    assert bounds.excess(b"9" * 32_768, max_values=40_000) is None
+    assert bounds.excess(b"9" * 32_769, max_values=40_000) == "a number of more than 128 digits"
+
+
+def problem_of(found: object) -> str:
+    with pytest.raises(RequestProblem) as refused:
+        decoding.check(found)
+    return refused.value.detail
+
+
+def test_an_error_names_up_to_five_wrong_fields() -> None:
+    problem = problem_of({"prompt": "x", **{f"f{number}": 1 for number in range(8)}})
+
+    assert [name for name in ("f0", "f1", "f2", "f3", "f4", "f5") if f"{name}: " in problem] == [
+        *("f0", "f1", "f2", "f3", "f4")
+    ]
+
+
+def test_an_error_quotes_at_most_40_characters_of_a_name_or_a_number() -> None:
+    assert problem_of({"prompt": "x", "k" * 41: 1}).startswith(f"body: {'k' * 40}: Extra")
+    assert problem_of({"prompt": "x", "max_tokens": 10**60}).endswith(f"(found 1{'0' * 39})")
+
+
+def test_a_short_form_with_more_than_a_thousand_fields_is_refused_before_each_is_checked() -> None:
+    def with_fields(count: int) -> str:
+        return problem_of({"prompt": "x", **{f"f{number}": 1 for number in range(count - 1)}})
+
+    assert "Extra inputs" in with_fields(1000)
+    assert with_fields(1001) == "body: 1001 fields; prompt, system, model, max_tokens, stream are known"

@@ -1,0 +1,555 @@
+"""Takes messages from queues: consumes one queue (`Deliveries`), chooses among several (`Heads`), receives in a queue
+of one's own (`Inbox`), looks at the oldest messages (`OldestMessages`).
+
+    async for session in deliveries.sessions():         each session has one channel
+        async for delivery in session:                  raises ChannelLost if the channel is lost; ends after `stop`
+            …
+            await delivery.ack()
+
+The broker delivers the unsettled messages of a lost channel again, so work on them must stop. If the inner loop is in a
+TaskGroup, `ChannelLost` ends the group, and with it the tasks that work on these messages.
+"""
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, Self
+
+from aiormq.abc import ChannelFrame
+from aiormq.channel import Channel
+from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity
+from pamqp.commands import Basic
+
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.driver import Delivered, border, left_to_the_tap, tap_of
+from lanekeeper.amqp.wire import message_of
+from lanekeeper.backoff import pause_s
+from lanekeeper.contract import names
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
+from lanekeeper.telemetry import logs, signals
+
+OPEN_TIMEOUT_S = 5
+"""If `stop` is called while a channel is opened, it takes effect only when the channel is open or this time is over."""
+BACKOFF_CAP_S = 5.0
+SHORT_S = 10
+"""If a channel is lost so soon after it was opened, the pause before the next one gets longer."""
+RPC_TIMEOUT_S = 30
+CLOSE_TIMEOUT_S = 3
+"""So short that a broker that does not answer delays a stopping worker only briefly."""
+READ_LENGTHS_EVERY_S: Final = 1.0
+"""Reading one queue's length (a passive declaration) takes 0.1 ms of CPU."""
+WAITING = 1000
+"""The prefetch of an inbox; further messages wait on the broker."""
+FETCH_TIMEOUT_S = 10
+log = logs.logger()
+
+
+class ChannelLost(BrokerError):
+    """What was not settled on the channel cannot be settled any more; the broker delivers it again."""
+
+
+class Delivery:
+    """A message that was delivered and must be settled by `ack`, `nack` or `reject`."""
+
+    __slots__ = ("_channel", "_counted", "message", "queue", "redelivered", "tag")
+
+    def __init__(self, delivered: Delivered, *, queue: str, channel: Channel, counted: bool = True) -> None:
+        self.message: Message = delivered.message
+        self.queue = queue
+        self.redelivered = delivered.redelivered
+        self.tag = delivered.tag
+        self._channel = channel
+        self._counted = counted
+
+    @property
+    def times_delivered(self) -> int | None:
+        """How often the message was delivered without being acknowledged, including this time; None if the queue does
+        not count deliveries (classic queues).
+
+        The header `x-delivery-count` is used only if the message is redelivered and the queue counts; otherwise a
+        requester can forge it (docs/facts.md, section 7). From RabbitMQ 4.3 on, a message that was only returned by
+        nack does not have this header, so it counts as delivered once.
+        """
+        if not self.redelivered:
+            return 1
+        headers = self.message.headers
+        count = headers.get(names.DELIVERY_COUNT, 0 if names.ACQUIRED_COUNT in headers else None)
+        return count + 1 if self._counted and isinstance(count, int) else None
+
+    async def ack(self) -> None:
+        await self._settle(self._channel.basic_ack(self.tag, wait=False))
+
+    async def reject(self) -> None:
+        """Return the message to its queue, and let the broker count a failed delivery."""
+        await self._settle(self._channel.basic_reject(self.tag, requeue=True, wait=False))
+
+    async def nack(self) -> None:
+        """Return the message to its queue. RabbitMQ 4.3 does not count this: use it if the message is not the cause of
+        the failure."""
+        await self._settle(self._channel.basic_nack(self.tag, requeue=True, wait=False))
+
+    async def _settle(self, call: Awaitable[None]) -> None:
+        with border(f"channel lost before {self.queue} delivery {self.tag} was settled", lost=ChannelLost):
+            await call
+
+
+class Session:
+    """Consumes one queue on one channel: an iterator over the deliveries, which ends after `stop`, and raises
+    ChannelLost if the channel is lost."""
+
+    def __init__(self, channel: Channel, *, queue: str, counted: bool) -> None:
+        self._channel = channel
+        self._queue = queue
+        self._counted = counted
+        self._tag: str | None = None
+        self._consume_lock = asyncio.Lock()
+        self._arrived: asyncio.Queue[Delivery | None] = asyncio.Queue()  # bounded by the prefetch
+        self._lost: str | None = None
+        self._stopped = False
+        self.cancelled = False
+        """The broker has ended this consumer: the queue was deleted, its leader moved, or the consumer timeout was
+        reached."""
+
+    async def start(self, *, prefetch: int) -> None:
+        self._channel.closing.add_done_callback(self._on_closed)
+        self._channel.on_consumer_cancel_callbacks.add(self._on_cancelled)
+        await self._channel.basic_qos(prefetch_count=prefetch, timeout=RPC_TIMEOUT_S)
+        await self._consume()
+
+    async def stop(self) -> None:
+        """Stop consuming for good. Messages that were delivered can still be settled."""
+        if self._stopped or self._lost is not None:
+            return
+        self._stopped = True
+        await self.pause()
+        self._arrived.put_nowait(None)
+
+    async def pause(self) -> None:
+        """Stop consuming until `resume`. Messages that were delivered can still be settled."""
+        async with self._consume_lock:
+            if self._lost is None and (tag := self._tag) is not None:
+                self._tag = None
+                with suppress(BrokerUnreachable), border("cancelling"):
+                    await self._channel.basic_cancel(tag, timeout=RPC_TIMEOUT_S)
+
+    async def resume(self) -> None:
+        """Consume again, under a new consumer tag, because the broker may still use the old one."""
+        async with self._consume_lock:
+            if self._lost is None and self._tag is None and not self._stopped:
+                with suppress(BrokerUnreachable), border(f"cannot consume {self._queue!r}"):
+                    await self._consume()  # if this fails, the channel closes, and the session with it
+
+    async def _consume(self) -> None:
+        tap_of(self._channel).on_delivery = self._on_delivery
+        consuming = await self._channel.basic_consume(self._queue, left_to_the_tap, timeout=RPC_TIMEOUT_S)
+        self._tag = consuming.consumer_tag or ""
+
+    async def ack(self, deliveries: Sequence[Delivery], *, in_hand: Collection[int] = ()) -> None:
+        """Acknowledge several deliveries in one write, because separate writes take most of the CPU time under high
+        load. `in_hand`: the delivery tags of other messages on this channel, which must not be acknowledged yet: only
+        tags below all of these share one frame (AMQP's flag `multiple`). Raises ChannelLost."""
+        if self._lost is not None:
+            raise ChannelLost(f"{self._queue}: {self._lost}")
+        tags = sorted(delivery.tag for delivery in deliveries)
+        before = bisect_left(tags, min(in_hand, default=tags[-1] + 1))
+        frames = [Basic.Ack(delivery_tag=tag) for tag in tags[before:]]
+        if before:
+            frames.append(Basic.Ack(delivery_tag=tags[before - 1], multiple=True))
+        written = ChannelFrame.marshall(channel_number=self._channel.number, frames=frames)
+        with border(f"channel lost before {self._queue} deliveries were settled", lost=ChannelLost):
+            await self._channel.write_queue.put(written)
+
+    async def close(self) -> None:
+        with suppress(BrokerUnreachable), border("closing"):
+            await self._channel.close(timeout=CLOSE_TIMEOUT_S)
+
+    @property
+    def waiting(self) -> int:
+        return self._arrived.qsize()
+
+    def __aiter__(self) -> "Session":
+        return self
+
+    async def __anext__(self) -> Delivery:
+        delivery = await self._arrived.get()
+        if self._lost is not None:  # the broker delivers the unsettled messages again, also those in `_arrived`
+            raise ChannelLost(f"{self._queue}: {self._lost}")
+        if delivery is None:
+            raise StopAsyncIteration
+        return delivery
+
+    def _on_delivery(self, delivered: Delivered) -> None:
+        self._arrived.put_nowait(Delivery(delivered, queue=self._queue, channel=self._channel, counted=self._counted))
+
+    def _on_closed(self, closing: "asyncio.Future[object]") -> None:
+        error = None if closing.cancelled() else closing.exception()
+        self._end(f"channel closed: {error or 'connection lost'}")
+
+    def _on_cancelled(self, frame: Basic.Cancel) -> None:
+        self.cancelled = True
+        self._end("the broker cancelled the consumer (queue deleted, or its leader moved)")
+
+    def _end(self, reason: str) -> None:
+        if self._lost is None:
+            self._lost = reason
+            self._arrived.put_nowait(None)
+
+
+class Heads:
+    """Decides from which of several queues to fetch next. A queue's head is its first message; this process holds a
+    fetched head until `pass_on`, and at most one of each queue. The queues are not consumed, because a consumer
+    prefetches messages: no other process could work on these, and messages with a higher priority could not overtake
+    them. The same `Heads` is used with the next channel, so that the lengths stay known."""
+
+    def __init__(self, queues: Iterable[str]) -> None:
+        self._ready = dict.fromkeys(queues, 0)
+        self._held: set[str] = set()
+        self.changed = asyncio.Event()
+
+    @property
+    def queues(self) -> tuple[str, ...]:
+        return tuple(self._ready)
+
+    @property
+    def ready(self) -> int:
+        return sum(self._ready.values())
+
+    def ready_in(self, queue: str) -> int:
+        return self._ready[queue]
+
+    def publish_seen(self, queue: str) -> None:
+        self._ready[queue] += 1
+        self.changed.set()
+
+    def pass_on(self, queue: str) -> None:
+        """Allow the next fetch from a queue: work on its fetched message has begun, or the message was settled."""
+        self._held.discard(queue)
+        self.changed.set()
+
+    def next(self) -> str | None:
+        """Of the queues that have messages, and none of whose is held: the one whose last fetch is longest ago."""
+        for queue, ready in self._ready.items():
+            if ready > 0 and queue not in self._held:
+                return queue
+        return None
+
+    def fetched(self, queue: str, *, left: int) -> None:
+        del self._ready[queue]
+        self._ready[queue] = left  # moves the queue to the end of the order
+        self._held.add(queue)
+
+    def found(self, queue: str, ready: int) -> None:
+        self._ready[queue] = ready
+
+    def lost(self) -> None:
+        """The channel was lost, so the broker has returned the fetched messages to their queues."""
+        self._held.clear()
+
+
+class HeadsSession(Session):
+    """Fetches with `basic.get` the head of the queue that `heads` chooses. Once a second, passive declarations find out
+    which queues have messages; the answer to a fetch also says how many are left."""
+
+    def __init__(self, channel: Channel, heads: Heads, *, queue: str, counted: bool) -> None:
+        super().__init__(channel, queue=queue, counted=counted)
+        self._heads = heads
+        self._fetching = False
+        self._next_reading_s = 0.0
+
+    async def start(self, *, prefetch: int) -> None:
+        self._channel.closing.add_done_callback(self._on_closed)
+        self._heads.lost()
+        self._fetching = True
+
+    async def stop(self) -> None:
+        self._stopped = True
+        self._heads.changed.set()
+
+    async def pause(self) -> None:
+        self._fetching = False
+
+    async def resume(self) -> None:
+        self._fetching = True
+        self._heads.changed.set()
+
+    async def __anext__(self) -> Delivery:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._heads.changed.clear()
+            if self._lost is not None:
+                raise ChannelLost(f"{self._queue}: {self._lost}")
+            if self._stopped:
+                raise StopAsyncIteration
+            if self._fetching and (queue := self._heads.next()) is not None:
+                if (delivery := await self._fetch(queue)) is not None:
+                    return delivery
+            elif self._fetching and loop.time() >= self._next_reading_s:
+                await self._read_lengths()
+                self._next_reading_s = loop.time() + READ_LENGTHS_EVERY_S
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(self._next_reading_s if self._fetching else None):
+                        await self._heads.changed.wait()
+
+    async def _fetch(self, queue: str) -> Delivery | None:
+        with border(f"cannot fetch from {queue!r}", lost=ChannelLost):
+            found = await self._channel.basic_get(queue, timeout=RPC_TIMEOUT_S)
+        if not isinstance(found.delivery, Basic.GetOk):
+            self._heads.found(queue, 0)
+            return None
+        self._heads.fetched(queue, left=found.delivery.message_count or 0)
+        got = Delivered(message_of(found), found.delivery.delivery_tag or 0, bool(found.delivery.redelivered))
+        return Delivery(got, queue=queue, channel=self._channel, counted=self._counted)
+
+    async def _read_lengths(self) -> None:
+        for queue in self._heads.queues:
+            with border(f"cannot look at {queue!r}", lost=ChannelLost):
+                declared = await self._channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
+            self._heads.found(queue, declared.message_count or 0)
+
+    def _end(self, reason: str) -> None:
+        super()._end(reason)
+        self._heads.changed.set()
+
+
+class Deliveries:
+    """Consumes a queue until `stop` is called. When the channel is lost, it opens another, with growing pauses between
+    the tries.
+
+    `counted`: whether the queue counts how often each message is delivered (quorum queues do). `on_missing` is called
+    if the queue does not exist, or if the broker ended the consumer. `heads`: fetch from its queues instead of
+    consuming; `queue` is then only a name for logs.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        queue: str,
+        prefetch: int,
+        counted: bool = True,
+        on_missing: Callable[[], None] = lambda: None,
+        heads: Heads | None = None,
+    ) -> None:
+        self._connection = connection
+        self.queue = queue
+        self.prefetch = prefetch
+        self._counted = counted
+        self._on_missing = on_missing
+        self._heads = heads
+        self._session: Session | None = None
+        self._stopping = asyncio.Event()
+        self._paused: str | None = None
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
+        self._trouble: str | None = "not consuming yet"
+
+    @property
+    def trouble(self) -> str | None:
+        return self._trouble if self._paused is None or self._stopping.is_set() else f"paused: {self._paused}"
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused is not None
+
+    async def sessions(self) -> AsyncGenerator[Session, None]:
+        failures = 0
+        loop = asyncio.get_running_loop()
+        while await self._may_open():
+            try:
+                session = await self._open()
+            except BrokerError as error:
+                failures += 1
+                if self._trouble != str(error):  # otherwise it is logged already
+                    self._trouble = str(error)
+                    log.warning(signals.CONSUME_FAILED, queue=self.queue, reason=str(error))
+                await self._back_off(failures)
+                continue
+            if self._stopping.is_set():  # `stop` was called while the channel was opened
+                await session.close()
+                return
+            self._trouble = None
+            self._session = session  # from here on `pause`, `resume` and `stop` reach it
+            opened_s = loop.time()
+            try:
+                if self._paused is not None:  # `pause` was called while the channel was opened
+                    await session.pause()
+                yield session
+            finally:
+                self._trouble = "stopped" if self._stopping.is_set() else "channel lost"
+                self._session = None
+                await session.close()
+            if session.cancelled:
+                log.warning(signals.CONSUMER_CANCELLED, queue=self.queue)
+                self._on_missing()
+            if self._connection.is_open:  # otherwise the connection makes pauses while it reconnects
+                failures = failures + 1 if loop.time() < opened_s + SHORT_S else 1
+                await self._back_off(failures)
+
+    async def stop(self) -> None:
+        """Stop consuming for good. The session ends when its remaining deliveries have been iterated over."""
+        self._stopping.set()
+        if self._session is not None:
+            await self._session.stop()
+
+    async def pause(self, reason: str) -> None:
+        self._paused = reason
+        self._unpaused.clear()
+        if self._session is not None:
+            await self._session.pause()
+
+    async def resume(self) -> None:
+        self._paused = None
+        self._unpaused.set()
+        if self._session is not None:
+            await self._session.resume()
+
+    async def consume_again(self, *, keeps_channel: bool) -> None:
+        """Consume by a new consumer: on the same channel, so that what was delivered can still be settled, or on a new
+        one."""
+        if (session := self._session) is None:
+            return
+        if not keeps_channel:
+            await session.close()
+        elif self._paused is None:
+            await session.pause()
+            if self._paused is None:  # unless `pause` was called meanwhile
+                await session.resume()
+
+    async def _may_open(self) -> bool:
+        """Wait until a channel may be opened. Returns False after `stop`."""
+        while not self._stopping.is_set():
+            if self._paused is not None:
+                await self._unless_stopped(self._unpaused.wait())
+            elif not self._connection.is_open:
+                self._trouble = self._connection.trouble or "no connection"
+                await self._unless_stopped(self._connected())
+            else:
+                return True
+        return False
+
+    async def _connected(self) -> None:
+        with suppress(BrokerUnreachable):
+            await self._connection.underlying()
+
+    async def _back_off(self, failures: int) -> None:
+        await self._unless_stopped(asyncio.sleep(pause_s(failures, first_s=0.1, cap_s=BACKOFF_CAP_S)))
+
+    async def _unless_stopped(self, waiting: Coroutine[object, object, object]) -> None:
+        tasks = (asyncio.create_task(waiting), asyncio.create_task(self._stopping.wait()))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _open(self) -> Session:
+        channel = await self._connection.channel(confirms=False, timeout_s=OPEN_TIMEOUT_S)
+        if self._heads is not None:
+            session: Session = HeadsSession(channel, self._heads, queue=self.queue, counted=self._counted)
+        else:
+            session = Session(channel, queue=self.queue, counted=self._counted)
+        try:
+            with border(f"cannot consume {self.queue!r}"):
+                await session.start(prefetch=self.prefetch)
+        except BrokerUnreachable as error:
+            await session.close()
+            if isinstance(error.__cause__, ChannelNotFoundEntity):
+                self._on_missing()
+                raise BrokerUnreachable(f"{error}; run: lanekeeper topology apply") from error
+            raise
+        return session
+
+
+class Inbox:
+    """An exclusive queue for replies or control messages. The broker names it, and deletes it when the connection
+    closes. Iterating acknowledges each message as it is read, and raises ChannelLost when the queue is lost.
+    `bindings`: pairs of an exchange and a routing key."""
+
+    def __init__(self, connection: Connection, *, bindings: tuple[tuple[str, str], ...] = ()) -> None:
+        self._connection = connection
+        self._bindings = bindings
+        self._channel: Channel
+        self._session: Session
+        self.name = ""
+
+    async def __aenter__(self) -> Self:
+        """Raises BrokerUnreachable."""
+        self._channel = await self._connection.channel(confirms=False)
+        with border("no queue of one's own"):
+            declared = await self._channel.queue_declare(exclusive=True, auto_delete=True, timeout=RPC_TIMEOUT_S)
+            self.name = declared.queue or ""
+            await self.bind()
+            self._session = Session(self._channel, queue=self.name, counted=False)
+            await self._session.start(prefetch=WAITING)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def bind(self) -> None:
+        """Call it again if an exchange was deleted and declared again: its bindings are lost then. Raises
+        BrokerUnreachable."""
+        with border("cannot bind"):
+            for exchange, routing_key in self._bindings:
+                await self._channel.queue_bind(self.name, exchange, routing_key, timeout=RPC_TIMEOUT_S)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Message:
+        delivery = await anext(self._session)
+        with suppress(ChannelLost):  # a message without an acknowledgement is lost with the queue
+            await delivery.ack()
+        return delivery.message
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedMessage:
+    """A message that was fetched and not acknowledged yet; meanwhile no other client gets it. `behind`: how many
+    messages wait in the queue after it."""
+
+    message: Message
+    behind: int
+    tag: int
+
+
+class OldestMessages:
+    """Fetches the messages of a queue one by one, the oldest first. Each can be removed; the others return to their
+    places when the `async with` block ends. Of several processes that do this, each message goes to one."""
+
+    def __init__(self, connection: Connection, queue: str) -> None:
+        self._connection = connection
+        self._queue = queue
+        self._channel: Channel
+
+    async def __aenter__(self) -> Self:
+        self._channel = await self._connection.channel(confirms=False, timeout_s=FETCH_TIMEOUT_S)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with suppress(BrokerUnreachable), border("closing"):
+            await self._channel.close(timeout=FETCH_TIMEOUT_S)
+
+    async def take(self) -> FetchedMessage | None:
+        """Fetch the oldest message that no process has fetched, if there is one. Raises AccessRefused,
+        BrokerUnreachable."""
+        try:
+            with border(f"cannot read {self._queue!r}"):
+                got = await self._channel.basic_get(self._queue, timeout=FETCH_TIMEOUT_S)
+        except BrokerUnreachable as error:
+            if isinstance(error.__cause__, ChannelAccessRefused):
+                raise AccessRefused(str(error)) from error
+            raise
+        found = got.delivery
+        if not isinstance(found, Basic.GetOk):
+            return None
+        return FetchedMessage(message_of(got), behind=found.message_count or 0, tag=found.delivery_tag or 0)
+
+    async def remove(self, letter: FetchedMessage) -> None:
+        """Raises BrokerUnreachable; the message may then still be in the queue."""
+        with border(f"channel lost before a message of {self._queue} was removed"):
+            await self._channel.basic_ack(letter.tag, wait=True)

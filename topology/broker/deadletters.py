@@ -1,0 +1,361 @@
+"""Reads `lane.dead`, the queue of dead letters: all in one pass (`scanned`), each as a value (`DeadLetter`) or as JSON.
+
+AMQP can only look at a message by taking it. A scan takes all letters without acknowledging them, keeps in memory only
+what its caller keeps, and then gives them back: 100,000 letters take about six seconds. Meanwhile nobody else sees
+them. So a scan waits for another one to end, and two that begin together both give way for a random time. What a scan
+holds for longer, to publish it again, is removed when that is confirmed, and otherwise returns when its channel closes,
+also if its process dies. RabbitMQ counts these deliveries, and `lane.dead` has no delivery limit. Letters keep their
+order on RabbitMQ 4; on 3.x those that arrive during a scan come before the others.
+"""
+
+import asyncio
+import base64
+import json
+import random
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from aiormq.abc import ChannelFrame
+from aiormq.channel import Channel
+from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity
+from pamqp.commands import Basic
+
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.driver import Delivered, border, left_to_the_tap, tap_of
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import UNREADABLE, Encoded, Headers, Message
+from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable, TopologyMismatch
+from lanekeeper.telemetry.tracing import context_in
+from topology.broker.consume import CLOSE_TIMEOUT_S, RPC_TIMEOUT_S
+from topology.codec.decoding import app_of
+
+WINDOW: Final = 5000
+"""How many letters one consumer takes; then another one joins it on the same channel."""
+OTHERS_END_WITHIN_S: Final = 10.0
+"""After that long, a scan begins although there are other consumers, and sees what these have not taken. RabbitMQ also
+counts one that was cancelled and still holds messages, such as that of a replay."""
+ARRIVED_WITHIN_S: Final = 0.5
+FRAMES: Final = 1000
+LOOKS: Final = 20
+LOOK_PAUSE_S: Final = 0.01
+"""How often, and with which pause, a scan looks whether the queue has what it gave back."""
+REPLAYS_SHOWN: Final = 999
+_DETAIL: Final = 1000
+_QUOTED = re.compile(r"""(?<!\w)'[^'\n]*'(?!\w)|"[^"\n]*"|`[^`\n]*`""")
+_NUMBERED = re.compile(r"[\w.:-]*\d[\w.:-]*")
+_SPACE = re.compile(r"\s+")
+
+
+def cause_of(code: str, detail: str) -> str:
+    """A short fingerprint of an error: equal for details that differ only in numbers, ids and quoted values."""
+    return blake2b(f"{code} {normalised(detail)}".encode(errors="replace"), digest_size=4).hexdigest()
+
+
+def normalised(detail: str) -> str:
+    """An error's text with `#` in place of numbers, ids and quoted values."""
+    return _SPACE.sub(" ", _NUMBERED.sub("#", _QUOTED.sub("#", detail[:_DETAIL]))).strip()
+
+
+@dataclass(frozen=True)
+class DeadLetter:
+    """A message of `lane.dead`. Whoever may write there can put anything into it, so every field has a value also if
+    the message is no request, or cannot be read."""
+
+    message: Message
+
+    def _text(self, header: str) -> str:
+        value = self.message.headers.get(header)
+        return value if isinstance(value, str) else ""
+
+    @cached_property
+    def id(self) -> str:
+        """The request's id; if the message has none, one made of its content."""
+        message = self.message
+        return message.message_id or blake2b(message.body + message.routing_key.encode(), digest_size=8).hexdigest()
+
+    @property
+    def code(self) -> str:
+        return self._text(n.DEAD_CODE) or ("unreadable" if UNREADABLE in self.message.headers else "unknown")
+
+    @property
+    def detail(self) -> str:
+        return self._text(n.DEAD_DETAIL) or str(self.message.headers.get(UNREADABLE, ""))
+
+    @cached_property
+    def cause(self) -> str:
+        return cause_of(self.code, self.detail)
+
+    @property
+    def routing_key(self) -> str:
+        return self._text(n.ROUTING_KEY) or self.message.routing_key
+
+    @property
+    def lane(self) -> str:
+        return self.routing_key.partition(".")[0]
+
+    @property
+    def app(self) -> str:
+        return app_of(self.routing_key)
+
+    @property
+    def tenant(self) -> str:
+        """Empty if it is unknown. Workers have checked it (`consumers/settle.py`)."""
+        return self._text(n.TENANT) or self._text(n.USER_ID)
+
+    @property
+    def at(self) -> str:
+        return self._text(n.DEAD_AT)
+
+    @cached_property
+    def at_ms(self) -> int:
+        """When the request ended, in ms since 1970; 0 if it is unknown."""
+        try:
+            return round(1000 * datetime.fromisoformat(self.at).timestamp())
+        except (ValueError, OverflowError):
+            return 0
+
+    @property
+    def attempts(self) -> int:
+        return self._number(n.ATTEMPT)
+
+    @property
+    def replays(self) -> int:
+        """How often it was published again before; above 0, it is a relapse."""
+        return min(self._number(n.REPLAYS), REPLAYS_SHOWN)
+
+    @property
+    def replayed_at(self) -> str:
+        return self._text(n.REPLAYED_AT)
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        errors = self.message.headers.get(n.ERRORS)
+        return tuple(map(str, errors)) if isinstance(errors, list) else ()
+
+    @property
+    def trace_id(self) -> str | None:
+        found = context_in(self.message.headers)
+        return None if found is None else f"{found.trace_id:032x}"
+
+    @property
+    def user_id(self) -> str:
+        return self._text(n.USER_ID)
+
+    @cached_property
+    def body_bytes(self) -> int:
+        return len(self.message.body)
+
+    def without_body(self) -> "DeadLetter":
+        """Itself, for a list: its body no longer takes memory."""
+        assert self.id
+        assert self.body_bytes >= 0
+        self.message.body = b""
+        return self
+
+    @property
+    def key(self) -> int:
+        """Equal for copies of one letter, and different for two ends of one request."""
+        named = f"{self.tenant}\0{self.id}\0{self.at}".encode(errors="replace")
+        return int.from_bytes(blake2b(named, digest_size=7).digest(), "big")
+
+    def _number(self, header: str) -> int:
+        value = self.message.headers.get(header)
+        return value if type(value) is int and value > 0 else 0
+
+
+# ---- reading the queue -----------------------------------------------------------------------------------------------
+
+
+class Busy(Exception):
+    """Another consumer reads the queue."""
+
+
+class Reader(Protocol):
+    """What a scan shows its messages to."""
+
+    @property
+    def is_enough(self) -> bool:
+        """True ends the scan early."""
+        ...
+
+    def keeps(self, message: Message, tag: int) -> bool:
+        """Called with each message and its delivery tag; must not block. True: the message stays with the scan."""
+        ...
+
+
+R = TypeVar("R", bound=Reader)
+
+
+class Scan(Generic[R]):
+    """One pass over a queue. What `reader` keeps stays with it until `remove`, or until its `async with` block ends."""
+
+    def __init__(self, channel: Channel, queue: str, reader: R) -> None:
+        self.reader = reader
+        self._channel = channel
+        self._queue = queue
+        self._kept: set[int] = set()
+        self._seen = 0
+        self._changed = asyncio.Event()
+        self._failed: Exception | None = None
+
+    async def take_all(self, *, gives_way: bool) -> None:
+        """Raises Busy if another consumer reads the queue and this one `gives_way`."""
+        self._channel.closing.add_done_callback(lambda _: self._changed.set())
+        tap_of(self._channel).on_delivery = self._on_delivery
+        await self._channel.basic_qos(prefetch_count=WINDOW, timeout=RPC_TIMEOUT_S)
+        own: list[str] = []  # none is cancelled before the end, so that others always see one
+        while True:
+            ready, consumers = await self._look()
+            if consumers > len(own) and gives_way:
+                raise Busy
+            if not ready or self.reader.is_enough or self._failed is not None:
+                break
+            expected = self._seen + min(ready, WINDOW)
+            consuming = await self._channel.basic_consume(self._queue, left_to_the_tap, timeout=RPC_TIMEOUT_S)
+            own.append(consuming.consumer_tag or "")
+            await self._arrived(expected)
+        for tag in own:
+            await self._channel.basic_cancel(tag, timeout=RPC_TIMEOUT_S)
+        if self._failed is not None:
+            raise self._failed
+
+    async def give_back(self) -> None:
+        """Return all messages that are not kept, in the order in which they came, and wait until others see them."""
+        tags = (tag for tag in range(1, self._seen + 1) if tag not in self._kept)
+        while frames := [Basic.Nack(delivery_tag=tag, requeue=True) for tag in islice(tags, FRAMES)]:
+            written = ChannelFrame.marshall(channel_number=self._channel.number, frames=frames)
+            await self._channel.write_queue.put(written)
+        for _ in range(LOOKS):
+            if (await self._look())[0] >= self._seen - len(self._kept):
+                return
+            await asyncio.sleep(LOOK_PAUSE_S)
+
+    async def remove(self, tag: int) -> None:
+        """Raises BrokerUnreachable; the message may then still be in the queue."""
+        with border(f"channel lost before a message of {self._queue} was removed"):
+            await self._channel.basic_ack(tag, wait=True)
+        self._kept.discard(tag)
+
+    async def _look(self) -> tuple[int, int]:
+        declared = await self._channel.queue_declare(self._queue, passive=True, timeout=RPC_TIMEOUT_S)
+        return declared.message_count or 0, declared.consumer_count or 0
+
+    async def _arrived(self, count: int) -> None:
+        """Wait until so many messages have come, or none comes any more, because somebody else took some."""
+        while self._seen < count and not (self.reader.is_enough or self._failed or self._channel.is_closed):
+            before = self._seen
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ARRIVED_WITHIN_S):
+                    await self._changed.wait()
+            self._changed.clear()
+            if self._seen == before and not (await self._look())[0]:
+                return
+
+    def _on_delivery(self, delivered: Delivered) -> None:
+        self._seen = delivered.tag
+        try:
+            is_over = self.reader.is_enough or self._failed is not None
+            if not is_over and self.reader.keeps(delivered.message, delivered.tag):
+                self._kept.add(delivered.tag)
+        except Exception as error:  # raised where the caller awaits, and not in the reader of the socket
+            self._failed = error
+        self._changed.set()
+
+
+@asynccontextmanager
+async def scanned(connection: Connection, queue: str, begin: Callable[[], R]) -> AsyncIterator[Scan[R]]:
+    """A finished scan. `begin` makes its reader, and another one if it has to give way and begin again. Raises
+    AccessRefused, BrokerUnreachable, TopologyMismatch, and what the reader raises."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + OTHERS_END_WITHIN_S
+    while True:
+        channel = await connection.channel(confirms=False)
+        scan = Scan(channel, queue, begin())
+        is_busy = False
+        try:
+            with border(f"cannot read {queue!r}"):
+                try:
+                    await scan.take_all(gives_way=loop.time() < end)
+                    await scan.give_back()
+                except Busy:
+                    is_busy = True
+            if not is_busy:
+                yield scan
+                return
+        except BrokerUnreachable as error:
+            if isinstance(error.__cause__, ChannelAccessRefused):
+                raise AccessRefused(f"{error}; the exported role `operator` may read it") from error
+            if isinstance(error.__cause__, ChannelNotFoundEntity):
+                raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
+            raise
+        finally:
+            with suppress(BrokerUnreachable), border("closing"):
+                await channel.close(timeout=CLOSE_TIMEOUT_S)
+        await asyncio.sleep(random.uniform(0.02, 0.3))
+
+
+# ---- lines of JSON ---------------------------------------------------------------------------------------------------
+
+_WRITTEN = (
+    "message_id", "routing_key", "content_type", "content_encoding", "reply_to", "correlation_id", "priority", "type",
+    "app_id", "timestamp_s",
+)  # fmt: skip
+_PLAIN: Final = frozenset(b"Stl")
+"""The AMQP types (string, boolean, 64-bit integer) that JSON's own types stand for."""
+_AMQP: Final = "amqp"
+
+
+def line_of(message: Message) -> bytes:
+    """A message as one line of JSON, from which `message_of_line` makes an equal one. The body is text if it is JSON in
+    UTF-8, else base64; so are headers of types that JSON has not."""
+    line = {name: value for name in _WRITTEN if (value := getattr(message, name)) is not None}
+    line["headers"] = {name: _header(message.headers, name) for name in message.headers}
+    try:
+        json.loads(message.body)
+        line["body"] = message.body.decode()
+    except (ValueError, RecursionError):
+        line["body_base64"] = base64.b64encode(message.body).decode()
+    return json.dumps(line, default=str).encode() + b"\n"
+
+
+def _header(headers: Any, name: str) -> object:
+    value = headers.encoded(name) if isinstance(headers, Headers) else headers[name]
+    if isinstance(value, Encoded) and (value[0] not in _PLAIN or isinstance(headers[name], bytes)):
+        return {_AMQP: base64.b64encode(value).decode()}
+    return headers[name]
+
+
+def message_of_line(line: bytes | str) -> Message:
+    """Raises ValueError for what is no line of `line_of`."""
+    try:
+        found: dict[str, Any] = json.loads(line)
+        body, packed, headers = found.pop("body", None), found.pop("body_base64", None), found.pop("headers", {})
+        if not found.keys() <= set(_WRITTEN) or (body is None) is (packed is None):
+            raise ValueError("other fields than an exported dead letter")
+        texts = [found.get(name) for name in _WRITTEN if name not in ("priority", "timestamp_s")]
+        numbers = [found.get(name) for name in ("priority", "timestamp_s")]
+        is_typed = all(each is None or isinstance(each, str) for each in texts) and all(
+            each is None or type(each) in (int, float) for each in numbers
+        )
+        if not is_typed or not found.get("routing_key"):
+            raise ValueError("fields of other types than an exported dead letter")
+        return Message(
+            body=base64.b64decode(packed, validate=True) if body is None else body.encode(),
+            headers={name: _imported(value) for name, value in headers.items()},
+            **found,
+        )
+    except (TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise ValueError(f"no exported dead letter: {error}") from error
+
+
+def _imported(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {_AMQP}:
+        return Encoded(base64.b64decode(value[_AMQP], validate=True))
+    return value

@@ -1,0 +1,220 @@
+"""A client for RabbitMQ's management HTTP API, to read the broker's cluster name and topology, and import definitions.
+
+Credentials are sent only to the configured URL, or to a server at the AMQP host that answers like RabbitMQ's management
+API; to the latter over TLS if the AMQP connection uses TLS. They are never sent to the target of a redirect.
+"""
+
+import json
+import ssl
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+from aio_pika.abc import AbstractConnection
+from yarl import URL
+
+from lanekeeper.contract.identity import urls_of
+from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
+from topology.declaration import Arguments, Binding, Exchange, Queue, Topology, Value
+
+TIMEOUT_S = 10
+PORT = 15672
+TLS_PORT = 15671
+_REALM = "RabbitMQ"
+_QUEUE_COLUMNS = "name,arguments,durable,auto_delete,exclusive,effective_policy_definition,members"
+
+
+@dataclass(frozen=True, slots=True)
+class Management:
+    """The management API of one broker, for one virtual host. Each call makes and closes its own HTTP session.
+
+    Every call raises BrokerUnreachable if nothing answers in time, AccessRefused for a user without the tag
+    `management` or without rights in the virtual host, BrokerError for any other error.
+    """
+
+    url: str
+    """Without credentials, so that error texts can quote it."""
+    user: str
+    password: str = field(repr=False)
+    vhost: str
+    ssl_context: ssl.SSLContext | None = field(default=None, repr=False)
+
+    async def cluster_name(self) -> str:
+        return str((await self._get("overview"))["cluster_name"])
+
+    async def topology(self) -> Topology:
+        """All but the broker's own (`amq.…`, the default exchange)."""
+        exchanges = await self._get(f"exchanges/{self._vhost}")
+        queues = await self._get(f"queues/{self._vhost}", columns=_QUEUE_COLUMNS)
+        return Topology(
+            exchanges=tuple(
+                _exchange(found) for found in exchanges if found["name"] and not found["name"].startswith("amq.")
+            ),
+            queues=tuple(_queue(queue) for queue in queues),
+            bindings=await self.bindings(),
+            nodes=await self._nodes(),
+        )
+
+    async def bindings(self) -> tuple[Binding, ...]:
+        found = await self._get(f"bindings/{self._vhost}")
+        return tuple(_binding(binding) for binding in found if binding["source"])
+
+    async def import_definitions(self, definitions: dict[str, Any]) -> None:
+        """Import `definitions` (topology/export.py) into the broker. The user needs the tag `administrator`."""
+        await self._call("POST", "definitions", body=definitions)
+
+    async def _nodes(self) -> tuple[str, ...]:
+        """Empty if the user does not have the tag `monitoring`."""
+        try:
+            found = await self._get("nodes", columns="name")
+        except AccessRefused:
+            return ()
+        return tuple(sorted(node["name"] for node in found))
+
+    @property
+    def _vhost(self) -> str:
+        return quote(self.vhost, safe="")
+
+    async def _get(self, path: str, **query: str) -> Any:
+        body = await self._call("GET", path, query=query)
+        try:
+            return json.loads(body)
+        except ValueError as error:
+            raise BrokerError(f"{self.url} answered with something else than JSON; is it RabbitMQ's?") from error
+
+    async def _call(
+        self, method: str, path: str, *, query: dict[str, str] | None = None, body: dict[str, Any] | None = None
+    ) -> bytes:
+        # `encoded=True`, because the virtual host "/" must stay %2F in the path
+        url = URL(f"{self.url.rstrip('/')}/api/{path}", encoded=True)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session,
+                session.request(
+                    method,
+                    url,
+                    params=query,
+                    json=body,
+                    headers={"authorization": aiohttp.encode_basic_auth(self.user, self.password)},
+                    ssl=self.ssl_context or True,
+                    allow_redirects=False,
+                ) as answer,
+            ):
+                text = await answer.read()
+                if answer.status >= 300:
+                    raise self._refusal(answer.status, path, text)
+                return text
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise BrokerUnreachable(f"no management API at {self.url}: {error or type(error).__name__}") from error
+
+    def _refusal(self, status: int, path: str, text: bytes) -> BrokerError:
+        if status in (401, 403):
+            return AccessRefused(
+                f"the management API at {self.url} refuses user {self.user!r} ({status}): "
+                f"it needs the tag `management` and rights in virtual host {self.vhost!r}"
+            )
+        if status == 404:
+            return BrokerError(f"the management API at {self.url} knows no virtual host {self.vhost!r}")
+        text_start = text[:200].decode("utf-8", errors="replace")
+        return BrokerError(f"the management API at {self.url} answered {status} to {path}: {text_start}")
+
+
+async def discover(
+    amqp_url: str,
+    management_url: str | None = None,
+    *,
+    connection: AbstractConnection | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+) -> Management | None:
+    """Find the management API of a broker. If `amqp_url` has the URLs of several nodes, they are tried in order.
+
+    `management_url`, if given, is used without a check; credentials in it are used instead of those for AMQP. Otherwise
+    the AMQP host is tried, at port 15672, or at port 15671 over TLS for `amqps`. Returns None if no management API
+    answers there, if it refuses the user, or if it belongs to another broker than `connection` (several brokers may run
+    on one machine).
+    """
+    every = [URL(url) for url in urls_of(amqp_url)]
+    if management_url is not None:
+        own = URL(management_url)
+        user, password, vhost = _access(every[0])
+        if own.user is not None:
+            user, password = own.user, own.password or ""
+        return Management(str(own.with_user(None)), user, password, vhost, ssl_context)
+    for amqp in every:
+        management = await _at_host(amqp, connection, ssl_context)
+        if management is not None:
+            return management
+    return None
+
+
+def _access(amqp: URL) -> tuple[str, str, str]:
+    return amqp.user or "guest", amqp.password or "guest", amqp.path[1:] or "/"
+
+
+async def _at_host(
+    amqp: URL, connection: AbstractConnection | None, ssl_context: ssl.SSLContext | None
+) -> Management | None:
+    tls = amqp.scheme == "amqps"
+    url = URL.build(scheme="https" if tls else "http", host=amqp.host or "localhost", port=TLS_PORT if tls else PORT)
+    if not await _answers_as_rabbitmq(url, ssl_context):
+        return None
+    management = Management(str(url), *_access(amqp), ssl_context)
+    try:
+        cluster_name = await management.cluster_name()
+    except BrokerError:
+        return None
+    return management if connection is None or is_same_broker(cluster_name, connection) else None
+
+
+def is_same_broker(cluster_name: str, connection: AbstractConnection) -> bool:
+    """Whether a management API's cluster name is that of `connection`'s broker."""
+    if connection.transport is None:
+        raise BrokerUnreachable("the connection was closed meanwhile")
+    properties = connection.transport.connection.server_properties
+    return str(properties.get("cluster_name", cluster_name)) == cluster_name
+
+
+async def _answers_as_rabbitmq(url: URL, ssl_context: ssl.SSLContext | None) -> bool:
+    """Whether the server asks for a login as RabbitMQ's management API does. No credentials are sent, because another
+    service may listen on this port."""
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session,
+            session.get(url / "api" / "overview", ssl=ssl_context or True, allow_redirects=False) as answer,
+        ):
+            return answer.status == 401 and _REALM in answer.headers.get("www-authenticate", "")
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return False
+
+
+def _exchange(found: dict[str, Any]) -> Exchange:
+    same = ("name", "type", "internal", "durable", "auto_delete")
+    return Exchange(**{field: found[field] for field in same}, arguments=_arguments(found["arguments"]))
+
+
+def _queue(found: dict[str, Any]) -> Queue:
+    return Queue(
+        **{field: found[field] for field in ("name", "durable", "auto_delete")},
+        arguments=_arguments(found["arguments"]),
+        exclusive=bool(found.get("exclusive", False)),
+        policy=_arguments(found.get("effective_policy_definition")),
+        members=tuple(found.get("members", ())),
+    )
+
+
+def _binding(found: dict[str, Any]) -> Binding:
+    return Binding(
+        **{field: found[field] for field in ("source", "destination", "routing_key")},
+        destination_kind=found["destination_type"],
+        arguments=_arguments(found["arguments"]),
+    )
+
+
+def _arguments(found: object) -> Arguments:
+    """Some RabbitMQ versions send an empty table as `[]`. Nested values become JSON text."""
+    if not isinstance(found, dict):
+        return {}
+    return {
+        key: value if isinstance(value, Value) else json.dumps(value, sort_keys=True) for key, value in found.items()
+    }
