@@ -2,11 +2,10 @@
 
 import json as json_text
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -15,50 +14,42 @@ from service.cli.process import FAILED, connected, print_json, printable, run, t
 
 if TYPE_CHECKING:
     from service.config.settings import Settings
-    from service.deadletters import DeadLetters, Filter, Overview
+    from service.deadletters import DeadLetters, Filter
 
-Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="The ids of requests.")]
-Codes = Annotated[list[str] | None, typer.Option("--code", help="The error's code, such as provider_rejected.")]
-Lanes = Annotated[list[str] | None, typer.Option("--lane", help="The lane to which it was published.")]
-Apps = Annotated[list[str] | None, typer.Option("--app", help="The application in its routing key.")]
+T = TypeVar("T")
 Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="Whose request it is.")]
-Causes = Annotated[list[str] | None, typer.Option("--cause", help="The cause, as `dead list` shows it.")]
-Since = Annotated[
-    str | None,
-    typer.Option("--since", metavar="TIME", help="Only later ones: a duration ago (2h) or a time (RFC 3339)."),
-]
 All = Annotated[bool, typer.Option("--all", help="All dead letters, instead of a choice.")]
 SHOWN = 80
 
 app = typer.Typer(no_args_is_help=True, help="Dead letters: failed requests that are kept to be mended and run again.")
 
 
-def _filter(
-    ids: list[str] | None,
-    codes: list[str] | None,
-    lanes: list[str] | None,
-    apps: list[str] | None,
-    tenants: list[str] | None,
-    causes: list[str] | None,
-    since: str | None,
-    *,
-    everything: bool = True,
+@options.taking
+def chosen(
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="The ids of requests.")] = None,
+    codes: Annotated[
+        list[str] | None, typer.Option("--code", help="The error's code, such as provider_rejected.")
+    ] = None,
+    lanes: Annotated[list[str] | None, typer.Option("--lane", help="The lane to which it was published.")] = None,
+    apps: Annotated[list[str] | None, typer.Option("--app", help="The application in its routing key.")] = None,
+    tenants: Tenants = None,
+    causes: Annotated[list[str] | None, typer.Option("--cause", help="The cause, as `dead list` shows it.")] = None,
+    since: Annotated[
+        str | None,
+        typer.Option("--since", metavar="TIME", help="Only later ones: a duration ago (2h) or a time (RFC 3339)."),
+    ] = None,
 ) -> "Filter":
-    """`everything`: whether no choice means all. Raises typer.BadParameter."""
+    """The letters that these options choose. Raises typer.BadParameter."""
     from service.deadletters import Filter
 
-    wanted = Filter(
-        ids=frozenset(ids or ()),
-        codes=frozenset(codes or ()),
-        lanes=frozenset(lanes or ()),
-        apps=frozenset(apps or ()),
-        tenants=frozenset(tenants or ()),
-        causes=frozenset(causes or ()),
-        since_ms=0 if since is None else since_ms(since),
-    )
+    given = {"ids": ids, "codes": codes, "lanes": lanes, "apps": apps, "tenants": tenants, "causes": causes}
+    since_ms_ = 0 if since is None else since_ms(since)
+    return Filter(since_ms=since_ms_, **{name: frozenset(values or ()) for name, values in given.items()})
+
+
+def _require_choice(wanted: "Filter", *, everything: bool) -> None:
     if wanted.is_empty and not everything:
         raise typer.BadParameter("name dead letters by id, or by --cause, --code, --lane, …, or say --all")
-    return wanted
 
 
 def since_ms(text: str) -> int:
@@ -67,28 +58,25 @@ def since_ms(text: str) -> int:
     return int(1000 * when.timestamp())
 
 
-@asynccontextmanager
-async def _letters(settings: "Settings") -> AsyncIterator["DeadLetters"]:
+def _with_letters(settings: "Settings", work: "Callable[[DeadLetters], Awaitable[T]]") -> T:
     from service.deadletters import DeadLetters
 
-    async with connected(settings, "dead") as connection:
-        yield DeadLetters(settings, connection)
+    async def working() -> T:
+        async with connected(settings, "dead") as connection:
+            return await work(DeadLetters(settings, connection))
+
+    return run(working())
 
 
 @app.command("list")
+@chosen
+@options.with_settings
 def list_(
-    ids: Ids = None,
-    codes: Codes = None,
-    lanes: Lanes = None,
-    apps: Apps = None,
-    tenants: Tenants = None,
-    causes: Causes = None,
-    since: Since = None,
+    settings: "Settings",
+    wanted: "Filter",
     limit: Annotated[int, typer.Option("--limit", min=0, max=200, help="How many letters to list.")] = 20,
     after: Annotated[str | None, typer.Option("--after", help="The next page: what the page before named.")] = None,
     json: options.Json = False,
-    config: options.Config = None,
-    sets: options.Set = None,
 ) -> None:
     """Count dead letters by cause, and list the newest.
 
@@ -96,18 +84,12 @@ def list_(
     """
     from service.deadletters import position
 
-    settings = options.settings_of(config, sets)
-    wanted = _filter(ids, codes, lanes, apps, tenants, causes, since)
     try:
         begin = None if after is None else position(after)
     except ValueError:
         raise typer.BadParameter("not what a page named as the next", param_hint="--after") from None
-
-    async def look() -> "Overview":
-        async with _letters(settings) as letters:
-            return await letters.overview(wanted, limit=limit, after=begin)
-
-    found = run(look()).as_json(jaeger_url=settings.traces_page)
+    overview = _with_letters(settings, lambda letters: letters.overview(wanted, limit=limit, after=begin))
+    found = overview.as_json(jaeger_url=settings.traces_page)
     if json:
         print_json(found)
     else:
@@ -152,35 +134,26 @@ def _short(at: str) -> str:
 
 
 @app.command()
+@options.with_settings
 def show(
+    settings: "Settings",
     id: Annotated[str, typer.Argument(metavar="ID", help="The request's id.")],
     tenants: Tenants = None,
     json: options.Json = False,
-    config: options.Config = None,
-    sets: options.Set = None,
 ) -> None:
     """Show one dead letter: why it failed, its attempts, headers and body, and its trace."""
-    from service.deadletters import whole
+    from service.deadletters import Filter, whole
 
-    settings = options.settings_of(config, sets)
-    wanted = _filter([id], None, None, None, tenants, None, None)
-
-    async def look() -> dict[str, Any] | None:
-        async with _letters(settings) as letters:
-            letter = await letters.find(wanted)
-            return None if letter is None else whole(letter, jaeger_url=settings.traces_page)
-
-    found = run(look())
-    if found is None:
+    wanted = Filter(ids=frozenset({id}), tenants=frozenset(tenants or ()))
+    if (letter := _with_letters(settings, lambda letters: letters.find(wanted))) is None:
         tell(f"no dead letter has the id {printable(id)}")
         raise typer.Exit(FAILED)
+    found = whole(letter, jaeger_url=settings.traces_page)
     if json:
         print_json(found)
         return
     message = found.pop("message")
-    body, errors, link = message.pop("body", None), found.pop("errors"), found.pop("trace_url")
-    if link is not None:
-        found["trace_id"] = link
+    body, errors = message.pop("body", None), found.pop("errors")
     for name, value in (*found.items(), *message.pop("headers").items(), *message.items()):
         if value not in ("", None) and name not in ("message_id", "body_base64"):
             text = value if isinstance(value, str) else json_text.dumps(value, ensure_ascii=False)
@@ -194,14 +167,11 @@ def show(
 
 
 @app.command()
+@chosen
+@options.with_settings
 def replay(
-    ids: Ids = None,
-    codes: Codes = None,
-    lanes: Lanes = None,
-    apps: Apps = None,
-    tenants: Tenants = None,
-    causes: Causes = None,
-    since: Since = None,
+    settings: "Settings",
+    wanted: "Filter",
     everything: All = False,
     edit: Annotated[
         Path | None,
@@ -212,8 +182,6 @@ def replay(
     rate: Annotated[float | None, typer.Option("--rate", min=0.001, help="At most so many a second.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check and count.")] = False,
     json: options.Json = False,
-    config: options.Config = None,
-    sets: options.Set = None,
 ) -> None:
     """Run requests again: publish each with its id, then remove its dead letter.
 
@@ -222,21 +190,15 @@ def replay(
 
     Example:  lanekeeper dead replay --cause 5f3a09c1 --edit mended.json --rate 5
     """
-    from service.deadletters import Change, Replay, ReplayRefused
+    from service.deadletters import Change, ReplayRefused
 
-    settings = options.settings_of(config, sets)
-    wanted = _filter(ids, codes, lanes, apps, tenants, causes, since, everything=everything)
+    _require_choice(wanted, everything=everything)
     try:
         patch = None if edit is None else json_text.loads(edit.read_text(encoding="utf-8"))
         change = Change(patch=patch, to_lane=to_lane, model=model)
     except (OSError, ValueError, RecursionError, ReplayRefused) as error:
         raise typer.BadParameter(f"{edit}: {error}", param_hint="--edit") from None
-
-    async def work() -> Replay:
-        async with _letters(settings) as letters:
-            return await letters.replay(wanted, change, rate_per_s=rate, dry_run=dry_run)
-
-    done = run(work())
+    done = _with_letters(settings, lambda letters: letters.replay(wanted, change, rate_per_s=rate, dry_run=dry_run))
     if json:
         print_json(done.as_json())
     else:
@@ -253,89 +215,55 @@ def replay(
 
 
 @app.command()
+@chosen
+@options.with_settings
 def drop(
-    ids: Ids = None,
-    codes: Codes = None,
-    lanes: Lanes = None,
-    apps: Apps = None,
-    tenants: Tenants = None,
-    causes: Causes = None,
-    since: Since = None,
+    settings: "Settings",
+    wanted: "Filter",
     everything: All = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: options.Json = False,
-    config: options.Config = None,
-    sets: options.Set = None,
 ) -> None:
     """Remove dead letters for good. Export them before, if somebody may want them."""
-    settings = options.settings_of(config, sets)
-    wanted = _filter(ids, codes, lanes, apps, tenants, causes, since, everything=everything)
-
-    async def count() -> int:
-        async with _letters(settings) as letters:
-            return (await letters.overview(wanted, limit=0)).matched
-
-    async def work() -> int:
-        async with _letters(settings) as letters:
-            return await letters.drop(wanted)
-
+    _require_choice(wanted, everything=everything)
     if not yes:
-        typer.confirm(f"drop {run(count())} dead letters for good?", abort=True, err=True)
-    dropped = run(work())
+        matched = _with_letters(settings, lambda letters: letters.overview(wanted, limit=0)).matched
+        typer.confirm(f"drop {matched} dead letters for good?", abort=True, err=True)
+    dropped = _with_letters(settings, lambda letters: letters.drop(wanted))
     print(json_text.dumps({"dropped": dropped}) if json else f"{dropped} dropped")
     if not dropped:
         raise typer.Exit(FAILED)
 
 
 @app.command()
-def export(
-    ids: Ids = None,
-    codes: Codes = None,
-    lanes: Lanes = None,
-    apps: Apps = None,
-    tenants: Tenants = None,
-    causes: Causes = None,
-    since: Since = None,
-    config: options.Config = None,
-    sets: options.Set = None,
-) -> None:
+@chosen
+@options.with_settings
+def export(settings: "Settings", wanted: "Filter") -> None:
     """Write dead letters to standard output, as lines of JSON. They stay where they are.
 
     Example:  lanekeeper dead export --cause 5f3a09c1 > letters.jsonl
     """
-    settings = options.settings_of(config, sets)
-    wanted = _filter(ids, codes, lanes, apps, tenants, causes, since)
-
-    async def work() -> int:
-        async with _letters(settings) as letters:
-            return await letters.export(wanted, sys.stdout.buffer.write)
-
-    exported = run(work())
+    exported = _with_letters(settings, lambda letters: letters.export(wanted, sys.stdout.buffer.write))
     sys.stdout.buffer.flush()
     tell(f"{exported} exported")
 
 
 @app.command("import")
+@options.with_settings
 def import_(
+    settings: "Settings",
     file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Lines of `dead export`.")],
-    config: options.Config = None,
-    sets: options.Set = None,
 ) -> None:
     """Put exported dead letters back, or those of another installation. A wrong line is told before any is put."""
     from topology.broker.deadletters import message_of_line
 
-    settings = options.settings_of(config, sets)
     for number, line in enumerate(_lines(file), 1):
         try:
             message_of_line(line)
         except ValueError as error:
             raise typer.BadParameter(f"line {number}: {error}", param_hint="FILE") from None
-
-    async def work() -> int:
-        async with _letters(settings) as letters:
-            return await letters.import_(_lines(file))
-
-    print(f"{run(work())} imported")
+    imported = _with_letters(settings, lambda letters: letters.import_(_lines(file)))
+    print(f"{imported} imported")
 
 
 def _lines(file: Path) -> Iterator[bytes]:

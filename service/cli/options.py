@@ -1,9 +1,11 @@
 """Declares options that several commands have, and reads their values: settings, durations, times, lanes."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from enum import StrEnum
+from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,6 +55,32 @@ def settings_of(
     from service.config.loading import load_settings
 
     return load_settings(config, for_calls=for_calls, **given_by(sets, sections))
+
+
+def taking(make: Callable[..., object]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command, as its first parameter, what `make` returns for its own options: they become the command's."""
+    own = signature(make).parameters
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        first, *others = signature(command).parameters.values()
+
+        @wraps(command)
+        def run(**given: Any) -> None:
+            made = make(**{name: given.pop(name) for name in own})
+            command(**{first.name: made}, **given)
+
+        parameters = [*others, *own.values()]
+        run.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
+@taking
+def with_settings(config: Config = None, sets: Set = None) -> "Settings":
+    """The settings. Raises SettingsError, typer.BadParameter."""
+    return settings_of(config, sets)
 
 
 def changed_keys_of(config: Path | None, sets: list[str] | None, **sections: Mapping[str, Any]) -> "ChangedKeys":

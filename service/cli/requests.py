@@ -37,7 +37,9 @@ CANCELLED: dict["Cancelled", str] = {
 Id = Annotated[str, typer.Argument(metavar="ID", help="The request's id: its message_id.")]
 
 
+@options.with_settings
 def send(
+    settings: "Settings",
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to ask; `-` reads standard input.")],
     lane: Annotated[LaneName, typer.Option("--lane", help="How urgent it is.")] = LaneName.CRITICAL,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
@@ -64,8 +66,6 @@ def send(
     json: Annotated[
         bool, typer.Option("--json", help="Print the whole answer as JSON; with --stream, one line for each part.")
     ] = False,
-    config: options.Config = None,
-    sets: options.Set = None,
 ) -> None:
     """Publish a request and print the answer. The request's id is printed first, on standard error. Ctrl-C cancels the
     request, and says so.
@@ -78,7 +78,6 @@ def send(
 
       git diff | lanekeeper send --stream --system "Review this change." -
     """
-    settings = options.settings_of(config, sets)
     user, _ = settings.credentials
     if tenant not in (None, user) and user not in settings.speakers:
         tell(
@@ -142,12 +141,12 @@ async def _send(
             raise
 
 
+@options.with_settings
 def cancel(
+    settings: "Settings",
     id: Id,
     tenant: options.Tenant = None,
     json: options.Json = False,
-    config: options.Config = None,
-    sets: options.Set = None,
 ) -> None:
     """Cancel a request wherever it is: queued, delayed, running.
 
@@ -157,8 +156,6 @@ def cancel(
     Example:  lanekeeper cancel 5b0c2f6e
     """
 
-    settings = options.settings_of(config, sets)
-
     async def cancelled() -> "Cancelled":
         async with _client_of(settings) as client:
             return await client.cancel(id, tenant=tenant)
@@ -167,7 +164,9 @@ def cancel(
     print(json_text.dumps({"id": id, "outcome": outcome}) if json else CANCELLED[outcome].format(id=id))
 
 
+@options.with_settings
 def result(
+    settings: "Settings",
     id: Id,
     tenant: options.Tenant = None,
     wait: Annotated[
@@ -175,8 +174,6 @@ def result(
         typer.Option("--wait", parser=options.seconds, metavar="DURATION", help="How long to wait for its end: 20s."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON.")] = False,
-    config: options.Config = None,
-    sets: options.Set = None,
 ) -> None:
     """Print the answer to a request that was published before, by this command or any other client.
 
@@ -184,8 +181,6 @@ def result(
 
     Example:  lanekeeper result --wait 20s 5b0c2f6e
     """
-
-    settings = options.settings_of(config, sets)
 
     async def fetch() -> None:
         async with _client_of(settings) as client:

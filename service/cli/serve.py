@@ -83,7 +83,7 @@ async def _serve(
     from lanekeeper.telemetry import signals
     from lanekeeper.telemetry.logs import logger
     from lanekeeper.telemetry.tracing import Tracing
-    from service.checks import production
+    from service import checks
     from service.cli.process import SERVICE_NAME
     from service.config.loading import simulating
     from service.gateway.app import Gateway, client_for
@@ -104,8 +104,8 @@ async def _serve(
         if simulate:
             api = await stack.enter_async_context(SimulatedAPI())
             settings = simulating(settings, api.base_url)
-        await production.refuse(settings)
-        production.warn_of_plain_text(settings)
+        await checks.refuse(settings)
+        checks.warn_of_plain_text(settings)
         parts = await stack.enter_async_context(
             assemble(settings, lanes=lanes, declares=declares, traces=traces, simulated=simulate)
         )
@@ -180,7 +180,7 @@ async def _gateway(settings: "Settings", new_keys: "ChangedKeys", traces: "Trace
     from lanekeeper.telemetry import signals
     from lanekeeper.telemetry.logs import logger
     from lanekeeper.telemetry.tracing import Tracing
-    from service.checks import production
+    from service import checks
     from service.cli.process import SERVICE_NAME
     from service.gateway.app import Gateway, client_for
     from service.gateway.server import Server
@@ -191,7 +191,7 @@ async def _gateway(settings: "Settings", new_keys: "ChangedKeys", traces: "Trace
     log = logger()
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(stop_signals())
-        production.warn_of_plain_text(settings)
+        checks.warn_of_plain_text(settings)
         client = await stack.enter_async_context(client_for(settings, Tracing(traces)))
         store = await stack.enter_async_context(
             open_store(

@@ -10,13 +10,15 @@ from service.cli import options
 from service.cli.process import FAILED, listening, run
 
 if TYPE_CHECKING:
+    from service.config.settings import Settings
     from service.simulated.app import SimulatedAPI
 
 PORT = 8099
 NO_LIMIT = 1_000_000_000
 
 
-def demo(config: options.Config = None, sets: options.Set = None) -> None:
+@options.with_settings
+def demo(settings: "Settings") -> None:
     """Flood the batch lane, let chats overtake it, spend a small budget, and print the results.
 
     It starts its own broker and simulated providers, and stops them at the end. The exit code is 0 only if every
@@ -24,7 +26,6 @@ def demo(config: options.Config = None, sets: options.Set = None) -> None:
     from service.demo.story import tell_story
     from service.telemetry import logs
 
-    settings = options.settings_of(config, sets)
     with logs.configured(service="lanekeeper demo", level="error", format="console"):  # the table shows everything else
         is_well = run(tell_story(settings))
     if not is_well:

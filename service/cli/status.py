@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from service.checks.run import Finding
-    from service.checks.status import Status
+    from service.checks import Finding
     from service.config.settings import Settings
+    from service.status import Status
 
 WORDS = {True: "ok", False: "wrong", None: "-"}
 _DAY_S = 86_400
@@ -39,7 +39,8 @@ CONTROL = {
 }
 
 
-def status(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
+@options.with_settings
+def status(settings: "Settings", json: options.Json = False) -> None:
     """Show depth, consumers, running, waits and throughput of each lane.
 
     `depth`: the requests that wait in the lane's queues, and, after a `+`, those that wait in the broker's delay
@@ -50,7 +51,6 @@ def status(json: options.Json = False, config: options.Config = None, sets: opti
 
     Example:  lanekeeper status --json
     """
-    settings = options.settings_of(config, sets)
     found = run(_look(settings))
     if json:
         print(found.as_json())
@@ -61,17 +61,18 @@ def status(json: options.Json = False, config: options.Config = None, sets: opti
         print(f"store by these settings: {settings.shown_store}")
 
 
-def top(config: options.Config = None, sets: options.Set = None) -> None:
+@options.with_settings
+def top(settings: "Settings") -> None:
     """Show what `lanekeeper status` shows, renewed every two seconds, until Ctrl-C.
 
     Example:  lanekeeper top
     """
     with suppress(KeyboardInterrupt):
-        run(_watch(options.settings_of(config, sets)))
+        run(_watch(settings))
 
 
 async def _look(settings: "Settings") -> "Status":
-    from service.checks.status import look
+    from service.status import look
 
     async with connected(settings, "status") as connection:
         return await look(connection, lanes=settings.lane_specs(), names=settings.names())
@@ -82,7 +83,7 @@ async def _watch(settings: "Settings") -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from service.checks.status import look
+    from service.status import look
 
     screen = Console()
     async with connected(settings, "top") as connection:
@@ -226,7 +227,7 @@ def check(
 
 
 async def _findings(config: options.Config, sets: options.Set, *, simulate: bool) -> "AsyncIterator[Finding]":
-    from service.checks.run import Finding, look
+    from service.checks import Finding, look
     from service.config.loading import effective, load_with_sources
     from service.telemetry import logs
 

@@ -39,9 +39,8 @@ Users = Annotated[
 
 
 @app.command()
-def show(
-    version: For = None, json: options.Json = False, config: options.Config = None, sets: options.Set = None
-) -> None:
+@options.with_settings
+def show(settings: "Settings", version: For = None, json: options.Json = False) -> None:
     """List the topology that Lanekeeper declares: exchanges, queues, bindings, and what depends on the broker's
     version.
 
@@ -49,7 +48,7 @@ def show(
     """
     from topology.diagram import render
 
-    declared = _declared(options.settings_of(config, sets), version)
+    declared = _declared(settings, version)
     if json:
         print_json(asdict(declared))
     else:
@@ -57,11 +56,11 @@ def show(
 
 
 @app.command()
+@options.with_settings
 def plan(
+    settings: "Settings",
     every: Annotated[bool, typer.Option("--all", help="List each part of the delay levels, too.")] = False,
     json: options.Json = False,
-    config: options.Config = None,
-    sets: options.Set = None,
 ) -> None:
     """Compare the broker with the topology that Lanekeeper declares; exit code 1 if they differ.
 
@@ -69,7 +68,6 @@ def plan(
     """
     from topology.plan import without_levels
 
-    settings = options.settings_of(config, sets)
     found = run(_verify(settings))
     if json:
         print_json(asdict(found))
@@ -85,13 +83,13 @@ def plan(
 
 
 @app.command()
+@options.with_settings
 def apply(
+    settings: "Settings",
     users: Users = None,
     passwords: Annotated[
         Path | None, typer.Option("--passwords", metavar="FILE", help="Lines NAME:PASSWORD, one for each --user.")
     ] = None,
-    config: options.Config = None,
-    sets: options.Set = None,
 ) -> None:
     """Declare what is missing on the broker. Nothing that exists is changed or deleted, and the command can be
     repeated.
@@ -106,18 +104,17 @@ def apply(
 
       lanekeeper topology apply --user worker:worker --passwords passwords.txt
     """
-
-    settings = options.settings_of(config, sets)
     run(_apply(settings, _users(users or [], passwords, makes_passwords=False)))
 
 
 @app.command()
-def verify(json: options.Json = False, config: options.Config = None, sets: options.Set = None) -> None:
+@options.with_settings
+def verify(settings: "Settings", json: options.Json = False) -> None:
     """Check whether the broker is as declared; exit code 1 if it differs.
 
     Only the management API shows arguments and bindings. Without it, only missing queues and exchanges are found.
     """
-    found = run(_verify(options.settings_of(config, sets)))
+    found = run(_verify(settings))
     if json:
         print_json(asdict(found))
     else:
@@ -129,7 +126,9 @@ def verify(json: options.Json = False, config: options.Config = None, sets: opti
 
 
 @app.command()
+@options.with_settings
 def export(
+    settings: "Settings",
     version: For = None,
     vhost: Annotated[str | None, typer.Option("--vhost", help="Default: the AMQP URL's.")] = None,
     users: Users = None,
@@ -138,8 +137,6 @@ def export(
         typer.Option("--passwords", metavar="FILE", help="Lines NAME:PASSWORD; missing ones are created and shown."),
     ] = None,
     no_users: Annotated[bool, typer.Option("--no-users", help="Exchanges, queues and bindings alone.")] = False,
-    config: options.Config = None,
-    sets: options.Set = None,
 ) -> None:
     """Print RabbitMQ definitions as JSON: the topology, and users with no more rights than they need.
 
@@ -147,7 +144,6 @@ def export(
     """
     from topology.export import APPLICATIONS, definitions
 
-    settings = options.settings_of(config, sets)
     declared = _declared(settings, version)
     accounts = [] if no_users else _users(users or DEFAULT_USERS, passwords, makes_passwords=True)
     if not settings.needs_user_id and any(user.role in APPLICATIONS for user in accounts):
@@ -159,14 +155,15 @@ def export(
 
 
 @app.command()
-def diagram(config: options.Config = None, sets: options.Set = None) -> None:
+@options.with_settings
+def diagram(settings: "Settings") -> None:
     """Draw the topology as a Mermaid flowchart, which is the same for every broker version.
 
     Example:  lanekeeper topology diagram > topology.mmd
     """
     from topology.diagram import mermaid
 
-    print(mermaid(_declared(options.settings_of(config, sets), "4.3")), end="")
+    print(mermaid(_declared(settings, "4.3")), end="")
 
 
 def _declared(settings: "Settings", version: str | None) -> "Topology":

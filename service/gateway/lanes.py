@@ -11,9 +11,9 @@ from aiohttp import web
 
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
-from service.checks.status import Status, look
 from service.config.settings import GatewayKey
 from service.gateway.problems import answer
+from service.status import Status, look
 from topology.lanes import LaneSpec
 
 FRESH_S: Final = 2.0

@@ -13,11 +13,11 @@ from aiohttp import web
 
 from consumers.clock import now_ms
 from lanekeeper.contract.problems import LanekeeperError
-from service.checks.status import Status
 from service.config.settings import GatewayKey
 from service.gateway.access import require_operator
 from service.gateway.problems import ApiError
 from service.gateway.requests import Poller
+from service.status import Status
 
 Look = Callable[[], Awaitable[Status]]
 """Finds the status of all lanes. Raises LanekeeperError."""

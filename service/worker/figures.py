@@ -13,7 +13,7 @@ from lanekeeper.amqp.connection import Connection, Depth, depths
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError
 from service.samples import Sample, of_connection, of_publishes, of_store
-from service.sketches import packed
+from service.status import packed
 from topology.lanes import LaneSpec
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from lanekeeper.contract.names import STATUS_KEY
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 from service.side_tasks import beside, end
-from service.sketches import quantiles
+from service.status import quantiles
 from service.worker.assembly import Worker
 from service.worker.figures import status
 from topology.broker.consume import Inbox

@@ -7,7 +7,7 @@ import pytest
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import TopologyMismatch
-from service.checks.status import LONGEST_S, Status, look
+from service.status import LONGEST_S, Status, look
 from tests.support.brokers import Vhost
 from tests.support.lanes import LANES
 from tests.support.serving import RunningWorker, serving

@@ -11,7 +11,7 @@ import pytest
 
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
-from service.checks.run import replies
+from service.checks import replies
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
 from tests.support.engine import Steps, engine_answers, find_image
 from tests.support.lanes import LANES

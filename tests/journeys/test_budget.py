@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from service.checks.status import look
 from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.status import look
 from tests.support.brokers import Vhost
 from tests.support.held_calls import HELD
 from tests.support.meeting import meeting

@@ -15,7 +15,7 @@ from yarl import URL
 
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
-from service.checks.status import look
+from service.status import look
 from tests.support import forks, processes
 from tests.support.brokers import Vhost
 from tests.support.forks import Forked

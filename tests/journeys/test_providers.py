@@ -8,8 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from consumers.state.base import DAY_S
-from service.checks.status import Status, look
 from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.status import Status, look
 from tests.support.brokers import Vhost
 from tests.support.meeting import meeting
 from tests.support.requester import requester

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.checks.run import Finding, look
+from service.checks import Finding, look
 from service.config.loading import load_settings
 
 NOBODY_LISTENS = "amqp://guest:guest@127.0.0.1:1/"

@@ -18,13 +18,12 @@ from lanekeeper.amqp.connection import Depth
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused
 from lanekeeper.telemetry.figures import SECONDS, Histogram
-from service.checks.status import merge
 from service.config.settings import GatewayKey
 from service.gateway.lanes import shown
 from service.metrics import COUNTERS, GAUGES, HISTOGRAMS, UNITS, Metrics
 from service.samples import Sample
 from service.side_tasks import beside
-from service.sketches import SKETCH_BYTES, merged, packed, quantiles, unpacked
+from service.status import SKETCH_BYTES, merge, merged, packed, quantiles, unpacked
 from service.worker import figures
 from service.worker.figures import QueueLengths
 from tests.support.waiting import until

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lanekeeper.contract.problems import AccessRefused
-from service.checks.production import of_file, of_settings, of_transport, refuse, risks
+from service.checks import of_file, of_settings, of_transport, refuse, risks
 from service.config.loading import load_settings
 from service.config.settings import Settings
 from tests.support.redis import redis_server

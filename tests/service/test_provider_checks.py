@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from service.checks import run as provider_checks
-from service.checks.run import Finding, providers
+from service import checks as provider_checks
+from service.checks import Finding, providers
 from service.config.loading import load_settings
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 

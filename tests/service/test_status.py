@@ -9,8 +9,7 @@ from ddsketch import DDSketch
 from consumers.slots.activity import ACCURACY
 from lanekeeper.amqp.connection import Depth
 from lanekeeper.contract.names import Names
-from service.checks.status import merge
-from service.sketches import packed
+from service.status import merge, packed
 from topology.delays import LEVELS
 from topology.lanes import BATCH, CRITICAL
 

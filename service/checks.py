@@ -1,36 +1,45 @@
-"""The checks of `lanekeeper check`: each finding says what is wrong and how to correct it."""
+"""The checks of `lanekeeper check`: each finding says what is wrong and how to correct it. Some of them are risks that
+the production profile does not accept: with it, a process that finds one does not start. docs/production.md describes
+every risk."""
 
 import asyncio
+import stat
 import uuid
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from textwrap import shorten
 from typing import Final
+from urllib.parse import unquote, urlsplit
 
 from consumers.failures import AccountError, OverloadedError, ProviderError, RateLimitedError, RejectedError
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.errors import one_line
 from consumers.providers.routes import Routes
-from consumers.state import open_store
+from consumers.state import SQLITE, open_store, redis_risks
 from consumers.state.base import StoreUnavailable
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.bodies import BodiesUnavailable, BodyError
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import BROKER_TIMESTAMP_MS, SENT_MS
-from lanekeeper.contract.problems import BrokerError, SettingsError
+from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerError, SettingsError
+from lanekeeper.telemetry import signals
+from lanekeeper.telemetry.logs import logger
 from lanekeeper.telemetry.tracing import Tracing
-from service.checks.production import risks
-from service.checks.status import gather
 from service.config.loading import variable
 from service.config.settings import FIRST, Settings
 from service.config.value_types import mask_url
+from service.gateway.access import is_loopback
+from service.status import gather
 from service.worker.assembly import connection_for, key_setting, management_of, open_provider
 from topology.broker.admin import check_write_rights, verify
 from topology.broker.consume import Inbox
 from topology.codec.decoding import unpublished
-from topology.declaration import Broker, declare, is_before
+from topology.declaration import RECOMMENDED, Broker, declare, is_before
 
+log = logger()
 CALL_WITHIN_S = 10.0
 """How many seconds `lanekeeper check` waits for the answer of a provider."""
 
@@ -223,8 +232,8 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
         await connection.__aenter__()
     except BrokerError as error:
         yield Finding("broker", False, str(error))
-        async for finding in _risks(settings, None):
-            yield finding
+        async for risk in risks(settings, None):
+            yield _told(settings, risk)
     else:
         try:
             yield _broker(settings, connection)
@@ -238,8 +247,8 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
             yield await _topology(settings, connection)
             for finding in await replies(connection):
                 yield finding
-            async for finding in _risks(settings, connection):
-                yield finding
+            async for risk in risks(settings, connection):
+                yield _told(settings, risk)
             if why_no_provider is None and await _is_simulated(settings, connection):
                 why_no_provider = "not asked: the workers that run answer by a simulated one"
         finally:
@@ -251,16 +260,6 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
             yield finding
     yield await _store(settings)
     yield await bodies(settings)
-
-
-async def _risks(settings: Settings, connection: Connection | None) -> AsyncIterator[Finding]:
-    """Check for risks in production (`production.py`), and yield a result for each. A risk is a failure with the
-    profile `production`, and a warning without it."""
-    async for risk in risks(settings, connection):
-        if settings.is_production:
-            yield Finding(risk.what, False, risk.text)
-        else:
-            yield Finding(risk.what, None, f"not for production: {risk.text}")
 
 
 async def _publisher(settings: Settings, connection: Connection) -> Finding | None:
@@ -333,3 +332,134 @@ async def _store(settings: Settings) -> Finding:
     except StoreUnavailable as error:
         return Finding("store", False, str(error))
     return Finding("store", True, f"{settings.shown_store} can be written")
+
+
+# ---- what the production profile does not accept ---------------------------------------------------------------------
+
+PLAIN = frozenset({"amqp", "http", "redis"})
+"""The URL schemes of connections without encryption: anybody on the network can read what is sent (passwords, prompts,
+answers)."""
+
+
+async def refuse(settings: Settings) -> None:
+    """With the profile `production`, check for risks and raise a SettingsError that names all of them. With any other
+    profile, do nothing."""
+    if not settings.is_production:
+        return
+    async with connection_for("check", settings) as broker:
+        found = [risk async for risk in risks(settings, broker)]
+    if found:
+        lines = "".join(f"\n  {risk.what}: {risk.text}" for risk in found)
+        raise SettingsError(f"not fit for production (LANEKEEPER_PROFILE), {len(found)} findings:{lines}")
+
+
+def warn_of_plain_text(settings: Settings) -> None:
+    """Log a warning for each configured connection (broker, store, provider) that goes to another machine without
+    TLS."""
+    for risk in of_transport(settings):
+        log.warning(signals.PLAIN_TEXT, what=risk.what, reason=risk.text)
+
+
+def _told(settings: Settings, risk: Finding) -> Finding:
+    """A failure with the profile `production`, and a warning without it."""
+    if settings.is_production:
+        return replace(risk, well=False)
+    return replace(risk, text=f"not for production: {risk.text}")
+
+
+async def risks(settings: Settings, broker: Connection | None) -> AsyncIterator[Finding]:
+    """Find all risks in production: in the settings, the store and the broker. `broker`: a connection to the broker.
+    None: the broker is not reachable, which another check reports."""
+    for risk in (*of_transport(settings), *of_settings(settings), *of_file(settings)):
+        yield risk
+    if broker is not None:
+        async for risk in _of_broker(settings, broker):
+            yield risk
+    if not settings.store.startswith(SQLITE):
+        for text in await redis_risks(settings.store):
+            yield Finding("store durability", None, text)
+
+
+def of_transport(settings: Settings) -> Iterator[Finding]:
+    """Yield a risk for each configured URL that leads to another machine without TLS."""
+    urls = [("broker TLS", "LANEKEEPER_AMQP_URL", "amqps://", url) for url in settings.broker_urls]
+    if settings.management is not None:
+        urls.append(("management TLS", "LANEKEEPER_MANAGEMENT_URL", "https://", settings.management))
+    urls.append(("store TLS", "LANEKEEPER_STORE_URL", "rediss://", settings.store))
+    for provider in settings.routes_spec().providers:
+        if provider.name == FIRST:
+            urls.append(("provider TLS", "ANTHROPIC_BASE_URL", "https://", settings.provider_url))
+        elif (base := settings.providers[provider.name].base_url) is not None:
+            name = variable(("providers", provider.name, "base_url"))
+            urls.append(("provider TLS", name, "https://", base.get_secret_value()))
+    for what, setting, better, url in urls:
+        if (host := _plain_to(url)) is not None and host not in settings.tls.plain_hosts:
+            yield Finding(what, None, f"plain text to {host}, which is not this machine: set {setting} to {better}…")
+
+
+def of_settings(settings: Settings) -> Iterator[Finding]:
+    """The risks of the settings themselves, such as the AMQP user `guest`, or prompts in the log."""
+    if "guest" in {urlsplit(url).username or "guest" for url in settings.broker_urls}:
+        yield Finding(
+            "broker user",
+            None,
+            "guest, whose password everybody knows: lanekeeper topology export --user worker:worker",
+        )
+    if not settings.needs_user_id:
+        yield Finding(
+            "user_id",
+            None,
+            "requests without user_id are taken, and share one tenant: whoever knows an id fetches or cancels it; "
+            "set LANEKEEPER_REQUIRE_USER_ID=true",
+        )
+    if not settings.binds_replies:
+        yield Finding(
+            "replies",
+            None,
+            "a request may have its reply sent into any queue: set LANEKEEPER_REPLY_TO__BOUND_TO_USER=true",
+        )
+    if settings.log_content:
+        yield Finding("log content", None, "the log may hold prompts and answers: leave LANEKEEPER_LOG_CONTENT out")
+    if settings.failpoints:
+        yield Finding("failpoints", None, "the worker dies on purpose: leave LANEKEEPER_FAILPOINTS out")
+
+
+def of_file(settings: Settings) -> Iterator[Finding]:
+    """The risk of a SQLite store whose file other users of this machine may read."""
+    if not settings.store.startswith(SQLITE):
+        return
+    path = Path(unquote(settings.store.removeprefix(SQLITE)))
+    with suppress(OSError):
+        if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
+            yield Finding("store file", None, f"{path} has mode {mode:04o}, and holds answers: chmod 600 {path}")
+
+
+async def _of_broker(settings: Settings, broker: Connection) -> AsyncIterator[Finding]:
+    if is_before(broker.version, RECOMMENDED):
+        wanted = ".".join(map(str, RECOMMENDED))
+        yield Finding(
+            "broker version", None, f"RabbitMQ {broker.version} has known holes (docs/broker.md): {wanted} or later"
+        )
+    try:
+        # A worker's user may not publish requests; an administrator, a deployer or a user with all rights may.
+        await check_write_rights(broker, [(settings.names().requests, f"{settings.lane_specs()[0].name}.a.b")])
+    except AccessRefused:
+        return
+    except BrokerBlocked as blocked:
+        yield Finding("broker rights", None, f"they cannot be seen now: {blocked}")
+    except BrokerError:
+        return  # nothing is declared yet, which another check reports
+    else:
+        yield Finding(
+            "broker rights",
+            None,
+            f"user {settings.credentials[0]} may publish requests, and so may do more than a worker needs: "
+            "lanekeeper topology export --user worker:worker, and lanekeeper consume",
+        )
+
+
+def _plain_to(url: str) -> str | None:
+    """The host to which a URL leads without TLS; None if the URL uses TLS, or the host is this machine."""
+    parts = urlsplit(url)
+    host = parts.hostname or "localhost"
+    return host if parts.scheme in PLAIN and not is_loopback(host) else None

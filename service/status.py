@@ -2,28 +2,37 @@
 
 Only workers know which requests run and how long these waited; only the broker knows how many requests wait in queues.
 So a status question is published to the control exchange, and every worker answers it with numbers that it has in
-memory; in addition the broker is asked for the queues' lengths.
+memory; in addition the broker is asked for the queues' lengths. Quantiles of several workers are read from their merged
+sketches (`packed`), which the answers contain, not from the quantiles of each.
 """
 
 import asyncio
+import base64
+import binascii
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+import zlib
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
+
+from ddsketch import DDSketch
+from ddsketch.ddsketch import BaseDDSketch
+from ddsketch.pb.ddsketch_pb2 import DDSketch as Packed
+from ddsketch.pb.proto import DDSketchProto
+from google.protobuf.message import DecodeError
 
 from consumers.lifecycle import FAILURES
 from consumers.limits.base import CONCURRENCY
-from consumers.slots.activity import WINDOWS
+from consumers.slots.activity import ACCURACY, WINDOWS
 from lanekeeper.amqp.connection import Connection, Depth, depths
 from lanekeeper.amqp.publisher import Publisher
-from lanekeeper.amqp.replies import DirectReplies
+from lanekeeper.amqp.replies import Arrivals, DirectReplies
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import STATUS_KEY, Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError, Unroutable
 from lanekeeper.telemetry.tracing import Tracing
-from service.sketches import merged, quantiles
 from topology import delays
 from topology.lanes import LaneSpec
 
@@ -37,6 +46,9 @@ ADDED = (
     "throughput_per_min",
 )  # fmt: skip
 """The names of the numbers that each worker reports for a lane, and that are added up over all workers."""
+SHARES: Final = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+SKETCH_BYTES: Final = 64 * 1024
+"""More than the sketch of any waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,10 +174,24 @@ async def look(connection: Connection, *, lanes: Sequence[LaneSpec], names: Name
     return merge(answers, found, lanes=lanes, names=names)
 
 
+@asynccontextmanager
+async def asked(connection: Connection, question: Message, names: Names) -> AsyncIterator[Arrivals]:
+    """Publish a control message, and collect the workers' answers inside the block. Raises BrokerError."""
+    direct = DirectReplies()
+    publisher = Publisher(connection, tracing=Tracing(), on_channel=direct.consume)
+    try:
+        with direct.expecting(question) as arrived:
+            key = question.type or ""
+            await publisher.publish(question, exchange=names.control, routing_key=key, traced=False)
+            direct.published(arrived)
+            yield arrived
+    finally:
+        await direct.close()
+
+
 async def gather(connection: Connection, *, names: Names) -> list[Mapping[str, Any]]:
     """Publish the status question to all workers, and return their answers. It waits until no answer has come for
     `QUIET_S`, but not longer than `LONGEST_S`."""
-    direct = DirectReplies()
     question = Message(
         body=b"{}",
         content_type="application/json",
@@ -175,20 +201,13 @@ async def gather(connection: Connection, *, names: Names) -> list[Mapping[str, A
         expiration=str(round(1000 * LONGEST_S)),  # a copy goes to `lane.control`, and must not stay there
     )
     answers: list[Mapping[str, Any]] = []
-    try:
-        publisher = Publisher(connection, tracing=Tracing(), on_channel=direct.consume)
-        with direct.expecting(question) as arrived:
-            await publisher.publish(question, exchange=names.control, routing_key=STATUS_KEY, traced=False)
+    with suppress(TimeoutError, Unroutable):  # the latter: no worker has bound a queue
+        async with asked(connection, question, names) as arrived:
             now_s = asyncio.get_running_loop().time
             end = now_s() + LONGEST_S
-            with suppress(TimeoutError):
-                while now_s() < end:
-                    answer = await arrived.next(end=min(end, now_s() + QUIET_S))
-                    answers.append(json.loads(answer.body))
-    except Unroutable:
-        pass  # no worker has bound a queue
-    finally:
-        await direct.close()
+            while now_s() < end:
+                answer = await arrived.next(end=min(end, now_s() + QUIET_S))
+                answers.append(json.loads(answer.body))
     return answers
 
 
@@ -345,3 +364,44 @@ def _lane(
         delayed_for=delayed_for if figures else None,
         **{name: total(name) for name in ADDED},
     )
+
+
+# ---- sketches of waits and run times ---------------------------------------------------------------------------------
+
+
+def packed(sketch: BaseDDSketch) -> str:
+    """A sketch as text, for a worker's answer."""
+    data: bytes = DDSketchProto.to_proto(sketch).SerializeToString()  # type: ignore[no-untyped-call]
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+def unpacked(text: object) -> BaseDDSketch | None:
+    """The sketch in this text; None if there is none, or another version's."""
+    if not isinstance(text, str) or len(text) > SKETCH_BYTES:
+        return None
+    try:
+        data = zlib.decompressobj().decompress(base64.b64decode(text), SKETCH_BYTES)
+        sketch: BaseDDSketch = DDSketchProto.from_proto(Packed.FromString(data))  # type: ignore[no-untyped-call]
+    except (binascii.Error, zlib.error, ValueError, DecodeError):
+        return None
+    return sketch
+
+
+def merged(texts: Iterable[object]) -> BaseDDSketch:
+    """One sketch of all values in these; what cannot be read is left out."""
+    total = DDSketch(ACCURACY)
+    for text in texts:
+        if (sketch := unpacked(text)) is not None:
+            try:
+                total.merge(sketch)
+            except ValueError:  # of a version with another accuracy
+                continue
+    return total
+
+
+def quantiles(sketch: BaseDDSketch) -> Mapping[str, int | None]:
+    """The quantiles of `SHARES`, and of how many values (`count`)."""
+    found = {name: sketch.get_quantile_value(share) for name, share in SHARES.items()}
+    return {name: None if value is None else round(value) for name, value in found.items()} | {
+        "count": round(sketch.count)
+    }
