@@ -131,7 +131,7 @@ class Fetching:
     request has ended. `others`: stores and URLs from which bodies are only read."""
 
     def __init__(self, own: BodyStore | None, *, others: Sequence[BodyStore | WebBodies] = (), most_bytes: int) -> None:
-        self._own = own
+        self.own = own
         self._places = (*([] if own is None else [own]), *others)
         self._most_bytes = most_bytes
         self._background = Background()
@@ -162,8 +162,8 @@ class Fetching:
     def forget(self, message: Message) -> None:
         """Begin to remove the body of a request that has ended from the store `own`, if the body is there. If the
         process dies before the body is removed, it is removed when it expires."""
-        if self._own is not None and (kept := body_address_in(message.headers)) is not None:
-            self._background.begin(self._drop(self._own, kept), name=f"drop the body of {message.message_id}")
+        if self.own is not None and (kept := body_address_in(message.headers)) is not None:
+            self._background.begin(self._drop(self.own, kept), name=f"drop the body of {message.message_id}")
 
     async def aclose(self, *, within_s: float) -> None:
         await self._background.finish(within_s=within_s)

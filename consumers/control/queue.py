@@ -40,7 +40,7 @@ QUIET_S = 0.5
 delivered for this many seconds."""
 GATHER_S = 0.01
 REFUSED_AT_A_TIME = 32
-Ready = Callable[[], Awaitable[Mapping[str, int]]]
+Ready = Callable[[list[str]], Awaitable[Mapping[str, int]]]
 log = logs.logger()
 
 
@@ -65,7 +65,7 @@ class Control:
         self._deliveries = deliveries
         self._claiming = claiming
         self._settler = settler
-        self._answers = answers
+        self.answers = answers
         self._brake = brake
         self._now_ms = now_ms
         self._read_command = partial(read_command, speakers=speakers, needs_user_id=needs_user_id)
@@ -113,7 +113,7 @@ class Control:
                 self._in_hand.add(delivery.tag)
                 reading.create_task(self._take(delivery, verdict, session, reading), name=f"control {delivery.tag}")
                 continue
-            self._answers.refuse_silently(delivery.message, self._allowance.problem)
+            self.answers.refuse_silently(delivery.message, self._allowance.problem)
             self._acknowledge(delivery, session, reading)
             counted += 1
             if counted % REFUSED_AT_A_TIME == 0:
@@ -157,7 +157,7 @@ class Control:
     async def _waiting(self, session: Session) -> int:
         """How many control messages wait in the queue or are worked on."""
         try:
-            ready = sum((await self._ready()).values())
+            ready = sum((await self._ready([self._deliveries.queue])).values())
             return ready + session.waiting + len(self._in_hand)
         except AccessRefused:  # this user may only consume: the queue counts as empty if no message arrives
             is_quiet = asyncio.get_running_loop().time() - self._busy_at_s > QUIET_S
@@ -171,7 +171,7 @@ class Control:
     async def _take(self, delivery: Delivery, verdict: "Verdict", session: Session, reading: asyncio.TaskGroup) -> None:
         try:
             if verdict is Verdict.REFUSED:
-                await self._answers.refuse(delivery.message, self._allowance.problem)
+                await self.answers.refuse(delivery.message, self._allowance.problem)
             elif not await self._handle(delivery):
                 return
             self._acknowledge(delivery, session, reading)
@@ -188,11 +188,11 @@ class Control:
         message = delivery.message
         try:
             if message.type in n.BRAKE_KEYS:
-                await self._answers.tell(message, await self._brake.carry_out(message), control="accepted")
+                await self.answers.tell(message, await self._brake.carry_out(message), control="accepted")
             elif (command := self._read_command(message)) is not None:
                 await self._carry_out(message, command)
         except RequestProblem as problem:
-            await self._answers.refuse(message, problem)
+            await self.answers.refuse(message, problem)
         except StoreUnavailable as away:
             log.warning(signals.CONTROL_POSTPONED, type=message.type, reason=str(away))
             await self._settler.nack_later(delivery)
@@ -203,20 +203,20 @@ class Control:
                 await self._settler.reject_later(delivery)
                 return False
             fault = RequestProblem("internal", "a fault of ours; the worker's log has it")
-            await self._answers.refuse(message, fault)
+            await self.answers.refuse(message, fault)
         return True
 
     async def _carry_out(self, message: Message, command: Command) -> None:
         identity = command.identity
         if command.kind == n.CANCEL_KEY:
             answer = await self._cancel(identity)
-            await self._answers.tell(message, answer, control="accepted")
+            await self.answers.tell(message, answer, control="accepted")
             return
         found = await self._claiming.find(identity)
         if found is not None and found.completion is not None:
-            await self._answers.replay(message, found.completion, id=identity.id)
+            await self.answers.replay(message, found.completion, id=identity.id)
         else:
-            await self._answers.tell(message, _state(identity.id, found), control="pending")
+            await self.answers.tell(message, _state(identity.id, found), control="pending")
 
     async def _cancel(self, identity: Identity) -> dict[str, Any]:
         known = await self._claiming.find(identity)

@@ -42,7 +42,7 @@ async def working(settings: Settings, *, lanes: tuple[str, ...] = ()) -> AsyncIt
     stop, ready = asyncio.Event(), asyncio.Event()
     async with (
         assemble(settings, lanes=lanes, declares=True) as parts,
-        Client(settings.broker_url, names=parts.names) as client,
+        Client(settings.broker_url, names=parts.broker.names) as client,
         asyncio.TaskGroup() as group,
     ):
         group.create_task(worker.run(parts, stop=stop, grace_s=1.0, on_ready=ready.set), name="worker")

@@ -44,8 +44,8 @@ from consumers.replies.reply import LargeAnswers, Replies, ReplyRetries
 from consumers.replies.sender import ReplySender
 from consumers.settle import Failpoints, Settler
 from consumers.slots.activity import LaneActivity
-from consumers.slots.admission import QueueAdmitter, SideQueueAdmitter, SideQueues
-from consumers.slots.lane_slots import LaneSlots, TenantShare
+from consumers.slots.admission import Admitter, QueueAdmitter, SideQueueAdmitter, SideQueues
+from consumers.slots.lane_slots import LaneSlots, QueueSlots, TenantShare
 from consumers.slots.pausing import Pausing, Watchdog
 from consumers.slots.scaling import SCOUT_PREFETCH, QueueLoad, ScaledQueue, Scaling, Scouted, Scouting
 from consumers.spending import Spending
@@ -53,7 +53,6 @@ from consumers.state import open_store
 from consumers.state.base import FollowedStore, Store, StoreUnavailable
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
-from lanekeeper.bodies import BodyStore
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import (
     AccessRefused,
@@ -68,7 +67,7 @@ from service.config.settings import FIRST, WEB, Settings
 from service.side_tasks import beside
 from service.worker.figures import QueueLengths, side_of
 from topology.broker.admin import WritingRights, apply, verify
-from topology.broker.consume import Deliveries, Heads, OldestMessages
+from topology.broker.consume import Deliveries, Delivery, Heads, OldestMessages
 from topology.broker.management import Management, discover
 from topology.broker.notices import Notices
 from topology.broker.watch import TopologyWatch
@@ -92,10 +91,86 @@ async def management_of(settings: Settings, connection: Connection) -> Managemen
     )
 
 
-@asynccontextmanager
-async def watched_rights(connection: Connection, names: Names) -> AsyncIterator[WritingRights]:
-    """Check that the worker's AMQP user may publish replies and events. If the broker cannot answer now, the check is
-    repeated in the background while the block runs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerParts:
+    """A worker's connections to the broker, what is declared there, and what publishes to it."""
+
+    names: Names
+    topology: Topology
+    consuming: Connection
+    publishing: Connection
+    publisher: Publisher
+    watch: TopologyWatch
+    rights: WritingRights
+    notices: Notices
+    reply_sender: ReplySender
+
+    def deliveries(self, queue: str, *, prefetch: int, heads: Heads | None = None) -> Deliveries:
+        """A consumer of a queue or, if `heads` is given, of the queues in it; `queue` is then a name for them all."""
+        first = queue if heads is None else heads.queues[0]
+        # for the messages of quorum queues the broker counts the deliveries
+        counted = any(each.name == first and each.type == "quorum" for each in self.topology.queues)
+        return Deliveries(
+            self.consuming,
+            queue=queue,
+            prefetch=prefetch,
+            counted=counted,
+            on_missing=self.watch.check_soon,
+            heads=heads,
+        )
+
+    async def ready(self, queues: list[str]) -> Mapping[str, int]:
+        """How many messages wait in each queue. Raises BrokerError."""
+        return {queue: depth.ready for queue, depth in (await depths(self.consuming, queues)).items()}
+
+
+async def open_broker(
+    settings: Settings,
+    publishing: Connection,
+    consuming: Connection,
+    *,
+    declares: bool,
+    tracing: Tracing,
+    stack: AsyncExitStack,
+) -> BrokerParts:
+    """Open the connections, and declare or check the topology; `stack` closes them. Raises BrokerUnreachable,
+    AccessRefused, TopologyMismatch."""
+    await stack.enter_async_context(publishing)
+    await stack.enter_async_context(consuming)
+    names = settings.names()
+    topology = declare(settings.lane_specs(), names=names, broker_version=publishing.version)
+    if declares:
+        await apply(topology, await publishing.underlying())
+    elif differences := (await verify(topology, None, await publishing.underlying())).differences:
+        raise TopologyMismatch(
+            f"the broker's topology is not as declared ({len(differences)} differences): {differences[0].line}; "
+            "run: lanekeeper topology apply"
+        )
+    watch = TopologyWatch(topology, consuming, declares=declares, find_management=partial(management_of, settings))
+    publisher = Publisher(publishing, tracing=tracing, on_missing=watch.check_soon)
+    rights = await _checked_rights(publishing, names)
+    await stack.enter_async_context(beside(rights.run(), name="rights"))
+    notices = await stack.enter_async_context(Notices(publishing))
+    direct = None
+    # Older brokers close a connection that sends a direct reply to a forged address, so direct replies get a
+    # connection of their own.
+    if is_before(publishing.version, RECOMMENDED):
+        direct = Publisher(await stack.enter_async_context(connection_for("direct replies", settings)), tracing=tracing)
+    return BrokerParts(
+        names=names,
+        topology=topology,
+        consuming=consuming,
+        publishing=publishing,
+        publisher=publisher,
+        watch=watch,
+        rights=rights,
+        notices=notices,
+        reply_sender=ReplySender(publisher, own=direct),
+    )
+
+
+async def _checked_rights(connection: Connection, names: Names) -> WritingRights:
+    """Check that the worker's AMQP user may publish replies and events.
 
     Without this permission a worker would take requests, fail to publish their replies, and return the requests to
     their queues, until they are dead-lettered because they were delivered too often. Raises AccessRefused."""
@@ -109,22 +184,7 @@ async def watched_rights(connection: Connection, names: Names) -> AsyncIterator[
             f"a worker must be allowed to write: {error}; "
             "give its user the rights that `lanekeeper topology export --user NAME:worker` shows"
         ) from error
-    async with beside(rights.run(), name="rights"):
-        yield rights
-
-
-async def apply_or_check(topology: Topology, connection: Connection, *, declares: bool) -> None:
-    """Declare the topology (queues, exchanges, bindings) if `declares` is true; otherwise check that the broker has it.
-    Raises TopologyMismatch."""
-    if declares:
-        await apply(topology, await connection.underlying())
-        return
-    differences = (await verify(topology, None, await connection.underlying())).differences
-    if differences:
-        raise TopologyMismatch(
-            f"the broker's topology is not as declared ({len(differences)} differences): {differences[0].line}; "
-            "run: lanekeeper topology apply"
-        )
+    return rights
 
 
 def open_providers(
@@ -223,7 +283,6 @@ def open_budgeting(
     brake: Brake,
     lifecycle: Lifecycle,
     tracing: Tracing,
-    rng: random.Random,
     stack: AsyncExitStack,
 ) -> Budgeting:
     """Create the parts of a worker that limit its calls to providers; `stack` closes them."""
@@ -234,6 +293,7 @@ def open_budgeting(
     stack.push_async_callback(pauses.aclose)
     breakers = Breakers(store, pauses=pauses, brake=brake)
     spending = Spending(store, settings.caps.spec())
+    stack.push_async_callback(spending.finish, within_s=FINISH_WITHIN_S)
     budget_gate = BudgetGate(
         budgets,
         breakers,
@@ -261,7 +321,7 @@ def open_budgeting(
             prices=prices,
             estimate=budget_gate.amounts,
             now_ms=now_ms,
-            rng=rng,
+            rng=random.Random(),
             publish=lifecycle.publish,
         ),
         budget_gate=budget_gate,
@@ -285,52 +345,42 @@ def _budgets(settings: Settings, spec: BudgetSpec, stack: AsyncExitStack) -> Bud
     return shared
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
     """All parts of a worker process, created and connected to each other. `running.run` runs it."""
 
-    names: Names
     lanes: tuple[LaneSpec, ...]
-    topology: Topology
-    consuming: Connection
-    publishing: Connection
-    publisher: Publisher
-    lengths: QueueLengths
+    broker: BrokerParts
     store: FollowedStore
-    bodies: BodyStore | None
-    claiming: Claiming
+    settler: Settler
+    budgeting: Budgeting
     control: Control
-    answers: ControlAnswers
-    parking: Parking
-    dead_letters: DeadLetters
-    reply_retries: ReplyRetries
     brake: Brake
     pausing: Pausing
-    watch: TopologyWatch
-    pools: tuple[Pool, ...]
+    pools: Sequence[Pool]
+    lane_slots: Mapping[str, LaneSlots]
+    """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
+    activities: Sequence[LaneActivity]
     scaling: Scaling
     scouting: Scouting
     watchdog: Watchdog
-    lifecycle: Lifecycle
-    lane_slots: Mapping[str, LaneSlots]
-    """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
-    budgeting: Budgeting
+    lengths: QueueLengths
+    dead_letters: DeadLetters
     simulated: bool
     """Whether a simulated provider answers the requests, so that their calls cost nothing."""
-    activities: tuple[LaneActivity, ...]
 
     @property
     def version(self) -> str:
-        return self.publishing.version
+        return self.broker.publishing.version
 
     def reasons(self) -> Mapping[str, str | None]:
         """The parts that must work before the worker takes requests, each with a text that says what is wrong with it,
         or None if nothing is wrong."""
         paused = self.paused_providers()
         return {
-            "consume connection": self.consuming.trouble,
-            "publish connection": self.publishing.trouble or self.publishing.blocked,
-            "topology": self.watch.trouble,
+            "consume connection": self.broker.consuming.trouble,
+            "publish connection": self.broker.publishing.trouble or self.broker.publishing.blocked,
+            "topology": self.broker.watch.trouble,
             "store": self.store.trouble,
             "control queue": self.control.trouble,
             "lanes": self.watchdog.trouble,
@@ -357,27 +407,21 @@ have, because the pool works on the messages of its side queues with the slots o
 
 
 @dataclass(slots=True, kw_only=True)
-class PoolFactory:
-    """Creates the pools of a worker, each of which consumes a queue and works on its requests, and collects them in
-    `made`."""
+class Pools:
+    """The pools of a worker, each of which consumes a queue and works on its requests, and what the other parts must
+    know of them."""
 
-    deliveries: Callable[..., Deliveries]
-    """A function that creates the consumer of a queue."""
-    counted: Collection[str]
-    """The names of the quorum queues: for their messages the broker counts the deliveries."""
-    names: Names
-    speakers: Sequence[str]
+    broker: BrokerParts
     settler: Settler
     tracing: Tracing
-    publisher: Publisher
-    shares: Mapping[str, TenantShare]
     brake: Brake
+    shares: Mapping[str, TenantShare]
+    speakers: Sequence[str]
     made: list[Pool] = field(default_factory=list)
     scouted: list[Scouted] = field(default_factory=list)
     """The queues that may get a scout, that is, a further consumer that moves requests over their tenant's share to
     side queues (`consumers/slots/scaling.py`)."""
     lane_slots: dict[str, LaneSlots] = field(default_factory=dict)
-    """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
     heads: dict[str, Heads] = field(default_factory=dict)
     """What this process knows of each lane's side queues (for requests over their tenant's share), that is, their
     lengths and first messages, by the name of the lane's intake queue."""
@@ -388,110 +432,113 @@ class PoolFactory:
         """Create a lane's pools (consumers): one for its due queue (retried and delayed requests; its slots are never
         lent), one for its intake (new requests), and one for all its side queues (requests over their tenant's share),
         which uses the intake's slots."""
+        names = self.broker.names
         activity = LaneActivity(lane.name, slots=lane.slots, due_slots=lane.due_slots)
-        self.activities.append(activity)
-        heads = Heads(self.names.side(lane.name, number) for number in range(lane.side_queues))
+        heads = Heads(names.side(lane.name, number) for number in range(lane.side_queues))
         side_queues = None
         if heads.queues:
-            side_queues = SideQueues(lane, heads, publisher=self.publisher, names=self.names, now_ms=now_ms)
+            side_queues = SideQueues(lane, heads, publisher=self.broker.publisher, names=names, now_ms=now_ms)
         lane_slots = LaneSlots(self.shares, None if side_queues is None else side_queues.has)
+        self.activities.append(activity)
         self.lane_slots[lane.name] = lane_slots
-        self.heads[self.names.intake(lane.name)] = heads
-        common: dict[str, Any] = {
-            "job_of": lambda delivery: Job(
-                delivery,
-                lane=lane,
-                source=source_of(delivery.message, self.names),
-                taken_ms=now_ms(),
-                speakers=self.speakers,
-            ),
-            "handle": handler.handle,
-            "activity": activity,
-            "brake": partial(self.brake.of, "lane", lane.name),
-        }
-        intake, due = lane_slots.queue(lane.slots), lane_slots.queue(lane.due_slots)
-        side_pool = None
-        if side_queues is not None:
-            deliveries = partial(
-                self.deliveries,
-                queue=side_of(self.names.intake(lane.name)),
-                counted=heads.queues[0] in self.counted,
-                heads=heads,
+        self.heads[names.intake(lane.name)] = heads
+
+        def job_of(delivery: Delivery) -> Job:
+            source = source_of(delivery.message, names)
+            return Job(delivery, lane=lane, source=source, taken_ms=now_ms(), speakers=self.speakers)
+
+        def pool(deliveries: Deliveries, admitter: Admitter, slots: int) -> Pool:
+            return Pool(
+                deliveries,
+                job_of=job_of,
+                handle=handler.handle,
+                settler=self.settler,
+                activity=activity,
+                tracing=self.tracing,
+                admitter=admitter,
+                slots=slots,
+                brake=lambda: self.brake.of("lane", lane.name),
             )
-            admitter = SideQueueAdmitter(intake, side_queues)
-            side_pool = self._pool(deliveries, 0, prefetch=SIDE_PREFETCH, admitter=admitter, **common)
-            self.made.append(side_pool)
-        for queue, queue_slots, its_side_pool, slots, reserved, max_slots in (
-            (self.names.due(lane.name), due, None, lane.due_slots, lane.due_slots, lane.most_due_slots),
-            (self.names.intake(lane.name), intake, side_pool, lane.slots, lane.reserved_slots, lane.most_slots),
-        ):
-            new_pool: Callable[..., Pool] = partial(
-                self._pool,
-                partial(self.deliveries, queue=queue, counted=queue in self.counted),
-                admitter=QueueAdmitter(queue_slots, side_queues, names=self.names),
-                **common,
-            )
-            self.made.append(new_pool(slots))
+
+        def add_queue(
+            queue: str, own: QueueSlots, *, reserved: int, max_slots: int, side_pool: Pool | None = None
+        ) -> None:
+            admitter = QueueAdmitter(own, side_queues, names=names)
+
+            def new_pool(slots: int) -> Pool:
+                return pool(self.broker.deliveries(queue, prefetch=slots), admitter, slots)
+
+            def scout() -> Pool:
+                return pool(self.broker.deliveries(queue, prefetch=SCOUT_PREFETCH), admitter, 0)
+
+            self.made.append(new_pool(own.size))
             if side_queues is not None:
-                scout = partial(new_pool, 0, prefetch=SCOUT_PREFETCH)
-                self.scouted.append(Scouted(lane=lane.name, queue=queue, slots=queue_slots, scout=scout))
+                self.scouted.append(Scouted(lane=lane.name, queue=queue, slots=own, scout=scout))
+            load = QueueLoad(slots=own.size, reserved=reserved, max_slots=max_slots, target_wait_s=lane.target_wait_s)
             self.scaled.append(
                 ScaledQueue(
                     lane=lane.name,
                     pool=self.made[-1],
                     new_pool=new_pool,
-                    load=QueueLoad(
-                        slots=slots, reserved=reserved, max_slots=max_slots, target_wait_s=lane.target_wait_s
-                    ),
+                    load=load,
                     activity=activity,
-                    side=its_side_pool,
-                    resize=queue_slots.resize,
+                    side=side_pool,
+                    resize=own.resize,
                 )
             )
+
+        intake, due = lane_slots.queue(lane.slots), lane_slots.queue(lane.due_slots)
+        side_pool = None
+        if side_queues is not None:
+            fetching = self.broker.deliveries(side_of(names.intake(lane.name)), prefetch=SIDE_PREFETCH, heads=heads)
+            side_pool = pool(fetching, SideQueueAdmitter(intake, side_queues), 0)
+            self.made.append(side_pool)
+        add_queue(names.due(lane.name), due, reserved=lane.due_slots, max_slots=lane.most_due_slots)
+        add_queue(
+            names.intake(lane.name),
+            intake,
+            reserved=lane.reserved_slots,
+            max_slots=lane.most_slots,
+            side_pool=side_pool,
+        )
 
     def add_fallen(self, lanes: Sequence[LaneSpec]) -> None:
         """Create the pool that consumes `lane.fallen`, the queue of messages that the broker dead-lettered or could not
         route. `lanes`: all lanes, including those that this worker does not consume."""
-        fallen = Fallen(lanes, names=self.names, now_ms=now_ms, speakers=self.speakers)
+        names = self.broker.names
+        fallen = Fallen(lanes, names=names, now_ms=now_ms, speakers=self.speakers)
         self.made.append(
-            self._pool(
-                partial(self.deliveries, queue=self.names.fallen),
-                FALLEN_SLOTS,
+            Pool(
+                self.broker.deliveries(names.fallen, prefetch=FALLEN_SLOTS),
                 job_of=fallen.job_of,
                 handle=fallen.handle,
+                settler=self.settler,
                 activity=LaneActivity("fallen", slots=FALLEN_SLOTS, due_slots=0),
+                tracing=self.tracing,
             )
         )
 
-    async def ready_with_sides(self, connection: Connection, queues: list[str]) -> Mapping[str, int]:
-        """Ask the broker how many messages wait in each queue. The number for a lane's intake queue includes the
+    def is_braked(self, lane: str) -> bool:
+        return self.brake.of("lane", lane) is not None
+
+    async def ready(self, queues: list[str]) -> Mapping[str, int]:
+        """How many messages wait in each queue, by the broker. The number for a lane's intake queue includes the
         messages in the lane's side queues, as far as this process knows of them. Raises BrokerError."""
-        ready = await ready_in(connection, queues)
+        ready = await self.broker.ready(queues)
         return {
             queue: count + (self.heads[queue].ready if queue in self.heads else 0) for queue, count in ready.items()
         }
 
-    async def unfetched(self, connection: Connection, queues: list[str]) -> Mapping[str, int]:
+    async def unfetched(self, queues: list[str]) -> Mapping[str, int]:
         """How many messages wait in the queue of each of these pools. For the pool of a lane's side queues: 1 if a
         message waits in a side queue from which none is held here. Raises BrokerError."""
         sides = {side_of(intake): heads for intake, heads in self.heads.items()}
-        ready = await ready_in(connection, [queue for queue in queues if queue not in sides])
+        ready = await self.broker.ready([queue for queue in queues if queue not in sides])
         return {**ready, **{queue: int(sides[queue].next() is not None) for queue in queues if queue in sides}}
 
     def lost_slots(self) -> Mapping[str, int]:
         """For each lane: how many slots count as used without a request that runs."""
         return {each.lane: self.lane_slots[each.lane].running - each.running for each in self.activities}
-
-    def _pool(
-        self, deliveries: Callable[..., Deliveries], slots: int, *, prefetch: int | None = None, **options: Any
-    ) -> Pool:
-        consumer = deliveries(prefetch=slots if prefetch is None else prefetch)
-        return Pool(consumer, slots=slots, settler=self.settler, tracing=self.tracing, **options)
-
-
-async def ready_in(connection: Connection, queues: list[str]) -> Mapping[str, int]:
-    """Ask the broker how many messages wait in each queue. Raises BrokerError."""
-    return {queue: depth.ready for queue, depth in (await depths(connection, queues)).items()}
 
 
 CONTROL_PREFETCH = 512
@@ -512,204 +559,191 @@ async def assemble(
     traces: TracerProvider | None = None,
     simulated: bool = False,
 ) -> AsyncIterator[Worker]:
-    """Connect to the broker and create every part of a worker. `lanes`: the lanes that it consumes; empty: all.
-    `declares`: whether the worker first declares the topology (queues, exchanges, bindings); if not, the topology must
-    exist. `traces`: receives the trace spans; None: no spans are written, and the publisher's trace context is passed
-    on unchanged.
+    """Connect to the broker and create every part of a worker, each after those that it uses. `lanes`: the lanes that
+    it consumes; empty: all. `declares`: whether the worker first declares the topology (queues, exchanges, bindings);
+    if not, the topology must exist. `traces`: receives the trace spans; None: no spans are written, and the publisher's
+    trace context is passed on unchanged.
 
     Raises BrokerUnreachable, AccessRefused, TopologyMismatch, SettingsError.
     """
-    names = settings.names()
     all_lanes = settings.lane_specs()
     worked_lanes = tuple(lane for lane in all_lanes if not lanes or lane.name in lanes)
     async with AsyncExitStack() as stack:
+        publishing, consuming = connection_for("publish", settings), connection_for("consume", settings)
         tracing = Tracing(traces, broker=lambda: publishing.endpoint)
-        # Providers are created first, so that their missing settings are reported even if the broker is unreachable.
         parsing = Parsing()
+        # Before the connections are opened, so that missing settings are reported even if the broker is unreachable.
         providers = open_providers(settings, traceparent=tracing.traceparent, parsing=parsing)
         for provider in providers:
             stack.push_async_callback(provider.aclose)
-        publishing = await stack.enter_async_context(connection_for("publish", settings))
-        consuming = await stack.enter_async_context(connection_for("consume", settings))
-        topology = declare(all_lanes, names=names, broker_version=publishing.version)
-        await apply_or_check(topology, publishing, declares=declares)
-        watch = TopologyWatch(topology, consuming, declares=declares, find_management=partial(management_of, settings))
-        publisher = Publisher(publishing, tracing=tracing, on_missing=watch.check_soon)
-        rights = await stack.enter_async_context(watched_rights(publishing, names))
-        notices = await stack.enter_async_context(Notices(publishing))
-        direct_publisher = None
-        # Older brokers close a connection that sends a direct reply to a forged address, so direct replies get a
-        # connection of their own.
-        if is_before(publishing.version, RECOMMENDED):
-            direct_publisher = Publisher(
-                await stack.enter_async_context(connection_for("direct replies", settings)), tracing=tracing
-            )
-        reply_sender = ReplySender(publisher, own=direct_publisher)
-        reply_rule = settings.reply_rule()
+        broker = await open_broker(settings, publishing, consuming, declares=declares, tracing=tracing, stack=stack)
+        names = broker.names
         store = await stack.enter_async_context(
             open_store(
                 settings.store, namespace=names.namespace, spec=settings.store_spec(), former=settings.former_store
             )
         )
-        claiming = Claiming(store)
-        stack.push_async_callback(claiming.finish, within_s=FINISH_WITHIN_S)
         brake = Brake(store)
         with suppress(StoreUnavailable):  # then the worker takes no requests until `brake.run` has read it
             await brake.read()
-        failpoints = Failpoints(settings.failpoints)
+        lifecycle = Lifecycle(broker.notices, names=names, now_ms=now_ms)
+        settler = _settler(settings, broker, Claiming(store), lifecycle=lifecycle, tracing=tracing, stack=stack)
+        budgeting = open_budgeting(
+            settings, providers, store=store, brake=brake, lifecycle=lifecycle, tracing=tracing, stack=stack
+        )
+        control = _control(settings, broker, settler, store=store, brake=brake, providers=budgeting.registry.names)
         pausing = Pausing(
             {
                 "publish connection": lambda: publishing.trouble or publishing.blocked,
-                "permissions": lambda: rights.trouble,
+                "permissions": lambda: broker.rights.trouble,
                 "store": lambda: store.trouble,
-                "topology": lambda: watch.hindrance,
+                "topology": lambda: broker.watch.hindrance,
                 "control queue": lambda: control.behind,
                 "brake": lambda: brake.behind,
             }
         )
-        rng = random.Random()
-        replies = Replies(reply_sender, rule=reply_rule, loses_large_parts=settings.bodies_url is not None)
-        lifecycle = Lifecycle(notices, names=names, now_ms=now_ms)
-        budgeting = open_budgeting(
-            settings, providers, store=store, brake=brake, lifecycle=lifecycle, tracing=tracing, rng=rng, stack=stack
-        )
-        stack.push_async_callback(budgeting.spending.finish, within_s=FINISH_WITHIN_S)
-        reply_retries = ReplyRetries(max_waiting=settings.reply_to.waiting)
-        parking = Parking(invalid_per_hour=settings.dead.invalid_per_hour)
-        decoding = Decoding(parsing, budgeting.routes.of, max_values=settings.json_values)
-        body_store, spec = settings.body_store(), settings.bodies
-        web = WebBodies([url for url in spec.allow if url.startswith(WEB)], private=spec.allow_private)
-        bodies = Fetching(body_store, others=[*spec.allowed_stores(), web], most_bytes=spec.most_bytes)
-        stack.push_async_callback(bodies.aclose, within_s=FINISH_WITHIN_S)
-        large_answers = LargeAnswers(
-            publisher,
-            answer_bytes=settings.answer_bytes,
-            bodies=body_store,
-            over_bytes=spec.answers_over_bytes,
-            keep_s=settings.results.keep_s,
-        )
-        stack.push_async_callback(large_answers.aclose, within_s=FINISH_WITHIN_S)
-        settler = Settler(
-            publisher,
-            replies=replies,
-            reply_retries=reply_retries,
-            claiming=claiming,
-            lifecycle=lifecycle,
-            names=names,
-            tracing=tracing,
-            now_ms=now_ms,
-            failpoints=failpoints,
-            parking=parking,
-            large_answers=large_answers,
-            bodies=bodies,
-        )
-        claim_gate = ClaimGate(claiming, now_ms=now_ms)
-        brake_gate = BrakeGate(brake, claiming, now_ms=now_ms, rng=rng, publish=lifecycle.publish)
-        handler = Handler(
-            gates=(
-                Gate(partial(refuse_if_late, breakers=budgeting.breakers, now_ms=now_ms)),
-                Gate(partial(defer_until_due, claiming=claiming, bodies=bodies, now_ms=now_ms)),
-                Gate(brake_gate.enter),
-                Gate(claim_gate.enter, claim_gate.leave),
-                Gate(partial(fetch_body, fetching=bodies, decoding=decoding, now_ms=now_ms)),
-                Gate(partial(await_route, breakers=budgeting.breakers, now_ms=now_ms, rng=rng)),
-                Gate(budgeting.caps_gate.enter, budgeting.caps_gate.leave),
-                Gate(budgeting.budget_gate.enter, budgeting.budget_gate.leave),
-            ),
-            attempts=Attempts(
-                budgeting.registry,
-                breakers=budgeting.breakers,
-                budget_gate=budgeting.budget_gate,
-                replies=replies,
-                lifecycle=lifecycle,
-                pausing=pausing,
-                policy=settings.retry_policy(),
-                now_ms=now_ms,
-                rng=rng,
-            ),
-            replies=replies,
-            exchange=names.requests,
-            failpoints=failpoints,
-            decoding=decoding,
-            needs_user_id=settings.needs_user_id,
-        )
-        pools = PoolFactory(
-            deliveries=partial(Deliveries, consuming, on_missing=watch.check_soon),
-            counted={queue.name for queue in topology.queues if queue.type == "quorum"},
-            names=names,
-            speakers=settings.speakers,
+        handler = _handler(settings, settler, budgeting, brake=brake, pausing=pausing, parsing=parsing)
+        pools = Pools(
+            broker=broker,
             settler=settler,
             tracing=tracing,
-            publisher=publisher,
-            shares=settings.fair.tenants,
             brake=brake,
+            shares=settings.fair.tenants,
+            speakers=settings.speakers,
         )
         for lane in worked_lanes:
             pools.add_lane(lane, handler)
         pools.add_fallen(all_lanes)
-
-        def is_braked(lane: str) -> bool:
-            return brake.of("lane", lane) is not None
-
-        answers = ControlAnswers(reply_sender, rule=reply_rule, notices=notices)
-        control = Control(
-            Deliveries(consuming, queue=names.control, prefetch=CONTROL_PREFETCH, on_missing=watch.check_soon),
-            claiming=claiming,
-            settler=settler,
-            answers=answers,
-            now_ms=now_ms,
-            ready=partial(ready_in, consuming, [names.control]),
-            kept_s=settings.store_spec().cancelled_s,
-            per_tenant_s=settings.control.per_tenant_s,
-            brake=BrakeCommands(
-                brake,
-                store,
-                operators=settings.operators,
-                lanes=[lane.name for lane in all_lanes],
-                providers=budgeting.registry.names,
-                now_ms=now_ms,
-            ),
-            speakers=settings.speakers,
-            needs_user_id=settings.needs_user_id,
-        )
         yield Worker(
-            names=names,
             lanes=worked_lanes,
-            topology=topology,
-            consuming=consuming,
-            publishing=publishing,
-            publisher=publisher,
-            lengths=QueueLengths(consuming, worked_lanes, names=names),
+            broker=broker,
             store=store,
-            bodies=body_store,
-            claiming=claiming,
+            settler=settler,
+            budgeting=budgeting,
             control=control,
-            answers=answers,
-            parking=parking,
+            brake=brake,
+            pausing=pausing,
+            pools=pools.made,
+            lane_slots=pools.lane_slots,
+            activities=pools.activities,
+            scaling=Scaling(
+                pools.scaled,
+                depths=pools.ready,
+                now_ms=now_ms,
+                waiting_for=budgeting.waiting_for,
+                is_braked=pools.is_braked,
+            ),
+            scouting=Scouting(pools.scouted, depths=broker.ready, is_braked=pools.is_braked),
+            watchdog=Watchdog(pools.made, unfetched=pools.unfetched, lost_slots=pools.lost_slots),
+            lengths=QueueLengths(broker.consuming, worked_lanes, names=names),
             dead_letters=DeadLetters(
-                partial(OldestMessages, consuming, names.dead),
+                partial(OldestMessages, broker.consuming, names.dead),
                 store=store,
                 spec=settings.dead.spec(),
                 lifecycle=lifecycle,
                 now_ms=now_ms,
             ),
-            reply_retries=reply_retries,
-            brake=brake,
-            pausing=pausing,
-            watch=watch,
-            pools=tuple(pools.made),
-            scaling=Scaling(
-                pools.scaled,
-                depths=partial(pools.ready_with_sides, consuming),
-                now_ms=now_ms,
-                waiting_for=budgeting.waiting_for,
-                is_braked=is_braked,
-            ),
-            scouting=Scouting(pools.scouted, depths=partial(ready_in, consuming), is_braked=is_braked),
-            watchdog=Watchdog(pools.made, unfetched=partial(pools.unfetched, consuming), lost_slots=pools.lost_slots),
-            lifecycle=lifecycle,
-            lane_slots=pools.lane_slots,
-            budgeting=budgeting,
             simulated=simulated,
-            activities=tuple(pools.activities),
         )
+
+
+def _settler(
+    settings: Settings,
+    broker: BrokerParts,
+    claiming: Claiming,
+    *,
+    lifecycle: Lifecycle,
+    tracing: Tracing,
+    stack: AsyncExitStack,
+) -> Settler:
+    """What ends a delivery: the replies, the stores of results and bodies, the delays, the dead letters."""
+    own, spec = settings.body_store(), settings.bodies
+    web = WebBodies([url for url in spec.allow if url.startswith(WEB)], private=spec.allow_private)
+    bodies = Fetching(own, others=[*spec.allowed_stores(), web], most_bytes=spec.most_bytes)
+    large_answers = LargeAnswers(
+        broker.publisher,
+        answer_bytes=settings.answer_bytes,
+        bodies=own,
+        over_bytes=spec.answers_over_bytes,
+        keep_s=settings.results.keep_s,
+    )
+    stack.push_async_callback(claiming.finish, within_s=FINISH_WITHIN_S)
+    stack.push_async_callback(bodies.aclose, within_s=FINISH_WITHIN_S)
+    stack.push_async_callback(large_answers.aclose, within_s=FINISH_WITHIN_S)
+    return Settler(
+        broker.publisher,
+        replies=Replies(broker.reply_sender, rule=settings.reply_rule(), loses_large_parts=own is not None),
+        reply_retries=ReplyRetries(max_waiting=settings.reply_to.waiting),
+        claiming=claiming,
+        lifecycle=lifecycle,
+        names=broker.names,
+        tracing=tracing,
+        now_ms=now_ms,
+        failpoints=Failpoints(settings.failpoints),
+        parking=Parking(invalid_per_hour=settings.dead.invalid_per_hour),
+        large_answers=large_answers,
+        bodies=bodies,
+    )
+
+
+def _control(
+    settings: Settings, broker: BrokerParts, settler: Settler, *, store: Store, brake: Brake, providers: Collection[str]
+) -> Control:
+    return Control(
+        broker.deliveries(broker.names.control, prefetch=CONTROL_PREFETCH),
+        claiming=settler.claiming,
+        settler=settler,
+        answers=ControlAnswers(broker.reply_sender, rule=settings.reply_rule(), notices=broker.notices),
+        now_ms=now_ms,
+        ready=broker.ready,
+        kept_s=settings.store_spec().cancelled_s,
+        per_tenant_s=settings.control.per_tenant_s,
+        brake=BrakeCommands(
+            brake,
+            store,
+            operators=settings.operators,
+            lanes=[lane.name for lane in settings.lane_specs()],
+            providers=providers,
+            now_ms=now_ms,
+        ),
+        speakers=settings.speakers,
+        needs_user_id=settings.needs_user_id,
+    )
+
+
+def _handler(
+    settings: Settings, settler: Settler, budgeting: Budgeting, *, brake: Brake, pausing: Pausing, parsing: Parsing
+) -> Handler:
+    """What finds the outcome of a delivery: the gates, in order, and the attempt."""
+    claiming, lifecycle, breakers, rng = settler.claiming, settler.lifecycle, budgeting.breakers, random.Random()
+    decoding = Decoding(parsing, budgeting.routes.of, max_values=settings.json_values)
+    brake_gate = BrakeGate(brake, claiming, now_ms=now_ms, rng=rng, publish=lifecycle.publish)
+    claim_gate = ClaimGate(claiming, now_ms=now_ms)
+    return Handler(
+        gates=(
+            Gate(partial(refuse_if_late, breakers=breakers, now_ms=now_ms)),
+            Gate(partial(defer_until_due, claiming=claiming, bodies=settler.bodies, now_ms=now_ms)),
+            Gate(brake_gate.enter),
+            Gate(claim_gate.enter, claim_gate.leave),
+            Gate(partial(fetch_body, fetching=settler.bodies, decoding=decoding, now_ms=now_ms)),
+            Gate(partial(await_route, breakers=breakers, now_ms=now_ms, rng=rng)),
+            Gate(budgeting.caps_gate.enter, budgeting.caps_gate.leave),
+            Gate(budgeting.budget_gate.enter, budgeting.budget_gate.leave),
+        ),
+        attempts=Attempts(
+            budgeting.registry,
+            breakers=breakers,
+            budget_gate=budgeting.budget_gate,
+            replies=settler.replies,
+            lifecycle=lifecycle,
+            pausing=pausing,
+            policy=settings.retry_policy(),
+            now_ms=now_ms,
+            rng=rng,
+        ),
+        replies=settler.replies,
+        exchange=settler.names.requests,
+        failpoints=settler.failpoints,
+        decoding=decoding,
+        needs_user_id=settings.needs_user_id,
+    )

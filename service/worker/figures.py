@@ -123,8 +123,8 @@ def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:
         "prices_as_of": budgeting.prices_as_of,
         "simulated": worker.simulated,
         "tenants": {lane: slots.snapshot() for lane, slots in worker.lane_slots.items()},
-        "failures": list(worker.lifecycle.failures),
-        "undelivered": worker.reply_retries.given_up,
+        "failures": list(worker.settler.lifecycle.failures),
+        "undelivered": worker.settler.reply_retries.given_up,
         "dead_letters": _removed(worker),
         "control": _control(worker),
     }
@@ -139,11 +139,11 @@ def samples(worker: "Worker", *, tenants: Collection[str], store_url: str) -> It
     yield from _of_accounts(worker)
     yield from _of_calls(worker.budgeting)
     yield from _of_spending(worker, frozenset(tenants))
-    for name, connection in (("consume", worker.consuming), ("publish", worker.publishing)):
+    for name, connection in (("consume", worker.broker.consuming), ("publish", worker.broker.publishing)):
         yield from of_connection(name, connection)
-    yield from of_publishes(worker.publisher.times)
+    yield from of_publishes(worker.broker.publisher.times)
     yield from of_store(worker.store.times, url=store_url, trouble=worker.store.trouble)
-    yield "lanekeeper.replies.undelivered", {}, worker.reply_retries.given_up
+    yield "lanekeeper.replies.undelivered", {}, worker.settler.reply_retries.given_up
     for how, count in _removed(worker).items():
         yield "lanekeeper.dead_letters.removed", {"how": how}, count
     for outcome, count in _control(worker).items():
@@ -266,12 +266,12 @@ def _of_spending(worker: "Worker", tenants: frozenset[str]) -> Iterator[Sample]:
 
 
 def _removed(worker: "Worker") -> dict[str, int]:
-    dead, parking = worker.dead_letters, worker.parking
+    dead, parking = worker.dead_letters, worker.settler.parking
     return {"exported": dead.exported, "dropped": dead.dropped, "unparked": parking.unparked}
 
 
 def _control(worker: "Worker") -> dict[str, int]:
-    answers = worker.answers
+    answers = worker.control.answers
     return {
         "refused": answers.refused,
         "unanswered": answers.unanswered,

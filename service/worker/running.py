@@ -48,14 +48,14 @@ async def run(
             "status": _answer_status(worker),
             "summary": _summarise(worker),
             "lengths": worker.lengths.run(),
-            "claims": worker.claiming.run(),
+            "claims": worker.settler.claiming.run(),
             "brake": worker.brake.run(),
             "probing": probing(worker.store),
             "pace": note_ends(worker.store, worker.activities),
-            "sweeping": sweeping(worker.store, worker.bodies, owner=uuid.uuid4().hex),
+            "sweeping": sweeping(worker.store, worker.settler.bodies.own, owner=uuid.uuid4().hex),
             "dead letters": worker.dead_letters.run(owner=uuid.uuid4().hex),
             "pausing": worker.pausing.run((*worker.pools, worker.scaling, worker.scouting)),
-            "topology watch": worker.watch.run(),
+            "topology watch": worker.broker.watch.run(),
         }
         pools = [group.create_task(work, name=name) for name, work in consuming.items()]
         background = [group.create_task(work, name=name) for name, work in supporting.items()]
@@ -107,12 +107,12 @@ async def _answer_status(worker: Worker) -> None:
     while True:
         with suppress(BrokerError):
             async with (
-                Inbox(worker.consuming, bindings=((worker.names.control, STATUS_KEY),)) as inbox,
+                Inbox(worker.broker.consuming, bindings=((worker.broker.names.control, STATUS_KEY),)) as inbox,
                 beside(_bind_again(inbox), name="status binding"),
             ):
                 async for question in inbox:
                     if question.type == STATUS_KEY:  # other types are answered from the control queue
-                        await worker.answers.tell(question, status(worker, worker_name), control="accepted")
+                        await worker.control.answers.tell(question, status(worker, worker_name), control="accepted")
         await asyncio.sleep(1)  # a lost connection opens again by itself, with its own back-off
 
 

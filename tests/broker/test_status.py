@@ -17,7 +17,7 @@ from topology.declaration import declare
 
 
 async def seen(worker: RunningWorker) -> Status:
-    return await look(worker.parts.consuming, lanes=worker.settings.lane_specs(), names=worker.settings.names())
+    return await look(worker.parts.broker.consuming, lanes=worker.settings.lane_specs(), names=worker.settings.names())
 
 
 async def test_without_workers_depths_are_shown_without_waiting_for_answers(vhost: Vhost) -> None:

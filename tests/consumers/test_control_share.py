@@ -95,7 +95,7 @@ async def test_a_speaker_has_a_separate_share_for_each_tenant_it_names() -> None
 
 
 def test_without_that_right_requests_wait_for_less_than_a_second_after_the_last_cancellation() -> None:
-    async def ready() -> dict[str, int]:
+    async def ready(queues: list[str]) -> dict[str, int]:
         raise AccessRefused("no right to look")
 
     async def story() -> list[bool]:

@@ -235,4 +235,4 @@ async def test_only_operators_may_pause(vhost: Vhost, tmp_path: Path) -> None:
         await operator.does("pause", "--lane", "batch", code=1)
         await operator.does("pauses", code=1)
         assert worker.parts.brake.pauses == {}
-        assert worker.parts.answers.refused == 4
+        assert worker.parts.control.answers.refused == 4

@@ -103,7 +103,7 @@ async def test_after_a_worker_lost_the_broker_in_the_middle_of_a_stream_the_requ
     ):
         asked = await app.publish({"prompt": "to be continued"}, headers={"x-lane-stream": True})
         await until(lambda: len(app.parts(asked)) > 3)
-        await (await worker.parts.consuming.underlying()).close()
+        await (await worker.parts.broker.consuming.underlying()).close()
         await until(lambda: provider.calls == 2)
         provider.go_on()
         final = await app.final(asked)

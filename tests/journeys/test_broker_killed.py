@@ -68,7 +68,7 @@ async def test_when_the_broker_is_killed_no_request_is_lost_and_the_worker_recov
             await until(lambda: all("retrying" in watching.events_of(f"retried-{n}") for n in range(4)))
             await until(lambda: len(own.calls("running")) == 4 and own.calls("queued"))
 
-            queues = [queue.name for queue in own.parts.topology.queues if queue.name.startswith("lane.batch")]
+            queues = [queue.name for queue in own.parts.broker.topology.queues if queue.name.startswith("lane.batch")]
 
             async def has_a_backlog() -> bool:  # wherever it waits: a busy worker sets it aside
                 return sum([await watching.depth(queue) for queue in queues]) > 20
@@ -187,7 +187,7 @@ async def test_connections_closed_by_an_administrator_cause_at_most_a_repeated_c
                 jobs = range(asked, asked + 24)
                 await asyncio.gather(*(ledger.ask("batch", f"job {n:02d}", id=f"job-{n}") for n in jobs))
                 await until(lambda: own.api.running >= 4)
-                loss = own.parts.consuming.loss if which == "consume" else own.parts.publishing.loss
+                loss = own.parts.broker.consuming.loss if which == "consume" else own.parts.broker.publishing.loss
                 await asyncio.to_thread(vhost.api, "DELETE", f"connections/{quote(name, safe='')}")
                 closed.add(name)
                 assert "CONNECTION_FORCED" in await asyncio.wait_for(asyncio.shield(loss), timeout=60)
@@ -214,7 +214,7 @@ async def test_a_deleted_queue_makes_the_worker_unready_until_it_is_declared_aga
         assert (await app.ask({"prompt": "the others go on"}, key="batch.tests.x")).status == "ok"
         lost = await app.ask({"prompt": "nowhere to go"}, key="normal.tests.x")
         assert lost.code == "unroutable"
-        await apply(own.parts.topology, await own.parts.publishing.underlying())
+        await apply(own.parts.broker.topology, await own.parts.broker.publishing.underlying())
         await until(lambda: not any(own.parts.reasons().values()))
         assert (await app.ask({"prompt": "back"}, key="normal.tests.x")).status == "ok"
 

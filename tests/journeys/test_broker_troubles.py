@@ -45,7 +45,7 @@ async def test_while_a_worker_cannot_publish_it_takes_no_request_and_reports_why
         assert (await app.ask({"prompt": "before"})).status == "ok"
         rights = f"permissions/{vhost.quoted}/{vhost.user}"
         vhost.api("DELETE", rights)  # so that it does not reconnect
-        await (await worker.parts.publishing.underlying()).close()
+        await (await worker.parts.broker.publishing.underlying()).close()
         await until(lambda: all(pool.is_paused for pool in worker.parts.pools))
         asked = await app.publish({"prompt": "meanwhile"})
         await until(lambda: "not into virtual host" in (worker.parts.reasons()["publish connection"] or ""))

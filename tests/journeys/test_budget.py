@@ -45,7 +45,7 @@ async def flood(app: Requester, jobs: int, *, key: str = "batch.tests.flood") ->
 
 async def status_of(running: RunningWorker) -> tuple[str, ...]:
     parts = running.parts
-    return (await look(parts.publishing, lanes=parts.lanes, names=parts.names)).waiting
+    return (await look(parts.broker.publishing, lanes=parts.lanes, names=parts.broker.names)).waiting
 
 
 @pytest.mark.timing

@@ -28,7 +28,7 @@ async def test_a_worker_that_starts_during_a_flood_of_cancellations_answers_requ
             assert (await app.final(asked, within_s=25)).status == "ok"
             for _ in range(10):
                 assert (await app.ask({"prompt": "urgent too"}, within_s=20)).status == "ok"
-            assert worker.parts.answers.refused
+            assert worker.parts.control.answers.refused
 
 
 async def test_another_tenants_cancellation_is_fast_during_a_flood_and_the_flood_is_read_to_its_end(
@@ -36,7 +36,7 @@ async def test_another_tenants_cancellation_is_fast_during_a_flood_and_the_flood
 ) -> None:
     async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
         async with flooding(vhost.amqp_url, per_s=FLOOD_PER_S, user=vhost.user):
-            await until(lambda: worker.parts.answers.unanswered > FLOOD_PER_S, within_s=60)
+            await until(lambda: worker.parts.control.answers.unanswered > FLOOD_PER_S, within_s=60)
             for id in ("a", "b", "c", "d", "e"):
                 running = await app.publish({"prompt": f"running {id} {LONG}"}, message_id=id)
                 await until(lambda id=id: worker.calls(f"running {id}"), within_s=30)

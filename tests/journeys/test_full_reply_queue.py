@@ -69,7 +69,7 @@ async def test_a_flood_of_invalid_requests_for_a_full_reply_queue_does_not_delay
         print(f"waits in the same lane: usual {max(usual):.3f} s, meanwhile {sorted(meanwhile)[-3:]} s")
         assert statistics.median(meanwhile) < max(1.5, 5 * max(usual))
         assert max(meanwhile) < 30, "nothing waits for a slot: that would be minutes"
-        await until(lambda: worker.parts.reply_retries.given_up >= FLOOD_S * A_SECOND - 10 * 6)
+        await until(lambda: worker.parts.settler.reply_retries.given_up >= FLOOD_S * A_SECOND - 10 * 6)
         delayed = [await app.depth(f"lane.delay.{level:02d}") for level in range(10)]
         # A tenth of 100 for one queue, by the worker's clock: on a busy broker a few come back later than it counts.
         assert sum(delayed) <= 20, "without a bound these would be hundreds"

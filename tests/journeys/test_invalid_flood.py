@@ -15,7 +15,7 @@ async def test_a_tenants_invalid_messages_are_all_answered_but_not_all_parked_an
         codes = [(await app.ask(b"rubbish", user_id=vhost.user, message_id=id)).code for id in ids]
         assert codes == ["invalid_request"] * 6
         await until(lambda: app.holds(3, "lane.dead"))
-        assert worker.parts.parking.unparked == 3
+        assert worker.parts.settler.parking.unparked == 3
         kept = [id for id in ids if await worker.parts.store.find(Identity(vhost.user, id)) is not None]
         assert kept == ids[:3], "nor does it fill the store"
 

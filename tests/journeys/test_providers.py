@@ -35,7 +35,7 @@ async def status(worker: RunningWorker) -> Status:
     parts = worker.parts
 
     async def told() -> Status | None:
-        found = await look(parts.publishing, lanes=parts.lanes, names=parts.names)
+        found = await look(parts.broker.publishing, lanes=parts.lanes, names=parts.broker.names)
         return found if found.workers else None
 
     found: Status = await until(told)

@@ -30,7 +30,7 @@ async def test_closed_connections_cost_a_lane_no_slots(vhost: Vhost) -> None:
             while (number := next(numbers)) < len(own.api.calls) + BACKLOG:
                 await ask(TENANTS[number % len(TENANTS)], f"job {number}")
             before = len(own.api.calls)
-            connection = await own.parts.consuming.underlying()
+            connection = await own.parts.broker.consuming.underlying()
             await connection.underlay.close()
             await until(lambda before=before: len(own.api.calls) >= before + 2 * SLOTS)
         held = [await ask(tenant, "[[held]]") for tenant in TENANTS * 2]

@@ -1,18 +1,20 @@
 """A worker stops in time, even if the broker does not answer; it ends if one of its lanes ends."""
 
 import asyncio
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from consumers.brake import Brake
 from consumers.claiming import Claiming
+from consumers.settle import Settler
 from consumers.slots.activity import LaneActivity
 from consumers.slots.pausing import Pausing
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import BrokerUnreachable
 from service.worker import running as worker
-from service.worker.assembly import Worker
+from service.worker.assembly import BrokerParts, Budgeting, Worker
 from tests.support.memory_store import MemoryStore
 
 
@@ -60,34 +62,26 @@ class FakePool:
 
 
 def parts(*pools: FakePool, watchdog: object = None) -> Worker:
+    broker = SimpleNamespace(names=Names(), consuming=NoConnection(), watch=FakePool("watch"))
+    settler = SimpleNamespace(claiming=Claiming(MemoryStore()), bodies=SimpleNamespace(own=None))
+    fakes: dict[str, Any] = {
+        name: FakePool(name) for name in ("lengths", "control", "dead_letters", "scaling", "scouting", "watchdog")
+    }
+    if watchdog is not None:
+        fakes["watchdog"] = watchdog
     return Worker(
-        names=Names(),
-        bodies=None,
         lanes=(),
-        topology=None,  # type: ignore[arg-type]
-        consuming=NoConnection(),  # type: ignore[arg-type]
-        publishing=None,  # type: ignore[arg-type]
-        publisher=None,  # type: ignore[arg-type]
-        lengths=FakePool("lengths"),  # type: ignore[arg-type]
+        broker=cast(BrokerParts, broker),
         store=MemoryStore(),
-        claiming=Claiming(MemoryStore()),
-        control=FakePool("control"),  # type: ignore[arg-type]
-        answers=None,  # type: ignore[arg-type]
-        parking=None,  # type: ignore[arg-type]
-        dead_letters=FakePool("dead letters"),  # type: ignore[arg-type]
-        reply_retries=None,  # type: ignore[arg-type]
+        settler=cast(Settler, settler),
+        budgeting=cast(Budgeting, None),
         brake=Brake(),
         pausing=Pausing({}),
-        watch=FakePool("watch"),  # type: ignore[arg-type]
-        scaling=FakePool("slots"),  # type: ignore[arg-type]
-        scouting=FakePool("scouting"),  # type: ignore[arg-type]
-        watchdog=watchdog or FakePool("watchdog"),  # type: ignore[arg-type]
-        lifecycle=None,  # type: ignore[arg-type]
+        pools=cast(Any, pools),
         lane_slots={},
-        budgeting=None,  # type: ignore[arg-type]
-        simulated=False,
-        pools=pools,  # type: ignore[arg-type]
         activities=(LaneActivity("critical", slots=1, due_slots=1),),
+        simulated=False,
+        **fakes,
     )
 
 

@@ -70,7 +70,7 @@ class FakeDeliveries(Deliveries):
         self._only.stopped.set()
 
 
-async def none_waits() -> dict[str, int]:
+async def none_waits(queues: list[str]) -> dict[str, int]:
     return {"lane.control": 0}
 
 

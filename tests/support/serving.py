@@ -99,7 +99,7 @@ async def serving(
         if not declares:
             await _applied(made)
         async with assemble(made, lanes=works, declares=declares) as parts:
-            own = RunningWorker(made, api, parts, _losses=[parts.consuming.loss, parts.publishing.loss])
+            own = RunningWorker(made, api, parts, _losses=[parts.broker.consuming.loss, parts.broker.publishing.loss])
             working = asyncio.create_task(worker.run(parts, stop=own._stop, grace_s=5), name="worker")
             try:
                 if waits:
