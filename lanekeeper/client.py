@@ -15,6 +15,7 @@ from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, Unpack
 
 from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError, ClientMisused, InvalidArgument, InvalidUrl
 from lanekeeper.errors import Cancelled, ControlRefused, no_answer
@@ -23,10 +24,9 @@ from lanekeeper.requests import Options, OutgoingRequest, bound_s, check_argumen
 from lanekeeper.telemetry import logs, signals
 
 if TYPE_CHECKING:
-    from lanekeeper.amqp.connection import Depth
     from lanekeeper.bodies import BodyStore
+    from lanekeeper.http import OverHttp
     from lanekeeper.over_amqp import OverAmqp
-    from lanekeeper.over_http import OverHttp
     from lanekeeper.telemetry.tracing import Tracing
 
 Body = Mapping[str, Any] | bytes | BinaryIO
@@ -97,7 +97,7 @@ class Client:
             check_argument("api_key", api_key, str)
         # only the library that the URL needs is imported
         if scheme in ("http", "https"):
-            from lanekeeper.over_http import OverHttp
+            from lanekeeper.http import OverHttp
 
             self._transport = OverHttp(url.strip(), api_key=api_key, ssl_context=ssl_context, tracing=tracing)
         elif api_key is not None:
@@ -209,7 +209,7 @@ class Client:
         check_argument("wait_s", wait_s, int, float)
         return await self._transport.result(id, tenant=tenant or self._own, end=time_in(wait_s))
 
-    async def depth(self, lane: str) -> "Depth | None":
+    async def depth(self, lane: str) -> Depth | None:
         """How many requests wait in a lane's intake, and how many consumers it has; None if this cannot be read."""
         self._check_open()
         return await self._transport.depth(lane)

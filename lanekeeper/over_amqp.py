@@ -28,13 +28,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, BinaryIO, Self
 from urllib.parse import unquote, urlsplit
 
-from lanekeeper.amqp.connection import Connection, Depth, depths
+from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.amqp.replies import DirectReplies
 from lanekeeper.bodies import MIB, OVER_BYTES, PIECE_BYTES, BodiesUnavailable, BodyStore
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import urls_of
-from lanekeeper.contract.messages import Message
+from lanekeeper.contract.messages import Depth, Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import (
     AccessRefused,

@@ -15,17 +15,15 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from lanekeeper import client as asynchronous
 from lanekeeper.client import Body
+from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.problems import ClientMisused
 from lanekeeper.errors import Cancelled
 from lanekeeper.replies import Final, Part
 from lanekeeper.requests import Options
-
-if TYPE_CHECKING:
-    from lanekeeper.amqp.connection import Depth
 
 T = TypeVar("T")
 READ_AHEAD = 16
@@ -141,7 +139,7 @@ class Client:
     def result(self, id: str, *, tenant: str | None = None, wait_s: float = 0) -> Final:
         return self._run(lambda client: client.result(id, tenant=tenant, wait_s=wait_s))
 
-    def depth(self, lane: str) -> "Depth | None":
+    def depth(self, lane: str) -> Depth | None:
         return self._run(lambda client: client.depth(lane))
 
     @property

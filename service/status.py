@@ -26,10 +26,10 @@ from google.protobuf.message import DecodeError
 from consumers.lifecycle import FAILURES
 from consumers.limits.base import CONCURRENCY
 from consumers.slots.activity import ACCURACY, WINDOWS
-from lanekeeper.amqp.connection import Connection, Depth, depths
+from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.amqp.replies import Arrivals, DirectReplies
-from lanekeeper.contract.messages import Message
+from lanekeeper.contract.messages import Depth, Message
 from lanekeeper.contract.names import STATUS_KEY, Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError, Unroutable
 from lanekeeper.telemetry.tracing import Tracing

@@ -17,7 +17,8 @@ from benchmarks.harness.contestants import PEERS_PYTHON, REPLIES, Contestant, Pl
 from benchmarks.harness.load import Sent, Spec
 from benchmarks.harness.processes import ROOT, START_WITHIN_S, broker, process, redis
 from benchmarks.harness.provider import LOOK_EVERY_S, CallLog, provider
-from lanekeeper.amqp.connection import Connection, Depth, depths
+from lanekeeper.amqp.connection import Connection, depths
+from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.problems import BrokerUnreachable
 from topology.broker.admin import apply
 

@@ -6,17 +6,17 @@ import asyncio
 import random
 import ssl
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Self
 from urllib.parse import unquote
 
 from aiormq.channel import Channel
-from aiormq.exceptions import AuthenticationError, ChannelAccessRefused, InvalidFrameError, ProbableAuthenticationError
+from aiormq.exceptions import AuthenticationError, InvalidFrameError, ProbableAuthenticationError
 from yarl import URL
 
-from lanekeeper.amqp.driver import BrokerConnection, border, is_bare, text_of
+from lanekeeper.amqp.driver import CLOSE_TIMEOUT_S, RPC_TIMEOUT_S, BrokerConnection, border, close, is_bare, text_of
 from lanekeeper.backoff import pause_s
 from lanekeeper.contract.identity import urls_of
+from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.problems import (
     AccessRefused,
     BrokerBlocked,
@@ -32,7 +32,6 @@ HEARTBEAT_S = 10
 CONNECT_TIMEOUT_S = 10
 NODE_TIMEOUT_S = 4
 """For one node of several: a frozen node accepts connections and never answers."""
-CLOSE_TIMEOUT_S = 3
 BACKOFF_CAP_S = 2.5
 """So a worker is connected at most about this long after the broker has started, and a hundred workers make about a
 hundred tries a second."""
@@ -247,28 +246,18 @@ class Connection:
         self._unblocked.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class Depth:
-    """The length of a queue (without unacknowledged messages), and the number of its consumers."""
-
-    ready: int
-    consumers: int
-
-
 async def depths(connection: Connection, queues: list[str]) -> dict[str, Depth]:
-    """A passive declaration returns both exactly and without delay (docs/facts.md, section 9). Raises AccessRefused,
-    BrokerUnreachable (also if a queue does not exist)."""
+    """Raises AccessRefused (from 4.3 on, a user needs some right to a queue to see it), BrokerUnreachable,
+    TopologyMismatch (no such queue)."""
     channel = await connection.channel(confirms=False, timeout_s=DEPTH_TIMEOUT_S)
-    try:
-        with border("cannot look at the queues"):
-            found = {}
-            for queue in queues:
-                declared = await channel.queue_declare(queue, passive=True, timeout=DEPTH_TIMEOUT_S)
-                found[queue] = Depth(declared.message_count or 0, declared.consumer_count or 0)
-            async with asyncio.timeout(DEPTH_TIMEOUT_S):
-                await channel.close()
-    except BrokerUnreachable as error:
-        if isinstance(error.__cause__, ChannelAccessRefused):
-            raise AccessRefused(f"{error}: from 4.3 on, a user needs some right to a queue to see it") from error
-        raise
+    with border("cannot look at the queues"):
+        found = {queue: await depth(channel, queue, timeout_s=DEPTH_TIMEOUT_S) for queue in queues}
+    await close(channel)
     return found
+
+
+async def depth(channel: Channel, queue: str, *, timeout_s: float = RPC_TIMEOUT_S) -> Depth:
+    """A passive declaration returns both exactly and without delay (docs/facts.md, section 9). Raises aiormq's
+    errors."""
+    declared = await channel.queue_declare(queue, passive=True, timeout=timeout_s)
+    return Depth(declared.message_count or 0, declared.consumer_count or 0)

@@ -14,7 +14,7 @@ import logging
 import ssl
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
@@ -25,14 +25,15 @@ from aio_pika.abc import TimeoutType, UnderlayConnection
 from aio_pika.tools import OneShotCallback
 from aiormq.channel import Channel as UnderlyingChannel
 from aiormq.connection import TransportFactory
-from aiormq.exceptions import AMQPConnectionError, AMQPError
+from aiormq.exceptions import AMQPConnectionError, AMQPError, ChannelAccessRefused, ChannelNotFoundEntity
+from pamqp.commands import Basic
 from pamqp.commands import Connection as Frames
 from pamqp.header import ContentHeader
 from yarl import URL
 
-from lanekeeper.amqp.wire import message_from, properties_in, read_short_str
+from lanekeeper.amqp.wire import message_from, message_of, properties_in, read_short_str
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
+from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, TopologyMismatch
 
 _METHOD, _HEADER, _BODY, _HEARTBEAT = 1, 2, 3, 8
 _KINDS: Final = frozenset({_METHOD, _HEADER, _BODY, _HEARTBEAT})
@@ -44,6 +45,9 @@ _HEARTBEAT_FRAME: Final = b"\x08\0\0\0\0\0\0\xce"
 """aiormq closes a connection on which it reads nothing for a while, and the broker sends no heartbeats while it sends
 other frames. So `FrameReader` gives aiormq this frame while it passes all others to a `Tap`."""
 _HEARTBEAT_EVERY_S: Final = 1.0
+RPC_TIMEOUT_S: Final = 30
+CLOSE_TIMEOUT_S: Final = 3
+"""So short that a broker that does not answer delays a stopping worker only briefly."""
 _DELIVER, _RETURN, _ACK, _NACK = b"\0\x3c\0\x3c", b"\0\x3c\0\x32", b"\0\x3c\0\x50", b"\0\x3c\0\x78"
 _TAG: Final = struct.Struct(">QB")
 _SIZE: Final = struct.Struct(">Q")
@@ -372,13 +376,29 @@ class BrokerConnection(aio_pika.Connection):
         return self.transport is None or self.underlay.is_closed
 
 
+async def fetch(channel: UnderlyingChannel, queue: str) -> tuple[Delivered, int] | None:
+    """The head of a queue, and how many messages wait behind it; None if it is empty. Raises aiormq's errors."""
+    got = await channel.basic_get(queue, timeout=RPC_TIMEOUT_S)
+    found: Any = got.delivery
+    if not isinstance(found, Basic.GetOk):
+        return None
+    return Delivered(message_of(got), found.delivery_tag or 0, bool(found.redelivered)), found.message_count or 0
+
+
+async def close(channel: UnderlyingChannel) -> None:
+    """Without errors: whatever was not settled returns to its queue."""
+    with suppress(BrokerError), border("closing"):
+        await channel.close(timeout=CLOSE_TIMEOUT_S)
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable, hint: str = "") -> Iterator[None]:
-    """Translate aiormq's exceptions for a lost channel or connection, or for a silent broker, into `lost`. If aiormq
-    has swallowed a cancellation of the task, raise CancelledError."""
+    """Translate aiormq's exceptions for a lost channel or connection, or for a silent broker, into `lost`; unless it is
+    given, a refusal becomes AccessRefused, and a missing exchange or queue TopologyMismatch. If aiormq has swallowed a
+    cancellation of the task, raise CancelledError."""
     before = cancellations()
     try:
         yield
@@ -391,6 +411,10 @@ def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable, hint: str 
             raise
         if cancellations() == before:
             why = "the connection was lost" if is_bare(error) else text_of(error)
+            if lost is BrokerUnreachable and isinstance(error, ChannelAccessRefused):
+                raise AccessRefused(f"{what}: {why}{hint}") from error
+            if lost is BrokerUnreachable and isinstance(error, ChannelNotFoundEntity):
+                raise TopologyMismatch(f"{what}: {why}; run: lanekeeper topology apply") from error
             raise lost(f"{what}: {why}{hint}") from error
     if cancellations() > before:
         raise asyncio.CancelledError

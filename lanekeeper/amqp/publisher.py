@@ -19,8 +19,8 @@ from aiormq.exceptions import (
     ChannelPreconditionFailed,
 )
 
-from lanekeeper.amqp.connection import CLOSE_TIMEOUT_S, Connection
-from lanekeeper.amqp.driver import border, tap_of
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.driver import close, tap_of
 from lanekeeper.amqp.wire import encoded, frames
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import (
@@ -110,47 +110,32 @@ class Publisher:
         AccessRefused, MessageTooLarge and InvalidArgument (not sent), TopologyMismatch (no such exchange)."""
         began_s, error_type = time.monotonic(), ""
         try:
-            await self._publish(
-                message,
-                exchange=exchange,
-                routing_key=routing_key,
-                mandatory=mandatory,
-                timeout_s=timeout_s,
-                traced=traced,
-            )
+            message.message_id = message.message_id or uuid.uuid4().hex
+            await self._limit.check(len(message.body))
+            span: AbstractContextManager[Any] = nullcontext()
+            if self._tracing is not None and traced:
+                span = self._tracing.send(message, exchange=exchange, routing_key=routing_key)
+            with span:
+                confirming, timeout_s = await self._ready_channel(timeout_s)
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        answer = await confirming.write(
+                            message, exchange=exchange, routing_key=routing_key, mandatory=mandatory
+                        )
+                        refused = await answer
+                except _LOST as error:
+                    raise self._error_of(error, exchange, routing_key, timeout_s) from error
+                if refused is Unroutable:
+                    raise Unroutable(f"no queue takes {routing_key!r} from exchange {exchange!r}")
+                if refused is not None:
+                    raise PublishRefused(
+                        f"the broker refused {routing_key!r}: a queue that it goes to is full; try again later"
+                    )
         except BrokerError as error:
             error_type = type(error).__name__
             raise
         finally:
             self.times[error_type].add(time.monotonic() - began_s)
-
-    async def _publish(
-        self, message: Message, *, exchange: str, routing_key: str, mandatory: bool, timeout_s: float, traced: bool
-    ) -> None:
-        message.message_id = message.message_id or uuid.uuid4().hex
-        if len(message.body) > SMALL_BYTES:
-            await self._limit.check(len(message.body))
-        span: AbstractContextManager[Any] = (
-            nullcontext()
-            if self._tracing is None or not traced
-            else self._tracing.send(message, exchange=exchange, routing_key=routing_key)
-        )
-        with span:
-            confirming, timeout_s = await self._ready_channel(timeout_s)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    answer = await confirming.write(
-                        message, exchange=exchange, routing_key=routing_key, mandatory=mandatory
-                    )
-                    refused = await answer
-            except _LOST as error:
-                raise self._error_of(error, exchange, routing_key, timeout_s) from error
-            if refused is Unroutable:
-                raise Unroutable(f"no queue takes {routing_key!r} from exchange {exchange!r}")
-            if refused is not None:
-                raise PublishRefused(
-                    f"the broker refused {routing_key!r}: a queue that it goes to is full; try again later"
-                )
 
     async def write(
         self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = CONFIRM_TIMEOUT_S
@@ -159,8 +144,7 @@ class Publisher:
         be in flight. The broker gets them in the order of these calls. Raises the errors of `publish`; the future
         raises AMQPError if the channel is lost."""
         message.message_id = message.message_id or uuid.uuid4().hex
-        if len(message.body) > SMALL_BYTES:
-            await self._limit.check(len(message.body))
+        await self._limit.check(len(message.body))
         confirming, timeout_s = await self._ready_channel(timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
@@ -233,8 +217,7 @@ class Publisher:
                         try:
                             await self._on_channel(channel)
                         except BaseException:
-                            with suppress(BrokerUnreachable), border("closing"):
-                                await channel.close(timeout=CLOSE_TIMEOUT_S)
+                            await close(channel)
                             raise
                     self._confirming = Confirming(channel)
         return self._confirming, timeout_s

@@ -5,18 +5,15 @@ closes, all that are still expected are lost."""
 import asyncio
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from aiormq.channel import Channel
-from aiormq.exceptions import ChannelAccessRefused
 
-from lanekeeper.amqp.driver import Delivered, border, left_to_the_tap, tap_of
+from lanekeeper.amqp.driver import RPC_TIMEOUT_S, Delivered, border, close, left_to_the_tap, tap_of
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import DIRECT_REPLY_TO
-from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable, ReplyLost
+from lanekeeper.contract.problems import ReplyLost
 
-RPC_TIMEOUT_S = 30
-CLOSE_TIMEOUT_S = 3
 UNREAD_BYTES = 1024 * 1024
 """Of one streamed answer. Only a very slow caller exceeds this: a model needs many seconds to write as much."""
 
@@ -70,17 +67,13 @@ class DirectReplies:
         to address. Raises BrokerUnreachable, AccessRefused."""
         tap_of(channel).on_delivery = self._on_delivery
         with border("no direct replies"):
-            try:
-                await channel.basic_consume(DIRECT_REPLY_TO, left_to_the_tap, no_ack=True, timeout=RPC_TIMEOUT_S)
-            except ChannelAccessRefused as error:
-                raise AccessRefused(str(error)) from error
+            await channel.basic_consume(DIRECT_REPLY_TO, left_to_the_tap, no_ack=True, timeout=RPC_TIMEOUT_S)
         self._channel = channel
         channel.closing.add_done_callback(lambda _: self._on_lost())
 
     async def close(self) -> None:
         if self._channel is not None:
-            with suppress(BrokerUnreachable), border("closing"):
-                await self._channel.close(timeout=CLOSE_TIMEOUT_S)
+            await close(self._channel)
 
     @contextmanager
     def expecting(self, message: Message) -> Iterator[Arrivals]:

@@ -189,37 +189,34 @@ def frames(
 
 def encoded(message: Message) -> bytes:
     """The properties of `message`, headers included. Raises TypeError, ValueError."""
-    flags, parts = 0x1000, []  # the delivery mode is always sent
-    if message.content_type is not None:
-        flags |= 0x8000
-        parts.append(_short(message.content_type))
-    if message.content_encoding is not None:
-        flags |= 0x4000
-        parts.append(_short(message.content_encoding))
-    if headers := {key: value for key, value in message.headers.items() if key != UNREADABLE}:
-        flags |= 0x2000
-        parts.append(write_table(headers))
-    parts.append(b"\2" if message.persistent else b"\1")
-    if message.priority is not None:
-        flags |= 0x0800
-        parts.append(bytes((message.priority,)))
-    for flag, text in (
-        (0x0400, message.correlation_id),
-        (0x0200, message.reply_to),
-        (0x0100, message.expiration),
-        (0x0080, message.message_id),
-    ):
-        if text is not None:
+    headers = {key: value for key, value in message.headers.items() if key != UNREADABLE}
+    timestamp = None if message.timestamp_s is None else int(message.timestamp_s)
+    fields: tuple[tuple[Any, Callable[[Any], bytes]], ...] = (
+        (message.content_type, _short),
+        (message.content_encoding, _short),
+        (headers or None, write_table),
+        (2 if message.persistent else 1, _octet),
+        (message.priority, _octet),
+        (message.correlation_id, _short),
+        (message.reply_to, _short),
+        (message.expiration, _short),
+        (message.message_id, _short),
+        (timestamp, _TIMESTAMP.pack),
+        (message.type, _short),
+        (message.user_id, _short),
+        (message.app_id, _short),
+    )
+    flags, flag, parts = 0, 0x8000, []
+    for value, write in fields:
+        if value is not None:
             flags |= flag
-            parts.append(_short(text))
-    if message.timestamp_s is not None:
-        flags |= 0x0040
-        parts.append(_TIMESTAMP.pack(int(message.timestamp_s)))
-    for flag, text in ((0x0020, message.type), (0x0010, message.user_id), (0x0008, message.app_id)):
-        if text is not None:
-            flags |= flag
-            parts.append(_short(text))
+            parts.append(write(value))
+        flag >>= 1
     return _FLAGS.pack(flags) + b"".join(parts)
+
+
+def _octet(value: int) -> bytes:
+    return bytes((value,))
 
 
 def _short(text: str) -> bytes:

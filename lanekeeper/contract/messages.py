@@ -57,6 +57,14 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Depth:
+    """The length of a queue (without unacknowledged messages), and the number of its consumers."""
+
+    ready: int
+    consumers: int
+
+
+@dataclass(frozen=True, slots=True)
 class BodyAddress:
     """Where a body is that is not in its message, and its SHA-256 in hex."""
 

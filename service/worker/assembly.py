@@ -66,11 +66,10 @@ from service.config.loading import variable
 from service.config.settings import FIRST, WEB, Settings
 from service.side_tasks import beside
 from service.worker.figures import QueueLengths, side_of
-from topology.broker.admin import WritingRights, apply, verify
+from topology.broker.admin import TopologyWatch, WritingRights, apply, verify
 from topology.broker.consume import Deliveries, Delivery, Heads, OldestMessages
 from topology.broker.management import Management, discover
 from topology.broker.notices import Notices
-from topology.broker.watch import TopologyWatch
 from topology.declaration import RECOMMENDED, Topology, declare, is_before
 from topology.lanes import LaneSpec
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from consumers.slots.activity import WINDOWS, LaneActivity
 from consumers.spending import LANE, TENANT
-from lanekeeper.amqp.connection import Connection, Depth, depths
+from lanekeeper.amqp.connection import Connection, depths
+from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError
 from service.samples import Sample, of_connection, of_publishes, of_store

@@ -7,7 +7,7 @@ import pytest
 from yarl import URL
 
 from lanekeeper.amqp.connection import Connection, depths
-from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable
+from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable, TopologyMismatch
 from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.waiting import until
@@ -98,7 +98,7 @@ async def test_depths_count_ready_messages_and_name_missing_queues(vhost: Vhost)
             return (found.ready, found.consumers) == (1, 0)
 
         await until(counted)
-        with pytest.raises(BrokerUnreachable, match="not-there"):
+        with pytest.raises(TopologyMismatch, match="not-there"):
             await depths(connection, ["not-there"])
 
 

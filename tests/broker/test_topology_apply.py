@@ -11,7 +11,7 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import TopologyMismatch
 from tests.support.brokers import Vhost
 from tests.support.lanes import LANES
-from topology.broker.admin import apply, declare_exchange, declare_queue
+from topology.broker.admin import apply
 from topology.broker.management import Management
 from topology.declaration import Exchange, Queue, Topology, declare
 from topology.lanes import BATCH, CRITICAL, NORMAL
@@ -112,8 +112,8 @@ async def test_a_queue_with_another_argument_is_named_and_not_changed(
 async def test_a_property_that_the_broker_compares_is_refused_by_name(
     vhost: Vhost, declared: Topology, connection: AbstractConnection, there: Exchange | Queue, text: str
 ) -> None:
-    channel = await connection.channel()
-    await (declare_queue(channel, there) if isinstance(there, Queue) else declare_exchange(channel, there))
+    other = Topology(queues=(there,)) if isinstance(there, Queue) else Topology(exchanges=(there,))
+    await apply(other, connection)
 
     with pytest.raises(TopologyMismatch) as raised:
         await apply(declared, connection)

@@ -17,7 +17,7 @@ from yarl import URL
 from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 from tests.support.brokers import Vhost
 from topology.broker import management as management_module
-from topology.broker.admin import apply, bind, verify
+from topology.broker.admin import apply, verify
 from topology.broker.management import Management, discover, is_same_broker
 from topology.declaration import Binding, Topology
 
@@ -41,7 +41,7 @@ async def test_with_the_management_api_every_difference_is_found(
     declared: Topology, connection: AbstractConnection, management: Management
 ) -> None:
     await apply(declared, connection)
-    await bind(await connection.channel(), Binding("lane.requests", "lane.dead", routing_key="#"))
+    await apply(Topology(bindings=(Binding("lane.requests", "lane.dead", routing_key="#"),)), connection)
 
     found = await verify(declared, management, connection)
 

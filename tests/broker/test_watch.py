@@ -14,10 +14,9 @@ from tests.support.brokers import Vhost
 from tests.support.connections import close_connection
 from tests.support.lanes import LANES
 from tests.support.waiting import until
-from topology.broker import watch as watching
-from topology.broker.admin import apply, verify
+from topology.broker import admin as watching
+from topology.broker.admin import TopologyWatch, apply, verify
 from topology.broker.management import Management, discover
-from topology.broker.watch import TopologyWatch
 from topology.declaration import Topology, declare
 
 COMMAND = "run: lanekeeper topology apply"

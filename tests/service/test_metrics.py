@@ -14,7 +14,7 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client.parser import text_string_to_metric_families
 
 from consumers.slots.activity import ACCURACY
-from lanekeeper.amqp.connection import Depth
+from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused
 from lanekeeper.telemetry.figures import SECONDS, Histogram

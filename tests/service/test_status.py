@@ -7,7 +7,7 @@ import pytest
 from ddsketch import DDSketch
 
 from consumers.slots.activity import ACCURACY
-from lanekeeper.amqp.connection import Depth
+from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.names import Names
 from service.status import merge, packed
 from topology.delays import LEVELS

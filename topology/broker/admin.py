@@ -1,14 +1,15 @@
-"""Declares a topology on a broker over AMQP, compares the broker with it, removes it, and checks permissions. Only
-`remove` deletes anything; nothing changes an existing object."""
+"""Declares a topology on a broker over AMQP, compares the broker with it, once or again and again (`TopologyWatch`),
+removes it, and checks permissions. Only `remove` deletes anything; nothing changes an existing object."""
 
 import asyncio
+import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from aio_pika.abc import AbstractChannel, AbstractConnection
+from aio_pika.abc import AbstractConnection
 from aiormq.exceptions import (
     AMQPConnectionError,
     AMQPError,
@@ -19,21 +20,20 @@ from aiormq.exceptions import (
 )
 
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.driver import border
+from lanekeeper.amqp.driver import RPC_TIMEOUT_S, asks_to_stop, border, close
 from lanekeeper.amqp.publisher import CONFIRM_TIMEOUT_S
+from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, TopologyMismatch
-from topology.broker.consume import CLOSE_TIMEOUT_S
+from lanekeeper.telemetry import logs, signals
 from topology.broker.management import Management, is_same_broker
-from topology.declaration import Binding, Exchange, Queue, Topology
+from topology.declaration import Exchange, Queue, Topology
 from topology.plan import Difference, compare
-
-DECLARE_TIMEOUT_S = 30
-"""A declaration takes seconds while the cluster elects a leader."""
 
 _DIFFERENT = re.compile(
     r"inequivalent arg '(?P<field>[^']+)' for (?P<what>\w+) '(?P<name>[^']*)' in vhost '(?P<vhost>[^']*)': "
     r"received (?P<wanted>.+?) but current is (?P<found>.+)"
 )
+log = logs.logger()
 _VALUE = re.compile(r"(?:the value )?'(.*?)'")
 
 
@@ -49,11 +49,21 @@ async def apply(topology: Topology, connection: AbstractConnection) -> None:
         channel = await connection.channel()
         try:
             for exchange in topology.exchanges:
-                await declare_exchange(channel, exchange)
+                await channel.declare_exchange(
+                    exchange.name, exchange.type, durable=exchange.durable, auto_delete=exchange.auto_delete,
+                    internal=exchange.internal, arguments=dict(exchange.arguments), timeout=RPC_TIMEOUT_S,
+                )  # fmt: skip
             for queue in topology.queues:
-                await declare_queue(channel, queue)
+                await channel.declare_queue(
+                    queue.name, durable=queue.durable, auto_delete=queue.auto_delete, arguments=dict(queue.arguments),
+                    timeout=RPC_TIMEOUT_S,
+                )  # fmt: skip
             for binding in topology.bindings:
-                await bind(channel, binding)
+                find = channel.get_queue if binding.destination_kind == "queue" else channel.get_exchange
+                destination = await find(binding.destination, ensure=False)
+                await destination.bind(
+                    binding.source, binding.routing_key, arguments=dict(binding.arguments), timeout=RPC_TIMEOUT_S
+                )
         finally:
             if not channel.is_closed:
                 await channel.close()
@@ -94,7 +104,7 @@ def _refusal(text: str) -> BrokerError:
     return TopologyMismatch(
         f"{what} {name} in vhost {vhost} exists with another {found['field']}: wanted {_value(found['wanted'])}, "
         f"found {_value(found['found'])}. It was left as it is; `lanekeeper topology plan` lists every difference. "
-        + (_migrate_queue(name, vhost) if what == "queue" else _migrate_exchange(name))
+        + (_MIGRATE_QUEUE if what == "queue" else _MIGRATE_EXCHANGE).format(name=name, vhost=vhost)
     )
 
 
@@ -104,55 +114,17 @@ def _value(text: str) -> str:
     return quoted[1] if quoted else "nothing" if text == "none" else text
 
 
-def _migrate_queue(name: str, vhost: str) -> str:
-    # Deleting a queue destroys its messages. An operator must check first that it is empty, because quorum queues do
-    # not support AMQP's `if-empty`.
-    return (
-        f"To migrate it: stop what publishes to it, let the workers empty it until `rabbitmqctl -p '{vhost}' "
-        f"list_queues name messages` shows 0 for it, then `rabbitmqctl -p '{vhost}' delete_queue '{name}'` "
-        "and `lanekeeper topology apply`."
-    )
-
-
-def _migrate_exchange(name: str) -> str:
-    return (
-        f"To migrate it: stop what publishes to it, delete exchange {name} in the management UI (it holds no "
-        "messages), then `lanekeeper topology apply`, which brings its bindings back."
-    )
-
-
-async def declare_exchange(channel: AbstractChannel, exchange: Exchange) -> None:
-    """Raises the errors of aio-pika, like `declare_queue` and `bind`."""
-    await channel.declare_exchange(
-        exchange.name,
-        exchange.type,
-        durable=exchange.durable,
-        auto_delete=exchange.auto_delete,
-        internal=exchange.internal,
-        arguments=dict(exchange.arguments),
-        timeout=DECLARE_TIMEOUT_S,
-    )
-
-
-async def declare_queue(channel: AbstractChannel, queue: Queue) -> None:
-    """See `declare_exchange`."""
-    await channel.declare_queue(
-        queue.name,
-        durable=queue.durable,
-        auto_delete=queue.auto_delete,
-        arguments=dict(queue.arguments),
-        timeout=DECLARE_TIMEOUT_S,
-    )
-
-
-async def bind(channel: AbstractChannel, binding: Binding) -> None:
-    """See `declare_exchange`."""
-    to_queue = binding.destination_kind == "queue"
-    found = channel.get_queue if to_queue else channel.get_exchange
-    destination = await found(binding.destination, ensure=False)
-    await destination.bind(
-        binding.source, binding.routing_key, arguments=dict(binding.arguments), timeout=DECLARE_TIMEOUT_S
-    )
+# Deleting a queue destroys its messages. An operator must check first that it is empty, because quorum queues do not
+# support AMQP's `if-empty`.
+_MIGRATE_QUEUE = (
+    "To migrate it: stop what publishes to it, let the workers empty it until `rabbitmqctl -p '{vhost}' "
+    "list_queues name messages` shows 0 for it, then `rabbitmqctl -p '{vhost}' delete_queue '{name}'` "
+    "and `lanekeeper topology apply`."
+)
+_MIGRATE_EXCHANGE = (
+    "To migrate it: stop what publishes to it, delete exchange {name} in the management UI (it holds no "
+    "messages), then `lanekeeper topology apply`, which brings its bindings back."
+)
 
 
 _SHOWN = 5
@@ -222,10 +194,8 @@ async def _check_existence(
             if channel.is_closed:
                 channel = await connection.channel()  # each refusal closes the channel
             try:
-                if isinstance(thing, Queue):
-                    await channel.declare_queue(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)
-                else:
-                    await channel.declare_exchange(thing.name, passive=True, timeout=DECLARE_TIMEOUT_S)
+                look = channel.declare_queue if isinstance(thing, Queue) else channel.declare_exchange
+                await look(thing.name, passive=True, timeout=RPC_TIMEOUT_S)
             except ChannelNotFoundEntity:
                 missing.append(Difference("missing", "queue" if isinstance(thing, Queue) else "exchange", thing.name))
             except ChannelAccessRefused:
@@ -235,6 +205,147 @@ async def _check_existence(
             await channel.close()
     return tuple(missing), hidden
 
+
+# ---- the watch -------------------------------------------------------------------------------------------------------
+
+LOOK_EVERY_S = 45.0
+"""So a deleted exchange or binding is noticed within a minute. A check makes 75 passive declarations: 30 ms of CPU."""
+AGAIN_AFTER_S = 2.0
+SOONEST_S = 0.2
+"""A hundred publishes may fail at the same time, and each failure asks for a check."""
+MANAGEMENT_WITHIN_S = 5.0
+COMMAND = "lanekeeper topology apply"
+FindManagement = Callable[[Connection], Awaitable[Management | None]]
+
+
+class TopologyWatch:
+    """Checks whether all declared exchanges, queues and bindings exist (else messages are lost): after each reconnect,
+    after the broker has ended a consumer, after a publish to a missing exchange, and every 45 s.
+
+    Over AMQP it checks queues and exchanges. Bindings are only shown by the management API. If this API does not answer
+    soon, a process that `declares` (missing objects again) makes all bindings again. Before the first check all count
+    as existing, because whoever creates a watch has just applied or verified the topology.
+    """
+
+    def __init__(
+        self, topology: Topology, connection: Connection, *, declares: bool, find_management: FindManagement
+    ) -> None:
+        self._topology = topology
+        self._bindings = replace(topology, exchanges=(), queues=())
+        self._connection = connection
+        self._declares = declares
+        self._find_management = find_management
+        self._management: Management | None = None
+        self._checked_opening = connection.openings
+        self._searched_opening = 0
+        self._missing_objects: tuple[Difference, ...] = ()
+        self._missing_bindings: tuple[Difference, ...] = ()
+        self._failed: str | None = None
+        self._reported: dict[str, frozenset[str]] = {}
+        self._watched_opening = 0
+        self._check_requested = asyncio.Event()
+        names = Names(topology.namespace)
+        intakes = {names.intake(lane) for lane in topology.lanes}
+        self._intakes = intakes | {
+            each.label for each in topology.bindings if each.destination_kind == "queue" and each.destination in intakes
+        }
+        """In the form that `Difference.name` has."""
+
+    @property
+    def trouble(self) -> str | None:
+        """For people: what is missing, why the check failed, or that none was made since the connection was opened."""
+        if self._failed is not None:
+            return self._failed
+        if missing := (*self._missing_objects, *self._missing_bindings):
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            return f"{missing[0].line.removeprefix(missing[0].what).strip()}{more}; run: {COMMAND}"
+        return None if self._is_checked else "not verified since the connection was lost"
+
+    @property
+    def hindrance(self) -> str | None:
+        """Why the worker must not take requests. If only intake queues are missing, just their lanes get no requests;
+        without any other object, results of requests could be lost."""
+        missing = (*self._missing_objects, *self._missing_bindings)
+        only_intakes = all(each.what != "exchange" and each.name in self._intakes for each in missing)
+        return None if only_intakes and self._failed is None and self._is_checked else self.trouble
+
+    def check_soon(self) -> None:
+        self._check_requested.set()
+
+    @property
+    def _is_checked(self) -> bool:
+        return self._connection.is_open and self._checked_opening == self._connection.openings
+
+    async def run(self) -> None:
+        while True:
+            if asks_to_stop():  # aiormq may have swallowed a cancellation while it waited
+                raise asyncio.CancelledError
+            self._check_requested.clear()
+            try:
+                await self._check()
+            except BrokerError as error:
+                if self._connection.is_open:
+                    self._failed = str(error)
+            await asyncio.sleep(SOONEST_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(AGAIN_AFTER_S if self.trouble else LOOK_EVERY_S * random.uniform(0.8, 1.2)):
+                    await self._check_requested.wait()
+
+    async def _check(self) -> None:
+        underlying = await self._connection.underlying()
+        opening = self._connection.openings
+        if self._watched_opening != opening:
+            self._watched_opening = opening
+            self._connection.loss.add_done_callback(lambda _: self.check_soon())
+        missing = (await verify(self._topology, None, underlying)).missing
+        self._report("things", missing)
+        if missing and self._declares:
+            self._missing_objects = missing
+            await apply(self._topology, underlying)
+            log.info(
+                signals.TOPOLOGY_APPLIED,
+                exchanges=len(self._topology.exchanges),
+                queues=len(self._topology.queues),
+                bindings=len(self._topology.bindings),
+            )
+            missing = (await verify(self._topology, None, underlying)).missing
+        self._missing_objects, self._failed, self._checked_opening = missing, None, opening
+        if not missing:
+            await self._check_bindings(underlying, opening)
+
+    async def _check_bindings(self, underlying: AbstractConnection, opening: int) -> None:
+        """If the API does not answer, or bindings are missing, make all bindings again (if `declares`). Meanwhile the
+        worker takes requests."""
+        missing: tuple[Difference, ...] | None = None
+        with suppress(BrokerError, TimeoutError):
+            async with asyncio.timeout(MANAGEMENT_WITHIN_S):
+                if self._searched_opening != opening:
+                    self._searched_opening = opening
+                    self._management = await self._find_management(self._connection)
+                api = self._management
+                if api is not None and is_same_broker(await api.cluster_name(), underlying):
+                    found = compare(self._bindings, Topology(bindings=await api.bindings()))
+                    missing = tuple(difference for difference in found if difference.change == "missing")
+        if missing is not None:
+            self._missing_bindings = missing
+            self._report("bindings", missing)
+        if self._declares and missing != ():
+            await apply(self._bindings, underlying)
+            self._missing_bindings = ()
+
+    def _report(self, kind: str, missing: tuple[Difference, ...]) -> None:
+        """Log each missing object once, until it has existed in between."""
+        known = self._reported.get(kind, frozenset())
+        self._reported[kind] = frozenset(difference.line for difference in missing)
+        new = [difference for difference in missing if difference.line not in known]
+        if queues := [difference.name for difference in new if difference.what == "queue"]:
+            log.error(signals.QUEUE_DELETED, queues=queues, command=COMMAND)
+        for difference in new:
+            if difference.what != "queue":
+                log.error(signals.TOPOLOGY_DIFFERS, difference=difference.line, command=COMMAND)
+
+
+# ---- rights ----------------------------------------------------------------------------------------------------------
 
 CHECK_EVERY_S = 1.0
 REASON_WITHIN_S = 1.0
@@ -292,11 +403,7 @@ async def check_write_rights(connection: Connection, routes: Iterable[tuple[str,
             raise TopologyMismatch(f"{why}; run: lanekeeper topology apply") from why
         raise
     finally:
-        with suppress(BrokerUnreachable), border("closing"):
-            await channel.close(timeout=CLOSE_TIMEOUT_S)
-
-
-RPC_TIMEOUT_S = 30
+        await close(channel)
 
 
 async def remove(topology: Topology, connection: Connection) -> None:
@@ -308,4 +415,4 @@ async def remove(topology: Topology, connection: Connection) -> None:
             await channel.queue_delete(queue.name, timeout=RPC_TIMEOUT_S)
         for exchange in topology.exchanges:
             await channel.exchange_delete(exchange.name, timeout=RPC_TIMEOUT_S)
-        await channel.close()
+        await close(channel)

@@ -19,16 +19,14 @@ from typing import Final, Self
 
 from aiormq.abc import ChannelFrame
 from aiormq.channel import Channel
-from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity
 from pamqp.commands import Basic
 
-from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.driver import Delivered, border, left_to_the_tap, tap_of
-from lanekeeper.amqp.wire import message_of
+from lanekeeper.amqp.connection import Connection, depth
+from lanekeeper.amqp.driver import RPC_TIMEOUT_S, Delivered, border, close, fetch, left_to_the_tap, tap_of
 from lanekeeper.backoff import pause_s
 from lanekeeper.contract import names
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable
+from lanekeeper.contract.problems import BrokerError, BrokerUnreachable, TopologyMismatch
 from lanekeeper.telemetry import logs, signals
 
 OPEN_TIMEOUT_S = 5
@@ -36,14 +34,10 @@ OPEN_TIMEOUT_S = 5
 BACKOFF_CAP_S = 5.0
 SHORT_S = 10
 """If a channel is lost so soon after it was opened, the pause before the next one gets longer."""
-RPC_TIMEOUT_S = 30
-CLOSE_TIMEOUT_S = 3
-"""So short that a broker that does not answer delays a stopping worker only briefly."""
 READ_LENGTHS_EVERY_S: Final = 1.0
 """Reading one queue's length (a passive declaration) takes 0.1 ms of CPU."""
 WAITING = 1000
 """The prefetch of an inbox; further messages wait on the broker."""
-FETCH_TIMEOUT_S = 10
 log = logs.logger()
 
 
@@ -132,14 +126,14 @@ class Session:
         async with self._consume_lock:
             if self._lost is None and (tag := self._tag) is not None:
                 self._tag = None
-                with suppress(BrokerUnreachable), border("cancelling"):
+                with suppress(BrokerError), border("cancelling"):
                     await self._channel.basic_cancel(tag, timeout=RPC_TIMEOUT_S)
 
     async def resume(self) -> None:
         """Consume again, under a new consumer tag, because the broker may still use the old one."""
         async with self._consume_lock:
             if self._lost is None and self._tag is None and not self._stopped:
-                with suppress(BrokerUnreachable), border(f"cannot consume {self._queue!r}"):
+                with suppress(BrokerError), border(f"cannot consume {self._queue!r}"):
                     await self._consume()  # if this fails, the channel closes, and the session with it
 
     async def _consume(self) -> None:
@@ -163,8 +157,7 @@ class Session:
             await self._channel.write_queue.put(written)
 
     async def close(self) -> None:
-        with suppress(BrokerUnreachable), border("closing"):
-            await self._channel.close(timeout=CLOSE_TIMEOUT_S)
+        await close(self._channel)
 
     @property
     def waiting(self) -> int:
@@ -296,19 +289,17 @@ class HeadsSession(Session):
 
     async def _fetch(self, queue: str) -> Delivery | None:
         with border(f"cannot fetch from {queue!r}", lost=ChannelLost):
-            found = await self._channel.basic_get(queue, timeout=RPC_TIMEOUT_S)
-        if not isinstance(found.delivery, Basic.GetOk):
+            found = await fetch(self._channel, queue)
+        if found is None:
             self._heads.found(queue, 0)
             return None
-        self._heads.fetched(queue, left=found.delivery.message_count or 0)
-        got = Delivered(message_of(found), found.delivery.delivery_tag or 0, bool(found.delivery.redelivered))
-        return Delivery(got, queue=queue, channel=self._channel, counted=self._counted)
+        self._heads.fetched(queue, left=found[1])
+        return Delivery(found[0], queue=queue, channel=self._channel, counted=self._counted)
 
     async def _read_lengths(self) -> None:
         for queue in self._heads.queues:
             with border(f"cannot look at {queue!r}", lost=ChannelLost):
-                declared = await self._channel.queue_declare(queue, passive=True, timeout=RPC_TIMEOUT_S)
-            self._heads.found(queue, declared.message_count or 0)
+                self._heads.found(queue, (await depth(self._channel, queue)).ready)
 
     def _end(self, reason: str) -> None:
         super()._end(reason)
@@ -455,11 +446,10 @@ class Deliveries:
         try:
             with border(f"cannot consume {self.queue!r}"):
                 await session.start(prefetch=self.prefetch)
-        except BrokerUnreachable as error:
+        except BrokerError as error:
             await session.close()
-            if isinstance(error.__cause__, ChannelNotFoundEntity):
+            if isinstance(error, TopologyMismatch):
                 self._on_missing()
-                raise BrokerUnreachable(f"{error}; run: lanekeeper topology apply") from error
             raise
         return session
 
@@ -477,7 +467,7 @@ class Inbox:
         self.name = ""
 
     async def __aenter__(self) -> Self:
-        """Raises BrokerUnreachable."""
+        """Raises BrokerUnreachable, AccessRefused, TopologyMismatch."""
         self._channel = await self._connection.channel(confirms=False)
         with border("no queue of one's own"):
             declared = await self._channel.queue_declare(exclusive=True, auto_delete=True, timeout=RPC_TIMEOUT_S)
@@ -491,8 +481,7 @@ class Inbox:
         await self._session.close()
 
     async def bind(self) -> None:
-        """Call it again if an exchange was deleted and declared again: its bindings are lost then. Raises
-        BrokerUnreachable."""
+        """Call it again if an exchange was deleted and declared again: its bindings are lost then. Raises the same."""
         with border("cannot bind"):
             for exchange, routing_key in self._bindings:
                 await self._channel.queue_bind(self.name, exchange, routing_key, timeout=RPC_TIMEOUT_S)
@@ -527,27 +516,18 @@ class OldestMessages:
         self._channel: Channel
 
     async def __aenter__(self) -> Self:
-        self._channel = await self._connection.channel(confirms=False, timeout_s=FETCH_TIMEOUT_S)
+        self._channel = await self._connection.channel(confirms=False)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        with suppress(BrokerUnreachable), border("closing"):
-            await self._channel.close(timeout=FETCH_TIMEOUT_S)
+        await close(self._channel)
 
     async def take(self) -> FetchedMessage | None:
         """Fetch the oldest message that no process has fetched, if there is one. Raises AccessRefused,
         BrokerUnreachable."""
-        try:
-            with border(f"cannot read {self._queue!r}"):
-                got = await self._channel.basic_get(self._queue, timeout=FETCH_TIMEOUT_S)
-        except BrokerUnreachable as error:
-            if isinstance(error.__cause__, ChannelAccessRefused):
-                raise AccessRefused(str(error)) from error
-            raise
-        found = got.delivery
-        if not isinstance(found, Basic.GetOk):
-            return None
-        return FetchedMessage(message_of(got), behind=found.message_count or 0, tag=found.delivery_tag or 0)
+        with border(f"cannot read {self._queue!r}"):
+            found = await fetch(self._channel, self._queue)
+        return None if found is None else FetchedMessage(found[0].message, behind=found[1], tag=found[0].tag)
 
     async def remove(self, letter: FetchedMessage) -> None:
         """Raises BrokerUnreachable; the message may then still be in the queue."""

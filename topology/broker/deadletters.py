@@ -24,16 +24,14 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from aiormq.abc import ChannelFrame
 from aiormq.channel import Channel
-from aiormq.exceptions import ChannelAccessRefused, ChannelNotFoundEntity
 from pamqp.commands import Basic
 
-from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.driver import Delivered, border, left_to_the_tap, tap_of
+from lanekeeper.amqp.connection import Connection, depth
+from lanekeeper.amqp.driver import RPC_TIMEOUT_S, Delivered, border, close, left_to_the_tap, tap_of
 from lanekeeper.contract import names as n
-from lanekeeper.contract.messages import UNREADABLE, Encoded, Headers, Message
-from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable, TopologyMismatch
+from lanekeeper.contract.messages import UNREADABLE, Depth, Encoded, Headers, Message
+from lanekeeper.contract.problems import AccessRefused
 from lanekeeper.telemetry.tracing import context_in
-from topology.broker.consume import CLOSE_TIMEOUT_S, RPC_TIMEOUT_S
 from topology.codec.decoding import app_of
 
 WINDOW: Final = 5000
@@ -212,12 +210,12 @@ class Scan(Generic[R]):
         await self._channel.basic_qos(prefetch_count=WINDOW, timeout=RPC_TIMEOUT_S)
         own: list[str] = []  # none is cancelled before the end, so that others always see one
         while True:
-            ready, consumers = await self._look()
-            if consumers > len(own) and gives_way:
+            found = await self._look()
+            if found.consumers > len(own) and gives_way:
                 raise Busy
-            if not ready or self.reader.is_enough or self._failed is not None:
+            if not found.ready or self.reader.is_enough or self._failed is not None:
                 break
-            expected = self._seen + min(ready, WINDOW)
+            expected = self._seen + min(found.ready, WINDOW)
             consuming = await self._channel.basic_consume(self._queue, left_to_the_tap, timeout=RPC_TIMEOUT_S)
             own.append(consuming.consumer_tag or "")
             await self._arrived(expected)
@@ -233,7 +231,7 @@ class Scan(Generic[R]):
             written = ChannelFrame.marshall(channel_number=self._channel.number, frames=frames)
             await self._channel.write_queue.put(written)
         for _ in range(LOOKS):
-            if (await self._look())[0] >= self._seen - len(self._kept):
+            if (await self._look()).ready >= self._seen - len(self._kept):
                 return
             await asyncio.sleep(LOOK_PAUSE_S)
 
@@ -243,9 +241,8 @@ class Scan(Generic[R]):
             await self._channel.basic_ack(tag, wait=True)
         self._kept.discard(tag)
 
-    async def _look(self) -> tuple[int, int]:
-        declared = await self._channel.queue_declare(self._queue, passive=True, timeout=RPC_TIMEOUT_S)
-        return declared.message_count or 0, declared.consumer_count or 0
+    async def _look(self) -> Depth:
+        return await depth(self._channel, self._queue)
 
     async def _arrived(self, count: int) -> None:
         """Wait until so many messages have come, or none comes any more, because somebody else took some."""
@@ -255,7 +252,7 @@ class Scan(Generic[R]):
                 async with asyncio.timeout(ARRIVED_WITHIN_S):
                     await self._changed.wait()
             self._changed.clear()
-            if self._seen == before and not (await self._look())[0]:
+            if self._seen == before and not (await self._look()).ready:
                 return
 
     def _on_delivery(self, delivered: Delivered) -> None:
@@ -289,15 +286,10 @@ async def scanned(connection: Connection, queue: str, begin: Callable[[], R]) ->
             if not is_busy:
                 yield scan
                 return
-        except BrokerUnreachable as error:
-            if isinstance(error.__cause__, ChannelAccessRefused):
-                raise AccessRefused(f"{error}; the exported role `operator` may read it") from error
-            if isinstance(error.__cause__, ChannelNotFoundEntity):
-                raise TopologyMismatch(f"{error}; run: lanekeeper topology apply") from error
-            raise
+        except AccessRefused as error:
+            raise AccessRefused(f"{error}; the exported role `operator` may read it") from error
         finally:
-            with suppress(BrokerUnreachable), border("closing"):
-                await channel.close(timeout=CLOSE_TIMEOUT_S)
+            await close(channel)
         await asyncio.sleep(random.uniform(0.02, 0.3))
 
 
