@@ -179,6 +179,11 @@ class Claiming:
         fingerprint = job.fingerprint
         return await _answered(lambda: self._store.reserve(job.identity, fingerprint, weight=weight, until_ms=until_ms))
 
+    async def debounce(self, job: Job, key: str, *, until_ms: int) -> bool:
+        """Whether no later update of the key is known than this request. Raises StoreUnavailable."""
+        sent_ms = job.published.ms
+        return await _answered(lambda: self._store.debounce(job.identity, key, published_ms=sent_ms, until_ms=until_ms))
+
     async def has_ended(self, job: Job) -> bool:
         found = await self.find(job.identity)
         completion = None if found is None else found.completion

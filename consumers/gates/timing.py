@@ -5,7 +5,7 @@ from consumers.bodies import Fetching
 from consumers.claiming import Claiming
 from consumers.clock import NowMs
 from consumers.job import Decoded, Job
-from consumers.outcomes import Deferred, Outcome, Refused
+from consumers.outcomes import Deferred, Dropped, Outcome, Refused
 from consumers.providers.breakers import Breakers
 from consumers.state.base import WaitingLimit
 from lanekeeper.contract.problems import RequestProblem
@@ -14,6 +14,8 @@ from topology.codec.decoding import app_of
 UNCOUNTED_MS = 60_000
 """A request that waits for at most this time does not count towards the limits of how many requests may wait, because
 no tenant can publish very many requests in that time."""
+DEBOUNCED_KEPT_MS = 3_600_000
+"""For how long after its due time an update of a debounce key is known, in case older ones are late."""
 UNIT_BYTES = 16 * 1024
 """A waiting request counts as one, plus one for each full 16 KiB of its body, in the message or in a store of large
 bodies."""
@@ -72,10 +74,16 @@ async def defer_until_due(
 
     The wait is noted in the store before the request is published to the broker's delay queues, because once it is
     published, another worker may take it at any time. Requests that wait for long take space on the broker's disks, so
-    they are counted, and refused above a limit. Raises StoreUnavailable."""
+    they are counted, and refused above a limit. A request with a debounce key is answered `superseded` if it is not the
+    last update of its key: when it arrives, or when it is due. Raises StoreUnavailable."""
     due_ms = decoded.request.due_ms
-    if due_ms is None or (left_ms := due_ms - now_ms()) <= 0:
+    if due_ms is None:
         return None
+    if (left_ms := due_ms - now_ms()) <= 0:
+        # a repeated message of a request that has ended must not supersede others
+        if decoded.request.debounce is None or (job.hop.due_ms is None and await claiming.has_ended(job)):
+            return None
+        return await _superseded(job, decoded, due_ms, claiming=claiming)
     # a request that a worker has deferred before was counted then, and is not refused now
     is_counted = job.hop.due_ms is None and left_ms > UNCOUNTED_MS
     if is_counted:
@@ -86,8 +94,19 @@ async def defer_until_due(
     defer = claiming.defer_for_long if is_counted else claiming.defer
     if not await defer(job, due_ms=due_ms, deadline_ms=decoded.request.deadline_ms):
         return None
+    if (superseded := await _superseded(job, decoded, due_ms, claiming=claiming)) is not None:
+        return superseded
     # the clock is read again, because the store may have needed some time
     return Deferred(delay_ms=max(0, due_ms - now_ms()), reason="scheduled", due_ms=due_ms)
+
+
+async def _superseded(job: Job, decoded: Decoded, due_ms: int, *, claiming: Claiming) -> Outcome | None:
+    key = decoded.request.debounce
+    if key is None or job.attempts:  # an attempt was made: what has begun goes on
+        return None
+    if await claiming.debounce(job, key, until_ms=due_ms + DEBOUNCED_KEPT_MS):
+        return None
+    return Dropped(RequestProblem("superseded", "a newer request has the same x-lane-debounce"))
 
 
 def _too_many(limit: WaitingLimit) -> Refused:

@@ -489,6 +489,10 @@ class Store(Allowances, Leases, StoredPauses, Protocol):
         message. A message that is redelivered is counted only once, but each further message of the same request is
         counted as well. `weight` is above 1 if the message has a large body."""
 
+    async def debounce(self, identity: Identity, key: str, *, published_ms: int, until_ms: int) -> bool:
+        """Record that a request updates its tenant's `key`. Returns whether no later update is recorded; of two that
+        were published in the same ms, that with the greater id is the later one. Kept until the greatest `until_ms`."""
+
     async def sweep(self) -> int:
         """Remove what need no longer be kept and, if the store is too large, the oldest rows of the tenants that have
         most. Returns the number of rows. It does a limited amount of work: call it again until it returns 0."""

@@ -105,7 +105,9 @@ TENANT = "x-lane-tenant"
 NO_BATCH = "x-lane-no-batch"
 SENT_MS = "x-lane-sent-ms"
 ANTHROPIC_BETA = "anthropic-beta"
-PUBLIC = frozenset({DEADLINE_MS, LONG_CALL, STREAM, DELAY_MS, AT, TENANT, NO_BATCH, SENT_MS, BODY, BODY_SHA256})
+PUBLIC = frozenset({
+    DEADLINE_MS, LONG_CALL, STREAM, DELAY_MS, AT, DEBOUNCE, TENANT, NO_BATCH, SENT_MS, BODY, BODY_SHA256,
+})  # fmt: skip
 
 # Headers of replies.
 STATUS = "x-lane-status"

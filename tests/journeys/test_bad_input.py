@@ -110,7 +110,6 @@ HEADERS = [
         for name, value in (
             ("x-lane-webhook", "https://example.org/hook"),
             ("x-lane-pipeline", "summarise"),
-            ("x-lane-debounce", "doc-1"),
             ("x-lane-order", "doc-1"),
         )
     ),

@@ -22,7 +22,7 @@ from consumers.state.base import (
     StoreUnavailable,
     WaitingLimit,
 )
-from consumers.state.sqlite.counters import Waiting
+from consumers.state.sqlite.counters import Waiting, debounce
 from consumers.state.sqlite.file import SCHEMA
 from consumers.state.sqlite.requests import Requests, Times
 from consumers.state.sqlite.store import SqliteStore
@@ -44,6 +44,7 @@ class MemoryStore(SqliteStore):
     def __init__(self, log: list[str] | None = None, *, spec: StoreSpec | None = None) -> None:
         connection = sqlite3.connect(":memory:", isolation_level=None)
         connection.deserialize(_empty())
+        self._connection = connection
         self._requests = Requests(connection, spec or StoreSpec())
         self._waiting = Waiting(connection, spec or StoreSpec())
         self.log = [] if log is None else log
@@ -78,6 +79,10 @@ class MemoryStore(SqliteStore):
     ) -> WaitingLimit:
         today = self._at("reserve").today
         return self._waiting.reserve(today, identity, fingerprint, weight=weight, until_ms=until_ms)
+
+    @override
+    async def debounce(self, identity: Identity, key: str, *, published_ms: int, until_ms: int) -> bool:
+        return debounce(self._connection, self._at("debounce"), identity, key, published_ms, until_ms)
 
     @override
     async def complete(

@@ -59,6 +59,8 @@ class Request:
     published: Published
     due_ms: int | None
     """It must not start before; ms since 1970."""
+    debounce: str | None = None
+    """Of the requests with this key, the last one published runs."""
     deadline_ms: int
     """It must be answered by then, unless its stream flows; ms since 1970."""
     call_s: float = 0
@@ -179,6 +181,7 @@ def decode(
         beta=headers.beta,
         published=sent,
         due_ms=due_ms,
+        debounce=headers.debounce,
         deadline_ms=(due_ms or sent.ms) + allowed_ms,
         call_s=allowed_ms / 1000 if headers.long_call else lane.call_timeout_s,
         kept=headers.kept if raw is None else None,

@@ -16,7 +16,6 @@ from lanekeeper.contract.problems import RequestProblem, invalid_request
 from topology.delays import LEVELS, MAX_DELAY_MS, UNIT_MS
 
 UNSUPPORTED = {
-    names.DEBOUNCE: "debouncing is",
     names.WEBHOOK: "webhooks are",
     names.PIPELINE: "pipelines are",
     names.ORDER: "ordering by key is",
@@ -35,6 +34,7 @@ TIME_LENGTH = 40
 ERRORS_KEPT = 5
 """The errors of the latest attempts that a request carries."""
 ADDRESS_LENGTH = 2048
+DEBOUNCE_LENGTH = 128
 DIGITS = re.compile(r"[0-9]{1,15}")
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
@@ -50,6 +50,7 @@ class RequestHeaders:
     stream: bool
     delay_ms: int | None
     at_ms: int | None
+    debounce: str | None
     beta: str | None
     kept: BodyAddress | None
 
@@ -129,6 +130,7 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
         stream=_bool(headers, names.STREAM),
         delay_ms=_ms(headers, names.DELAY_MS),
         at_ms=_time(headers, names.AT),
+        debounce=_debounce(headers),
         beta=_beta(headers),
         kept=_kept(headers),
     )
@@ -240,6 +242,17 @@ def _time(headers: Mapping[str, Any], key: str) -> int | None:
         return int(when.timestamp() * 1000)
     except (ValueError, OverflowError) as error:
         raise _wrong(key, value, allowed) from error
+
+
+def _debounce(headers: Mapping[str, Any]) -> str | None:
+    key = headers.get(names.DEBOUNCE)
+    if key is None:
+        return None
+    if not isinstance(key, str) or not 1 <= len(key) <= DEBOUNCE_LENGTH or not key.isprintable():
+        raise _wrong(names.DEBOUNCE, key, f"a key of 1 to {DEBOUNCE_LENGTH} printable characters")
+    if headers.get(names.DELAY_MS) is None:
+        raise invalid_request(f"header {names.DEBOUNCE}: needs {names.DELAY_MS}, for how long to wait for a newer one")
+    return key
 
 
 def _beta(headers: Mapping[str, Any]) -> str | None:

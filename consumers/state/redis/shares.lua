@@ -32,6 +32,18 @@ function run.reserve(tenant, member, nonce, redelivered, weight, until_ms, per_t
   return 'kept'
 end
 
+function run.debounce(at_ms, id, until_ms)
+  local last = redis.call('GET', KEYS[1])
+  if last then
+    local last_ms, last_id = last:match('^(%d+) (.*)$')
+    last_ms, at_ms = tonumber(last_ms), tonumber(at_ms)
+    if last_ms > at_ms or (last_ms == at_ms and last_id > id) then return last_id == id and 1 or 0 end
+  end
+  local left_ms = math.max(redis.call('PTTL', KEYS[1]), until_ms - now, 1)
+  redis.call('SET', KEYS[1], string.format('%d %s', at_ms, id), 'PX', left_ms)
+  return 1
+end
+
 function run.take(period_ms, amount, limit)
   local period, used = current(period_ms)
   local granted = used + amount <= tonumber(limit)

@@ -139,6 +139,10 @@ class RedisStore:
         bounds = (self._spec.waiting_per_tenant, self._spec.waiting_in_all)
         return base.WaitingLimit((await self._run("reserve", keys, *message, *bounds)).decode())
 
+    async def debounce(self, identity: Identity, key: str, *, published_ms: int, until_ms: int) -> bool:
+        keys = [f"{self._of_tenant('debounce', identity.tenant)}:{key}"]
+        return bool(await self._run("debounce", keys, published_ms, identity.id, until_ms))
+
     async def find(self, identity: Identity) -> base.Found | None:
         match await self._run("find", self._keys(identity)):
             case [b"ended", attempts, ending]:

@@ -16,6 +16,10 @@ _EXPIRED_ALLOWANCES: Final = (
     "DELETE FROM allowance WHERE (name, period_s, period) IN "
     f"(SELECT name, period_s, period FROM allowance WHERE ends_ms < ? LIMIT {STEP_ROWS})"
 )
+_EXPIRED_KEPT: Final = (
+    "DELETE FROM kept WHERE (kind, tenant, key) IN "
+    f"(SELECT kind, tenant, key FROM kept WHERE until_ms <= ? LIMIT {STEP_ROWS})"
+)
 _IS_WAITING: Final = "SELECT 1 FROM share WHERE (kind, tenant, member) = ('waiting', ?, ?)"
 _COUNT_WAITING: Final = "SELECT weight FROM share_sum WHERE kind = 'waiting' AND tenant IS ?"
 _ADD_WAITING: Final = "INSERT INTO share VALUES ('waiting', ?, ?, ?, ?) ON CONFLICT DO NOTHING"
@@ -133,6 +137,25 @@ def pause(connection: sqlite3.Connection, at: Times, wanted: Pause) -> bool:
     row = (wanted.id, wanted.until_ms, json.dumps(wanted.as_json()))
     connection.execute("INSERT OR REPLACE INTO pause VALUES (?, ?, ?)", row)
     return True
+
+
+def debounce(
+    connection: sqlite3.Connection, at: Times, identity: Identity, key: str, published_ms: int, until_ms: int
+) -> bool:
+    """`Store.debounce`"""
+    connection.execute(
+        "INSERT INTO kept VALUES ('debounce', ?, ?, ?, ?, ?, NULL) ON CONFLICT DO UPDATE "
+        "SET at_ms = excluded.at_ms, id = excluded.id, until_ms = max(until_ms, excluded.until_ms) "
+        "WHERE (excluded.at_ms, excluded.id) > (at_ms, id) OR until_ms <= ?",
+        (identity.tenant, key, published_ms, identity.id, until_ms, at.today),
+    )
+    last = "SELECT id FROM kept WHERE (kind, tenant, key) = ('debounce', ?, ?)"
+    return bool(connection.execute(last, (identity.tenant, key)).fetchone() == (identity.id,))
+
+
+def sweep_kept(connection: sqlite3.Connection, at: Times) -> int:
+    """Remove what need no longer be kept."""
+    return connection.execute(_EXPIRED_KEPT, (at.today,)).rowcount
 
 
 def resume(connection: sqlite3.Connection, at: Times, id: str) -> Pause | None:

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from consumers.state.base import StoreUnavailable
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-VERSION = 6
+VERSION = 7
 """Of the schema; stored in the file as `user_version`."""
 APPLICATION = 0x4C616E65
 """The file's `application_id`: the letters "Lane" in ASCII."""
@@ -124,13 +124,27 @@ CREATE TABLE pause (
     body TEXT NOT NULL
 ) STRICT, WITHOUT ROWID;
 """
-SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _PAUSES
+_KEPT = """
+CREATE TABLE kept (
+    kind TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    key TEXT NOT NULL,
+    at_ms INTEGER NOT NULL,     -- since 1970, like until_ms: when it may be removed
+    id TEXT NOT NULL,           -- of the request
+    until_ms INTEGER NOT NULL,
+    body BLOB,
+    PRIMARY KEY (kind, tenant, key)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX kept_by_end ON kept (until_ms);
+"""
+SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _PAUSES + _KEPT
 MIGRATIONS: dict[int, str] = {
     1: "ALTER TABLE request ADD COLUMN due_ms INTEGER",
     2: _SHARES,
     3: _FOLLOWED,
     4: f"{_UNSEEN} DELETE FROM share WHERE kind <> 'waiting';\n DELETE FROM share_sum WHERE kind <> 'waiting'",
     5: _PAUSES,
+    6: _KEPT,
 }
 """For each version of the schema, what changes it into the next one."""
 

@@ -166,6 +166,11 @@ class SqliteStore:
     async def resume(self, id: str) -> base.Pause | None:
         return await self._writer.do(lambda tables, at: counters.resume(tables.connection, at, id))
 
+    async def debounce(self, identity: Identity, key: str, *, published_ms: int, until_ms: int) -> bool:
+        return await self._writer.do(
+            lambda tables, at: counters.debounce(tables.connection, at, identity, key, published_ms, until_ms)
+        )
+
     async def sweep(self) -> int:
         removed = await self._writer.do(_remove_expired)
         if not (removed or self._surplus):
@@ -206,7 +211,8 @@ _KIND: Final = (
 )
 _USED: Final = (
     f"SELECT tenant, {_KIND} AS kind, sum({_SIZE}) FROM request NOT INDEXED GROUP BY tenant, kind UNION ALL"
-    f" SELECT tenant, '{Kind.KEPT}', count(*) * {COUNTED_BYTES} FROM share GROUP BY tenant"
+    f" SELECT tenant, '{Kind.KEPT}', count(*) * {COUNTED_BYTES} FROM share GROUP BY tenant UNION ALL"
+    f" SELECT tenant, '{Kind.KEPT}', sum({COUNTED_BYTES} + coalesce(length(body), 0)) FROM kept GROUP BY tenant"
 )
 _EXPIRED: Final = (
     f"SELECT tenant, id, {_SIZE}, keep_ms FROM request WHERE keep_ms <= ? AND lease_ms <= ?"
@@ -252,7 +258,8 @@ def surplus(connection: sqlite3.Connection, now: int, *, max_bytes: int) -> list
 def _remove_expired(tables: Tables, at: Times) -> int:
     found = tables.connection.execute(_EXPIRED, (at.today, at.now)).fetchall()
     requests = _remove(next_step(deque(map(Surplus._make, found))), tables, at)
-    return requests + tables.counters.sweep(at) + tables.waiting.sweep(at.today)
+    kept = counters.sweep_kept(tables.connection, at)
+    return requests + tables.counters.sweep(at) + tables.waiting.sweep(at.today) + kept
 
 
 def _remove(rows: Sequence[Surplus], tables: Tables, at: Times) -> int:

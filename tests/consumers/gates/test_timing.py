@@ -12,7 +12,7 @@ from consumers.claiming import Claiming
 from consumers.failures import AccountError, OverloadedError, ProviderError
 from consumers.gates.timing import defer_until_due, refuse_if_late
 from consumers.job import Attempted, Job
-from consumers.outcomes import Deferred, Outcome, Refused
+from consumers.outcomes import Deferred, Dropped, Outcome, Refused
 from consumers.providers.breakers import Breakers
 from consumers.state.base import Completion, Found, Identity, WaitingLimit
 from lanekeeper.bodies import BodyStore
@@ -106,6 +106,7 @@ class FakeClaiming(Claiming):
         self, limit: WaitingLimit = WaitingLimit.WITHIN, *, may_wait: bool = True, ended: Completion | None = None
     ) -> None:
         self.limit, self.may_wait, self.ended = limit, may_wait, ended
+        self.is_last = True
         self.noted: list[str] = []
         self.weights: list[int] = []
 
@@ -123,6 +124,11 @@ class FakeClaiming(Claiming):
     async def reserve(self, job: Job, *, weight: int, until_ms: int) -> WaitingLimit:
         self.weights.append(weight)
         return self.limit
+
+    @override
+    async def debounce(self, job: Job, key: str, *, until_ms: int) -> bool:
+        self.noted.append(f"{key} until {until_ms - NOW_MS}")
+        return self.is_last
 
     @override
     async def find(self, identity: Identity) -> Found | None:
@@ -221,3 +227,39 @@ async def test_a_message_that_was_published_twice_is_refused_in_silence() -> Non
     found = await entered(FakeClaiming(WaitingLimit.REPEATED), 2 * MINUTE_MS)
     assert isinstance(found, Refused)
     assert found.is_repeat
+
+
+DEBOUNCED = {n.DEBOUNCE: "doc"}
+DUE_AGAIN: Mapping[str, Any] = {"exchange": "lane.due", "late_ms": 500}
+
+
+async def test_the_last_update_of_a_key_waits_until_it_is_due_and_then_goes_on() -> None:
+    claiming = FakeClaiming()
+    assert isinstance(await entered(claiming, 500, headers=DEBOUNCED), Deferred)
+    assert await entered(claiming, 500, headers={**DEBOUNCED, n.DUE_MS: NOW_MS + 500}, **DUE_AGAIN) is None
+    assert claiming.noted == ["short", "doc until 3600500", "doc until 3600500"]
+
+
+@pytest.mark.parametrize("how", [{}, DUE_AGAIN])
+async def test_an_update_that_is_not_the_last_is_superseded_at_its_arrival_or_when_it_is_due(
+    how: Mapping[str, Any],
+) -> None:
+    claiming = FakeClaiming()
+    claiming.is_last = False
+    found = await entered(claiming, 500, headers={**DEBOUNCED, **({n.DUE_MS: NOW_MS + 500} if how else {})}, **how)
+    assert isinstance(found, Dropped)
+    assert found.problem.code == "superseded"
+
+
+async def test_an_update_whose_attempt_was_made_is_not_superseded() -> None:
+    claiming = FakeClaiming()
+    claiming.is_last = False
+    headers = {**DEBOUNCED, n.DUE_MS: NOW_MS + 500, n.ATTEMPT: 1}
+    assert await entered(claiming, 500, headers=headers, **DUE_AGAIN) is None
+
+
+@pytest.mark.parametrize("late_ms", [0, 500])
+async def test_a_repeated_message_of_a_request_that_has_ended_supersedes_nothing(late_ms: int) -> None:
+    claiming = FakeClaiming(may_wait=False, ended=answered())
+    assert await entered(claiming, 500, headers=DEBOUNCED, late_ms=late_ms) is None
+    assert "doc" not in str(claiming.noted)

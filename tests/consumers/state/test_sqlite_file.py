@@ -160,8 +160,10 @@ INSERT INTO share VALUES ('waiting', 'tenant', 'id', 1, 1); INSERT INTO share_su
 PRAGMA user_version = 4
 """,
 }
-OLDER = {version: f"DROP TABLE pause; DROP INDEX unseen; {script}" for version, script in OLDER.items()}
-OLDER[5] = "DROP TABLE pause; PRAGMA user_version = 5"
+WITHOUT_PAUSES = "DROP TABLE kept; DROP TABLE pause;"
+OLDER = {version: f"{WITHOUT_PAUSES} DROP INDEX unseen; {script}" for version, script in OLDER.items()}
+OLDER[5] = f"{WITHOUT_PAUSES} PRAGMA user_version = 5"
+OLDER[6] = "DROP TABLE kept; PRAGMA user_version = 6"
 
 
 @pytest.mark.parametrize("version", OLDER)

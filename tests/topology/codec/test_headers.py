@@ -15,7 +15,7 @@ from topology.codec.headers import HopHeaders, RequestHeaders, carried, hop_head
 from topology.delays import MAX_DELAY_MS
 
 NOTHING = RequestHeaders(
-    deadline_ms=None, long_call=False, stream=False, delay_ms=None, at_ms=None, beta=None, kept=None
+    deadline_ms=None, long_call=False, stream=False, delay_ms=None, at_ms=None, debounce=None, beta=None, kept=None
 )
 
 
@@ -33,6 +33,7 @@ def said(**changed: Any) -> RequestHeaders:
         ({"x-lane-stream": "true"}, said(stream=True)),
         ({"x-lane-stream": "false"}, NOTHING),
         ({"x-lane-delay-ms": 100}, said(delay_ms=100)),
+        ({"x-lane-delay-ms": 100, "x-lane-debounce": "doc 'ü'"}, said(delay_ms=100, debounce="doc 'ü'")),
         ({"x-lane-delay-ms": MAX_DELAY_MS}, said(delay_ms=MAX_DELAY_MS)),
         ({"x-lane-at": "1970-01-01T00:00:01Z"}, said(at_ms=1000)),
         ({"x-lane-at": "1970-01-01T01:00:01.500+01:00"}, said(at_ms=1500)),
@@ -59,10 +60,12 @@ def test_headers_that_a_requester_may_send_are_read(headers: dict[str, Any], exp
         ({"x-lane-deadline": 5}, "'x-lane-deadline'; did you mean x-lane-deadline-ms?"),
         ({"X-Lane-Stream": True}, "'X-Lane-Stream'"),
         ({"x-lane-colour": "red"}, "known: x-lane-at, "),
-        (
-            {"x-lane-debounce": "k", "x-lane-delay-ms": 5},
-            "x-lane-debounce: debouncing is not available in this version",
-        ),
+        ({"x-lane-debounce": "k"}, "x-lane-debounce: needs x-lane-delay-ms"),
+        ({"x-lane-debounce": "k", "x-lane-at": "2026-11-21T18:00:00Z"}, "x-lane-debounce: needs x-lane-delay-ms"),
+        ({"x-lane-debounce": "", "x-lane-delay-ms": 500}, "x-lane-debounce: found ''"),
+        ({"x-lane-debounce": "k" * 129, "x-lane-delay-ms": 500}, "x-lane-debounce: found 'k"),
+        ({"x-lane-debounce": "a\nb", "x-lane-delay-ms": 500}, "x-lane-debounce: found 'a"),
+        ({"x-lane-debounce": 7, "x-lane-delay-ms": 500}, "x-lane-debounce: found 7, allowed is a key of 1 to 128"),
         ({"x-lane-webhook": "https://a.example/"}, "x-lane-webhook"),
         ({"x-lane-pipeline": "p"}, "x-lane-pipeline: pipelines are not available in this version"),
         ({"x-lane-order": "k"}, "x-lane-order: ordering by key is not available in this version"),
