@@ -8,12 +8,12 @@ before the first call. The table in `failures.py` says after which failures anot
 
 import asyncio
 import random
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, assert_never
 
 from consumers import retry
-from consumers.clock import NowMs
+from consumers.clock import NowMs, now_ms
 from consumers.failures import TIMEOUT, AccountError, BreakerOpen, Failover, ProviderError, Retry, TransientError, Trips
 from consumers.gates.budget import BudgetGate
 from consumers.gates.route import later
@@ -24,8 +24,7 @@ from consumers.limits.base import Amounts, Underway
 from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended, ended_by, stopped_by
 from consumers.providers.breakers import Breakers, Change, Permit
 from consumers.providers.registry import Answer, Registry
-from consumers.replies.parts import Parts
-from consumers.replies.reply import Replies
+from consumers.replies import Parts, Replies
 from consumers.slots.pausing import Pausing
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
@@ -64,8 +63,8 @@ class Attempts:
     lifecycle: Lifecycle
     pausing: Pausing
     policy: retry.RetryPolicy
-    now_ms: NowMs
-    rng: random.Random
+    now_ms: NowMs = now_ms
+    rng: random.Random = field(default_factory=random.Random)
 
     async def make(self, job: Job, decoded: Decoded) -> Outcome:
         """Make one attempt within the time left until the request's deadline, and return its outcome. When this method

@@ -1,4 +1,5 @@
-"""Fetches the body of a request from the address in its message: a store (a folder or bucket), or a URL.
+"""Fetches the body of a request from the address in its message: a store (a folder or bucket), or a URL; and stores
+answers that are too large for a message.
 
 The publisher of a request chooses the address that a worker calls, and could choose an internal one. So only allowed
 addresses are used, redirects are not followed, and a host name that resolves to a private address is refused (unless
@@ -7,19 +8,35 @@ DNS look-up.
 """
 
 import asyncio
+import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from ipaddress import IPv4Address, ip_address, ip_network
-from typing import Final
+from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from consumers.background import Background
-from lanekeeper.bodies import PIECE_BYTES, BodiesUnavailable, BodyError, BodyStore, BodyTooLarge, checked
+from consumers.outcomes import Answered, Buried, Outcome
+from lanekeeper.amqp.publisher import SMALL_BYTES, Publisher
+from lanekeeper.bodies import (
+    KEEP_S,
+    OVER_BYTES,
+    PIECE_BYTES,
+    BodiesUnavailable,
+    BodyError,
+    BodyStore,
+    BodyTooLarge,
+    checked,
+)
 from lanekeeper.contract.messages import BodyAddress, Message, body_address_in
+from lanekeeper.contract.problems import answer_too_large
+from lanekeeper.telemetry import logs, signals
+from topology.codec.bounds import ANSWER_BYTES
 
 SIZE_WITHIN_S = 5.0
 """The time limit for asking a store how large a body is."""
@@ -28,6 +45,17 @@ _NAT64: Final = ip_network("64:ff9b::/96")
 _GONE: Final = range(400, 500)
 _TEMPORARY: Final = frozenset({408, 425, 429})
 """The statuses among `_GONE` after which another try may succeed."""
+SOON_S: Final = 5.0
+"""For how many seconds a worker at first tries to store a large answer outside the broker. If that fails, and the
+broker accepts a message of this size, the answer is sent in a message."""
+KEEP_WITHIN_S: Final = 60.0
+"""If an answer could not be stored outside the broker within `SOON_S`, and the broker does not accept a message of its
+size, a worker tries again for this many seconds to store it, because the call to the provider was paid for."""
+MARGIN_S: Final = 3600.0
+"""A large answer that is stored outside the broker is kept for this many seconds longer than the result that contains
+its address, because a client may read the answer some time after it has read the result."""
+PAUSE_S: Final = 0.5
+log = logs.logger()
 
 
 class PrivateAddress(OSError):
@@ -163,7 +191,7 @@ class Fetching:
         """Begin to remove the body of a request that has ended from the store `own`, if the body is there. If the
         process dies before the body is removed, it is removed when it expires."""
         if self.own is not None and (kept := body_address_in(message.headers)) is not None:
-            self._background.begin(self._drop(self.own, kept), name=f"drop the body of {message.message_id}")
+            self._background.begin(_ignoring(self.own.drop(kept)), name=f"drop the body of {message.message_id}")
 
     async def aclose(self, *, within_s: float) -> None:
         await self._background.finish(within_s=within_s)
@@ -171,6 +199,83 @@ class Fetching:
             if isinstance(place, BodyStore):
                 place.close()
 
-    async def _drop(self, store: BodyStore, kept: BodyAddress) -> None:
-        with suppress(BodiesUnavailable):
-            await store.drop(kept)
+
+async def _ignoring(dropping: Coroutine[Any, Any, None]) -> None:
+    """If that fails, the body is removed when it expires."""
+    with suppress(BodiesUnavailable):
+        await dropping
+
+
+class LargeAnswers:
+    """Brings outcomes into a form that can be sent."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        *,
+        answer_bytes: int = ANSWER_BYTES,
+        bodies: BodyStore | None = None,
+        over_bytes: int = OVER_BYTES,
+        keep_s: float = KEEP_S,
+    ) -> None:
+        self._publisher = publisher
+        self._answer_bytes = answer_bytes
+        self._bodies = bodies
+        self._over_bytes = over_bytes
+        self._keep_s = keep_s
+        self._background = Background()
+
+    def is_slow(self, outcome: Outcome) -> bool:
+        at_once = SMALL_BYTES if self._bodies is None else self._over_bytes
+        return isinstance(outcome, Answered) and at_once < len(outcome.body) <= self._answer_bytes
+
+    async def sendable(self, outcome: Outcome, *, tenant: str = "") -> Outcome:
+        """Return the outcome in a form that can be sent: unchanged, or with the address of its stored answer instead of
+        the answer, or replaced by an error."""
+        if not isinstance(outcome, Answered):
+            return outcome
+        if (size := len(outcome.body)) > self._answer_bytes:
+            return Buried(answer_too_large(size, self._answer_bytes, setting="LANEKEEPER_RESULTS__ANSWER_BYTES"))
+        bodies = self._bodies
+        if bodies is not None and size <= self._over_bytes:
+            return outcome
+        if bodies is None:
+            limit = await self._publisher.exceeded_limit(size)
+            return outcome if limit is None else Buried(answer_too_large(size, limit, setting="LANEKEEPER_BODIES__URL"))
+        kept = await self._keep(bodies, outcome.body, tenant=tenant, within_s=SOON_S)
+        if kept is None:
+            # the broker is asked only now, because it is asked by sending it a message of that size
+            if (limit := await self._publisher.exceeded_limit(size)) is None:
+                return outcome
+            if (kept := await self._keep(bodies, outcome.body, tenant=tenant, within_s=KEEP_WITHIN_S)) is None:
+                return Buried(answer_too_large(size, limit, is_away=True))
+        return replace(outcome, body=place_of(kept, size), kept=kept)
+
+    def forget(self, outcome: Outcome) -> None:
+        """Begin to delete the answer of this outcome from the store of bodies, because the outcome is not used: the
+        store of results already had another outcome of the request."""
+        if self._bodies is not None and isinstance(outcome, Answered) and outcome.kept is not None:
+            self._background.begin(_ignoring(self._bodies.drop_answer(outcome.kept)), name="drop an answer")
+
+    async def aclose(self, *, within_s: float) -> None:
+        await self._background.finish(within_s=within_s)
+
+    async def _keep(self, bodies: BodyStore, body: bytes, *, tenant: str, within_s: float) -> BodyAddress | None:
+        cause = "no answer"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while True:
+                    try:
+                        return await bodies.keep_answer(body, for_s=self._keep_s + MARGIN_S, tenant=tenant)
+                    except BodiesUnavailable as error:
+                        cause = error.cause
+                    await asyncio.sleep(PAUSE_S)
+        log.warning(signals.ANSWER_UNKEPT, error=cause, within_s=within_s)
+        return None
+
+
+def place_of(kept: BodyAddress, size: int) -> bytes:
+    """The body of the reply if the answer, of `size` bytes, is stored outside the broker: a JSON object with the
+    answer's address (`kept`), as docs/contract.md describes it."""
+    place = {"type": "urn:lanekeeper:body", "address": kept.address, "sha256": kept.sha256, "bytes": size}
+    return json.dumps(place).encode()

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from consumers.clock import NowMs
+from consumers.clock import NowMs, now_ms
 from consumers.job import Job, Source, source_of
 from consumers.outcomes import Outcome, ended
 from lanekeeper.contract import names as n
@@ -23,7 +23,7 @@ class Fallen:
     route."""
 
     def __init__(
-        self, lanes: Sequence[LaneSpec], *, names: Names, now_ms: NowMs, speakers: Collection[str] = ()
+        self, lanes: Sequence[LaneSpec], *, names: Names, now_ms: NowMs = now_ms, speakers: Collection[str] = ()
     ) -> None:
         self._lanes = {lane.name: lane for lane in lanes}
         self._lane_by_intake = {names.intake(lane.name): lane for lane in lanes}

@@ -8,7 +8,7 @@ from consumers.decoding import Decoding
 from consumers.gates import Gate, Leave
 from consumers.job import Decoded, Job, user_id_missing
 from consumers.outcomes import Deferred, Outcome, ended, ended_by
-from consumers.replies.reply import Replies
+from consumers.replies import Replies
 from consumers.settle import Failpoints
 from lanekeeper.contract.problems import RequestProblem
 

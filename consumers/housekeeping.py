@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from consumers.clock import NowMs, moment_ms
+from consumers.clock import NowMs, moment_ms, now_ms
 from consumers.lifecycle import Lifecycle
 from consumers.state.base import DAY_S, Store, StoreUnavailable
 from lanekeeper.bodies import BodiesUnavailable, BodyStore, sync_folder
@@ -52,7 +52,7 @@ class DeadLetters:
     store: Store
     spec: DeadSpec
     lifecycle: Lifecycle
-    now_ms: NowMs
+    now_ms: NowMs = now_ms
     exported: int = 0
     dropped: int = 0
 

@@ -6,7 +6,7 @@ import json
 from collections import deque
 from typing import Any, Final, NamedTuple, assert_never
 
-from consumers.clock import NowMs, moment_ms
+from consumers.clock import NowMs, moment_ms, now_ms
 from consumers.job import Job
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.state.base import Completion
@@ -39,7 +39,7 @@ class Lifecycle:
     and what the request has caused: a change of a circuit breaker, the pause of a provider, or a daily cap of which 50,
     80 or 100 % are used."""
 
-    def __init__(self, notices: Notices, *, names: Names, now_ms: NowMs) -> None:
+    def __init__(self, notices: Notices, *, names: Names, now_ms: NowMs = now_ms) -> None:
         self._notices = notices
         self._names = names
         self._now_ms = now_ms

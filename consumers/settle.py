@@ -16,14 +16,14 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, assert_never
 
-from consumers.bodies import Fetching
+from consumers.bodies import Fetching, LargeAnswers
 from consumers.claiming import Claiming
-from consumers.clock import NowMs, moment_text
+from consumers.clock import NowMs, moment_text, now_ms
 from consumers.job import SETTLE_WITHIN_S, Job, side_priority
 from consumers.lifecycle import Lifecycle
 from consumers.outcomes import LATER_MS, Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.rate_limit import Parking
-from consumers.replies.reply import LargeAnswers, Replies, ReplyRetries
+from consumers.replies import Replies, ReplyRetries
 from consumers.state.base import Completion, StoreUnavailable
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
@@ -61,7 +61,7 @@ class Settler:
     lifecycle: Lifecycle
     names: Names
     tracing: Tracing
-    now_ms: NowMs
+    now_ms: NowMs = now_ms
     failpoints: "Failpoints"
     parking: Parking
     large_answers: LargeAnswers

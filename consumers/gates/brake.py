@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from consumers.brake import Brake
 from consumers.claiming import Claiming
-from consumers.clock import NowMs
+from consumers.clock import NowMs, now_ms
 from consumers.job import Decoded, Job
 from consumers.outcomes import Deferred, Outcome
 from consumers.state.base import Pause
@@ -35,8 +35,8 @@ class BrakeGate:
     brake: Brake
     claiming: Claiming
     _: KW_ONLY
-    now_ms: NowMs
-    rng: random.Random
+    now_ms: NowMs = now_ms
+    rng: random.Random = field(default_factory=random.Random)
     publish: Callable[..., None]
     _next_ms: dict[Pause, float] = field(default_factory=dict, init=False)
     """When the next of very many requests may come back."""

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
-from consumers.clock import NowMs
+from consumers.clock import NowMs, now_ms
 from consumers.job import Decoded, Interruptible, Job, Reserved, Route
 from consumers.limits.accounts import Budgets
 from consumers.limits.base import Amounts, BudgetSpec, Wait, WaitTooLong
@@ -83,7 +83,7 @@ class BudgetGate:
     estimates: Estimates
     _: KW_ONLY
     spec: BudgetSpec
-    now_ms: NowMs
+    now_ms: NowMs = now_ms
     on_wait: Callable[[Job, Wait], None]
     _waiting_room: WaitingRoom = field(default_factory=WaitingRoom, init=False)
     waits: Counter[tuple[str, str, str]] = field(default_factory=Counter, init=False)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
-from consumers.clock import NowMs
+from consumers.clock import NowMs, now_ms
 from consumers.job import Attempted, Decoded, Job, Route
 from consumers.limits.base import Amounts
 from consumers.outcomes import Answered, Deferred, Outcome, ended
@@ -36,8 +36,8 @@ class CapsGate:
     _: KW_ONLY
     prices: Prices
     estimate: Estimate
-    now_ms: NowMs
-    rng: random.Random
+    now_ms: NowMs = now_ms
+    rng: random.Random = field(default_factory=random.Random)
     publish: Callable[..., None]
     _held: dict[Job, Hold] = field(default_factory=dict, init=False)
 

@@ -8,7 +8,7 @@ from typing import assert_never
 
 from consumers.bodies import Fetching
 from consumers.claiming import Claiming
-from consumers.clock import NowMs
+from consumers.clock import NowMs, now_ms
 from consumers.decoding import Decoding
 from consumers.job import Decoded, Job
 from consumers.outcomes import (
@@ -55,7 +55,7 @@ class ClaimGate:
     runs at the same time. When the request has ended, `settle.py` stores its outcome, which completes the claim;
     otherwise this gate releases the claim."""
 
-    def __init__(self, claiming: Claiming, *, now_ms: NowMs) -> None:
+    def __init__(self, claiming: Claiming, *, now_ms: NowMs = now_ms) -> None:
         self._claiming = claiming
         self._now_ms = now_ms
         self._suspect: Job | None = None

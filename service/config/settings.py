@@ -20,8 +20,7 @@ from consumers.job import ATTEMPT_WITHIN_S
 from consumers.limits.base import DEFAULT_SHARES, LEAST_LIMITS, AccountCaps, BudgetSpec
 from consumers.providers.routes import ProviderModels, RoutesSpec
 from consumers.rate_limit import INVALID_PER_HOUR
-from consumers.replies.reply import MAX_WAITING
-from consumers.replies.sender import ReplyRule
+from consumers.replies import MAX_WAITING, ReplyRule
 from consumers.retry import RetryPolicy
 from consumers.spending import AS_OF, Cap, CapsSpec, Prices
 from consumers.state.base import SEEN_LATE_S, StoreSpec

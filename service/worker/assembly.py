@@ -10,13 +10,11 @@ from typing import Any
 from opentelemetry.trace import TracerProvider
 
 from consumers.attempt import Attempts
-from consumers.bodies import Fetching, WebBodies
+from consumers.bodies import Fetching, LargeAnswers, WebBodies
 from consumers.brake import Brake
 from consumers.claiming import Claiming
 from consumers.clock import now_ms
-from consumers.control.brake import BrakeCommands
-from consumers.control.messages import ControlAnswers
-from consumers.control.queue import Control
+from consumers.control import BrakeCommands, Control, ControlAnswers
 from consumers.decoding import Decoding, Parsing
 from consumers.fallen import Fallen
 from consumers.gates import Gate
@@ -40,8 +38,7 @@ from consumers.providers.cloud import KINDS, ExtraMissing
 from consumers.providers.registry import Provider, Registry
 from consumers.providers.routes import Routes
 from consumers.rate_limit import Parking
-from consumers.replies.reply import LargeAnswers, Replies, ReplyRetries
-from consumers.replies.sender import ReplySender
+from consumers.replies import Replies, ReplyRetries, ReplySender
 from consumers.settle import Failpoints, Settler
 from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import Admitter, QueueAdmitter, SideQueueAdmitter, SideQueues
@@ -298,7 +295,6 @@ def open_budgeting(
         breakers,
         Estimates(first_output_tokens=spec.first_output_tokens, first_bytes_per_token=spec.first_bytes_per_token),
         spec=spec,
-        now_ms=now_ms,
         on_wait=lambda job, wait: lifecycle.publish(
             job,
             "deferred",
@@ -319,8 +315,6 @@ def open_budgeting(
             breakers,
             prices=prices,
             estimate=budget_gate.amounts,
-            now_ms=now_ms,
-            rng=random.Random(),
             publish=lifecycle.publish,
         ),
         budget_gate=budget_gate,
@@ -505,7 +499,7 @@ class Pools:
         """Create the pool that consumes `lane.fallen`, the queue of messages that the broker dead-lettered or could not
         route. `lanes`: all lanes, including those that this worker does not consume."""
         names = self.broker.names
-        fallen = Fallen(lanes, names=names, now_ms=now_ms, speakers=self.speakers)
+        fallen = Fallen(lanes, names=names, speakers=self.speakers)
         self.made.append(
             Pool(
                 self.broker.deliveries(names.fallen, prefetch=FALLEN_SLOTS),
@@ -585,7 +579,7 @@ async def assemble(
         brake = Brake(store)
         with suppress(StoreUnavailable):  # then the worker takes no requests until `brake.run` has read it
             await brake.read()
-        lifecycle = Lifecycle(broker.notices, names=names, now_ms=now_ms)
+        lifecycle = Lifecycle(broker.notices, names=names)
         settler = _settler(settings, broker, Claiming(store), lifecycle=lifecycle, tracing=tracing, stack=stack)
         budgeting = open_budgeting(
             settings, providers, store=store, brake=brake, lifecycle=lifecycle, tracing=tracing, stack=stack
@@ -640,7 +634,6 @@ async def assemble(
                 store=store,
                 spec=settings.dead.spec(),
                 lifecycle=lifecycle,
-                now_ms=now_ms,
             ),
             simulated=simulated,
         )
@@ -677,7 +670,6 @@ def _settler(
         lifecycle=lifecycle,
         names=broker.names,
         tracing=tracing,
-        now_ms=now_ms,
         failpoints=Failpoints(settings.failpoints),
         parking=Parking(invalid_per_hour=settings.dead.invalid_per_hour),
         large_answers=large_answers,
@@ -693,7 +685,6 @@ def _control(
         claiming=settler.claiming,
         settler=settler,
         answers=ControlAnswers(broker.reply_sender, rule=settings.reply_rule(), notices=broker.notices),
-        now_ms=now_ms,
         ready=broker.ready,
         kept_s=settings.store_spec().cancelled_s,
         per_tenant_s=settings.control.per_tenant_s,
@@ -703,7 +694,6 @@ def _control(
             operators=settings.operators,
             lanes=[lane.name for lane in settings.lane_specs()],
             providers=providers,
-            now_ms=now_ms,
         ),
         speakers=settings.speakers,
         needs_user_id=settings.needs_user_id,
@@ -716,8 +706,8 @@ def _handler(
     """What finds the outcome of a delivery: the gates, in order, and the attempt."""
     claiming, lifecycle, breakers, rng = settler.claiming, settler.lifecycle, budgeting.breakers, random.Random()
     decoding = Decoding(parsing, budgeting.routes.of, max_values=settings.json_values)
-    brake_gate = BrakeGate(brake, claiming, now_ms=now_ms, rng=rng, publish=lifecycle.publish)
-    claim_gate = ClaimGate(claiming, now_ms=now_ms)
+    brake_gate = BrakeGate(brake, claiming, publish=lifecycle.publish)
+    claim_gate = ClaimGate(claiming)
     return Handler(
         gates=(
             Gate(partial(refuse_if_late, breakers=breakers, now_ms=now_ms)),
@@ -737,8 +727,6 @@ def _handler(
             lifecycle=lifecycle,
             pausing=pausing,
             policy=settings.retry_policy(),
-            now_ms=now_ms,
-            rng=rng,
         ),
         replies=settler.replies,
         exchange=settler.names.requests,

@@ -421,7 +421,7 @@ async def test_an_attempt_whose_part_may_not_be_sent_has_its_run_time(
         raise RequestProblem("forbidden_reply_to", "it is forged")
 
     two = await providers()
-    monkeypatch.setattr("consumers.replies.reply.Replies.part", refuse)
+    monkeypatch.setattr("consumers.replies.Replies.part", refuse)
     outcome = await two.ask("hello", stream=True)
     assert isinstance(outcome, Buried | Refused)
     assert outcome.problem.code == "forbidden_reply_to"

@@ -6,9 +6,8 @@ from collections import Counter
 
 import pytest
 
-from consumers.control import messages
-from consumers.control.messages import ControlAnswers
-from consumers.control.queue import AT_ONCE_S
+from consumers import control as messages
+from consumers.control import AT_ONCE_S, ControlAnswers
 from consumers.state.base import Identity
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message

@@ -4,7 +4,7 @@ without end."""
 import asyncio
 from typing import Any
 
-from consumers import claiming, settle
+from consumers import claiming, replies, settle
 from consumers.gates import caps, claim, route
 from consumers.job import (
     ASK_WITHIN_S,
@@ -16,7 +16,6 @@ from consumers.job import (
 )
 from consumers.limits.base import BudgetSpec
 from consumers.providers import breakers
-from consumers.replies import reply
 from consumers.slots import lane_slots
 from consumers.state.base import StoreUnavailable
 from tests.support.jobs import NOW_MS, Bench, read
@@ -35,7 +34,7 @@ WAITS_S = {
     "budget gate": BudgetSpec().hold_s,
     "attempt: the end of a pause, and one or two calls": ATTEMPT_WITHIN_S,
     "attempt: reporting its end to the circuit breaker": breakers.STORE_WITHIN_S,
-    "attempt: the confirms of its parts": reply.PART_TIMEOUT_S,
+    "attempt: the confirms of its parts": replies.PART_TIMEOUT_S,
     "claim gate: releasing the claim": claiming.RELEASE_AWAITED_S,
     "settle: making the answer sendable, storing and publishing it": SETTLE_WITHIN_S,
     "settle: releasing the claim if that failed": claiming.RELEASE_AWAITED_S,

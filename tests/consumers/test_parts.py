@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import structlog
 
-from consumers.replies.parts import FIRST_UNCONFIRMED, UNCONFIRMED, UNCONFIRMED_BYTES, Parts
+from consumers.replies import FIRST_UNCONFIRMED, UNCONFIRMED, UNCONFIRMED_BYTES, Parts
 from lanekeeper.amqp.publisher import Confirm
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import BrokerUnreachable, PublishRefused

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
+from consumers.bodies import LargeAnswers
 from consumers.outcomes import Answered, Buried, Outcome, Refused, Replayed
-from consumers.replies import reply
-from consumers.replies.reply import PAUSES_S, LargeAnswers, ReplyRetries
-from consumers.replies.sender import ReplyRule, ReplySender
+from consumers.replies import PAUSES_S, ReplyRetries, ReplyRule, ReplySender
 from lanekeeper.amqp.publisher import Confirm, Publisher
 from lanekeeper.bodies import BodyStore
 from lanekeeper.contract import names as n
@@ -304,8 +303,8 @@ class Hangs(BodyStore):
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reply, "SOON_S", 0.05)
-    monkeypatch.setattr(reply, "KEEP_WITHIN_S", 0.05)
+    monkeypatch.setattr("consumers.bodies.SOON_S", 0.05)
+    monkeypatch.setattr("consumers.bodies.KEEP_WITHIN_S", 0.05)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from aiormq.abc import DeliveredMessage
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
-from consumers.control.messages import _id_of, read_command
+from consumers.control import _id_of, read_command
 from consumers.failures import ProviderError
 from consumers.limits.base import read_rate
 from consumers.providers.anthropic import set_stream

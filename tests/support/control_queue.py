@@ -7,10 +7,8 @@ from typing import Any
 from typing_extensions import override
 
 from consumers.brake import Brake
-from consumers.control.brake import BrakeCommands
-from consumers.control.messages import ControlAnswers
-from consumers.control.queue import Control
-from consumers.replies.sender import ReplyRule
+from consumers.control import BrakeCommands, Control, ControlAnswers
+from consumers.replies import ReplyRule
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery
 from topology.broker.consume import Deliveries, Delivery, Session
 

@@ -13,7 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from consumers.attempt import Attempts
-from consumers.bodies import Fetching
+from consumers.bodies import Fetching, LargeAnswers
 from consumers.claiming import Claiming
 from consumers.decoding import Decoding, Parsing
 from consumers.gates import Gate
@@ -28,8 +28,7 @@ from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.rate_limit import Parking
-from consumers.replies.reply import LargeAnswers, Replies, ReplyRetries
-from consumers.replies.sender import ReplyRule, ReplySender
+from consumers.replies import Replies, ReplyRetries, ReplyRule, ReplySender
 from consumers.retry import RetryPolicy
 from consumers.settle import Failpoints, Settler
 from consumers.slots.pausing import Pausing

@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from consumers.bodies import Fetching
+from consumers.bodies import Fetching, LargeAnswers
 from consumers.claiming import Claiming
 from consumers.decoding import Parsing
 from consumers.fallen import Fallen
@@ -21,8 +21,7 @@ from consumers.pool import Pool
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
 from consumers.rate_limit import Parking
-from consumers.replies.reply import LargeAnswers, Replies, ReplyRetries
-from consumers.replies.sender import ReplyRule, ReplySender
+from consumers.replies import Replies, ReplyRetries, ReplyRule, ReplySender
 from consumers.settle import Failpoints, Settler
 from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import Admitter, QueueAdmitter, SideQueueAdmitter, SideQueues

@@ -1,0 +1,535 @@
+"""Answers control messages, with which clients cancel a request or fetch its result, and operators pause and resume:
+
+cancel      {"cancel": "<message_id>", "tenant": "…"}       `tenant` may be left out
+result      {"result": "<message_id>", "tenant": "…"}
+pause       {"pause": {"kind": "tenant", "name": "crm", "until": "…", "who": "…", "why": "…"}}
+resume      {"resume": "<id of a pause>"}
+pauses      {}
+change      This command is refused, because it is not available in this version.
+status      Every worker answers this command: each gets it from a queue of its own (service/worker/running.py).
+
+The routing key and the property `type` of a message both name the command. The brake's commands (`pause`, `resume`,
+`pauses`) are accepted only from users in the setting `control.operators`, because a client that may cancel its own
+requests must not pause those of others (docs/decisions/0024). Their answer is `{"pauses": […]}`: the new pause, the one
+that was removed, or all.
+
+All workers share one queue, and each message goes to one of them. A cancellation is acknowledged only after it is
+stored. Many messages are worked on at once, so that the store writes several cancellations together. The queue is read
+in order, so a cancellation waits for all messages before it. Therefore a message that exceeds its tenant's limit must
+take very little time.
+"""
+
+import asyncio
+import json
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from consumers.brake import Brake, read_pause, too_many
+from consumers.claiming import Claiming
+from consumers.clock import NowMs, moment_text, now_ms
+from consumers.job import tenant_of, user_id_missing
+from consumers.rate_limit import LogThrottle, RateLimit
+from consumers.replies import JSON, PROBLEM, ReplyRule, ReplySender
+from consumers.settle import Settler
+from consumers.state.base import (
+    Cancelling,
+    Completion,
+    Found,
+    Identity,
+    Pause,
+    StoredPauses,
+    StoreUnavailable,
+)
+from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import REQUEST_ID, is_request_id
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import (
+    AccessRefused,
+    BrokerError,
+    MessageTooLarge,
+    RequestProblem,
+    answer_too_large,
+    invalid_request,
+)
+from lanekeeper.telemetry import logs, signals
+from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session
+from topology.broker.notices import Notices
+
+MESSAGE_BYTES = 4096
+KNOWN = (*n.CONTROL_KEYS, *n.BRAKE_KEYS, n.STATUS_KEY)
+SHOWN = 80
+FAULTS_AT_MOST = 5
+"""A control message that causes an internal error at each of this many deliveries is refused at the last of them. It is
+not delivered again, because a worker that has just connected takes no requests until the control queue is empty."""
+LOOK_EVERY_S = 0.05
+CATCH_UP_WITHIN_S = 5.0
+"""After a worker has connected, its requests wait until it has stored the cancellations that are in the control queue,
+but at most for this many seconds, in which thousands of cancellations are stored. If there are more, the rest is stored
+while requests run, so that a request may run although it was cancelled."""
+QUIET_S = 0.5
+"""If the worker's user may not read the length of the control queue, the queue counts as empty when nothing was
+delivered for this many seconds."""
+AT_ONCE_S = 5
+"""A tenant may send at once as many control messages as its limit allows in this many seconds, so that it can cancel
+many requests at once."""
+GATHER_S = 0.01
+REFUSED_AT_A_TIME = 32
+Ready = Callable[[list[str]], Awaitable[Mapping[str, int]]]
+log = logs.logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a control message asks for."""
+
+    kind: str
+    identity: Identity
+
+
+def read_command(message: Message, *, speakers: Collection[str], needs_user_id: bool) -> Command | None:
+    """Return the command of a control message; None if the message asks for a worker's status. Raises RequestProblem if
+    the message is invalid.
+
+    `speakers`: the users that may act for other tenants, and so may name one in the body. `needs_user_id`: whether a
+    message without the property `user_id` is invalid.
+    """
+    kind = kind_of(message)
+    if kind == n.STATUS_KEY:
+        return None
+    if needs_user_id and not message.user_id:
+        raise user_id_missing()
+    if kind == n.CHANGE_KEY:
+        raise invalid_request(f"type {kind}: changing a request is not available in this version")
+    body = object_in(message)
+    id = body.get(kind)
+    if not isinstance(id, str):
+        raise invalid_request(f'body: allowed is {{"{kind}": "<message_id>"}}, with "tenant" where it has one')
+    if not is_request_id(id):
+        raise invalid_request(f"{kind}: {id[:SHOWN]!r} can be no request's id: {REQUEST_ID}")
+    return Command(kind, Identity(_tenant(message, body.get("tenant"), speakers), id))
+
+
+def _id_of(message: Message) -> str | None:
+    body = _json_object(message) or {}
+    ids = [id for kind in n.CONTROL_KEYS if isinstance(id := body.get(kind), str) and is_request_id(id)]
+    return ids[0] if len(ids) == 1 else None
+
+
+def object_in(message: Message) -> dict[str, object]:
+    """The JSON object in the body. Raises RequestProblem."""
+    if len(message.body) > MESSAGE_BYTES:
+        raise invalid_request(f"body: {len(message.body)} bytes, allowed are {MESSAGE_BYTES}")
+    body = _json_object(message)
+    if body is None:
+        raise invalid_request("body: not a JSON object")
+    return body
+
+
+def kind_of(message: Message) -> str:
+    """What the message's type and its routing key both name. Raises RequestProblem."""
+    found, key = message.type, message.routing_key
+    if not found:
+        raise invalid_request(f"type: it is missing; known are {', '.join(KNOWN)}, and the routing key says the same")
+    if found not in KNOWN:
+        raise invalid_request(f"type {found[:SHOWN]!r}: known are {', '.join(KNOWN)}")
+    if found != key:
+        raise invalid_request(f"routing key {key[:SHOWN]!r} and type {found!r} differ: they say the same")
+    return found
+
+
+def _json_object(message: Message) -> dict[str, object] | None:
+    if len(message.body) > MESSAGE_BYTES:
+        return None
+    try:
+        body = json.loads(message.body.decode())
+        json.dumps(body, ensure_ascii=False).encode()  # raises for "\ud800", which is no character: no store takes it
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def _tenant(message: Message, stated: object, speakers: Collection[str]) -> str:
+    if stated is not None and not isinstance(stated, str):
+        raise invalid_request("tenant: allowed is a string")
+    tenant = tenant_of(message.user_id, stated, speakers)
+    if stated is not None and tenant != stated:
+        who = f"user {message.user_id!r}" if message.user_id else "a message without user_id"
+        raise invalid_request(
+            f"{who} may not speak for tenant {stated[:SHOWN]!r}: publish with user_id, "
+            "as that tenant or as one of the setting `speakers`"
+        )
+    return tenant
+
+
+@dataclass(slots=True, eq=False)
+class ControlAnswers:
+    """Publishes the answers to control messages: to `result`, if the request has ended, the request's final reply; any
+    other has the header `x-lane-control`. They are sent only to direct reply-to, to queues that the broker named, and
+    to `lane.reply.<user_id>` of the message's user (threat T1 in docs/security.md). `notices`: sends the answers that
+    are not results, many in one write and without confirms, because a client that gets no answer asks again."""
+
+    sender: ReplySender
+    _: KW_ONLY
+    rule: ReplyRule
+    notices: Notices
+    refused: int = field(default=0, init=False)
+    unanswered: int = field(default=0, init=False)
+    _log_throttle: LogThrottle = field(default_factory=LogThrottle, init=False)
+
+    async def tell(self, message: Message, body: Mapping[str, Any], *, control: Literal["accepted", "pending"]) -> None:
+        headers = {n.CONTROL: control}
+        if "id" in body:
+            headers[n.REQUEST_ID] = body["id"]
+        await self._send(message, _answer(message, json.dumps(body).encode(), JSON, headers))
+
+    async def refuse(self, message: Message, problem: RequestProblem) -> None:
+        self._log_refusal(message, problem)
+        id = _id_of(message)
+        headers = {n.CONTROL: "error", **({} if id is None else {n.REQUEST_ID: id})}
+        document = problem.document(request=id or "", attempts=0)
+        await self._send(message, _answer(message, document, PROBLEM, headers), must_answer=True)
+
+    def refuse_silently(self, message: Message, problem: RequestProblem) -> None:
+        """Refuse a control message without sending an answer, because there may be thousands of them: count it, and
+        write at most one log line a minute about such messages of a user."""
+        self._log_refusal(message, problem)
+        self.unanswered += 1
+
+    def _log_refusal(self, message: Message, problem: RequestProblem) -> None:
+        self.refused += 1
+        who = message.user_id or ""
+        if count := self._log_throttle.count(f"{problem.code} {who}"):
+            log.warning(
+                signals.CONTROL_REFUSED,
+                type=(message.type or "")[:40],
+                key=message.routing_key[:40],
+                user=who,
+                reason=problem.brief,
+                count=count,
+                refused=self.refused,
+            )
+
+    async def replay(self, message: Message, completion: Completion, *, id: str) -> None:
+        headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True, n.REQUEST_ID: id}
+        content_type = PROBLEM if completion.status == "error" else JSON
+        if not self._may_answer(message):
+            return
+        try:
+            await self._publish(message, _answer(message, completion.body, content_type, headers))
+        except MessageTooLarge as error:
+            await self.refuse(message, answer_too_large(error.size, error.limit))
+
+    async def _send(self, message: Message, answer: Message, *, must_answer: bool = False) -> None:
+        if not self._may_answer(message, must_answer=must_answer):
+            return
+        address = message.reply_to or ""
+        if self.sender.needs_own_connection(address) or not self.notices.send(answer, routing_key=address):
+            await self._publish(message, answer)
+
+    def _may_answer(self, message: Message, *, must_answer: bool = False) -> bool:
+        address = message.reply_to or ""
+        may = self.rule.allows_control(address, user=message.user_id)
+        if not may and (address or must_answer):
+            self.unanswered += 1
+            if count := self._log_throttle.count(f"unanswered {message.user_id or ''}"):
+                log.warning(signals.CONTROL_UNANSWERED, reply_to=address[:100], count=count, unanswered=self.unanswered)
+        return may
+
+    async def _publish(self, message: Message, answer: Message) -> None:
+        address = message.reply_to or ""
+        try:
+            await self.sender.send(answer, address, traced=False)
+        except MessageTooLarge:
+            raise
+        except (BrokerError, RequestProblem) as error:  # the client can ask again
+            log.debug(signals.CONTROL_UNANSWERED, reply_to=address[:100], reason=str(error))
+
+
+def _answer(message: Message, body: bytes, content_type: str, headers: Mapping[str, Any]) -> Message:
+    return Message(
+        body=body,
+        headers=headers,
+        content_type=content_type,
+        message_id=uuid.uuid4().hex,
+        correlation_id=message.correlation_id,
+        persistent=False,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class BrakeCommands:
+    """`operators`: the broker's users that may pause. `lanes`, `providers`: those that exist."""
+
+    brake: Brake
+    store: StoredPauses
+    _: KW_ONLY
+    operators: Collection[str]
+    lanes: Collection[str]
+    providers: Collection[str]
+    now_ms: NowMs = now_ms
+    _in_order: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    async def carry_out(self, message: Message) -> dict[str, Any]:
+        """Returns the answer. Raises RequestProblem, StoreUnavailable."""
+        kind = kind_of(message)
+        if message.user_id not in self.operators:
+            raise RequestProblem(
+                "forbidden_control",
+                f"user {message.user_id or '(none)'!r} may not {kind}: publish with user_id, as one of the workers' "
+                "setting control.operators (LANEKEEPER_CONTROL__OPERATORS)",
+            )
+        body = object_in(message)
+        async with self._in_order:  # two messages about one lane must not overtake each other
+            match kind:
+                case n.PAUSE_KEY:
+                    found = [await self._pause(body.get(kind))]
+                case n.RESUME_KEY:
+                    removed = await self.store.resume(str(body.get(kind)))
+                    found = [] if removed is None else [removed]
+                case _:
+                    return {"pauses": [pause.as_json() for pause in await self.store.pauses()]}
+            await self.brake.read()
+        told = [pause.as_json() for pause in found]
+        log.info(signals.BRAKE_ASKED, command=kind, user=message.user_id, pauses=told)
+        return {"pauses": told}
+
+    async def _pause(self, fields: object) -> Pause:
+        if not isinstance(fields, dict):
+            raise invalid_request('body: allowed is {"pause": {"kind": "…", "name": "…"}}')
+        pause = read_pause(fields, now_ms=self.now_ms(), lanes=self.lanes, providers=self.providers)
+        if not await self.store.pause(pause):
+            raise too_many()
+        return pause
+
+
+class Control:
+    """Consumes the control queue, which all workers share, and carries out its messages (cancel, result)."""
+
+    def __init__(
+        self,
+        deliveries: Deliveries,
+        *,
+        claiming: Claiming,
+        settler: Settler,
+        answers: ControlAnswers,
+        ready: Ready,
+        kept_s: float,
+        per_tenant_s: float,
+        brake: BrakeCommands,
+        speakers: Collection[str] = (),
+        needs_user_id: bool = False,
+        now_ms: NowMs = now_ms,
+    ) -> None:
+        """`per_tenant_s`: how many messages of a tenant this process carries out in a second, and how many more it
+        refuses with an answer. Still more are only counted and logged, which takes a tenth of a millisecond: all
+        tenants' messages are in one queue, behind those of a tenant that sends too many."""
+        self._deliveries = deliveries
+        self._claiming = claiming
+        self._settler = settler
+        self.answers = answers
+        self._brake = brake
+        self._now_ms = now_ms
+        self._read_command = partial(read_command, speakers=speakers, needs_user_id=needs_user_id)
+        self._ready = ready
+        self._kept_s = kept_s
+        self._speakers = frozenset(speakers)
+        self._carried_out, self._refused = (
+            RateLimit(per_s=per_tenant_s, at_once=AT_ONCE_S * per_tenant_s) for _ in range(2)
+        )
+        self._too_many = RequestProblem(
+            "too_many_control_messages",
+            f"a tenant may send {per_tenant_s:g} control messages a second, and {AT_ONCE_S} times as many at "
+            "once; this one was not carried out: send it again later",
+        )
+        self._displaced_throttle = LogThrottle()
+        self.displaced = 0
+        self._is_behind = True
+        """True while the control queue may have old cancellations, which were sent when no worker was connected or when
+        the store was unavailable, so that no request should be worked on yet."""
+        self._received = 0
+        self._in_hand: set[int] = set()
+        self._done: list[Delivery] = []
+        self._busy_at_s = 0.0
+
+    @property
+    def trouble(self) -> str | None:
+        return self._deliveries.trouble
+
+    @property
+    def behind(self) -> str | None:
+        return "cancellations are waiting to be recorded" if self._is_behind else None
+
+    async def run(self) -> None:
+        async with aclosing(self._deliveries.sessions()) as sessions:
+            async for session in sessions:
+                self._is_behind = True
+                self._busy_at_s = asyncio.get_running_loop().time()
+                catching_up = asyncio.create_task(self._catch_up(session), name="control backlog")
+                try:
+                    async with asyncio.TaskGroup() as reading:  # as many as the prefetch
+                        await self._read_all(session, reading)
+                except* ChannelLost as lost:
+                    log.warning(signals.DELIVERY_LOST, queue=self._deliveries.queue, error=str(lost.exceptions[0]))
+                finally:
+                    catching_up.cancel()
+
+    async def _read_all(self, session: Session, reading: asyncio.TaskGroup) -> None:
+        self._in_hand, self._done, counted = set(), [], 0
+        async for delivery in session:
+            self._received += 1
+            tenant = self._tenant(delivery.message)
+            if (is_allowed := self._carried_out.take(tenant)) or self._refused.take(tenant):
+                self._in_hand.add(delivery.tag)
+                taking = self._take(delivery, session, reading, is_allowed=is_allowed)
+                reading.create_task(taking, name=f"control {delivery.tag}")
+                continue
+            self.answers.refuse_silently(delivery.message, self._too_many)
+            self._acknowledge(delivery, session, reading)
+            counted += 1
+            if counted % REFUSED_AT_A_TIME == 0:
+                await asyncio.sleep(0)
+
+    def _tenant(self, message: Message) -> str:
+        """The body is read only for a user of `speakers`, because these name the tenant there."""
+        user = message.user_id or ""
+        if user in self._speakers:
+            with suppress(RequestProblem):
+                command = self._read_command(message)
+                return command.identity.tenant if command is not None else user
+        return user
+
+    def _acknowledge(self, delivery: Delivery, session: Session, reading: asyncio.TaskGroup) -> None:
+        if not self._done:
+            reading.create_task(self._acknowledge_all(session), name="control acknowledging")
+        self._done.append(delivery)
+
+    async def _acknowledge_all(self, session: Session) -> None:
+        await asyncio.sleep(GATHER_S)
+        done, self._done = self._done, []
+        await self._settler.ack_together(session, done, in_hand=self._in_hand)
+
+    async def _catch_up(self, session: Session) -> None:
+        """Find out when the cancellations that waited in the control queue are recorded: set `_is_behind` to False when
+        the queue was found empty, or `CATCH_UP_WITHIN_S` is over. If the store becomes unavailable, set `_is_behind` to
+        True and begin again. This method runs until it is cancelled.
+
+        The broker is polled, because it does not announce that a queue is empty. The queue must be found empty twice,
+        and no message may arrive in between, because a message on its way to this worker is counted neither by the
+        broker nor by the worker."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + CATCH_UP_WITHIN_S
+        empty_after: int | None = None
+        while True:
+            if self._claiming.is_away:
+                self._is_behind, end_s, empty_after = True, loop.time() + CATCH_UP_WITHIN_S, None
+            elif self._is_behind:
+                waiting = await self._waiting(session)
+                if waiting and loop.time() >= end_s:
+                    log.warning(signals.CONTROL_BEHIND, waiting=waiting, waited_s=CATCH_UP_WITHIN_S)
+                    self._is_behind = False
+                elif waiting:
+                    empty_after = None
+                else:
+                    self._is_behind, empty_after = empty_after != self._received, self._received
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _waiting(self, session: Session) -> int:
+        """How many control messages wait in the queue or are worked on."""
+        try:
+            ready = sum((await self._ready([self._deliveries.queue])).values())
+            return ready + session.waiting + len(self._in_hand)
+        except AccessRefused:  # this user may only consume: the queue counts as empty if no message arrives
+            is_quiet = asyncio.get_running_loop().time() - self._busy_at_s > QUIET_S
+            return session.waiting + len(self._in_hand) or (0 if is_quiet else 1)
+        except BrokerError:
+            return session.waiting + len(self._in_hand) or 1
+
+    async def stop(self) -> None:
+        await self._deliveries.stop()
+
+    async def _take(
+        self, delivery: Delivery, session: Session, reading: asyncio.TaskGroup, *, is_allowed: bool
+    ) -> None:
+        try:
+            if not is_allowed:
+                await self.answers.refuse(delivery.message, self._too_many)
+            elif not await self._handle(delivery):
+                return
+            self._acknowledge(delivery, session, reading)
+        finally:
+            self._in_hand.discard(delivery.tag)
+            self._busy_at_s = asyncio.get_running_loop().time()
+
+    async def _handle(self, delivery: Delivery) -> bool:
+        """Carry out a control message. Return True if it may be acknowledged, False if it was returned to the queue.
+
+        An invalid message is refused. A message is returned to the queue if the store is unavailable, or after an
+        internal error. But if an internal error occurs when the message is delivered for the `FAULTS_AT_MOST`th time or
+        later, the message is refused, so that it is not redelivered without end."""
+        message = delivery.message
+        try:
+            if message.type in n.BRAKE_KEYS:
+                await self.answers.tell(message, await self._brake.carry_out(message), control="accepted")
+            elif (command := self._read_command(message)) is not None:
+                await self._carry_out(message, command)
+        except RequestProblem as problem:
+            await self.answers.refuse(message, problem)
+        except StoreUnavailable as away:
+            log.warning(signals.CONTROL_POSTPONED, type=message.type, reason=str(away))
+            await self._settler.nack_later(delivery)
+            return False
+        except Exception:  # an internal error must not end this worker and, after redelivery, every other one
+            log.exception(signals.HANDLER_FAILED, where="control", type=str(message.type)[:40])
+            if (delivery.times_delivered or 1) < FAULTS_AT_MOST:
+                await self._settler.reject_later(delivery)
+                return False
+            fault = RequestProblem("internal", "a fault of ours; the worker's log has it")
+            await self.answers.refuse(message, fault)
+        return True
+
+    async def _carry_out(self, message: Message, command: Command) -> None:
+        identity = command.identity
+        if command.kind == n.CANCEL_KEY:
+            answer = await self._cancel(identity)
+            await self.answers.tell(message, answer, control="accepted")
+            return
+        found = await self._claiming.find(identity)
+        if found is not None and found.completion is not None:
+            await self.answers.replay(message, found.completion, id=identity.id)
+        else:
+            await self.answers.tell(message, _state(identity.id, found), control="pending")
+
+    async def _cancel(self, identity: Identity) -> dict[str, Any]:
+        known = await self._claiming.find(identity)
+        attempts = known.attempts if known else 0
+        problem = RequestProblem("cancelled", "cancelled by its owner")
+        ending = Completion(
+            status="error",
+            code=problem.code,
+            body=problem.document(request=identity.id, attempts=attempts),
+            headers={n.ATTEMPT: attempts},
+            ended_ms=self._now_ms(),
+        )
+        result = await self._claiming.cancel(identity, ending)
+        if result is Cancelling.DISPLACED:
+            self.displaced += 1
+            if count := self._displaced_throttle.count(identity.tenant):
+                log.warning(
+                    signals.CANCELLATION_DISPLACED, tenant=identity.tenant, count=count, displaced=self.displaced
+                )
+            result = Cancelling.UNSEEN
+        answer = {"id": identity.id, "outcome": result.value}
+        if result is Cancelling.UNSEEN:
+            return {**answer, "kept_until": moment_text(self._now_ms() + round(self._kept_s * 1000))}
+        return answer
+
+
+def _state(id: str, found: Found | None) -> dict[str, Any]:
+    if found is None:
+        return {"id": id, "status": "unknown", "attempts": 0}
+    state = {"id": id, "status": "running" if found.running else "waiting", "attempts": found.attempts}
+    return state if found.due_ms is None else {**state, "due_at": moment_text(found.due_ms)}

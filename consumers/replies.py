@@ -1,0 +1,452 @@
+"""Sends replies: the parts of a streamed answer, the final reply, and the final reply again if its queue refused it.
+
+Replies go to queues, or by RabbitMQ's direct reply-to, that is, without a queue, to the channel on which the request
+was published. The final reply is a persistent message, and the worker waits for its confirm.
+
+A part of a streamed answer is published without waiting for the confirms of earlier parts. Waiting would delay the
+first piece of the answer by three round trips to the broker, because a stream begins with three other events. Parts
+keep their order, because they are published on one channel. A lost part does not fail the attempt, because the final
+reply has the whole answer. The final reply is sent only after each part is confirmed or counts as lost.
+
+A broker before RabbitMQ 4.3.5 closes the connection that publishes to a forged direct reply-to address (docs/facts.md,
+section 6). With such a broker the first reply to each direct reply-to address is sent over a separate connection. This
+connection carries one reply at a time, so if the broker closes it, it is known which address was forged. If the broker
+confirms the reply, the address is genuine, and further replies to this address use the ordinary connection.
+"""
+
+import asyncio
+import re
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any
+
+from cachetools import LRUCache
+
+from consumers.job import Job
+from consumers.providers.registry import CONTENT
+from consumers.state.base import Completion
+from lanekeeper.amqp.publisher import Confirm, Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import (
+    PROBLEMS,
+    AccessRefused,
+    BrokerError,
+    ConfirmUnknown,
+    MessageTooLarge,
+    PublishRefused,
+    RequestProblem,
+    Unroutable,
+    answer_too_large,
+)
+from lanekeeper.telemetry import logs, signals
+
+JSON = "application/json"
+PROBLEM = "application/problem+json"
+PART_TIMEOUT_S = 5.0
+KILLED_WITHIN_S = 2.0
+"""If the confirm of a direct reply to an untested address does not come, the worker waits for at most this many seconds
+for the reason why the connection was lost, which shows whether the broker closed it because the address is forged."""
+TRIES = 3
+ADDRESSES_KEPT = 1000
+log = logs.logger()
+
+
+class ReplySender:
+    """Publishes replies to queues and to direct reply-to addresses. `own`: a publisher on a separate connection, for
+    brokers before RabbitMQ 4.3.5, which close the connection that publishes to a forged address; None if the broker
+    does not do that.
+
+    Replies to direct reply-to are never published as `mandatory`, because brokers before 4.3 report such replies as
+    unroutable although they were delivered (docs/facts.md, section 6).
+    """
+
+    def __init__(self, publisher: Publisher, *, own: Publisher | None) -> None:
+        self._publisher = publisher
+        self._own = own
+        self._one_by_one = asyncio.Lock()
+        self._forged: LRUCache[str, bool] = LRUCache(ADDRESSES_KEPT)
+        self._genuine: LRUCache[str, bool] = LRUCache(ADDRESSES_KEPT)
+
+    def needs_own_connection(self, address: str) -> bool:
+        return self._own is not None and is_direct(address)
+
+    def refusal(self, address: str) -> RequestProblem | None:
+        return _forged() if address in self._forged else None
+
+    async def send(self, message: Message, address: str, **how: Any) -> None:
+        """Publish a message once, not `mandatory`."""
+        how |= {"exchange": "", "routing_key": address, "mandatory": False}
+        if self._own is not None and self._is_unknown(address):
+            return await self._test_address(self._own, message, address, how)
+        try:
+            await self._publisher.publish(message, **how)
+        except ConfirmUnknown:  # this address may have closed the connection: the next message tests it again
+            self._genuine.pop(address, None)
+            raise
+
+    async def write(self, message: Message, address: str, *, timeout_s: float) -> "asyncio.Future[Confirm]":
+        """Publish a message once without waiting for its confirm, and return the confirm as a future."""
+        if self._own is not None and self._is_unknown(address):
+            await self.send(message, address, timeout_s=timeout_s, traced=False)
+            confirmed: asyncio.Future[Confirm] = asyncio.get_running_loop().create_future()
+            confirmed.set_result(None)
+            return confirmed
+        try:
+            answer = await self._publisher.write(message, exchange="", routing_key=address, timeout_s=timeout_s)
+        except ConfirmUnknown:
+            self._genuine.pop(address, None)
+            raise
+        if address in self._genuine:
+            answer.add_done_callback(partial(self._on_answer, address))
+        return answer
+
+    def _is_unknown(self, address: str) -> bool:
+        return address not in self._genuine and is_direct(address)
+
+    def _on_answer(self, address: str, answer: "asyncio.Future[Confirm]") -> None:
+        if not answer.cancelled() and answer.exception() is not None:  # as in `send`: test the address again
+            self._genuine.pop(address, None)
+
+    async def _test_address(self, own: Publisher, message: Message, address: str, how: dict[str, Any]) -> None:
+        async with self._one_by_one:
+            if (known := self.refusal(address)) is not None:
+                raise known
+            # wait until the connection is open, so that `loss` is that of the connection which publishes
+            await own.connection.underlying()
+            loss = own.connection.loss
+            try:
+                await own.publish(message, **how)
+            except ConfirmUnknown as error:
+                if not await _killed_by_the_broker(loss):
+                    raise
+                self._forged[address] = True
+                raise _forged() from error
+            self._genuine[address] = True
+
+    async def send_surely(self, message: Message, address: str) -> None:
+        """Publish a message, repeatedly if necessary, until the broker confirms it. If this broker closes connections
+        that publish to forged addresses, a direct reply is published at most `TRIES` times. Raises PublishRefused as
+        soon as the queue refuses the message, and the errors of `send`."""
+        if not self.needs_own_connection(address):
+            return await self._publisher.publish_surely(
+                message, exchange="", routing_key=address, mandatory=not is_direct(address), refused_within_s=0
+            )
+        for _ in range(TRIES - 1):
+            with suppress(ConfirmUnknown):  # the connection was lost, but not because of this address
+                return await self.send(message, address)
+        return await self.send(message, address)
+
+
+def _forged() -> RequestProblem:
+    return RequestProblem("forbidden_reply_to", "reply_to: a direct reply-to address that the broker did not make")
+
+
+async def _killed_by_the_broker(loss: asyncio.Future[str]) -> bool:
+    try:
+        async with asyncio.timeout(KILLED_WITHIN_S):
+            return "INTERNAL_ERROR" in await asyncio.shield(loss)
+    except TimeoutError:
+        return False
+
+
+LONGEST = 255
+_BROKER_NAMED = re.compile(r"amq\.gen-[A-Za-z0-9_-]{22}")
+"""The pattern of the names that the broker itself gives to queues. Clients cannot create a queue with such a name
+(docs/facts.md, section 6)."""
+_DIRECT = re.compile(r"amq\.rabbitmq\.reply-to\.[A-Za-z0-9._+/=-]{1,200}")
+_USER = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""The pattern of the user names that `topology export` allows. Dots are excluded, because otherwise the queue
+`lane.reply.a.b` could belong to the user `a` or to the user `a.b`."""
+_SHOWN = 100
+
+
+def is_direct(address: str) -> bool:
+    """Whether a reply address has the form of a direct reply-to address (`amq.rabbitmq.reply-to.…`)."""
+    return _DIRECT.fullmatch(address) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyRule:
+    """Says to which addresses replies may be sent. A worker may publish to every queue, so without this rule a
+    requester could name a queue in `reply_to` to which it may not publish itself (threat T1 in docs/security.md).
+    `bound`: the mode; `allow`: patterns, one of which an address must match as well; None: there is no such condition.
+
+    open    (not `bound`) Allowed are addresses that the broker has named (queues `amq.gen-…`, direct reply-to), queues
+            `lane.reply.…`, and any queue whose name begins neither with `lane.` nor with `amq.`. A requester who knows
+            the name of another client's queue can make a worker send replies there.
+    bound   Allowed are direct reply-to, and the queues `lane.reply.<user_id>` and `lane.reply.<user_id>.…` of the
+            request's user. Other queues are not allowed, because it is unknown to which user they belong.
+    """
+
+    names: Names
+    allow: Sequence[re.Pattern[str]] | None = None
+    bound: bool = False
+
+    def allows(self, address: str, *, user: str | None) -> bool:
+        if len(address) > LONGEST:
+            return False
+        may = self._is_bound(address, user) if self.bound else self._is_open(address)
+        return may and (self.allow is None or any(pattern.fullmatch(address) for pattern in self.allow))
+
+    def allows_control(self, address: str, *, user: str | None) -> bool:
+        """Whether the answer to a control message (cancel, result) may be sent to an address. Allowed are direct
+        reply-to, the user's own reply queues (`lane.reply.<user_id>`) and, in mode `open`, queues that the broker has
+        named. `user`: the `user_id` of the control message."""
+        if len(address) > LONGEST:
+            return False
+        return self._is_bound(address, user) or (not self.bound and _BROKER_NAMED.fullmatch(address) is not None)
+
+    def refusal(self, address: str, *, user: str | None) -> RequestProblem:
+        reply = self.names.reply_prefix
+        if not self.bound:
+            may = f"a queue that the broker named, direct reply-to, {reply}…, or a queue of the application's own"
+        elif user is None:
+            may = f"direct reply-to, or with the property user_id, which the broker checks, {reply}<user_id>"
+        elif _USER.fullmatch(user):
+            may = f"direct reply-to, {reply}{user}, or {reply}{user}.…"
+        else:
+            may = "direct reply-to"
+        return RequestProblem("forbidden_reply_to", f"reply_to {address[:_SHOWN]!r}: allowed are {may}")
+
+    def _is_open(self, address: str) -> bool:
+        namespace = self.names.namespace
+        if address == namespace or (
+            address.startswith(f"{namespace}.") and not address.startswith(self.names.reply_prefix)
+        ):
+            return False
+        return not address.startswith("amq.") or bool(_BROKER_NAMED.fullmatch(address) or is_direct(address))
+
+    def _is_bound(self, address: str, user: str | None) -> bool:
+        if is_direct(address):
+            return True
+        own = f"{self.names.reply_prefix}{user}"
+        return user is not None and _USER.fullmatch(user) is not None and f"{address}.".startswith(f"{own}.")
+
+
+@dataclass(slots=True, eq=False)
+class Replies:
+    """Publishes replies to the default exchange. `loses_large_parts`: what happens if a part of a stream is too large
+    for a message. True: the part is left out, because the whole answer can be stored outside the broker. False: the
+    request ends with an error, because the final reply would be too large too."""
+
+    sender: ReplySender
+    _: KW_ONLY
+    rule: ReplyRule
+    loses_large_parts: bool = False
+
+    def refusal(self, job: Job) -> RequestProblem | None:
+        address = job.message.reply_to
+        if not address:
+            return None
+        if self.rule.allows(address, user=job.hop.user_id):
+            return self.sender.refusal(address)
+        return self.rule.refusal(address, user=job.hop.user_id)
+
+    async def final(self, job: Job, completion: Completion, *, replayed: bool = False) -> bool:
+        """Send the final reply. Return False if the reply queue is full and refused it.
+
+        If the reply queue does not exist any more, that is logged and is no error. Raises BrokerError if the broker
+        does not confirm the reply for another reason.
+        """
+        if completion.code and not PROBLEMS[completion.code].answered:
+            return True
+        # the completion of a request that was cancelled before it arrived has no headers about its wait: add them here
+        wait = {n.WAIT_MS: job.wait_ms, n.RUN_MS: job.run_ms, n.WAIT_FROM: job.published.by}
+        headers: dict[str, Any] = {n.STATUS: completion.status, n.REQUEST_ID: job.id, **wait, **completion.headers}
+        if replayed:
+            headers[n.REPLAYED] = True
+        is_answer = completion.status == "ok"
+        try:
+            return await self._final(
+                job, body=completion.body, content_type=JSON if is_answer else PROBLEM, headers=headers
+            )
+        except MessageTooLarge as error:  # stored while the broker accepted larger messages: send a short error
+            log.error(signals.ANSWER_UNSENT, size=error.size, limit=error.limit)
+            problem = answer_too_large(error.size, error.limit).document(request=job.id, attempts=job.attempts)
+            return await self._final(job, body=problem, content_type=PROBLEM, headers={**headers, n.STATUS: "error"})
+
+    async def _final(self, job: Job, *, body: bytes, content_type: str, headers: dict[str, Any]) -> bool:
+        address = job.message.reply_to
+        if not address or not self.rule.allows(address, user=job.hop.user_id):
+            return True
+        message = Message(
+            body=body,
+            headers=headers,
+            content_type=content_type,
+            message_id=uuid.uuid4().hex,
+            correlation_id=job.message.correlation_id,
+        )
+        try:
+            await self.sender.send_surely(message, address)
+        except Unroutable:
+            log.info(signals.REPLY_UNROUTABLE)
+        except AccessRefused as error:
+            raise RequestProblem("internal", f"the worker's user may not send replies: {error}") from error
+        except PublishRefused:
+            return False
+        return True
+
+    async def part(self, job: Job, address: str, *, part: str, seq: int, body: bytes) -> "asyncio.Future[Confirm]":
+        """Publish one part of a stream, and return the broker's confirm as a future.
+
+        Raises BrokerError if the part was not sent, and RequestProblem if the address is forged. If the part is too
+        large for a message, raises MessageTooLarge (a BrokerError) if `loses_large_parts` is true, otherwise
+        RequestProblem.
+        """
+        headers: dict[str, Any] = {n.REQUEST_ID: job.id, n.ATTEMPT: job.attempts, n.PART: part, n.SEQ: seq}
+        if job.lane is not None:
+            headers[n.LANE_NAME] = job.lane.name
+        message = Message(
+            body=body, headers=headers, content_type=JSON, correlation_id=job.message.correlation_id, persistent=False
+        )
+        try:
+            return await self.sender.write(message, address, timeout_s=PART_TIMEOUT_S)
+        except MessageTooLarge as error:
+            if self.loses_large_parts:
+                raise
+            raise answer_too_large(error.size, error.limit, setting="LANEKEEPER_BODIES__URL") from error
+
+
+PAUSES_S = (1, 2, 4, 8, 16, 30)
+"""The pauses, in seconds, before the second and each later try to send a reply to a full queue. Together they last a
+minute, in which a requester that was slow or was restarted has usually emptied its queue."""
+MAX_WAITING = 1000
+"""How many replies of one process may wait at a time because their reply queue is full."""
+MOST_OF_ONE = 10
+"""One tenant may have at most `MAX_WAITING` divided by this number of replies that wait because their queue is full.
+For requests without a tenant (without `user_id`) the same limit applies to each reply queue."""
+WARN_EVERY_MS = 1000
+
+
+class ReplyRetries:
+    """Decides whether a reply that a full queue has refused is sent again later, and when; limits how many replies wait
+    in this way; and counts the replies that are given up."""
+
+    def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
+        self._max_waiting = max_waiting
+        self._waiting: list[tuple[int, tuple[str, str]]] = []
+        self._next_warning_ms = 0
+        self.given_up = 0
+
+    def pause_ms(self, job: Job, *, now_ms: int) -> int | None:
+        """After how many ms the job's reply, which a full queue has refused, is sent again; None: it is given up."""
+        tenant = job.identity.tenant
+        whose = ("tenant", tenant) if tenant else ("queue", job.message.reply_to or "")
+        self._waiting = [(back_ms, owner) for back_ms, owner in self._waiting if back_ms > now_ms]
+        of_one = sum(owner == whose for _, owner in self._waiting)
+        is_full = len(self._waiting) >= self._max_waiting or of_one >= max(1, self._max_waiting // MOST_OF_ONE)
+        if is_full or job.hop.reply_try >= len(PAUSES_S):
+            self.given_up += 1
+            is_due = now_ms >= self._next_warning_ms
+            if is_due:
+                self._next_warning_ms = now_ms + WARN_EVERY_MS
+            tell = log.warning if is_due else log.debug
+            tell(signals.REPLY_GIVEN_UP, tries=job.hop.reply_try + 1, given_up=self.given_up)
+            return None
+        pause_ms = 1000 * PAUSES_S[job.hop.reply_try]
+        self._waiting.append((now_ms + pause_ms, whose))
+        return pause_ms
+
+
+UNCONFIRMED = 64
+UNCONFIRMED_BYTES = 256 * 1024
+"""How many bytes the unconfirmed parts of a stream may have together. A single part may be larger, but is sent only
+when no other part is unconfirmed."""
+FIRST_UNCONFIRMED = 4
+"""How many published parts of a stream may wait for their confirms when the stream begins; the limit doubles each time
+it is reached, up to `UNCONFIRMED`. The first piece of the answer is the fourth part, because three other events come
+before it. So the first wait for a confirm follows that piece, which thereby reaches the client early, even if the
+provider sends the whole answer at once."""
+
+
+class Parts:
+    """Sends the parts of one attempt's stream to the requester, numbered from 0. Call this object with each event of
+    the provider.
+
+    If the requester may already have events of an earlier call to a provider, a part `restart` is sent first, which
+    tells the requester to discard those events. That is so in a second or later attempt, in the second call of an
+    attempt, and after a redelivery of the request.
+    """
+
+    def __init__(self, replies: Replies, job: Job) -> None:
+        self._replies = replies
+        self._job = job
+        self._seq = -1
+        self._has_lost = False
+        self._unconfirmed: deque[tuple[asyncio.Future[Confirm], int]] = deque()
+        self._bytes = 0
+        self._most = FIRST_UNCONFIRMED
+        self.flow = False
+        self.on_flow: Callable[[], None] = lambda: None
+        self.has_sent = False
+
+    async def __call__(self, event: bytes, /) -> None:
+        if not self.flow and CONTENT in event:
+            self.flow = True
+            self.on_flow()
+        address, progress = self._job.message.reply_to, self._job.progress
+        if not address and progress is None:
+            return
+        had_sent, self.has_sent = self.has_sent, True
+        if self._seq < 0 and (had_sent or self._job.attempts > 1 or self._job.redelivered):
+            await self._send(address, "restart", b"{}")
+        await self._send(address, "event", event)
+
+    def restart(self) -> bool:
+        had_begun, self._seq, self.flow = self._seq >= 0, -1, False
+        return had_begun
+
+    async def confirmed(self) -> None:
+        """Wait until the broker has confirmed all parts of the stream, for at most `PART_TIMEOUT_S`. Parts that are not
+        confirmed by then count as lost."""
+        if waiting := [answer for answer, _ in self._unconfirmed if not answer.done()]:
+            await asyncio.wait(waiting, timeout=PART_TIMEOUT_S)
+        while self._unconfirmed:
+            self._take_oldest()
+
+    async def _send(self, address: str | None, part: str, body: bytes) -> None:
+        self._seq += 1
+        if not address:
+            if self._job.progress is not None:
+                self._job.progress.part(part, body)
+            return
+        await self._make_room(len(body))
+        try:
+            answer = await self._replies.part(self._job, address, part=part, seq=self._seq, body=body)
+        except BrokerError as error:
+            self._log_loss(str(error))
+            return
+        self._unconfirmed.append((answer, len(body)))
+        self._bytes += len(body)
+
+    async def _make_room(self, size: int) -> None:
+        while self._unconfirmed:
+            oldest, _ = self._unconfirmed[0]
+            if not oldest.done():
+                if len(self._unconfirmed) < self._most and self._bytes + size <= UNCONFIRMED_BYTES:
+                    return
+                self._most = min(UNCONFIRMED, 2 * self._most)
+                await asyncio.wait([oldest], timeout=PART_TIMEOUT_S)
+                await asyncio.sleep(0)  # a gateway in this process handles the parts that it has received first
+            self._take_oldest()
+
+    def _take_oldest(self) -> None:
+        answer, size = self._unconfirmed.popleft()
+        self._bytes -= size
+        if not answer.done():
+            self._log_loss(f"no confirm within {PART_TIMEOUT_S:g} s")
+        elif (error := answer.exception()) is not None:
+            self._log_loss(str(error))
+        elif (refused := answer.result()) is not None:
+            self._log_loss(refused.__name__)
+
+    def _log_loss(self, why: str) -> None:
+        if not self._has_lost:  # logged once for each attempt, because a full queue refuses all later parts too
+            self._has_lost = True
+            log.info(signals.PART_LOST, reason=why)
