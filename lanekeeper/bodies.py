@@ -28,16 +28,12 @@ OVER_BYTES: Final = MIB
 MOST_BYTES: Final = 32 * MIB
 """The largest request body that Anthropic's API accepts, and so the default limit for reading one."""
 IN_ALL_BYTES: Final = 10 * 1024 * MIB
-"""The default limit for all bodies in a store together."""
 KEEP_S: Final = 7 * 86_400.0
-"""After this the body of a request is removed, if nothing removed it earlier."""
 PIECE_BYTES: Final = MIB
 THREADS: Final = 4
 """How many bodies a process reads or writes at the same time; each of them blocks one thread."""
 SCAN_EVERY_S: Final = 60.0
-"""The shortest time between two scans, which remove expired bodies and add up the sizes of the others."""
 RESCAN_EVERY_S: Final = 2.0
-"""The shortest time between two scans that are made because a body would not fit in."""
 OWNER_DIGITS: Final = 8
 """The name of a body ends with 32 hexadecimal digits. So many of them are a hash of the tenant, the others random."""
 LONGEST_CAUSE: Final = 1000
@@ -94,7 +90,6 @@ class BodyStore:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="bodies")
         self._free_threads = asyncio.Semaphore(THREADS)
         self._used = Counter[str]()
-        """The bytes in the store by owner (`_owner_of`), without those of the files in `_writing`."""
         self._writing: set[str] = set()
         self._scanned_s: float | None = None
 
@@ -109,7 +104,6 @@ class BodyStore:
         return await self._in_thread(lambda: self._keep([body], f"answer-{int(time.time() + for_s)}", tenant))
 
     async def size(self, kept: BodyAddress) -> int:
-        """The size of a body in bytes. Raises BodyError, BodiesUnavailable."""
         return await self._in_thread(lambda: int(self._files.size(self._path(kept.address)) or 0))
 
     async def fetch(self, kept: BodyAddress, *, most_bytes: int = MOST_BYTES) -> bytes:
@@ -130,7 +124,6 @@ class BodyStore:
         await self._drop(kept, _ANSWER_NAME)
 
     async def sweep(self) -> None:
-        """Remove expired bodies, even if the last scan was a moment ago. Raises BodiesUnavailable."""
         self._scanned_s = None
         await self._in_thread(self._scan)
 

@@ -34,7 +34,6 @@ Body = Mapping[str, Any] | bytes | BinaryIO
 store for large bodies, it is read in pieces, so that it is never in memory as a whole."""
 PUBLISH_WITHIN_S = 30.0
 FULL_WITHIN_S = 2.0
-"""Short, because a full queue seldom has room soon."""
 CANCEL_WITHIN_S = 3.0
 log = logs.logger()
 
@@ -119,7 +118,6 @@ class Client:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
-        """Connect to the broker or gateway. Raises BrokerUnreachable, AccessRefused."""
         await self._transport.__aenter__()
         self._loop = asyncio.get_running_loop()
         return self

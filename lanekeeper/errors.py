@@ -15,7 +15,6 @@ class NoReply(LanekeeperError):
     """No final reply, or no worker's answer to a control message, came in time."""
 
     message_id: str | None = None
-    """The id of the request; None for a control message."""
 
 
 class ControlRefused(LanekeeperError):
@@ -38,9 +37,7 @@ class NotEnded(LanekeeperError):
         self.id = id
         self.status = status
         self.attempts = attempts
-        """Those that have ended."""
         self.due_at = None if due_at is None else datetime.fromisoformat(due_at)
-        """The earliest start of the next attempt, if known."""
         super().__init__(
             f"request {id} has no result yet: {status}, {self._hint()}; to wait: lanekeeper result --wait 20s {id}"
         )

@@ -59,9 +59,7 @@ _FIELDS = {
     "run_ms": n.RUN_MS, "replayed": n.REPLAYED,
 }  # fmt: skip
 ANSWERED_WITHIN_S = 10.0
-"""Besides the time for which the gateway is asked to wait."""
 SLOWEST_BYTES_S = 256 * 1024
-"""Of sending a body: a call with a large one has more time."""
 SILENT_S = 60.0
 """An event stream without any data, not even a comment, is lost after this time."""
 LARGEST_BYTES = 64 * 1024 * 1024
@@ -75,6 +73,19 @@ _TEMPORARY = frozenset({408, 429, 503})
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")  # a \r at the end of a chunk may be half of \r\n
 
 
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """The answer of the gateway, or of a proxy in front of it."""
+
+    status: int
+    body: bytes
+    retry_after_s: float | None = None
+
+    @property
+    def document(self) -> Mapping[str, Any]:
+        return document_of(self.body)
+
+
 class OverHttp:
     """How a `Client` with the URL of a gateway reaches the workers. The methods are those of `Client`; `answer` and
     `replies` (its `request` and `stream`) raise TimeoutError at `outgoing.end`."""
@@ -84,26 +95,41 @@ class OverHttp:
     def __init__(
         self, url: str, *, api_key: str | None, ssl_context: ssl.SSLContext | None, tracing: "Tracing | None"
     ) -> None:
-        self._calls = Calls(url, api_key=api_key, ssl_context=ssl_context)
+        try:
+            parts = urlsplit(url)
+            is_url = bool(parts.hostname) and parts.port != 0 and not (parts.query or parts.fragment)
+        except ValueError:
+            is_url = False
+        if not is_url or "@" in parts.netloc:
+            raise InvalidUrl("a gateway's URL is http(s)://host[:port][/path]; its key is given as `api_key`")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise InvalidArgument("api_key: has a character that no key has")
+        self.trouble: str | None = None
+        self._address = url.rstrip("/")
+        self._headers = {"accept-encoding": "identity"} | ({} if api_key is None else {"x-api-key": api_key})
+        self._ssl = ssl_context or True
+        self._session: aiohttp.ClientSession | None = None
         self._tracing = tracing
-
-    @property
-    def trouble(self) -> str | None:
-        return self._calls.trouble
 
     async def __aenter__(self) -> Self:
         """Checks that the gateway can be reached, and takes the key. Raises BrokerUnreachable and AccessRefused."""
-        await self._calls.__aenter__()
+        self._session = aiohttp.ClientSession(
+            # no limit for connections: a cancellation must not wait until other calls have got their answers
+            connector=aiohttp.TCPConnector(ssl=self._ssl, limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=self._headers,
+        )
         try:
-            answer = await self._calls.call("GET", f"{REQUESTS}/-", within_s=0)
+            answer = await self._call("GET", f"{REQUESTS}/-", within_s=0)
             check_access(answer.status, answer.document)
         except BaseException:
-            await self._calls.__aexit__()
+            await self._session.close()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._calls.__aexit__()
+        if self._session is not None:
+            await self._session.close()
 
     async def publish(self, outgoing: OutgoingRequest) -> None:
         _path(outgoing.id)
@@ -111,7 +137,7 @@ class OverHttp:
             outgoing.message.body, outgoing.content = await asyncio.to_thread(outgoing.content.read), None
         if self._tracing is not None:
             self._tracing.carry(outgoing.message)
-        answer = await self._calls.call(
+        answer = await self._call(
             "POST",
             REQUESTS,
             within_s=outgoing.publish_within_s,
@@ -179,7 +205,7 @@ class OverHttp:
         return None
 
     async def _cancel(self, id: str, *, within_s: float) -> Cancelled:
-        answer = await self._calls.call("DELETE", _path(id), within_s=within_s)
+        answer = await self._call("DELETE", _path(id), within_s=within_s)
         document = answer.document
         check_access(answer.status, document)
         if answer.status >= 300:
@@ -188,17 +214,15 @@ class OverHttp:
         return outcome
 
     async def _fetch_result(self, id: str, left_s: float | None) -> Final:
-        """Ask once; the gateway answers at the end, or after `WAIT_S` or `left_s`."""
         waits_s = WAIT_S if left_s is None else min(WAIT_S, left_s)
         within_s = AWAY_S if left_s is None else min(CONTROL_WITHIN_S, left_s)
         path = _path(id)
         if waits_s > 0:
             path += f"?wait={waits_s:.3f}s"
-        answer = await self._calls.call("GET", path, within_s=within_s, waits_s=waits_s)
+        answer = await self._call("GET", path, within_s=within_s, waits_s=waits_s)
         return final_of_status(id, answer.status, answer.body)
 
     async def _wait_for_result(self, outgoing: OutgoingRequest) -> Final:
-        """Raises Problem, AccessRefused, ReplyLost, TimeoutError at `outgoing.end`."""
 
         async def ask(left_s: float | None) -> Final:
             try:
@@ -227,7 +251,7 @@ class OverHttp:
         while True:
             headers = {"accept": "text/event-stream"} | ({"last-event-id": last} if last else {})
             try:
-                async with self._calls.streamed(path, headers) as response:
+                async with self._streamed(path, headers) as response:
                     check_access(response.status, {})
                     if response.status != 200:
                         return  # the gateway lost its record; the caller asks for the result next
@@ -246,16 +270,105 @@ class OverHttp:
             await asyncio.sleep(pause_s(failures, first_s=FIRST_PAUSE_S, cap_s=PAUSE_CAP_S))
             failures += 1
 
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        within_s: float,
+        absent_within_s: float | None = None,
+        full_within_s: float = 0,
+        waits_s: float = 0,
+        headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+    ) -> HttpAnswer:
+        """Repeated until there is an answer, for at most `within_s`; `absent_within_s` while no gateway can be reached;
+        `full_within_s` while the lane is full. `waits_s`: how long the gateway is asked to wait, not included in these.
+        Raises PublishRefused, BrokerUnreachable, ConfirmUnknown (it may have been carried out)."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        failures = 0
+        maybe_published = False
+        while True:
+            timeout_s = min(ANSWERED_WITHIN_S, max(1.0, began + within_s - loop.time())) + waits_s
+            wait_s = pause_s(failures, first_s=FIRST_PAUSE_S, cap_s=PAUSE_CAP_S)
+            error: BrokerError | None
+            try:
+                answer = await self._call_once(method, path, timeout_s, headers, body)
+                wait_s = max(wait_s, answer.retry_after_s or 0.0)
+                if (error := _error_of(method, answer, self._address)) is None:
+                    self.trouble = None
+                    return answer
+            except ClientMisused:
+                raise
+            except BrokerError as caught:
+                error = caught
+            maybe_published = error.maybe_published = maybe_published or error.maybe_published
+            end = began + within_s
+            if isinstance(error, PublishRefused):
+                wait_s = max(wait_s, error.retry_after_s)
+                end = min(end, began + full_within_s)
+            else:
+                self.trouble = str(error)
+                if absent_within_s is not None and not maybe_published:
+                    end = min(end, began + absent_within_s)
+            if loop.time() + wait_s > end or isinstance(error.__cause__, aiohttp.ClientSSLError):
+                raise error
+            failures += 1
+            await asyncio.sleep(wait_s)
+
+    @asynccontextmanager
+    async def _streamed(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response whose body is read while it arrives. Raises BrokerUnreachable, also from the block."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=ANSWERED_WITHIN_S, sock_read=SILENT_S)
+        async with self._response("GET", path, timeout, headers, None) as response:
+            if response.status >= 500:
+                raise BrokerUnreachable(f"the gateway at {self._address} answered {response.status}")
+            yield response
+
+    async def _call_once(
+        self, method: str, path: str, timeout_s: float, headers: Mapping[str, str] | None, body: bytes | None
+    ) -> HttpAnswer:
+        if body is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s)
+        else:
+            timeout = aiohttp.ClientTimeout(total=timeout_s + len(body) / SLOWEST_BYTES_S)
+        async with self._response(method, path, timeout, headers, body) as response:
+            return HttpAnswer(response.status, await _read(response), seconds_of(response.headers.get("retry-after")))
+
+    @asynccontextmanager
+    async def _response(
+        self,
+        method: str,
+        path: str,
+        timeout: aiohttp.ClientTimeout,
+        headers: Mapping[str, str] | None,
+        body: bytes | None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """aiohttp's errors, also from the block, become BrokerUnreachable (for a GET, or without a connection) or
+        ConfirmUnknown."""
+        if self._session is None or self._session.closed:
+            raise ClientMisused(f"the client of the gateway at {self._address} is not open: use it inside `async with`")
+        try:
+            async with self._session.request(
+                method, self._address + path, headers=headers, data=body, timeout=timeout, allow_redirects=False
+            ) as response:
+                yield response
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            why = f"no connection to the gateway at {self._address}: {str(error) or type(error).__name__}"
+            raise BrokerUnreachable(why) from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            why = f"the gateway at {self._address} did not answer: {str(error) or type(error).__name__}"
+            raise (BrokerUnreachable if method == "GET" else ConfirmUnknown)(why) from error
+
 
 def _path(id: str) -> str:
-    """Raises ControlRefused for an id that no request can have."""
     if not isinstance(id, str) or not is_request_id(id) or not id.strip("."):  # `.` and `..` would name another path
         raise _refused(f"the request's id: {REQUEST_ID}")
     return f"{REQUESTS}/{quote(id, safe='')}"
 
 
 def _refuse_tenant(tenant: str | None) -> None:
-    """Over HTTP it follows from the key."""
     if tenant:
         raise _refused("tenant: over HTTP it follows from the key, and cannot be named")
 
@@ -383,144 +496,6 @@ def _skip_space(text: str, at: int) -> int:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class HttpAnswer:
-    """The answer of the gateway, or of a proxy in front of it."""
-
-    status: int
-    body: bytes
-    retry_after_s: float | None = None
-
-    @property
-    def document(self) -> Mapping[str, Any]:
-        return document_of(self.body)
-
-
-class Calls:
-    """Calls to a gateway in one session."""
-
-    def __init__(self, url: str, *, api_key: str | None, ssl_context: ssl.SSLContext | None) -> None:
-        try:
-            parts = urlsplit(url)
-            is_url = bool(parts.hostname) and parts.port != 0 and not (parts.query or parts.fragment)
-        except ValueError:
-            is_url = False
-        if not is_url or "@" in parts.netloc:
-            raise InvalidUrl("a gateway's URL is http(s)://host[:port][/path]; its key is given as `api_key`")
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise InvalidArgument("api_key: has a character that no key has")
-        self.trouble: str | None = None
-        """Why the latest call failed; None if it succeeded."""
-        self._address = url.rstrip("/")
-        self._headers = {"accept-encoding": "identity"} | ({} if api_key is None else {"x-api-key": api_key})
-        self._ssl = ssl_context or True
-        self._session: aiohttp.ClientSession | None = None
-
-    async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            # no limit for connections: a cancellation must not wait until other calls have got their answers
-            connector=aiohttp.TCPConnector(ssl=self._ssl, limit=0),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers=self._headers,
-        )
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    async def call(
-        self,
-        method: str,
-        path: str,
-        *,
-        within_s: float,
-        absent_within_s: float | None = None,
-        full_within_s: float = 0,
-        waits_s: float = 0,
-        headers: Mapping[str, str] | None = None,
-        body: bytes | None = None,
-    ) -> HttpAnswer:
-        """Repeated until there is an answer, for at most `within_s`; `absent_within_s` while no gateway can be reached;
-        `full_within_s` while the lane is full. `waits_s`: how long the gateway is asked to wait, not included in these.
-        Raises PublishRefused, BrokerUnreachable, ConfirmUnknown (it may have been carried out)."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        failures = 0
-        maybe_published = False
-        while True:
-            timeout_s = min(ANSWERED_WITHIN_S, max(1.0, began + within_s - loop.time())) + waits_s
-            wait_s = pause_s(failures, first_s=FIRST_PAUSE_S, cap_s=PAUSE_CAP_S)
-            error: BrokerError | None
-            try:
-                answer = await self._call_once(method, path, timeout_s, headers, body)
-                wait_s = max(wait_s, answer.retry_after_s or 0.0)
-                if (error := _error_of(method, answer, self._address)) is None:
-                    self.trouble = None
-                    return answer
-            except ClientMisused:
-                raise
-            except BrokerError as caught:
-                error = caught
-            maybe_published = error.maybe_published = maybe_published or error.maybe_published
-            end = began + within_s
-            if isinstance(error, PublishRefused):
-                wait_s = max(wait_s, error.retry_after_s)
-                end = min(end, began + full_within_s)
-            else:
-                self.trouble = str(error)
-                if absent_within_s is not None and not maybe_published:
-                    end = min(end, began + absent_within_s)
-            if loop.time() + wait_s > end or isinstance(error.__cause__, aiohttp.ClientSSLError):
-                raise error
-            failures += 1
-            await asyncio.sleep(wait_s)
-
-    @asynccontextmanager
-    async def streamed(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response whose body is read while it arrives. Raises BrokerUnreachable, also from the block."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=ANSWERED_WITHIN_S, sock_read=SILENT_S)
-        async with self._response("GET", path, timeout, headers, None) as response:
-            if response.status >= 500:
-                raise BrokerUnreachable(f"the gateway at {self._address} answered {response.status}")
-            yield response
-
-    async def _call_once(
-        self, method: str, path: str, timeout_s: float, headers: Mapping[str, str] | None, body: bytes | None
-    ) -> HttpAnswer:
-        if body is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s)
-        else:
-            timeout = aiohttp.ClientTimeout(total=timeout_s + len(body) / SLOWEST_BYTES_S)
-        async with self._response(method, path, timeout, headers, body) as response:
-            return HttpAnswer(response.status, await _read(response), seconds_of(response.headers.get("retry-after")))
-
-    @asynccontextmanager
-    async def _response(
-        self,
-        method: str,
-        path: str,
-        timeout: aiohttp.ClientTimeout,
-        headers: Mapping[str, str] | None,
-        body: bytes | None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """aiohttp's errors, also from the block, become BrokerUnreachable (for a GET, or without a connection) or
-        ConfirmUnknown."""
-        if self._session is None or self._session.closed:
-            raise ClientMisused(f"the client of the gateway at {self._address} is not open: use it inside `async with`")
-        try:
-            async with self._session.request(
-                method, self._address + path, headers=headers, data=body, timeout=timeout, allow_redirects=False
-            ) as response:
-                yield response
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            why = f"no connection to the gateway at {self._address}: {str(error) or type(error).__name__}"
-            raise BrokerUnreachable(why) from error
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            why = f"the gateway at {self._address} did not answer: {str(error) or type(error).__name__}"
-            raise (BrokerUnreachable if method == "GET" else ConfirmUnknown)(why) from error
-
-
 def seconds_of(retry_after: str | None) -> float | None:
     """The seconds of a `retry-after`; None if it is absent or no whole number."""
     try:
@@ -591,7 +566,6 @@ class Events:
         self._id = ""
 
     def read(self, chunk: bytes) -> Iterator[Event]:
-        """The events that this chunk completes. Raises EventTooLarge."""
         self._rest += chunk
         if self._size + len(self._rest) > LARGEST_BYTES:
             raise EventTooLarge(f"an event of more than {LARGEST_BYTES} bytes")

@@ -57,7 +57,6 @@ WORKERS_COUNTED_AFTER_S = 0.5
 """If a cancellation has no answer after this time, the broker is asked whether any worker runs."""
 _START_ONE = "start one with `lanekeeper serve` or `lanekeeper consume`"
 ANSWERED_WITHIN_S = 5.0
-"""A worker answers from its store within milliseconds."""
 DROP_WITHIN_S = 10.0
 FETCH_WITHIN_S = 60.0
 LARGEST_ANSWER_BYTES = 512 * MIB
@@ -208,7 +207,6 @@ class OverAmqp:
         return await until_ended(ask, end=end)
 
     async def _stored_result(self, outgoing: OutgoingRequest, lost: ReplyLost) -> Final:
-        """Raises Problem, TimeoutError, AccessRefused, ReplyLost, BodyError, BodiesUnavailable."""
         try:
             final = await self._result(outgoing.id, tenant=outgoing.tenant, end=outgoing.end)
         except (NotEnded, NoReply):
@@ -280,7 +278,6 @@ class LargeBodies:
         self._fetches = fetches
 
     async def store_body(self, outgoing: OutgoingRequest) -> None:
-        """Raises BodiesUnavailable."""
         message = outgoing.message
         if outgoing.content is None and len(message.body) <= OVER_BYTES:
             return

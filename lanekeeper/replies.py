@@ -48,7 +48,6 @@ class Part:
 
     @property
     def text(self) -> str:
-        """The text that this part adds, if any."""
         delta = self.event.get("delta")
         return str(delta.get("text", "")) if isinstance(delta, Mapping) else ""
 
@@ -82,7 +81,6 @@ class Final:
 
     @property
     def text(self) -> str:
-        """The text of the answer: its text blocks, joined."""
         return "".join(block["text"] for block in self.message.get("content", ()) if block.get("type") == "text")
 
 

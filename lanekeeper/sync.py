@@ -85,14 +85,12 @@ class Client:
     """
 
     def __init__(self, url: str, **settings: Any) -> None:
-        """The parameters are those of `lanekeeper.Client`, and so are the errors for wrong ones."""
         self._make = partial(asynchronous.Client, url, **settings)
         self._make()  # wrong parameters are refused now, not on first use
         self._opened: dict[int, _Opened] = {}
         self._is_closed = False
 
     def __enter__(self) -> Self:
-        """Connect to the broker or gateway. Raises BrokerUnreachable, AccessRefused."""
         self._run(_nothing)
         return self
 

@@ -1,4 +1,1 @@
-"""What Lanekeeper declares on the broker, and how it is declared and consumed. Without I/O, except `broker/`.
-
-Start at `declaration.py`. Imported by `consumers` and `service`; imports neither.
-"""
+"""What Lanekeeper declares on the broker, and how it is declared and consumed. Without I/O, except `broker/`."""

@@ -93,10 +93,8 @@ class Topology:
     nodes: tuple[str, ...] = ()
     """All nodes of the cluster, running or not. Empty in a declared topology, or if the user may not see the nodes."""
     note: str = ""
-    """A line for people: which features of queues this RabbitMQ version offers or lacks."""
 
     def queue(self, name: str) -> Queue:
-        """The queue with this name. Raises KeyError."""
         return {queue.name: queue for queue in self.queues}[name]
 
 

@@ -49,7 +49,6 @@ def mermaid(topology: Topology) -> str:
 
 
 def _side_queues_of_a_lane(topology: Topology) -> int:
-    """How many side queues the lane with the most of them has: as many as there are side exchanges."""
     prefix = Names(topology.namespace).side_prefix
     return sum(exchange.name.startswith(prefix) for exchange in topology.exchanges)
 

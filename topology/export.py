@@ -53,7 +53,6 @@ REPLIES_MAX_MESSAGES = 10_000
 REPLIES_MAX_BYTES = 256 * MIB
 """A full reply queue refuses replies; the result can still be fetched from the store."""
 REPLIES_KEPT_MS = 86_400_000
-"""As long as results are stored by default."""
 _USER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -177,7 +176,6 @@ def reply_queues(users: Sequence[User], names: Names) -> list[Queue]:
 
 
 def _limits(user: User) -> dict[str, dict[str, int]]:
-    """Only applications and clients have limits: a worker whose connection is refused could not work."""
     if user.role not in APPLICATIONS:
         return {}
     return {"limits": {"max-connections": user.connections, "max-channels": user.channels}}

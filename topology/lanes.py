@@ -43,7 +43,6 @@ class LaneSpec:
 
     @property
     def due_slots(self) -> int:
-        """Slots for the due queue, besides `slots`."""
         return max(1, self.slots // 4)
 
     @property

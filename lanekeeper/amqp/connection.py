@@ -61,17 +61,14 @@ class Connection:
         self._blocked_since_s = 0.0
         self._supervisor: asyncio.Task[None] | None = None
         self.loss: asyncio.Future[str]
-        """Gets the reason when the connection is lost; replaced when it is opened again."""
         self.trouble: str | None = "not connected yet"
         self.blocked: str | None = None
         """Why the broker accepts no publishes ("low on memory"). It tells only connections that have published."""
         self.blocks = 0
-        """How often the broker began to accept no publishes."""
         self.openings = 0
         """If it has changed, what was learned about the broker (its size limit) may no longer be true."""
 
     def another(self, purpose: str) -> "Connection":
-        """A second connection to the same broker, not opened yet. `purpose` becomes part of its name."""
         return Connection(self._url, name=f"{self._name}: {purpose}", ssl_context=self._ssl_context)
 
     @property
@@ -95,7 +92,6 @@ class Connection:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def __aenter__(self) -> Self:
-        """Connect, with one try. Raises AccessRefused, BrokerUnreachable."""
         self.loss = asyncio.get_running_loop().create_future()
         await self._open_any()
         self._supervisor = asyncio.create_task(self._supervise(), name=f"connection {self._name}")
@@ -135,7 +131,6 @@ class Connection:
                 return await connection.underlay.channel(publisher_confirms=confirms, on_return_raises=True)
 
     async def flowing(self, *, timeout_s: float) -> None:
-        """Wait until the broker accepts publishes. Raises BrokerBlocked or BrokerUnreachable after `timeout_s`."""
         end = asyncio.get_running_loop().time() + timeout_s
         while self.blocked is not None:
             try:

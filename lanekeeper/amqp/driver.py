@@ -40,7 +40,6 @@ _KINDS: Final = frozenset({_METHOD, _HEADER, _BODY, _HEARTBEAT})
 _FRAME: Final = struct.Struct(">BHI")
 _FRAME_END: Final = 0xCE
 _OF_BASIC: Final = b"\0<\0\0"
-"""How the header of a message begins: class 60, weight 0."""
 _HEARTBEAT_FRAME: Final = b"\x08\0\0\0\0\0\0\xce"
 """aiormq closes a connection on which it reads nothing for a while, and the broker sends no heartbeats while it sends
 other frames. So `FrameReader` gives aiormq this frame while it passes all others to a `Tap`."""
@@ -82,7 +81,6 @@ class Tap:
         self._body: list[bytes] = []
 
     def takes(self, kind: int, payload: bytes) -> bool:
-        """Whether the frame was processed; else aiormq must. Raises ValueError, IndexError, struct.error."""
         if kind == _METHOD:
             return self._takes_method(payload)
         if not self._method:
@@ -115,7 +113,6 @@ class Tap:
     def _complete(self) -> None:
         method, body = self._method, self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._method, self._body = b"", []
-        # the position after the consumer's tag, or after the reason of a return
         at = 5 + method[4] if method[:4] == _DELIVER else 7 + method[6]
         tag = bits = 0
         if method[:4] == _DELIVER:
@@ -185,7 +182,6 @@ class FrameReader(asyncio.StreamReader):
         return None
 
     def _break(self, why: str) -> None:
-        """Nothing that follows can be believed: the connection ends."""
         self._is_broken, self._rest = True, b""
         self.set_exception(ConnectionError(why))
 

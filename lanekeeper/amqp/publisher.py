@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 CONFIRM_TIMEOUT_S = 10.0
 CONFIRM_LEAST_S = 1.0
-"""Even if waiting for a connection has used up the time limit."""
 SURELY_WITHIN_S = 100.0
 """Long enough for a restart of the broker. After that the worker returns the request to its queue, and its stored
 result is published when it is delivered again."""
@@ -52,12 +51,9 @@ DEFAULT_EXCHANGE = "amq.default"
 in the text tells which of them caused it."""
 _LOST = (AMQPError, RuntimeError, OSError)
 SMALL_BYTES = 1024 * 1024
-"""A request may always be this large, so a broker must accept this much: not checked."""
 PROBE_BYTES = 16 * 1024 * 1024
-"""The default limit of RabbitMQ 4, so that one test message is enough in most cases."""
 PROBE_WITHIN_S = 20.0
 NO_QUEUE = "lanekeeper.nobody"
-"""Does not exist, so that the broker drops the test messages."""
 _LIMIT_IN_ERROR = re.compile(r"larger than configured max size (\d+)")
 Confirm = type[BrokerError] | None
 """What the broker answers to a publish: None if it accepted the message, else the error to raise."""
@@ -84,7 +80,6 @@ class Publisher:
         self._on_channel = on_channel
         self._limit = MessageLimit(connection)
         self.times = timings()
-        """How long publishes took until their confirm, by the error's class; "" where it came."""
 
     async def exceeded_limit(self, size: int) -> int | None:
         """The broker's limit, if a body of `size` bytes exceeds it; None if not, or if it cannot be found out now."""
@@ -203,7 +198,6 @@ class Publisher:
             pause_s = min(2.0, pause_s * 2)
 
     async def _ready_channel(self, timeout_s: float) -> "tuple[Confirming, float]":
-        """The channel, and how many of the `timeout_s` seconds are left for the confirm."""
         if self.connection.blocked is not None or not self.connection.is_open:
             # a message given to a blocked connection would still be published when the alarm ends
             end = asyncio.get_running_loop().time() + timeout_s
@@ -319,7 +313,6 @@ class MessageLimit:
         self._opening = connection.openings
 
     async def check(self, size: int) -> None:
-        """Raises MessageTooLarge, and BrokerUnreachable if the limit could not be found out."""
         if size <= SMALL_BYTES:
             return
         async with self._probing:

@@ -43,7 +43,6 @@ class Arrivals:
             self._came.put_nowait(ReplyLost(why))
 
     async def next(self, *, end: float | None) -> Message:
-        """Raises ReplyLost, and TimeoutError at `end` (by the event loop's clock)."""
         if self._came.empty():
             async with asyncio.timeout_at(end):
                 reply = await self._came.get()
@@ -77,7 +76,6 @@ class DirectReplies:
 
     @contextmanager
     def expecting(self, message: Message) -> Iterator[Arrivals]:
-        """Collect the replies to a message that is published inside the `with` block."""
         message.reply_to = DIRECT_REPLY_TO
         message.correlation_id = uuid.uuid4().hex
         arrived = self._expected[message.correlation_id] = Arrivals()
@@ -87,7 +85,6 @@ class DirectReplies:
             del self._expected[message.correlation_id]
 
     def published(self, arrived: Arrivals) -> None:
-        """From now on, the loss of the channel means that the reply is lost."""
         arrived.is_published = True
         if self._channel is None or self._channel.is_closed:
             self._on_lost()

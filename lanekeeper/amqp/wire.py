@@ -30,7 +30,6 @@ MAX_VALUES: Final = 4000
 """The largest number of values in one table, including those in nested tables and arrays. A table of 64 KiB could have
 64,000, and reading them would block the event loop for 30 ms."""
 KEY_BYTES: Final = 255
-"""The longest AMQP short string: a routing key, an exchange's name, most properties."""
 _SIZE: Final = struct.Struct(">I")
 _INTEGER: Final = struct.Struct(">cq")
 _DOUBLE: Final = struct.Struct(">cd")
@@ -146,7 +145,6 @@ def _property_headers(data: bytes) -> tuple[int, Headers]:
 
 
 _Kind = tuple[Callable[[bytes], tuple[int, Any]], Callable[[bytes], int]]
-"""How a property is read, and how many bytes it has if it cannot be read."""
 _TEXT: Final[_Kind] = (_property_text, lambda data: 1 + data[0])
 _OCTET: Final[_Kind] = (lambda data: (1, data[0]), lambda data: 1)
 _PROPERTIES: Final = tuple(
@@ -258,7 +256,6 @@ def write_table(table: Mapping[str, Any] | None) -> bytes:
 
 
 def _value(data: bytes, at: int, end: int, levels: int, values: Iterator[int]) -> tuple[Any, int]:
-    """The value at position `at`, and the position after it. `values` counts the values that were read."""
     if next(values) > MAX_VALUES:
         raise TableTooLarge(f"more than {MAX_VALUES} values")
     kind = data[at]

@@ -56,7 +56,6 @@ class Names:
 
     @property
     def dead(self) -> str:
-        """Exchange and queue of dead letters, which operators inspect."""
         return f"{self.namespace}.dead"
 
     @property
@@ -65,7 +64,6 @@ class Names:
 
     @property
     def control(self) -> str:
-        """Exchange and queue of control messages."""
         return f"{self.namespace}.control"
 
     @property
@@ -77,7 +75,6 @@ class Names:
         return f"{self.reply_prefix}{user}"
 
     def lane_pattern(self, lane: str) -> str:
-        """The binding key of a lane's queue."""
         return f"{lane}.#"
 
     def event_key(self, lane: str, app: str, event: str, message_id: str) -> str:
@@ -109,7 +106,6 @@ PUBLIC = frozenset({
     DEADLINE_MS, LONG_CALL, STREAM, DELAY_MS, AT, DEBOUNCE, TENANT, NO_BATCH, SENT_MS, BODY, BODY_SHA256,
 })  # fmt: skip
 
-# Headers of replies.
 STATUS = "x-lane-status"
 PART = "x-lane-part"
 SEQ = "x-lane-seq"
@@ -125,9 +121,7 @@ REPLAYED = "x-lane-replayed"
 CONTROL = "x-lane-control"
 """On answers to control messages, never beside STATUS: `accepted`, `pending` or `error`."""
 CODE = "x-lane-code"
-"""On a gateway's error answers."""
 
-# Headers of dead letters.
 DEAD_CODE = "x-lane-dead-code"
 DEAD_DETAIL = "x-lane-dead-detail"
 DEAD_AT = "x-lane-dead-at"

@@ -61,7 +61,6 @@ class PublishRefused(BrokerError):
     """The broker answered nack: a queue that the message is routed to is full."""
 
     retry_after_s = 2.0
-    """A full queue seldom has room sooner."""
 
 
 class Unroutable(BrokerError):
@@ -120,7 +119,6 @@ class ProblemType:
 
     @property
     def advice(self) -> str:
-        """How to try again, for the detail of a problem document."""
         if not self.retryable or not self.kept:
             return ""
         other = ", or its dead letter as it is" if self.parked else ""

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
-"""The buckets' upper bounds for what a model does: from 5 ms to an hour."""
 TOKENS: Final = tuple(4**power for power in range(14))
-"""As the semantic conventions have them for `gen_ai.client.token.usage`."""
 
 
 class Histogram:
@@ -28,7 +26,6 @@ class Histogram:
 
 
 Timings = defaultdict[str, Histogram]
-"""Histograms of seconds by what was timed."""
 
 
 def timings() -> Timings:

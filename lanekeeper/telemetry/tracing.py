@@ -175,7 +175,6 @@ class Tracing:
         self._tracer.start_span(name, parent, start_time=start_ns).end(end_ns)
 
     def settle(self, operation: str, message: Message, *, queue: str, delivery_tag: int) -> Scope:
-        """An acknowledgement (`signals.ACK`) or a rejection."""
         if self._tracer is None or _is_sampled_out(trace.get_current_span()):
             return _NO_SPAN
         span = self._tracer.start_span(f"{operation} {queue}", kind=SpanKind.CLIENT)
@@ -187,7 +186,6 @@ class Tracing:
         return Scope(span, None)
 
     def chat(self, *, model: str, provider: str, stream: bool, max_tokens: int | None = None) -> Scope:
-        """One call to a model."""
         if self._tracer is None or _is_sampled_out(trace.get_current_span()):
             return _NO_SPAN
         span = self._tracer.start_span(f"{signals.CHAT} {model[:_MODEL_MAXIMUM]}", kind=SpanKind.CLIENT)
@@ -210,7 +208,6 @@ class Tracing:
         return traceparent_of(current) if current.is_valid else None
 
     def trace_id(self) -> str | None:
-        """32 hexadecimal digits, for logs; None without a trace."""
         return trace_id_of(trace.get_current_span(), {})
 
     def _find_tracer(self) -> Tracer | None:
@@ -287,22 +284,17 @@ def record_answer(
     """`input_tokens` excludes cached tokens, as in Anthropic's answers; the attribute is the sum."""
     if not span.is_recording():
         return
-    attributes: Attributes = {
+    found: dict[str, Any] = {
         signals.GEN_AI_RESPONSE_MODEL: shown(model),
         signals.GEN_AI_INPUT_TOKENS: input_tokens + cache_read_tokens + cache_write_tokens,
         signals.GEN_AI_OUTPUT_TOKENS: output_tokens,
+        signals.GEN_AI_CACHE_READ_TOKENS: cache_read_tokens or None,
+        signals.GEN_AI_CACHE_WRITE_TOKENS: cache_write_tokens or None,
+        signals.GEN_AI_RESPONSE_FINISH_REASONS: (stop_reason,) if stop_reason and is_word(stop_reason) else None,
+        signals.PROVIDER_REQUEST_ID: request_id if request_id and is_word(request_id) else None,
+        signals.LANE_COST_USD: cost_usd,
     }
-    if cache_read_tokens:
-        attributes[signals.GEN_AI_CACHE_READ_TOKENS] = cache_read_tokens
-    if cache_write_tokens:
-        attributes[signals.GEN_AI_CACHE_WRITE_TOKENS] = cache_write_tokens
-    if stop_reason is not None and is_word(stop_reason):
-        attributes[signals.GEN_AI_RESPONSE_FINISH_REASONS] = (stop_reason,)
-    if request_id is not None and is_word(request_id):
-        attributes[signals.PROVIDER_REQUEST_ID] = request_id
-    if cost_usd is not None:
-        attributes[signals.LANE_COST_USD] = cost_usd
-    span.set_attributes(attributes)
+    span.set_attributes({name: value for name, value in found.items() if value is not None})
 
 
 def record_outcome(span: Span, name: str, *, error: str | None = None, delay_ms: int | None = None) -> None:

@@ -128,7 +128,6 @@ _MIGRATE_EXCHANGE = (
 
 
 _SHOWN = 5
-"""For a user with few permissions, about sixty objects cannot be checked."""
 NO_NODES = (
     "the nodes of the cluster could not be seen, nor so whether each queue has its replicas; "
     "the management API shows them to a user that has the tag `monitoring`"
@@ -141,7 +140,6 @@ class Verification:
 
     differences: tuple[Difference, ...]
     seen: Literal["everything", "existence"]
-    """All properties of all objects, or only whether the exchanges and queues exist."""
     note: str | None = None
     """For people: what could not be checked, why, and what to do about it."""
 
@@ -212,7 +210,6 @@ LOOK_EVERY_S = 45.0
 """So a deleted exchange or binding is noticed within a minute. A check makes 75 passive declarations: 30 ms of CPU."""
 AGAIN_AFTER_S = 2.0
 SOONEST_S = 0.2
-"""A hundred publishes may fail at the same time, and each failure asks for a check."""
 MANAGEMENT_WITHIN_S = 5.0
 COMMAND = "lanekeeper topology apply"
 FindManagement = Callable[[Connection], Awaitable[Management | None]]
@@ -334,7 +331,6 @@ class TopologyWatch:
             self._missing_bindings = ()
 
     def _report(self, kind: str, missing: tuple[Difference, ...]) -> None:
-        """Log each missing object once, until it has existed in between."""
         known = self._reported.get(kind, frozenset())
         self._reported[kind] = frozenset(difference.line for difference in missing)
         new = [difference for difference in missing if difference.line not in known]
@@ -360,10 +356,8 @@ class WritingRights:
         self._connection = connection
         self._routes = routes
         self.trouble: str | None = "whether it may write is not known yet"
-        """Why the worker must not take requests: a permission is missing, or was not checked yet."""
 
     async def check(self) -> None:
-        """Raises the errors of `check_write_rights`."""
         try:
             await check_write_rights(self._connection, self._routes)
         except AccessRefused as error:

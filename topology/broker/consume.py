@@ -35,9 +35,7 @@ BACKOFF_CAP_S = 5.0
 SHORT_S = 10
 """If a channel is lost so soon after it was opened, the pause before the next one gets longer."""
 READ_LENGTHS_EVERY_S: Final = 1.0
-"""Reading one queue's length (a passive declaration) takes 0.1 ms of CPU."""
 WAITING = 1000
-"""The prefetch of an inbox; further messages wait on the broker."""
 log = logs.logger()
 
 
@@ -114,7 +112,6 @@ class Session:
         await self._consume()
 
     async def stop(self) -> None:
-        """Stop consuming for good. Messages that were delivered can still be settled."""
         if self._stopped or self._lost is not None:
             return
         self._stopped = True
@@ -122,7 +119,6 @@ class Session:
         self._arrived.put_nowait(None)
 
     async def pause(self) -> None:
-        """Stop consuming until `resume`. Messages that were delivered can still be settled."""
         async with self._consume_lock:
             if self._lost is None and (tag := self._tag) is not None:
                 self._tag = None
@@ -238,7 +234,6 @@ class Heads:
         self._ready[queue] = ready
 
     def lost(self) -> None:
-        """The channel was lost, so the broker has returned the fetched messages to their queues."""
         self._held.clear()
 
 
@@ -411,7 +406,6 @@ class Deliveries:
                 await session.resume()
 
     async def _may_open(self) -> bool:
-        """Wait until a channel may be opened. Returns False after `stop`."""
         while not self._stopping.is_set():
             if self._paused is not None:
                 await self._unless_stopped(self._unpaused.wait())
@@ -467,7 +461,6 @@ class Inbox:
         self.name = ""
 
     async def __aenter__(self) -> Self:
-        """Raises BrokerUnreachable, AccessRefused, TopologyMismatch."""
         self._channel = await self._connection.channel(confirms=False)
         with border("no queue of one's own"):
             declared = await self._channel.queue_declare(exclusive=True, auto_delete=True, timeout=RPC_TIMEOUT_S)
@@ -523,13 +516,10 @@ class OldestMessages:
         await close(self._channel)
 
     async def take(self) -> FetchedMessage | None:
-        """Fetch the oldest message that no process has fetched, if there is one. Raises AccessRefused,
-        BrokerUnreachable."""
         with border(f"cannot read {self._queue!r}"):
             found = await fetch(self._channel, self._queue)
         return None if found is None else FetchedMessage(found[0].message, behind=found[1], tag=found[0].tag)
 
     async def remove(self, letter: FetchedMessage) -> None:
-        """Raises BrokerUnreachable; the message may then still be in the queue."""
         with border(f"channel lost before a message of {self._queue} was removed"):
             await self._channel.basic_ack(letter.tag, wait=True)

@@ -74,7 +74,6 @@ class DeadLetter:
 
     @cached_property
     def id(self) -> str:
-        """The request's id; if the message has none, one made of its content."""
         message = self.message
         return message.message_id or blake2b(message.body + message.routing_key.encode(), digest_size=8).hexdigest()
 
@@ -113,7 +112,6 @@ class DeadLetter:
 
     @cached_property
     def at_ms(self) -> int:
-        """When the request ended, in ms since 1970; 0 if it is unknown."""
         try:
             return round(1000 * datetime.fromisoformat(self.at).timestamp())
         except (ValueError, OverflowError):
@@ -151,7 +149,6 @@ class DeadLetter:
         return len(self.message.body)
 
     def without_body(self) -> "DeadLetter":
-        """Itself, for a list: its body no longer takes memory."""
         assert self.id
         assert self.body_bytes >= 0
         self.message.body = b""
@@ -171,17 +168,11 @@ class DeadLetter:
 # ---- reading the queue -----------------------------------------------------------------------------------------------
 
 
-class Busy(Exception):
-    """Another consumer reads the queue."""
-
-
 class Reader(Protocol):
     """What a scan shows its messages to."""
 
     @property
-    def is_enough(self) -> bool:
-        """True ends the scan early."""
-        ...
+    def is_enough(self) -> bool: ...
 
     def keeps(self, message: Message, tag: int) -> bool:
         """Called with each message and its delivery tag; must not block. True: the message stays with the scan."""
@@ -203,8 +194,8 @@ class Scan(Generic[R]):
         self._changed = asyncio.Event()
         self._failed: Exception | None = None
 
-    async def take_all(self, *, gives_way: bool) -> None:
-        """Raises Busy if another consumer reads the queue and this one `gives_way`."""
+    async def take_all(self, *, gives_way: bool) -> bool:
+        """False if another consumer reads the queue and this one `gives_way`."""
         self._channel.closing.add_done_callback(lambda _: self._changed.set())
         tap_of(self._channel).on_delivery = self._on_delivery
         await self._channel.basic_qos(prefetch_count=WINDOW, timeout=RPC_TIMEOUT_S)
@@ -212,7 +203,7 @@ class Scan(Generic[R]):
         while True:
             found = await self._look()
             if found.consumers > len(own) and gives_way:
-                raise Busy
+                return False
             if not found.ready or self.reader.is_enough or self._failed is not None:
                 break
             expected = self._seen + min(found.ready, WINDOW)
@@ -223,6 +214,7 @@ class Scan(Generic[R]):
             await self._channel.basic_cancel(tag, timeout=RPC_TIMEOUT_S)
         if self._failed is not None:
             raise self._failed
+        return True
 
     async def give_back(self) -> None:
         """Return all messages that are not kept, in the order in which they came, and wait until others see them."""
@@ -236,7 +228,6 @@ class Scan(Generic[R]):
             await asyncio.sleep(LOOK_PAUSE_S)
 
     async def remove(self, tag: int) -> None:
-        """Raises BrokerUnreachable; the message may then still be in the queue."""
         with border(f"channel lost before a message of {self._queue} was removed"):
             await self._channel.basic_ack(tag, wait=True)
         self._kept.discard(tag)
@@ -275,15 +266,12 @@ async def scanned(connection: Connection, queue: str, begin: Callable[[], R]) ->
     while True:
         channel = await connection.channel(confirms=False)
         scan = Scan(channel, queue, begin())
-        is_busy = False
         try:
             with border(f"cannot read {queue!r}"):
-                try:
-                    await scan.take_all(gives_way=loop.time() < end)
+                is_done = await scan.take_all(gives_way=loop.time() < end)
+                if is_done:
                     await scan.give_back()
-                except Busy:
-                    is_busy = True
-            if not is_busy:
+            if is_done:
                 yield scan
                 return
         except AccessRefused as error:

@@ -6,6 +6,7 @@ API; to the latter over TLS if the AMQP connection uses TLS. They are never sent
 
 import json
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -44,7 +45,6 @@ class Management:
         return str((await self._get("overview"))["cluster_name"])
 
     async def topology(self) -> Topology:
-        """All but the broker's own (`amq.…`, the default exchange)."""
         exchanges = await self._get(f"exchanges/{self._vhost}")
         queues = await self._get(f"queues/{self._vhost}", columns=_QUEUE_COLUMNS)
         return Topology(
@@ -61,11 +61,9 @@ class Management:
         return tuple(_binding(binding) for binding in found if binding["source"])
 
     async def import_definitions(self, definitions: dict[str, Any]) -> None:
-        """Import `definitions` (topology/export.py) into the broker. The user needs the tag `administrator`."""
         await self._call("POST", "definitions", body=definitions)
 
     async def _nodes(self) -> tuple[str, ...]:
-        """Empty if the user does not have the tag `monitoring`."""
         try:
             found = await self._get("nodes", columns="name")
         except AccessRefused:
@@ -134,37 +132,22 @@ async def discover(
     answers there, if it refuses the user, or if it belongs to another broker than `connection` (several brokers may run
     on one machine).
     """
-    every = [URL(url) for url in urls_of(amqp_url)]
-    if management_url is not None:
-        own = URL(management_url)
-        user, password, vhost = _access(every[0])
-        if own.user is not None:
-            user, password = own.user, own.password or ""
-        return Management(str(own.with_user(None)), user, password, vhost, ssl_context)
-    for amqp in every:
-        management = await _at_host(amqp, connection, ssl_context)
-        if management is not None:
-            return management
+    for amqp in map(URL, urls_of(amqp_url)):
+        user, password, vhost = amqp.user or "guest", amqp.password or "guest", amqp.path[1:] or "/"
+        if management_url is not None:
+            own = URL(management_url)
+            if own.user is not None:
+                user, password = own.user, own.password or ""
+            return Management(str(own.with_user(None)), user, password, vhost, ssl_context)
+        scheme, port = ("https", TLS_PORT) if amqp.scheme == "amqps" else ("http", PORT)
+        url = URL.build(scheme=scheme, host=amqp.host or "localhost", port=port)
+        if await _answers_as_rabbitmq(url, ssl_context):
+            found = Management(str(url), user, password, vhost, ssl_context)
+            with suppress(BrokerError):
+                cluster_name = await found.cluster_name()
+                if connection is None or is_same_broker(cluster_name, connection):
+                    return found
     return None
-
-
-def _access(amqp: URL) -> tuple[str, str, str]:
-    return amqp.user or "guest", amqp.password or "guest", amqp.path[1:] or "/"
-
-
-async def _at_host(
-    amqp: URL, connection: AbstractConnection | None, ssl_context: ssl.SSLContext | None
-) -> Management | None:
-    tls = amqp.scheme == "amqps"
-    url = URL.build(scheme="https" if tls else "http", host=amqp.host or "localhost", port=TLS_PORT if tls else PORT)
-    if not await _answers_as_rabbitmq(url, ssl_context):
-        return None
-    management = Management(str(url), *_access(amqp), ssl_context)
-    try:
-        cluster_name = await management.cluster_name()
-    except BrokerError:
-        return None
-    return management if connection is None or is_same_broker(cluster_name, connection) else None
 
 
 def is_same_broker(cluster_name: str, connection: AbstractConnection) -> bool:

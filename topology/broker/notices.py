@@ -20,14 +20,12 @@ from lanekeeper.contract.problems import BrokerBlocked, BrokerError
 from lanekeeper.telemetry import logs, signals
 
 WAITING = 1000
-"""Further messages are dropped."""
 TOGETHER = 100
 GATHER_S = 0.025
 """When this time was 5 ms, a worker that handled one request after another made one write for each request, and used a
 tenth more CPU."""
 WRITE_TIMEOUT_S = 5
 _Notice = tuple[str, str, bytes, bytes]
-"""Exchange, routing key, encoded properties, body."""
 log = logs.logger()
 
 

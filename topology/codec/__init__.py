@@ -1,4 +1,1 @@
-"""Turns a delivered message into a request: reads and checks its headers and its body, and limits their size.
-
-Start at `decoding.py`. Imported by `consumers` and `service`.
-"""
+"""Turns a delivered message into a request: reads and checks its headers and its body, and limits their size."""

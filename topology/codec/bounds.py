@@ -13,12 +13,10 @@ VALUES: Final = 100_000
 """A JSON text with this many is parsed, checked and encoded again in 50 ms. The largest requests that we know of
 (thousands of messages, hundreds of tools) have a tenth."""
 ANSWER_BYTES: Final = 16 * 1024 * 1024
-"""RabbitMQ 4's default limit for one message, and far more than the longest answer of a model today (1 MB)."""
 ANSWER_SETTINGS: Final = "LANEKEEPER_RESULTS__ANSWER_BYTES, and LANEKEEPER_BODIES__URL for more than a message holds"
 DIGITS: Final = 128
 """The time to encode a number grows with the square of its digits: 8 MiB of numbers with 4,300 digits took 0.8 s."""
 SMALL_BYTES: Final = 32 * 1024
-"""So short a text is parsed within 10 ms, whatever it contains."""
 _PIECE_BYTES: Final = 2 * 1024 * 1024
 _MARKS: Final = (b",", b":", b"[", b"{")
 _ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)

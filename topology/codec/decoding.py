@@ -86,9 +86,7 @@ PACKED_BYTES = MIB
 UNPACKED_BYTES = 8 * MIB
 """Unpacking this much takes 20 ms of CPU, whatever the size of the packed body."""
 UNPACKED_TIMES = 1032
-"""The highest compression ratio of gzip."""
 NESTED = 200
-"""The limit of the JSON parser."""
 FIELDS_AT_MOST = 1000
 """Pydantic makes an error for each unknown field, which takes time. The short form has five fields."""
 _DUPLICATE_KEY = re.compile(r'Detected duplicate key "(?P<key>.*)"', re.DOTALL)

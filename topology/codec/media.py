@@ -45,7 +45,6 @@ class Resolution(NamedTuple):
 
 STANDARD: Final = Resolution(1568, 1568)
 HIGH: Final = Resolution(2576, 4784)
-"""The resolution of Claude 4.7 and all later models."""
 
 
 class Media(NamedTuple):
@@ -160,7 +159,6 @@ class _Counting:
         return None
 
     def _pages(self, data: str) -> int:
-        """The highest count in the PDF's tree of pages."""
         size, found = len(data) // 4 * 3, 0
         if self._steps > 0 and (read := min(size, self._pdf_bytes)) > 0:
             self._steps -= PDF_STEPS
@@ -173,7 +171,6 @@ class _Counting:
         return min(MOST_PAGES, found or 1 + size // PAGE_BYTES)
 
     def _unpacked(self, raw: bytes) -> bytes:
-        """The packed objects in a PDF, where many programs put the tree of pages."""
         found: list[bytes] = []
         at = raw.find(_PACKED)
         while at >= 0 and self._unpacked_bytes > 0 and len(found) < _NODES:
@@ -189,7 +186,6 @@ class _Counting:
 
 
 def _bytes_of(data: str, at: int, size: int) -> bytes:
-    """Nothing if it is malformed."""
     first, end = at // 3, -(-(at + size) // 3)
     try:
         return a2b_base64(data[4 * first : 4 * end])[at - 3 * first :][:size]

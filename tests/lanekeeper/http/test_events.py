@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lanekeeper import http
-from lanekeeper.http import Calls, Event, Events, EventTooLarge
+from lanekeeper.http import Event, Events, EventTooLarge, OverHttp
 
 STREAM = (
     b": a comment\r\nretry: 10\r\n\r\nid: 1\r\nevent: queued\r\ndata: {}\r\n\r\n"
@@ -56,8 +56,8 @@ async def test_a_large_body_has_more_time_than_an_answer(monkeypatch: pytest.Mon
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with Calls(url, api_key=None, ssl_context=None) as session:
-            answer = await session.call("POST", "/", within_s=30, body=b"x" * 2_000_000)
+        async with OverHttp(url, api_key=None, ssl_context=None, tracing=None) as gateway:
+            answer = await gateway._call("POST", "/", within_s=30, body=b"x" * 2_000_000)
     finally:
         await runner.cleanup()
 
