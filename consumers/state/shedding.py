@@ -56,9 +56,9 @@ def next_step(rows: deque[Surplus]) -> list[Surplus]:
     return found
 
 
-def cuts(used: Mapping[Share, int], at_most: float) -> dict[Share, float]:
+def cuts(used: Mapping[Share, int], at_most: float) -> list[tuple[Share, float]]:
     """How many bytes to remove of each tenant's rows of each kind, so that `used` falls to `at_most`. No tenant that
-    has at most `at_most` divided by the number of tenants loses anything."""
+    has at most `at_most` divided by the number of tenants loses anything. The largest cut comes first."""
     tenants: dict[str, dict[Kind, int]] = {}
     for (tenant, kind), size in used.items():
         tenants.setdefault(tenant, {})[kind] = size
@@ -68,6 +68,17 @@ def cuts(used: Mapping[Share, int], at_most: float) -> dict[Share, float]:
         kept = sizes.pop(Kind.KEPT, 0)
         level = _level(sizes.values(), max(0.0, share - kept))
         found |= {(tenant, kind): size - level for kind, size in sizes.items() if size > level}
+    return sorted(found.items(), key=lambda each: -each[1])
+
+
+def oldest(rows: Iterable[Surplus], cut: float) -> list[Surplus]:
+    """The first of these rows, as many as together have the size `cut`."""
+    found: list[Surplus] = []
+    for row in rows:
+        if cut <= 0:
+            break
+        found.append(row)
+        cut -= row.size
     return found
 
 

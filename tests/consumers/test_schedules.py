@@ -20,7 +20,7 @@ from consumers.job import Job
 from consumers.outcomes import Outcome, Replayed
 from consumers.settle import Settler
 from consumers.state.base import Completion, Fingerprint, Identity
-from consumers.state.sqlite.requests import Requests, Times
+from consumers.state.sqlite.tables import Tables, Times
 from lanekeeper.contract import names as n
 from tests.support.examples import examples
 from tests.support.schedules.faults import FAULTS
@@ -215,28 +215,28 @@ class TellsItsOwn(Settler):
         return outcome if isinstance(stored, Replayed) else stored
 
 
-class Unfenced(Requests):
+class Unfenced(Tables):
     """A store that accepts every token."""
 
     @override
     def complete(
-        self, at: Times, identity: Identity, message: Fingerprint, completion: Completion, token: int | None
+        self, at: Times, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion | None:
         row = self.read(at, identity)
         believed = row.token if row is not None and token is not None else token
-        return super().complete(at, identity, message, completion, believed)
+        return super().complete(at, identity, fingerprint, completion, token=believed)
 
 
-class LastOneStays(Requests):
+class LastOneStays(Tables):
     """A store that keeps the last completion instead of the first."""
 
     @override
     def complete(
-        self, at: Times, identity: Identity, message: Fingerprint, completion: Completion, token: int | None
+        self, at: Times, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion | None:
         row = self.read(at, identity)
         if row is None or not row.ended:
-            return super().complete(at, identity, message, completion, token)
+            return super().complete(at, identity, fingerprint, completion, token=token)
         self._write(identity, row.ended_by(completion))
         return completion
 

@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 from consumers.state import base
 from consumers.state.base import Completion, Fingerprint, Held, Identity, StoreSpec, StoreUnavailable
 from consumers.state.redis.client import STORE, Argument, RedisClient
-from consumers.state.shedding import LOW_WATER, SURPLUS_ROWS, Kind, Share, Surplus, cuts, next_step
+from consumers.state.shedding import LOW_WATER, SURPLUS_ROWS, Kind, Share, Surplus, cuts, next_step, oldest
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.figures import timings
 
@@ -181,16 +181,9 @@ class RedisStore:
             at_most -= beyond + most * (1 - LOW_WATER)
         if in_all > self._spec.max_bytes:
             at_most = min(at_most, self._spec.max_bytes * LOW_WATER)
-        largest = sorted(cuts(used, at_most).items(), key=lambda each: -each[1])[:SHARES_AT_ONCE]
-        oldest = await self._oldest([share for share, _ in largest]) if largest else {}
-        rows: list[Surplus] = []
-        for share, cut in largest:
-            for row in oldest.get(share, ()):
-                if cut <= 0:
-                    break
-                rows.append(row)
-                cut -= row.size
-        return rows
+        largest = cuts(used, at_most)[:SHARES_AT_ONCE]
+        rows = await self._oldest([share for share, _ in largest]) if largest else {}
+        return [row for share, cut in largest for row in oldest(rows.get(share, ()), cut)]
 
     async def _used_by_share(self) -> dict[Share, int]:
         used: dict[Share, int] = {}
@@ -204,16 +197,16 @@ class RedisStore:
         all keys."""
         rows: dict[tuple[str, str], tuple[int, Share, Surplus]] = {}
         wanted = [f"{quote(tenant, safe='')} {kind}" for tenant, kind in shares]
-        async for found, id, size, left_ms in self._owned(*wanted):
-            share = tenant, kind = _share(found)
+        async for owner, id, size, left_ms in self._owned(*wanted):
+            share = tenant, kind = _share(owner)
             id = id.decode()
             rows[tenant, id] = left_ms, share, Surplus(tenant, id, size, kind)  # a key may come twice
             if len(rows) >= 2 * SURPLUS_ROWS:
                 rows = {(row[2].tenant, row[2].id): row for row in nsmallest(SURPLUS_ROWS, rows.values())}
-        oldest: dict[Share, list[Surplus]] = {}
+        found: dict[Share, list[Surplus]] = {}
         for _, share, row in nsmallest(SURPLUS_ROWS, rows.values()):
-            oldest.setdefault(share, []).append(row)
-        return oldest
+            found.setdefault(share, []).append(row)
+        return found
 
     async def _owned(self, *shares: str) -> AsyncGenerator[Any, None]:
         cursor = b"0"

@@ -1,6 +1,8 @@
-"""Runs the one thread that writes the SQLite file. All operations that wait at the same time share one transaction, and
-so at most one fsync. If it fails, it is rolled back, and all its operations fail. The file is opened again if it was
-removed or replaced, and after any error except that another process has locked it.
+"""The two threads that use the SQLite file: one writes it (`Writer`), one reads what clients poll (`Reader`).
+
+All operations that wait for the writer at the same time share one transaction, and so at most one fsync. If it fails,
+it is rolled back, and all its operations fail. The file is opened again if it was removed or replaced, and after any
+error except that another process has locked it.
 """
 
 import asyncio
@@ -9,15 +11,14 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from consumers.state.base import StoreSpec, StoreUnavailable
-from consumers.state.sqlite.counters import Counters, Waiting
-from consumers.state.sqlite.file import Clock, adopt, drop_log, explain, inode, log_of, open_file, sync_commits
-from consumers.state.sqlite.following import Followed
-from consumers.state.sqlite.requests import Claim, Complete, Requests, Times, parts
+from consumers.state.sqlite.file import Clock, adopt, connect, drop_log, explain, inode, log_of, open_file, sync_commits
+from consumers.state.sqlite.tables import Tables, Times
 from lanekeeper.telemetry.figures import timings
 
 T = TypeVar("T")
@@ -39,19 +40,6 @@ _INVALID_VALUES = (
 """The errors that come from the values of one operation (too large, or invalid Unicode). Only that operation fails."""
 
 
-class Tables:
-    """An open file: what reads and writes its tables, and the inodes of the file and its log."""
-
-    def __init__(self, connection: sqlite3.Connection, spec: StoreSpec, path: Path) -> None:
-        self.connection = connection
-        self.requests = Requests(connection, spec)
-        self.followed = Followed(connection, spec, self.requests)
-        self.counters = Counters(connection)
-        self.waiting = Waiting(connection, spec)
-        self.file = inode(path)
-        self.log = inode(log_of(path))
-
-
 Operation = Callable[[Tables, Times], T]
 _Done = tuple["asyncio.Future[Any]", Any, Exception | None]
 
@@ -59,7 +47,6 @@ _Done = tuple["asyncio.Future[Any]", Any, Exception | None]
 class _Waiting(NamedTuple):
     operation: Operation[Any]
     done: "asyncio.Future[Any]"
-    batchable: Claim | Complete | None
     durable: bool
 
 
@@ -82,6 +69,7 @@ class Writer:
         self._groups: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._tables: Tables | None = None
+        self._file = self._log = inode(path)
         self._syncs = True
         self._reopen_at = 0.0
         self.trouble: str | None = None
@@ -99,21 +87,17 @@ class Writer:
         self._groups.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
 
-    async def do(
-        self, operation: Operation[T], *, batchable: Claim | Complete | None = None, durable: bool = True
-    ) -> T:
+    async def do(self, name: str, operation: Operation[T], *, durable: bool = True) -> T:
         """Run an operation in the thread. Returns its result as soon as what it wrote would survive a power cut.
-
-        `batchable`: the operation's arguments, if one statement can write many of its kind. `durable`: False if it need
-        not survive a power cut; its result is then returned as soon as other processes can see what it has written.
-        """
+        `durable`: False if it need not survive one; its result is then returned as soon as other processes can see what
+        it has written."""
         if self._is_closed:
             raise StoreUnavailable(f"{self._path} is not used any more: this store was closed")
         if self._waiting >= WAITING_AT_MOST:
             raise StoreUnavailable(f"{self._path} is too slow: {self._waiting} operations wait for it")
         done: asyncio.Future[T] = self._loop.create_future()
         self._waiting += 1
-        self._gathered.append(_Waiting(operation, done, batchable, durable))
+        self._gathered.append(_Waiting(operation, done, durable))
         if not self._is_busy:
             self._is_busy = True
             self._loop.call_soon(self._hand_over)
@@ -121,8 +105,7 @@ class Writer:
         try:
             return await done
         finally:
-            name = getattr(operation, "__qualname__", "")  # SqliteStore.claim.<locals>.<lambda>
-            self.times[name.partition(".")[2].partition(".")[0] or "sweep"].add(time.monotonic() - began_s)
+            self.times[name].add(time.monotonic() - began_s)
 
     def _hand_over(self) -> None:
         group, self._gathered = self._gathered[:TOGETHER_AT_MOST], self._gathered[TOGETHER_AT_MOST:]
@@ -172,7 +155,7 @@ class Writer:
         tables.connection.execute("BEGIN IMMEDIATE")
         try:
             at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
-            done = _all_done(tables, at, group)
+            done = [_done(tables, at, waiting) for waiting in group]
             tables.connection.execute("COMMIT")
         except BaseException:
             with suppress(sqlite3.Error):
@@ -193,9 +176,9 @@ class Writer:
 
     def _usable(self) -> Tables:
         tables = self._tables
-        if tables is not None and tables.file != inode(self._path):
+        if tables is not None and self._file != inode(self._path):
             self._shut()
-            drop_log(self._path, tables.log)
+            drop_log(self._path, self._log)
         if self._tables is None:
             if time.monotonic() < self._reopen_at and self.trouble is not None:
                 raise StoreUnavailable(self.trouble)
@@ -204,7 +187,8 @@ class Writer:
                 adopt(self._former, self._path)
             connection = open_file(self._path, namespace=self._namespace, clock=self._clock)
             self._syncs = True
-            self._tables = Tables(connection, self._spec, self._path)
+            self._file, self._log = inode(self._path), inode(log_of(self._path))
+            self._tables = Tables(connection, self._spec)
         return self._tables
 
     def _shut(self) -> None:
@@ -214,43 +198,67 @@ class Writer:
             self._tables = None
 
 
-def _all_done(tables: Tables, at: Times, group: Sequence[_Waiting]) -> list[_Done]:
-    """Do a group of operations: its claims, then its completions, then the rest. Any order will do, because all were
-    requested before the first one was answered."""
-    done: list[_Done] = []
-    claims, completions, rest = [], [], []
-    for waiting in group:
-        if waiting.done.cancelled():
-            done.append((waiting.done, None, None))
-        elif isinstance(waiting.batchable, Claim):
-            claims.append(waiting)
-        elif isinstance(waiting.batchable, Complete):
-            completions.append(waiting)
-        else:
-            rest.append(waiting)
-    for batch in parts(claims):
-        done += _done_together(tables.requests.claim_new, tables, at, batch)
-    for batch in parts(completions):
-        done += _done_together(tables.requests.complete_held, tables, at, batch)
-    done += [_done_alone(tables, at, waiting) for waiting in rest]
-    return done
-
-
-def _done_together(
-    write: Callable[[Times, list[Any]], Sequence[object]], tables: Tables, at: Times, batch: Sequence[_Waiting]
-) -> list[_Done]:
-    try:
-        written = write(at, [waiting.batchable for waiting in batch])
-    except _INVALID_VALUES:  # of one operation; the statement has written nothing
-        written = [None] * len(batch)
-    return [
-        _done_alone(tables, at, waiting) if value is None else (waiting.done, value, None)
-        for waiting, value in zip(batch, written, strict=True)
-    ]
-
-
-def _done_alone(tables: Tables, at: Times, waiting: _Waiting) -> _Done:
+def _done(tables: Tables, at: Times, waiting: _Waiting) -> _Done:
+    if waiting.done.cancelled():
+        return waiting.done, None, None
     try:
         return waiting.done, waiting.operation(tables, at), None
     except _INVALID_VALUES as error:
         return waiting.done, None, error
+
+
+class Reader:
+    """Implements `Following.look` and `StoredPauses.pauses`, over its own connection and in its own thread. So readers
+    do not delay claims, and commits that wait for the disk do not delay readers. It opens the file at the first read,
+    and again after an error, or when the file was replaced."""
+
+    def __init__(self, path: Path, spec: StoreSpec) -> None:
+        self._path = path
+        self._spec = spec
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="store reader")
+        self._is_closed = False
+        self._tables: Tables | None = None
+        self._file: tuple[int, int] | None = None
+
+    async def do(self, read: Callable[[Tables], T]) -> T:
+        if self._is_closed:
+            raise StoreUnavailable(f"{self._path} is not used any more: this store was closed")
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._read, read)
+
+    def close(self) -> None:
+        """Return at once; the connection is closed when the read that is in progress has ended."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._executor.submit(self._shut)
+            self._executor.shutdown(wait=False)
+
+    # ---- in the thread ----
+
+    def _read(self, read: Callable[[Tables], T]) -> T:
+        try:
+            tables = self._usable()
+            tables.connection.execute("BEGIN")
+            found = read(tables)
+            tables.connection.execute("COMMIT")
+        except (sqlite3.Error, OSError) as error:
+            self._shut()
+            raise StoreUnavailable(explain(error, self._path)) from error
+        except BaseException:
+            self._shut()
+            raise
+        return found
+
+    def _usable(self) -> Tables:
+        file = inode(self._path)
+        if file != self._file:
+            self._shut()
+        if self._tables is None:
+            self._tables, self._file = Tables(connect(self._path), self._spec), file
+            self._tables.connection.execute("PRAGMA query_only=1")
+        return self._tables
+
+    def _shut(self) -> None:
+        if self._tables is not None:
+            with suppress(sqlite3.Error):
+                self._tables.connection.close()
+            self._tables = None

@@ -1,28 +1,19 @@
-"""Claims and completions that one statement writes: each gets what it would have got by itself."""
+"""Operations that one transaction shares, processes that are killed, clocks that jump, and a machine that restarts."""
 
 import asyncio
 import os
-import random
 import signal
-import sqlite3
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typing_extensions import override
 
 from consumers.state.base import Completion, Ended, Granted, Held, Identity, Running, Stop, StoreSpec, StoreUnavailable
-from consumers.state.sqlite.file import SCHEMA, Clock
-from consumers.state.sqlite.requests import Requests, Times
+from consumers.state.sqlite.file import Clock
 from consumers.state.sqlite.store import SqliteStore
 from consumers.state.sqlite.writer import Writer
 from tests.support.completions import ME, answered, failed, fingerprint
-from tests.support.examples import examples
-
-IDS = [Identity(tenant, id) for tenant in ("", "tenant") for id in ("a", "b", "c")]
-Apply = Callable[[Requests, Times], object]
 
 
 class Standing(Clock):
@@ -37,63 +28,6 @@ class Standing(Clock):
     @override
     def since_1970_ms(self) -> int:
         return self.ms
-
-
-def a_claim(store: SqliteStore, rng: random.Random) -> tuple[int, Any, Apply]:
-    me = rng.choice(IDS)
-    mine = fingerprint(
-        body=rng.choice(["body", "body", "other"]),
-        mark=rng.choice(["mark", "again"]),
-        redelivered=rng.random() < 0.3,
-        nonce=rng.choice([b"", b"12345678", b"87654321"]),
-    )
-    return 0, store.claim(me, mine), lambda requests, at: requests.claim(at, me, mine)
-
-
-def a_completion(store: SqliteStore, rng: random.Random, tokens: list[int]) -> tuple[int, Any, Apply]:
-    me, mine, ending = rng.choice(IDS), fingerprint(), rng.choice([answered("a"), answered("b"), failed()])
-    token = rng.choice(tokens)
-    return (
-        1,
-        store.complete(me, mine, ending, token=token),
-        lambda requests, at: requests.complete(at, me, mine, ending, token),
-    )
-
-
-def another(store: SqliteStore, rng: random.Random, tokens: list[int]) -> tuple[Any, Apply]:
-    me, ending = rng.choice(IDS), failed("cancelled")
-    held = Held(me, rng.choice(tokens))
-    match rng.randrange(3):
-        case 0:
-            return store.cancel(me, ending), lambda requests, at: requests.cancel(at, me, ending)
-        case 1:
-            return store.release(held, attempts=1), lambda requests, at: requests.release(at, held, 1)
-        case _:
-            return store.find(me), lambda requests, at: requests.find(at, me)
-
-
-@pytest.mark.parametrize("seed", range(examples(20)))
-async def test_each_gets_what_it_would_have_got_by_itself(tmp_path: Path, seed: int) -> None:
-    rng, clock = random.Random(seed), Standing()
-    connection = sqlite3.connect(":memory:", isolation_level=None)
-    connection.executescript(SCHEMA)
-    alone = Requests(connection, StoreSpec())
-    tokens = [clock.ms]
-    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=clock) as store:
-        for _ in range(40):
-            clock.ms += rng.choice([1, 400, 11_000])
-            group = [a_claim(store, rng) for _ in range(rng.randrange(5))]
-            group += [a_completion(store, rng, tokens) for _ in range(rng.randrange(4))]
-            rng.shuffle(group)
-            found = await asyncio.gather(*(asked for _, asked, _ in group))
-            at = Times(now=clock.ms, today=clock.ms)
-            by_kind = sorted(range(len(group)), key=lambda each: group[each][0])  # claims first
-            expected = {each: group[each][2](alone, at) for each in by_kind}
-            assert found == [expected[each] for each in range(len(group))]
-            asked, apply = another(store, rng, tokens)
-            assert await asked == apply(alone, at)
-            tokens = [each.token for each in found if isinstance(each, Granted)][-3:] or tokens
-        assert [await store.find(each) for each in IDS] == [alone.find(at, each) for each in IDS]
 
 
 async def test_among_many_renewals_those_that_must_stop_are_returned(tmp_path: Path) -> None:
@@ -143,7 +77,7 @@ async def test_more_waiting_writes_than_allowed_are_refused_until_some_are_done(
     writer = Writer(tmp_path / "lane.sqlite", namespace="lane", spec=StoreSpec(), clock=Clock())
     writer.start()
     for _ in range(2):
-        found = await asyncio.gather(*(writer.do(lambda _, at: at) for _ in range(4)), return_exceptions=True)
+        found = await asyncio.gather(*(writer.do("now", lambda _, at: at) for _ in range(4)), return_exceptions=True)
         assert [isinstance(each, StoreUnavailable) for each in found] == [False, False, False, True]
         assert "is too slow: 3 operations wait for it" in str(found[3])
     await writer.close()

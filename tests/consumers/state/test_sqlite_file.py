@@ -91,10 +91,11 @@ async def test_only_its_owner_may_read_the_file(path: Path) -> None:
 
 async def test_committed_writes_survive_a_power_cut(path: Path) -> None:
     async with a_store(path) as store:
-        found = await store._writer.do(
+        found = await store.transact(
+            "look",
             lambda tables, _: [
                 tables.connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")
-            ]
+            ],
         )
 
     assert found == ["wal", 2]
@@ -114,7 +115,9 @@ async def test_a_file_locked_by_another_process_raises_store_unavailable(path: P
 @pytest.mark.slow
 async def test_a_full_disk_raises_store_unavailable(path: Path) -> None:
     async with a_store(path) as store:
-        await store._writer.do(lambda tables, _: tables.connection.execute("PRAGMA max_page_count = 20").fetchall())
+        await store.transact(
+            "limit", lambda tables, _: tables.connection.execute("PRAGMA max_page_count = 20").fetchall()
+        )
         with pytest.raises(StoreUnavailable, match=r"no room left.*free some space"):
             await store.complete(ME, fingerprint(), answered("x" * 200_000), token=None)
         assert isinstance(await is_well_again(store), Granted), "nothing of it was kept"

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from typing_extensions import override
@@ -20,8 +21,8 @@ from consumers.state.base import (
     Stop,
     StoreUnavailable,
 )
-from consumers.state.sqlite.requests import Requests, Times
 from consumers.state.sqlite.store import SqliteStore
+from consumers.state.sqlite.tables import Tables, Times
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -41,7 +42,7 @@ class World(Protocol):
     """What all processes share."""
 
     broker: Broker
-    rows: Requests
+    rows: Tables
     promise: Promise
     store_away_until_s: float
 
@@ -80,20 +81,20 @@ class StoreEdge(SqliteStore):
     async def release(
         self, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True
     ) -> None:
-        rows = self._world.rows
-        how = {"is_survived": is_survived}
-        await self._do("release", held.identity, lambda at: rows.release(at, held, attempts, due_ms, **how))
+        release = partial(self._world.rows.release, attempts=attempts, due_ms=due_ms, is_survived=is_survived)
+        await self._do("release", held.identity, lambda at: release(at, held))
 
     @override
-    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
-        return await self._do("defer", identity, lambda at: self._world.rows.defer(at, identity, due_ms, keep_until_ms))
+    async def defer(self, identity: Identity, *, due_ms: int | None, keep_until_ms: int) -> bool:
+        defer = partial(self._world.rows.defer, due_ms=due_ms, keep_until_ms=keep_until_ms)
+        return await self._do("defer", identity, lambda at: defer(at, identity))
 
     @override
     async def complete(
         self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion | None:
         def keep(at: Times) -> Completion | None:
-            holds = self._world.rows.complete(at, identity, fingerprint, completion, token)
+            holds = self._world.rows.complete(at, identity, fingerprint, completion, token=token)
             if token is not None:
                 self._world.promise.on_completed(Held(identity, token), is_own=holds == completion)
             return holds

@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping
 
 from consumers.settle import Settler
-from consumers.state.sqlite.requests import Requests
+from consumers.state.sqlite.tables import Tables
 from tests.support.schedules.faults import FAULTS, publishes
 from tests.support.schedules.world import Move, World
 
@@ -20,7 +20,7 @@ FAULTS_FROM = 196
 
 
 def run(
-    schedule: bytes, *, settler: type[Settler] = Settler, rows: type[Requests] = Requests, counts: bool = True
+    schedule: bytes, *, settler: type[Settler] = Settler, rows: type[Tables] = Tables, counts: bool = True
 ) -> World:
     """Run a schedule that begins with two requests. Raises Violation."""
     before = random.getstate()

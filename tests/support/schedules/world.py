@@ -18,7 +18,7 @@ import structlog
 from consumers.settle import Settler
 from consumers.state.base import Completion, Identity, StoreSpec
 from consumers.state.sqlite.file import SCHEMA
-from consumers.state.sqlite.requests import Requests, Times
+from consumers.state.sqlite.tables import Tables, Times
 from lanekeeper.contract.messages import Message
 from tests.support.schedules.broker import NAMES, Broker
 from tests.support.schedules.operation import Operation
@@ -84,7 +84,7 @@ class World:
         self,
         *,
         settler: type[Settler] = Settler,
-        rows: type[Requests] = Requests,
+        rows: type[Tables] = Tables,
         workers: int = 2,
         counts: bool = True,
     ) -> None:
