@@ -6,7 +6,7 @@ import pytest
 
 from lanekeeper.contract.names import Names
 from topology.declaration import Broker, Exchange, Queue, Topology, declare
-from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
+from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES
 
 VERSIONS = ("4.3.6", "4.0.5", "3.10.8")
 
@@ -75,14 +75,6 @@ def test_before_4_0_an_intake_is_a_classic_queue_with_a_length_limit_and_priorit
         "x-overflow": "reject-publish",
         "x-dead-letter-exchange": "lane.fallen",
     }
-
-
-def test_a_lanes_length_limits_are_those_of_its_spec() -> None:
-    lanes = (replace(CRITICAL, max_length=7, max_length_bytes=70), NORMAL, BATCH)
-
-    arguments = declare(lanes, names=Names(), broker_version="4.3.6").queue("lane.critical").arguments
-
-    assert (arguments["x-max-length"], arguments["x-max-length-bytes"]) == (7, 70)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -14,7 +14,7 @@ from lanekeeper.contract.problems import RequestProblem
 from tests.support.examples import examples
 from tests.support.pictures import picture, png
 from topology.codec import bounds, decoding
-from topology.codec.decoding import PACKED_BYTES, UNPACKED_BYTES, Request, app_of
+from topology.codec.decoding import Request, app_of
 from topology.codec.headers import HopHeaders
 from topology.lanes import CRITICAL, LaneSpec
 
@@ -119,13 +119,6 @@ BAD: list[tuple[str, Message, str, str]] = [
     ),
     ("prompt empty", message(b'{"prompt":""}'), "invalid_request", "prompt: "),
     ("prompt with more", message(b'{"prompt":"x","tools":[]}'), "invalid_request", "tools: Extra inputs"),
-    ("1 MiB and a byte", message(b" " * (PACKED_BYTES + 1)), "too_large", f"allowed are {PACKED_BYTES}"),
-    (
-        "a gzip bomb",
-        message(gzip.compress(b" " * (UNPACKED_BYTES + 1)), content_encoding="gzip"),
-        "too_large",
-        "when unpacked",
-    ),
     ("no gzip", message(content_encoding="gzip"), "invalid_request", "content_encoding is gzip, but it is not"),
     ("half a gzip", message(gzip.compress(WHOLE)[:-5], content_encoding="gzip"), "invalid_request", "cut short"),
     ("gzip and more", message(gzip.compress(WHOLE) + b"x", content_encoding="gzip"), "invalid_request", "follows it"),
@@ -137,7 +130,6 @@ BAD: list[tuple[str, Message, str, str]] = [
     ("x-death", message(headers={"x-death": [{"reason": "expired"}]}), "invalid_request", "x-death"),
     ("unknown header", message(headers={"x-lane-modell": "m"}), "invalid_request", "x-lane-modell"),
     ("message_id spaced", message(message_id="a b"), "invalid_request", "message_id"),
-    ("message_id long", message(message_id="a" * 129), "invalid_request", "message_id"),
     ("message_id newline", message(message_id="a\n"), "invalid_request", "message_id"),
     (
         "a handler",
@@ -344,32 +336,27 @@ def padded(size: int) -> bytes:
     return b'{"prompt": "x"}'.ljust(size)
 
 
-def decode_with(body: bytes, **properties: Any) -> None:
-    fields = {"exchange": "lane.requests", "routing_key": "critical.shop.chat", **properties}
-    decoding.decode(Message(body=body, **fields), lane=CRITICAL, request_id="r-1", hop=None, now_ms=0)
-
-
 @pytest.mark.parametrize(
-    ("allowed", "above", "code"),
+    ("allowed", "above", "code", "text"),
     [
-        ({"body": padded(1_048_576)}, {"body": padded(1_048_577)}, "too_large"),
+        ({"body": padded(1_048_576)}, {"body": padded(1_048_577)}, "too_large", "allowed are 1048576"),
         (
             {"body": gzip.compress(padded(8_388_608)), "content_encoding": "gzip"},
             {"body": gzip.compress(padded(8_388_609)), "content_encoding": "gzip"},
             "too_large",
+            "when unpacked",
         ),
-        ({"message_id": "a" * 128}, {"message_id": "a" * 129}, "invalid_request"),
-        ({"priority": 9}, {"priority": 10}, "invalid_request"),
+        ({"message_id": "a" * 128}, {"message_id": "a" * 129}, "invalid_request", "message_id"),
+        ({"priority": 9}, {"priority": 10}, "invalid_request", "priority"),
     ],
     ids=["as sent", "unpacked", "id", "priority"],
 )
 def test_a_request_may_have_what_the_contract_states_and_no_more(
-    allowed: dict[str, Any], above: dict[str, Any], code: str
+    allowed: dict[str, Any], above: dict[str, Any], code: str, text: str
 ) -> None:
-    decode_with(**{"body": padded(0), **allowed})
-    with pytest.raises(RequestProblem) as refused:
-        decode_with(**{"body": padded(0), **above})
-    assert refused.value.code == code
+    decode(message(**{"body": padded(0), **allowed}))
+    problem = refused(message(**{"body": padded(0), **above}))
+    assert (problem.code, text in problem.detail) == (code, True)
 
 
 def test_a_body_may_have_100_000_keys_and_values() -> None:
