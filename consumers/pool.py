@@ -9,8 +9,8 @@ exception is a lane that several tenants use: while all its slots are taken, del
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 from consumers.job import Job, Source
@@ -66,7 +66,8 @@ class Pool:
         after pauses (see `resume`)."""
         self.taken = 0
         self.jobs: set[Job] = set()
-        self._undecided: dict[asyncio.Task[Any], Job] = {}
+        self._undecided: dict[Job, asyncio.Task[Any]] = {}
+        """The jobs that have no outcome yet, with their tasks."""
         self._stopping = False
         self._gives_back = False
 
@@ -110,7 +111,7 @@ class Pool:
         """After `stop` or `pause`: return to the broker each delivery whose call to a provider has not begun, and each
         one that arrives later."""
         self._gives_back = True
-        for task, job in self._undecided.items():
+        for job, task in self._undecided.items():
             if job.attempted is None:
                 task.cancel()
 
@@ -153,31 +154,35 @@ class Pool:
         try:
             if self._gives_back:
                 await self._settler.nack(delivery)
-            elif (job := await self._job(delivery)) is not None:
+                return
+            try:
+                job = self._job_of(delivery)
+            except Exception:
+                where = {"request": delivery.message.message_id, "lane": self._activity.lane, "where": "read"}
+                log.exception(signals.HANDLER_FAILED, **where)
+                await self._settler.reject_later(delivery)
+                self._admitter.unread(delivery.queue)
+                return
+            task = asyncio.current_task()
+            assert task is not None
+            self._undecided[job] = task
+            try:
                 with logs.about(job):
                     await self._take_job(job)
+            finally:
+                self._undecided.pop(job, None)
         finally:
             self.in_hand -= 1
-
-    async def _job(self, delivery: Delivery) -> Job | None:
-        try:
-            return self._job_of(delivery)
-        except Exception:
-            log.exception(
-                signals.HANDLER_FAILED, request=delivery.message.message_id, lane=self._activity.lane, where="read"
-            )
-            await self._settler.reject_later(delivery)
-            self._admitter.unread(delivery.queue)
-            return None
 
     async def _take_job(self, job: Job) -> None:
         admission: Admission | None = None
         try:
-            with self._undecided_yet(job):
-                admission = await self._admitter.admit(job)
+            admission = await self._admitter.admit(job)
             if admission is Admission.BEGIN:
                 await self._work(job)
-            elif admission is Admission.BACK:
+                return
+            del self._undecided[job]
+            if admission is Admission.BACK:
                 await self._settler.nack(job.delivery)
             elif (outcome := await self._admitter.set_aside(job)) is None:
                 await self._settler.ack(job.delivery)
@@ -188,10 +193,12 @@ class Pool:
                 await self._settler.nack(job.delivery)
             raise
         except (BrokerError, StoreUnavailable) as error:
+            self._undecided.pop(job, None)
             where = "store" if isinstance(error, StoreUnavailable) else "set aside"
             log.error(signals.HANDLER_FAILED, where=where, error=str(error))
             await self._settler.nack_later(job.delivery)
         except Exception:  # one request that cannot even be moved or dead-lettered must not stop the whole lane
+            self._undecided.pop(job, None)
             log.exception(signals.HANDLER_FAILED, where="settle" if admission is Admission.BEGIN else "set aside")
             await self._settler.reject_later(job.delivery)
         finally:
@@ -210,8 +217,8 @@ class Pool:
                 delivery.message, queue=self.queue, delivery_tag=delivery.tag, start_ns=taken_ns
             ) as span:
                 job.span = span
-                with self._undecided_yet(job):
-                    outcome = await self._outcome(job)
+                outcome = await self._outcome(job)
+                del self._undecided[job]
                 settled = await self._settle(job, outcome)
                 if span.is_recording():
                     record(self._tracing, job, settled or outcome, taken_ns=taken_ns)
@@ -234,16 +241,6 @@ class Pool:
                 since_delivery=job.published.by == "delivery",
             )
         return settled
-
-    @contextmanager
-    def _undecided_yet(self, job: Job) -> Iterator[None]:
-        task = asyncio.current_task()
-        assert task is not None
-        self._undecided[task] = job
-        try:
-            yield
-        finally:
-            del self._undecided[task]
 
     async def _outcome(self, job: Job) -> Outcome:
         try:

@@ -131,58 +131,46 @@ class Registry:
     ) -> Answer:
         """Like `Provider.stream`, with the cost of the call."""
         clock = asyncio.get_running_loop().time
-        began_s, outcome, first_s = clock(), "cancelled", None
+        began_s, outcome, has_first = clock(), "cancelled", False
         calls = self.calls[route.provider, route.account, route.model if route.model in self._models else OTHER]
 
         async def noting(event: bytes) -> None:
-            nonlocal first_s
-            if first_s is None and CONTENT in event:
-                first_s = clock()
-                calls.first_tokens.add(first_s - began_s)
+            nonlocal has_first
+            if not has_first and CONTENT in event:
+                has_first = True
+                calls.first_tokens.add(clock() - began_s)
             if parts is not None:
                 await parts(event)
 
-        try:
-            answer = await self._call(
-                route, request, timeout_s=timeout_s, parts=None if parts is None else noting, underway=underway
-            )
-        except ProviderError as error:
-            outcome = error.cause
-            raise
-        else:
-            outcome = "answered"
-            calls.count(answer)
-            return answer
-        finally:
-            calls.times[outcome].add(clock() - began_s)
-
-    async def _call(
-        self, route: Route, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None
-    ) -> Answer:
-        clock = asyncio.get_running_loop().time
-        began_s = clock()
         with self._tracing.chat(
             model=route.name, provider=route.provider, stream=parts is not None, max_tokens=request.max_tokens
         ) as span:
             try:
                 answer = await self._providers[route.provider].stream(
-                    asking_for(request, route.name), timeout_s=timeout_s, parts=parts, underway=underway
+                    asking_for(request, route.name),
+                    timeout_s=timeout_s,
+                    parts=None if parts is None else noting,
+                    underway=underway,
                 )
+                outcome = "answered"
             except ProviderError as error:
-                kind, took_s = error.means.says, clock() - began_s
-                self._learn(
-                    route.account,
-                    Feedback(
-                        kind=kind, request=request.id, rate=error.rate, retry_after_s=error.retry_after_s, took_s=took_s
-                    ),
+                outcome = error.cause
+                feedback = Feedback(
+                    kind=error.means.says,
+                    request=request.id,
+                    rate=error.rate,
+                    retry_after_s=error.retry_after_s,
+                    took_s=clock() - began_s,
                 )
+                self._learn(route.account, feedback)
                 raise
+            finally:
+                calls.times[outcome].add(clock() - began_s)
             counted = answer.counted._replace(output_tokens=0)  # the provider counts them after it has sent the headers
-            self._learn(
-                route.account,
-                Feedback(kind=Kind.ANSWERED, rate=answer.rate, counted=counted, took_s=clock() - began_s),
-            )
+            feedback = Feedback(kind=Kind.ANSWERED, rate=answer.rate, counted=counted, took_s=clock() - began_s)
+            self._learn(route.account, feedback)
             answer = replace(answer, cost_usd=self._prices.cost_usd(route.model, answer.usage))
+            calls.count(answer)
             tracing.record_answer(
                 span,
                 model=answer.model,
