@@ -15,9 +15,7 @@ from typing import Any, NamedTuple, assert_never
 from consumers import retry
 from consumers.clock import NowMs, now_ms
 from consumers.failures import TIMEOUT, AccountError, BreakerOpen, Failover, ProviderError, Retry, TransientError, Trips
-from consumers.gates.budget import BudgetGate
-from consumers.gates.route import later
-from consumers.gates.timing import exceeded
+from consumers.gates import BudgetGate, exceeded, later
 from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Interruptible, Job, Route
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import Amounts, Underway

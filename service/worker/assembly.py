@@ -17,13 +17,17 @@ from consumers.clock import now_ms
 from consumers.control import BrakeCommands, Control, ControlAnswers
 from consumers.decoding import Decoding, Parsing
 from consumers.fallen import Fallen
-from consumers.gates import Gate
-from consumers.gates.brake import BrakeGate
-from consumers.gates.budget import BudgetGate
-from consumers.gates.caps import CapsGate
-from consumers.gates.claim import ClaimGate, fetch_body
-from consumers.gates.route import await_route
-from consumers.gates.timing import defer_until_due, refuse_if_late
+from consumers.gates import (
+    BrakeGate,
+    BudgetGate,
+    CapsGate,
+    ClaimGate,
+    Gate,
+    await_route,
+    defer_until_due,
+    fetch_body,
+    refuse_if_late,
+)
 from consumers.handler import Handler
 from consumers.housekeeping import DeadLetters
 from consumers.job import Job, source_of

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from consumers.attempt import Attempts
 from consumers.failures import TIMEOUT
-from consumers.gates.budget import BudgetGate
+from consumers.gates import BudgetGate
 from consumers.job import Chain, Decoded, Job, Reserved, Route
 from consumers.limits.base import Amounts, Reservation
 from consumers.limits.estimates import Estimates

@@ -10,9 +10,7 @@ from typing_extensions import override
 
 from consumers.bodies import Fetching
 from consumers.failures import UNREACHABLE, OverloadedError, TransientError
-from consumers.gates import Gate
-from consumers.gates.claim import ClaimGate
-from consumers.gates.timing import defer_until_due, refuse_if_late
+from consumers.gates import ClaimGate, Gate, defer_until_due, refuse_if_late
 from consumers.job import Decoded, Job, Route
 from consumers.limits.base import Underway
 from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Retried

@@ -4,8 +4,7 @@ without end."""
 import asyncio
 from typing import Any
 
-from consumers import claiming, replies, settle
-from consumers.gates import caps, claim, route
+from consumers import claiming, gates, replies, settle
 from consumers.job import (
     ASK_WITHIN_S,
     ATTEMPT_WITHIN_S,
@@ -28,9 +27,9 @@ WAITS_S = {
     "schedule gate: counting a long wait": ASK_WITHIN_S,
     "schedule gate: noting it, or asking whether the request has ended": ASK_WITHIN_S,
     "claim gate": CLAIM_WITHIN_S,
-    "body gate": claim.FETCH_WITHIN_S,
-    "route gate": route.HOLD_S + route.STAGGER_S,
-    "caps gate": caps.TAKE_WITHIN_S,
+    "body gate": gates.FETCH_WITHIN_S,
+    "route gate": gates.HOLD_S + gates.STAGGER_S,
+    "caps gate": gates.TAKE_WITHIN_S,
     "budget gate": BudgetSpec().hold_s,
     "attempt: the end of a pause, and one or two calls": ATTEMPT_WITHIN_S,
     "attempt: reporting its end to the circuit breaker": breakers.STORE_WITHIN_S,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from consumers.gates.caps import CapsGate
+from consumers.gates import CapsGate
 from consumers.job import Attempted, Job
 from consumers.limits.base import Amounts
 from consumers.outcomes import Answered, Deferred, Dropped, Outcome, Refused, Retried

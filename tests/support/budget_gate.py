@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 
-from consumers.gates.budget import BudgetGate
+from consumers.gates import BudgetGate
 from consumers.job import Chain, Job, Route
 from consumers.limits.accounts import own_accounts
 from consumers.limits.base import AccountCaps, BudgetSpec, Wait

@@ -18,12 +18,7 @@ from typing_extensions import override
 
 from consumers.claiming import Claiming
 from consumers.failures import OverloadedError, RateLimitedError, TransientError
-from consumers.gates import Gate
-from consumers.gates.budget import BudgetGate
-from consumers.gates.caps import CapsGate
-from consumers.gates.claim import ClaimGate
-from consumers.gates.route import await_route
-from consumers.gates.timing import refuse_if_late
+from consumers.gates import BudgetGate, CapsGate, ClaimGate, Gate, await_route, refuse_if_late
 from consumers.job import Job
 from consumers.limits.accounts import own_accounts
 from consumers.limits.base import AccountCaps, Amounts, BudgetSpec, Underway

@@ -16,8 +16,7 @@ from consumers.attempt import Attempts
 from consumers.bodies import Fetching, LargeAnswers
 from consumers.claiming import Claiming
 from consumers.decoding import Decoding, Parsing
-from consumers.gates import Gate
-from consumers.gates.budget import BudgetGate
+from consumers.gates import BudgetGate, Gate
 from consumers.handler import Handler
 from consumers.job import Chain, Decoded, Job, source_of
 from consumers.lifecycle import Lifecycle

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from consumers.brake import Brake
-from consumers.gates.brake import BACK_PER_S, LONGEST_MS, BrakeGate
-from consumers.gates.timing import refuse_if_late
+from consumers.gates import BACK_PER_S, LONGEST_MS, BrakeGate, refuse_if_late
 from consumers.job import Job
 from consumers.outcomes import Deferred, Outcome, Refused
 from consumers.providers.breakers import Breakers

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from consumers.gates.budget import WaitingRoom
+from consumers.gates import WaitingRoom
 from consumers.job import Attempted, Route
 from consumers.limits.base import Amounts, Reservation, Underway, Wait, WaitTooLong
 from consumers.outcomes import Answered, Deferred, Dropped, Refused

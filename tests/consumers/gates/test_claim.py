@@ -11,7 +11,7 @@ from typing_extensions import override
 from consumers.bodies import Fetching
 from consumers.claiming import Claiming
 from consumers.decoding import Decoding, Parsing
-from consumers.gates.claim import ClaimGate, fetch_body
+from consumers.gates import ClaimGate, fetch_body
 from consumers.job import Job
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.state.base import Completion, Ended, Granted, Running, Stop

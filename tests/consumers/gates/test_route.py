@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from consumers.failures import TransientError
-from consumers.gates.route import HOLD_S, await_route, later
+from consumers.gates import HOLD_S, await_route, later
 from consumers.job import Chain, Decoded, Job, Route
 from consumers.outcomes import Buried, Deferred, Dropped, Outcome, Refused
 from consumers.providers.breakers import FAILURES, Breakers

@@ -10,7 +10,7 @@ from typing_extensions import override
 from consumers.bodies import Fetching
 from consumers.claiming import Claiming
 from consumers.failures import AccountError, OverloadedError, ProviderError
-from consumers.gates.timing import defer_until_due, refuse_if_late
+from consumers.gates import defer_until_due, refuse_if_late
 from consumers.job import Attempted, Job
 from consumers.outcomes import Deferred, Dropped, Outcome, Refused
 from consumers.providers.breakers import Breakers

@@ -12,9 +12,7 @@ from consumers.bodies import Fetching, LargeAnswers
 from consumers.claiming import Claiming
 from consumers.decoding import Parsing
 from consumers.fallen import Fallen
-from consumers.gates import Gate
-from consumers.gates.claim import ClaimGate
-from consumers.gates.timing import defer_until_due, refuse_if_late
+from consumers.gates import ClaimGate, Gate, defer_until_due, refuse_if_late
 from consumers.job import Job, source_of
 from consumers.lifecycle import Lifecycle
 from consumers.pool import Pool

@@ -1,0 +1,712 @@
+"""The checks before a call, in order: deadline, schedule, brake, claim, body, route, daily caps, budget."""
+
+import asyncio
+import random
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from typing import NamedTuple, assert_never
+
+from consumers.bodies import Fetching
+from consumers.brake import Brake
+from consumers.claiming import Claiming
+from consumers.clock import NowMs, now_ms
+from consumers.decoding import Decoding
+from consumers.job import Attempted, Decoded, Interruptible, Job, Reserved, Route
+from consumers.limits.accounts import Budgets
+from consumers.limits.base import Amounts, BudgetSpec, Wait, WaitTooLong
+from consumers.limits.estimates import Estimates, UsageClass, task_of
+from consumers.outcomes import (
+    LATER_MS,
+    Answered,
+    Buried,
+    Deferred,
+    Dropped,
+    Outcome,
+    Refused,
+    Replayed,
+    Retried,
+    ended,
+    ended_by,
+    stopped_by,
+)
+from consumers.providers.breakers import Breakers
+from consumers.spending import MILLION, Hold, Over, Price, Prices, Spending, Spent
+from consumers.state.base import Conflict, Ended, Granted, Pause, Running, StoreUnavailable, WaitingLimit
+from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
+from lanekeeper.contract.names import BODY
+from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.telemetry import logs, signals
+from topology.codec.decoding import Request, app_of
+
+LEAST_WAIT_MS = 200
+"""The shortest deferral of a request that runs elsewhere, or for which no provider may be called."""
+SPREAD = 0.5
+"""A delay is lengthened at random by up to this share, so that requests do not come back together."""
+log = logs.logger()
+
+
+Enter = Callable[[Job, Decoded], Awaitable[Outcome | None]]
+Leave = Callable[[Job, Decoded, Outcome | None], Awaitable[None]]
+
+
+class Gate(NamedTuple):
+    """A check before a call to a provider."""
+
+    enter: Enter
+    """Returns None if the job may pass to the next gate; otherwise the outcome with which its delivery ends here."""
+    leave: Leave | None = None
+    """Gives back what `enter` took. It is called for every gate that let the request pass, in reverse order, whatever
+    the outcome; that is None if the job was cancelled, because its delivery was lost or the worker stops."""
+
+
+UNCOUNTED_MS = 60_000
+"""A request that waits for at most this time does not count towards the limits of how many requests may wait, because
+no tenant can publish very many requests in that time."""
+DEBOUNCED_KEPT_MS = 3_600_000
+"""For how long after its due time an update of a debounce key is known, in case older ones are late."""
+UNIT_BYTES = 16 * 1024
+"""A waiting request counts as one, plus one for each full 16 KiB of its body, in the message or in a store of large
+bodies."""
+WHICH_LIMIT = {
+    WaitingLimit.TENANT: "its tenant has as many requests waiting as one may (each 16 KiB of a body count as one)",
+    WaitingLimit.TOTAL: "as many requests wait as may in all",
+    WaitingLimit.REPEATED: "as many requests wait as may, this one among them",
+}
+
+
+async def refuse_if_late(job: Job, decoded: Decoded, *, breakers: Breakers, now_ms: NowMs) -> Outcome | None:
+    """The deadline gate."""
+    if now_ms() < decoded.request.deadline_ms:
+        return None
+    return Refused(exceeded(job, decoded, breakers, now_ms=now_ms()))
+
+
+def exceeded(job: Job, decoded: Decoded, breakers: Breakers, *, now_ms: int) -> RequestProblem:
+    """The error for a request past its deadline. Its text says how long the request waited and ran (both together are
+    the time since it was published or due), which pause made it wait, and what hinders all its providers."""
+    bound_ms = decoded.request.deadline_ms - decoded.request.start_ms
+    spent = f"{max(0, job.waited_ms(now_ms) - job.ran_ms)} ms in the queue"
+    if job.redelivered:
+        spent += " or with a worker that was lost"
+    if job.attempts > 1:
+        spent += " and in pauses between attempts"
+    if job.ran_ms:
+        spent += f", {job.ran_ms} ms in " + (f"{job.attempts} attempts" if job.attempts > 1 else "attempt 1")
+    detail = f"not answered within {bound_ms} ms: {spent}"
+    pause = breakers.brake.during(
+        lane=job.lane_name,
+        tenant=job.identity.tenant,
+        app=app_of(job.routing_key),
+        routes=decoded.chain.routes,
+        from_ms=decoded.request.start_ms,
+        to_ms=decoded.request.deadline_ms,
+    )
+    if pause is not None:
+        return RequestProblem("deadline_exceeded", f"{detail}; {pause.told}{job.last_failure}", brief=detail)
+    if decoded.chain.routes and (why := breakers.hindrance(decoded.chain.routes)) is not None:
+        return unavailable(job, why, detail)
+    return RequestProblem("deadline_exceeded", detail + job.last_failure)
+
+
+def unavailable(job: Job, why: str, detail: str) -> RequestProblem:
+    """The error for a request whose time is over while nothing could be called for it, because of `why`."""
+    detail = f"{why} ({detail}){job.last_failure}"
+    return RequestProblem("provider_unavailable", detail, brief="no provider may be called")
+
+
+async def defer_until_due(
+    job: Job, decoded: Decoded, *, claiming: Claiming, bodies: Fetching, now_ms: NowMs
+) -> Outcome | None:
+    """The schedule gate: defers a request until its due time (`x-lane-delay-ms`, `x-lane-at`). A request that has ended
+    already, or was cancelled before it arrived, does not wait: the claim gate answers it.
+
+    The wait is noted in the store before the request is published to the broker's delay queues, because once it is
+    published, another worker may take it at any time. Requests that wait for long take space on the broker's disks, so
+    they are counted, and refused above a limit. A request with a debounce key is answered `superseded` if it is not the
+    last update of its key: when it arrives, or when it is due. Raises StoreUnavailable."""
+    due_ms = decoded.request.due_ms
+    if due_ms is None:
+        return None
+    if (left_ms := due_ms - now_ms()) <= 0:
+        # a repeated message of a request that has ended must not supersede others
+        if decoded.request.debounce is None or (job.hop.due_ms is None and await claiming.has_ended(job)):
+            return None
+        return await _superseded(job, decoded, due_ms, claiming=claiming)
+    # a request that a worker has deferred before was counted then, and is not refused now
+    is_counted = job.hop.due_ms is None and left_ms > UNCOUNTED_MS
+    if is_counted:
+        weight = 1 + await bodies.size_of(job.message) // UNIT_BYTES
+        limit = await claiming.reserve(job, weight=weight, until_ms=due_ms)
+        if limit is not WaitingLimit.WITHIN:
+            return None if await claiming.has_ended(job) else _too_many(limit)
+    defer = claiming.defer_for_long if is_counted else claiming.defer
+    if not await defer(job, due_ms=due_ms, deadline_ms=decoded.request.deadline_ms):
+        return None
+    if (superseded := await _superseded(job, decoded, due_ms, claiming=claiming)) is not None:
+        return superseded
+    # the clock is read again, because the store may have needed some time
+    return Deferred(delay_ms=max(0, due_ms - now_ms()), reason="scheduled", due_ms=due_ms)
+
+
+async def _superseded(job: Job, decoded: Decoded, due_ms: int, *, claiming: Claiming) -> Outcome | None:
+    key = decoded.request.debounce
+    if key is None or job.attempts:  # an attempt was made: what has begun goes on
+        return None
+    if await claiming.debounce(job, key, until_ms=due_ms + DEBOUNCED_KEPT_MS):
+        return None
+    return Dropped(RequestProblem("superseded", "a newer request has the same x-lane-debounce"))
+
+
+def _too_many(limit: WaitingLimit) -> Refused:
+    """The refusal of one message, which is not stored as the outcome of its request: an earlier message of the request
+    may wait."""
+    detail = (
+        f"x-lane-delay-ms or x-lane-at is {UNCOUNTED_MS // 1000} s ahead or more, and {WHICH_LIMIT[limit]}: "
+        "wait until some are due, or ask for a shorter delay"
+    )
+    return Refused(RequestProblem("too_many_waiting", detail), is_repeat=limit is WaitingLimit.REPEATED)
+
+
+SHARE_OF_PAUSE = 0.25
+LEAST_MS = 1000
+MOST_MS = 15_000
+BACK_PER_S = 200
+"""Each costs about a millisecond of CPU, and a write to the store."""
+LONGEST_MS = 300_000
+
+
+@dataclass(slots=True, eq=False)
+class BrakeGate:
+    """The gate of the brake: a request of a paused tenant or application, or whose routes are all paused, waits on the
+    broker, with its attempts unchanged. It comes back at most every 15 to 22 s, so that the end of a pause is soon
+    noticed, but at most `BACK_PER_S` of these requests in a second: with a very large backlog each comes back less
+    often. `publish`: `Lifecycle.publish`."""
+
+    brake: Brake
+    claiming: Claiming
+    _: KW_ONLY
+    now_ms: NowMs = now_ms
+    rng: random.Random = field(default_factory=random.Random)
+    publish: Callable[..., None]
+    _next_ms: dict[Pause, float] = field(default_factory=dict, init=False)
+    """When the next of very many requests may come back."""
+
+    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
+        if not self.brake.pauses:
+            return None
+        app = app_of(job.routing_key)
+        pause = self.brake.of_request(tenant=job.identity.tenant, app=app, routes=decoded.chain.routes)
+        if pause is None:
+            return None
+        now_ms, deadline_ms = self.now_ms(), decoded.request.deadline_ms
+        delay_ms = max(1, min(self._delay_ms(pause, now_ms), deadline_ms - now_ms))
+        if not await self.claiming.defer(job, due_ms=now_ms + delay_ms, deadline_ms=deadline_ms):
+            return None  # it has ended, or was cancelled: the claim gate answers it
+        if job.hop.is_fresh:
+            self.publish(job, "paused", kind=pause.kind, name=pause.name, why=pause.why)
+        return Deferred(delay_ms=delay_ms, reason="paused")
+
+    def _delay_ms(self, pause: Pause, now_ms: int) -> int:
+        delay_ms = min(max(LEAST_MS, SHARE_OF_PAUSE * (now_ms - pause.since_ms)), MOST_MS)
+        delay_ms *= 1 + self.rng.uniform(0, SPREAD)
+        if pause.until_ms is not None:
+            delay_ms = min(delay_ms, pause.until_ms - now_ms + self.rng.uniform(0, LEAST_MS))
+        if pause not in self._next_ms:
+            self._next_ms = {each: next for each, next in self._next_ms.items() if each in self.brake.pauses.values()}
+        self._next_ms[pause] = max(self._next_ms.get(pause, 0.0), now_ms) + 1000 / BACK_PER_S
+        return round(min(max(delay_ms, self._next_ms[pause] - now_ms), LONGEST_MS))
+
+
+DEATHS_AT_MOST = 4
+"""After this many workers have died while they worked on a request (had its claim in the store), the request goes to
+the queue `lane.dead` at its next delivery. The broker's delivery count is not used, because it also counts deliveries
+that ended because the connection was lost while the worker lived on; such a worker releases the claim."""
+SUSPECT_FROM = 2
+"""A request is a suspect if at least this many workers have died while they worked on it. A worker runs only one
+suspect at a time, so that the request which kills workers is identified, and a suspect that only ran at the same time
+as that request is answered."""
+SUSPECT_WAIT_MS = 1000
+"""For how long a suspect is deferred while the worker runs another one."""
+LONGEST_WAIT_MS = 5_000
+"""For how long a delivery is deferred while another worker is working on its request."""
+
+
+class ClaimGate:
+    """Takes the claim of a request, so that no other delivery of the same request (identified by tenant and message id)
+    runs at the same time. When the request has ended, `settle.py` stores its outcome, which completes the claim;
+    otherwise this gate releases the claim."""
+
+    def __init__(self, claiming: Claiming, *, now_ms: NowMs = now_ms) -> None:
+        self._claiming = claiming
+        self._now_ms = now_ms
+        self._suspect: Job | None = None
+
+    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
+        """Raises StoreUnavailable if the store does not answer: no provider is called without a claim."""
+        match await self._claiming.claim(job):
+            case Granted(deaths=deaths) if deaths >= DEATHS_AT_MOST:
+                return ended(
+                    "poison", f"delivered {deaths + 1} times and never settled: its worker died or hung under it"
+                )
+            case Granted(deaths=deaths) if deaths >= SUSPECT_FROM:
+                if self._suspect is not None:
+                    await self._claiming.release(job)
+                    return Deferred(delay_ms=SUSPECT_WAIT_MS, reason="suspect")
+                self._suspect = job
+                return None
+            case Granted():
+                return None
+            case Running(for_ms=for_ms):
+                # wait as long as the other delivery has run already, which doubles the time between two checks
+                wait_ms = min(LONGEST_WAIT_MS, max(LEAST_WAIT_MS, for_ms))
+                return Deferred(delay_ms=wait_ms, reason="running elsewhere")
+            case Ended(completion=completion, is_same_message=is_same_message):
+                return Replayed(completion=completion, buries=is_same_message and job.came_before)
+            case Conflict():
+                return ended(
+                    "idempotency_conflict",
+                    "message_id: it was used with another body; give every request an id of its own",
+                )
+
+    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
+        """Release the claim of a request that has not ended. A request that has ended keeps its claim until its outcome
+        is stored."""
+        if self._suspect is job:
+            self._suspect = None
+        if job.progress is not None and isinstance(outcome, Retried):
+            job.progress.tell("retrying", attempt=job.attempts, delay_ms=outcome.delay_ms, error=outcome.brief)
+        match outcome:
+            case Answered() | Refused() | Buried() | Dropped() | Replayed():
+                return
+            case Retried(delay_ms=delay_ms) | Deferred(delay_ms=delay_ms):
+                await self._claiming.release(job, due_ms=self._now_ms() + delay_ms)
+            case None:
+                await self._claiming.release(job)
+            case _:
+                assert_never(outcome)
+
+
+FETCH_WITHIN_S = 60.0
+"""The time limit for fetching the large body of a request."""
+AGAIN_MS = 2000
+"""For how long a request is deferred if the store that has its body is unavailable."""
+
+
+async def fetch_body(
+    job: Job, decoded: Decoded, *, fetching: Fetching, decoding: Decoding, now_ms: NowMs
+) -> Outcome | None:
+    """The body gate: if the message has only the body's address, fetches the body and decodes it into `job.decoded`.
+    The body stays in memory until the attempt is over."""
+    kept = decoded.request.kept
+    if kept is None:
+        return None
+    raw: bytes | None = None
+    left_s = max(0.0, (decoded.request.deadline_ms - now_ms()) / 1000)
+    try:
+        async with job.interruptible(min(FETCH_WITHIN_S, left_s)):
+            raw = await fetching.fetch(kept)
+        if raw is not None:
+            job.decoded = await decoding.decode_body(raw, job, decoded.lane)
+            return None
+    except BodyTooLarge as error:
+        return ended("too_large", f"header {BODY}: {error}")
+    except BodyError as error:
+        return ended("invalid_request", f"header {BODY}: {error}")
+    except RequestProblem as problem:
+        return ended_by(problem)
+    except BodiesUnavailable as error:
+        log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
+    if job.stopped is not None:
+        return stopped_by(job.stopped, doing="was fetched")
+    return Deferred(delay_ms=AGAIN_MS, reason="body unavailable")
+
+
+HOLD_S = 3.0
+STAGGER_S = 0.2
+"""Each request waits up to this many seconds longer, at random. So one of them makes the probe (the first call after an
+outage), and the others come after its result."""
+SHARE_OF_OUTAGE = 0.25
+"""A request is deferred by this share of the time for which the provider has been down. So in a long outage the request
+does not come back every few seconds, and after a short outage it does not wait for long."""
+MOST_TARGETS = 5
+"""A request is deferred by at most this many times its lane's target wait (the setting `target_wait_s`): in the lane
+`critical`, whose target is a second, by at most five seconds. `SPREAD` lengthens this time at random."""
+
+
+async def await_route(
+    job: Job, decoded: Decoded, *, breakers: Breakers, now_ms: NowMs, rng: random.Random
+) -> Outcome | None:
+    """The route gate: whether the lane and the tenant may use the model, and a provider may be called for it. While all
+    are paused or their circuit breakers are open, a request waits here for at most `HOLD_S`. Then it is deferred, so
+    that requests for other providers can pass it."""
+    if decoded.chain.forbidden:
+        return ended("forbidden_model", decoded.chain.forbidden)
+    clock = asyncio.get_running_loop().time
+    left_s = (decoded.request.deadline_ms - now_ms()) / 1000
+    until_s = clock() + min(HOLD_S, left_s)
+    while (wait_s := breakers.least_wait_s(decoded.chain.routes)) > 0:
+        if job.stopped is not None:
+            return stopped_by(job.stopped, doing="waited for a provider")
+        if clock() + wait_s >= until_s:
+            return later(job, decoded, wait_s, breakers=breakers, now_ms=now_ms, rng=rng)
+        async with job.interruptible(None):
+            await asyncio.sleep(wait_s + rng.uniform(0, STAGGER_S))
+    return None
+
+
+def later(
+    job: Job, decoded: Decoded, wait_s: float, *, breakers: Breakers, now_ms: NowMs, rng: random.Random
+) -> Outcome:
+    """The outcome of a job for which no provider may be called in the next `wait_s` seconds: it is deferred, or refused
+    if its deadline is before the end of that time."""
+    left_ms = decoded.request.deadline_ms - now_ms()
+    wait_ms = max(LEAST_WAIT_MS, round(1000 * wait_s))
+    routes = decoded.chain.routes
+    if wait_ms >= left_ms:
+        why = breakers.hindrance(routes) or "its last calls failed"
+        detail = f"no provider may be called for {wait_ms} ms, and {max(0, left_ms)} ms are left"
+        return ended_by(unavailable(job, why, detail))
+    now_s = asyncio.get_running_loop().time()
+    down_s = min(breakers.down_s(route, now_s) for route in routes)
+    stay_s = min(SHARE_OF_OUTAGE * down_s, MOST_TARGETS * decoded.lane.target_wait_s)
+    delay_ms = round(max(wait_ms, 1000 * stay_s) * (1 + rng.uniform(0, SPREAD)))
+    is_paused = any(breakers.pauses.since_s(route) is not None or breakers.brake.of_route(route) for route in routes)
+    return Deferred(delay_ms=min(delay_ms, max(wait_ms, left_ms // 2)), reason="paused" if is_paused else "breaker")
+
+
+SPREAD_MS = 60_000
+"""If a daily cap is used up, requests are deferred to the next day (UTC), and come back at random times within this
+time after its beginning."""
+TAKE_WITHIN_S = 10.0
+"""How long a request may wait until its estimate is counted against its caps."""
+STORE_AWAY_MS = 1000
+"""The deferral if the store that counts the caps is unavailable."""
+Estimate = Callable[[Job, Request, Route], Amounts]
+
+
+@dataclass(slots=True, eq=False)
+class CapsGate:
+    """Lets a request pass if its lane and its tenant have enough left of their daily caps (limits of requests, tokens
+    and dollars, set by the operator). `estimate`: `BudgetGate.amounts`. `publish`: `Lifecycle.publish`."""
+
+    spending: Spending
+    breakers: Breakers
+    _: KW_ONLY
+    prices: Prices
+    estimate: Estimate
+    now_ms: NowMs = now_ms
+    rng: random.Random = field(default_factory=random.Random)
+    publish: Callable[..., None]
+    _held: dict[Job, Hold] = field(default_factory=dict, init=False)
+
+    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
+        tenant = job.identity.tenant
+        bounds = self.spending.bounds(job.lane_name, tenant)
+        if not bounds or job.stopped is not None:
+            return None
+        route = self.breakers.usable(decoded.chain.routes)[0]
+        price = self.prices.of(route.model)
+        if price is None and any(bound.what == "usd" for bound in bounds):
+            return ended(
+                "forbidden_model",
+                f"model {route.model[:80]!r} has no price, and what is spent here is capped in dollars; "
+                f"allowed: {', '.join(sorted(self.prices.models))}",
+            )
+        try:
+            wanted = _spent(self.estimate(job, decoded.request, route), price)
+            async with asyncio.timeout(TAKE_WITHIN_S):
+                found = await self.spending.take(bounds, wanted, publish=partial(self.publish, job))
+        except (StoreUnavailable, TimeoutError):  # while a cap cannot be checked, no provider is called
+            return Deferred(delay_ms=STORE_AWAY_MS, reason="store")
+        if isinstance(found, Over):
+            return self._over(job, decoded.request, found)
+        self._held[job] = found
+        return None
+
+    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
+        """Correct what `enter` counted against the caps. After an answer, the amounts that the call used are counted.
+        After a failure nothing is counted, unless the failed call may have to be paid for: then the estimate stays
+        counted. In each case, earlier calls of the same attempt that failed and may have to be paid for are counted
+        too."""
+        hold, attempted = self._held.pop(job, None), job.attempted
+        used = Spent()
+        if isinstance(outcome, Answered):
+            usage = None if attempted is None else attempted.usage
+            tokens = 0.0 if usage is None else usage.input_tokens + usage.output_tokens
+            used = Spent(1, tokens, (attempted and attempted.cost_usd) or 0.0)
+            self.spending.count(job.lane_name, job.identity.tenant, used)
+        elif hold is not None and attempted is not None and _may_be_paid(attempted):
+            used = hold.spent
+        for model, amounts in () if attempted is None else attempted.lost:
+            _, tokens, usd = _spent(amounts, self.prices.of(model))
+            used = Spent(used.requests, used.tokens + tokens, used.usd + usd)
+        if hold is not None:
+            self.spending.correct(hold, used)
+
+    def _over(self, job: Job, request: Request, over: Over) -> Outcome:
+        """The request is deferred to the next day, or refused if its deadline is before that or its estimate exceeds
+        the whole cap."""
+        left_ms = request.deadline_ms - self.now_ms()
+        wait_ms = round(1000 * over.resets_in_s)
+        if wait_ms >= left_ms or over.wanted > over.bound.limit:
+            return ended("deadline_exceeded", f"{over}; the next day begins in {wait_ms} ms, and {left_ms} ms are left")
+        delay_ms = min(wait_ms + round(self.rng.uniform(0, SPREAD_MS)), left_ms)
+        return Deferred(delay_ms=delay_ms, reason=over.bound.reason)
+
+
+def _may_be_paid(attempted: Attempted) -> bool:
+    """Whether a call that gave no answer may have to be paid for: it is unknown what it used, or it used output
+    tokens."""
+    return attempted.usage is None or attempted.usage.output_tokens > 0
+
+
+def _spent(amounts: Amounts, price: Price | None) -> Spent:
+    usd = 0.0
+    if price is not None:
+        usd = (amounts.input_tokens * price.input + amounts.output_tokens * price.output) / MILLION
+    return Spent(1, amounts.input_tokens + amounts.output_tokens, usd)
+
+
+REPORTED_FROM_S = 1.0
+"""A wait is reported (by `BudgetGate.on_wait`) only if it is predicted to last at least this long."""
+BACK_WITHIN_MS = 15_000
+"""The longest deferral of a request that lets others pass. There is a limit because the delay is the predicted wait,
+and the prediction may be too long."""
+AT_ONCE_S = 0.25
+"""A call that could begin within this time is always tried, even if it may not end before the request's deadline."""
+SHORTEST_S = 0.25
+LONGEST_S = 15.0
+"""The shortest and the longest patience of a request whose slot others need."""
+
+
+class WaitingRoom:
+    """Counts the requests of this process that wait for budget, by lane and account, and decides how long each may
+    wait.
+
+    A waiting request keeps its slot (the right to be worked on), because requests behind it for the same account would
+    wait too. But if requests that wait for one account hold all slots of a lane but one, the next request for that
+    account may wait for a short time only (its patience). Then it is deferred, which frees its slot for a request for
+    another account; when it comes back, it has its old place among those that wait. As long as only requests for that
+    account follow, the patience doubles with each of them, because deferring them helps no other request.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._patience_s: dict[str, float] = {}
+
+    def enter(self, lane: str, account: str, *, slots: int) -> float | None:
+        """Count a request that begins to wait. Return its patience; None: it need not let others pass. Call `leave`
+        when the wait has ended. `slots`: how many slots the lane has."""
+        waiting = self._waiting[lane]
+        waiting[account] += 1
+        if len(waiting) > 1:
+            self._patience_s[lane] = SHORTEST_S  # requests for other accounts follow too: deferring helps them
+        if waiting[account] <= max(1, slots - 1):
+            return None
+        patience_s = self._patience_s.get(lane, SHORTEST_S)
+        self._patience_s[lane] = min(LONGEST_S, 2 * patience_s)
+        return patience_s
+
+    def leave(self, lane: str, account: str) -> None:
+        """Note that a request no longer waits, whatever the reason."""
+        self._waiting[lane][account] -= 1
+        if not self._waiting[lane][account]:
+            del self._waiting[lane][account]
+
+    def passed(self, lane: str, account: str) -> None:
+        """Note that a request got its budget without a wait. If others of its lane wait for another account, deferring
+        those lets requests like this one pass, so the patience becomes short again."""
+        if self._waiting[lane].keys() - {account}:
+            self._patience_s[lane] = SHORTEST_S
+
+
+@dataclass(slots=True, eq=False)
+class BudgetGate:
+    """Reserves budget (requests and tokens per minute) for the call of a job. Of the providers that may be called for
+    the job, it chooses the first that will have enough budget soon; if there is none, the provider with the shortest
+    predicted wait."""
+
+    budgets: Budgets
+    breakers: Breakers
+    estimates: Estimates
+    _: KW_ONLY
+    spec: BudgetSpec
+    now_ms: NowMs = now_ms
+    on_wait: Callable[[Job, Wait], None]
+    _waiting_room: WaitingRoom = field(default_factory=WaitingRoom, init=False)
+    waits: Counter[tuple[str, str, str]] = field(default_factory=Counter, init=False)
+    """How many waits have begun, by account, lane and limit."""
+
+    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
+        routes = self.breakers.usable(decoded.chain.routes)
+        route = routes[0]
+        began_s = _loop_s()
+        try:
+            async with job.interruptible(self.spec.hold_s) as limit:
+                if len(routes) > 1:
+                    if (found := await self._overflowing(job, decoded, routes, limit)) is not None:
+                        job.reserved = found
+                        return None
+                    waits = [await self._wait(job, decoded.request, each) for each in routes]
+                    route = routes[min(range(len(routes)), key=lambda index: waits[index].seconds)]
+                until = self._start_by(job, decoded.request, route)
+                job.reserved = await self._reserve(job, decoded, route, until, limit)
+                return None
+        except WaitTooLong as too_long:
+            return self._too_long(job, decoded.request, route, too_long.wait)
+        return await self._interrupted(job, decoded.request, route, _loop_s() - began_s)
+
+    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
+        """Replace what was reserved for the job by what the call used or, if that is unknown, by what it has probably
+        used. If no call was made, return the whole reservation."""
+        reserved, job.reserved = job.reserved, None
+        if reserved is None:
+            return
+        attempted = job.attempted
+        if attempted is None:
+            self.budgets.settle(reserved.reservation, None)
+            return
+        usage, kind = attempted.usage, _usage_class(job, reserved.route)
+        self.budgets.settle(reserved.reservation, self.likely(job, reserved) if usage is None else usage)
+        job.underway = None  # it keeps the events of a stream in memory
+        if isinstance(outcome, (Answered, Refused)):
+            self.estimates.learn_run(kind, attempted.run_ms / 1000, was_cut=isinstance(outcome, Refused))
+        if isinstance(outcome, Answered) and usage is not None:
+            self.estimates.learn(
+                kind,
+                text_bytes=decoded.request.text_bytes,
+                media_tokens=decoded.request.media.tokens(reserved.route.model),
+                input_tokens=usage.input_tokens,
+                output_tokens=usage.output_tokens,
+            )
+
+    def likely(self, job: Job, reserved: Reserved) -> Amounts:
+        """What a job's call has probably used of the provider's limits, if it ended without the provider's count: what
+        a stream has shown of it. Without a stream: the input that was sent, and as much of the expected output as the
+        model could write in the time."""
+        expected, underway = reserved.reservation.amounts, job.underway
+        if underway is None:
+            return expected
+        if (used := underway.used()) is not None:
+            return used
+        run_s = _loop_s() - underway.began_s
+        usual_s = self.estimates.run_s(_usage_class(job, reserved.route))
+        part = run_s / usual_s if run_s < usual_s else 1.0
+        return expected._replace(output_tokens=part * expected.output_tokens)
+
+    async def move(self, job: Job, decoded: Decoded, route: Route, used: Amounts | None) -> bool:
+        """Move a job's reservation to another provider: reserve budget for `route` without waiting, and settle the
+        earlier reservation. Return False, and change nothing, if the account of `route` has too little budget. `used`:
+        what the call on the earlier route used; None: no call was made."""
+        amounts = self.amounts(job, decoded.request, route)
+        found = await self.budgets.try_reserve(route.account, lane=job.lane_name, amounts=amounts, request=job.id)
+        if found is None:
+            return False
+        before, job.reserved = job.reserved, Reserved(route, found)
+        if before is not None:
+            self.budgets.settle(before.reservation, used)
+        return True
+
+    def amounts(self, job: Job, request: Request, route: Route) -> Amounts:
+        """What the request is expected to use of the provider's limits."""
+        return Amounts(
+            1.0,
+            self.estimates.input_tokens(route.model, request.text_bytes, request.media.tokens(route.model)),
+            self.estimates.output_tokens(_usage_class(job, route), max_tokens=request.max_tokens),
+        )
+
+    async def _overflowing(
+        self, job: Job, decoded: Decoded, routes: Sequence[Route], limit: Interruptible
+    ) -> Reserved | None:
+        """Reserve budget on the first route whose predicted wait is at most the setting `overflow_s` (by default the
+        lane's target wait), and short enough for the deadline."""
+        patience_s = decoded.lane.target_wait_s if self.spec.overflow_s is None else self.spec.overflow_s
+        for route in routes:
+            soon = min(self._start_by(job, decoded.request, route), _loop_s() + patience_s)
+            if (await self._wait(job, decoded.request, route)).seconds > soon - _loop_s():
+                continue
+            try:
+                return await self._reserve(job, decoded, route, soon, limit)
+            except WaitTooLong:
+                continue
+        return None
+
+    async def _reserve(self, job: Job, decoded: Decoded, route: Route, until: float, limit: Interruptible) -> Reserved:
+        """Wait for budget on a route, and reserve it. Raises WaitTooLong if the call could not begin by `until`, by the
+        event loop's clock."""
+        lane, account, room, has_to_wait, ends_s = decoded.lane, route.account, self._waiting_room, False, limit.until_s
+
+        def on_wait(wait: Wait) -> None:
+            nonlocal has_to_wait
+            has_to_wait = True
+            self.waits[account, lane.name, wait.reason] += 1
+            patience_s = room.enter(lane.name, account, slots=lane.slots)
+            if patience_s is not None:
+                limit.reschedule(_loop_s() + min(patience_s, self.spec.hold_s))
+            if wait.seconds >= REPORTED_FROM_S:
+                self.on_wait(job, wait)
+
+        # A request that comes back after a deferral or redelivery keeps its place among those that wait. A new one goes
+        # to the end, even if its headers say that it was published long ago.
+        waited_ms = max(0, self.now_ms() - decoded.request.start_ms)
+        try:
+            reservation = await self.budgets.reserve(
+                account,
+                lane=job.lane_name,
+                amounts=self.amounts(job, decoded.request, route),
+                until=until,
+                request=job.id,
+                arrived=_loop_s() - waited_ms / 1000 if job.came_before else None,
+                on_wait=on_wait,
+            )
+        except WaitTooLong:
+            limit.reschedule(ends_s)  # undo the shorter limit of `on_wait`: another route may be tried
+            raise
+        finally:
+            if has_to_wait:
+                room.leave(job.lane_name, account)
+        if not has_to_wait:
+            room.passed(job.lane_name, account)
+        return Reserved(route, reservation)
+
+    def _start_by(self, job: Job, request: Request, route: Route) -> float:
+        """The latest time at which the call may begin, by the event loop's clock: the request's deadline minus the
+        usual run time of such a call, but at least `AT_ONCE_S` from now, unless the deadline itself is earlier."""
+        left_s = (request.deadline_ms - self.now_ms()) / 1000
+        return _loop_s() + max(left_s - self._run_s(job, request, route), min(left_s, AT_ONCE_S))
+
+    def _run_s(self, job: Job, request: Request, route: Route) -> float:
+        return 0.0 if request.stream else self.estimates.run_s(_usage_class(job, route))
+
+    async def _wait(self, job: Job, request: Request, route: Route) -> Wait:
+        amounts = self.amounts(job, request, route)
+        return await self.budgets.predicted_wait(route.account, lane=job.lane_name, amounts=amounts)
+
+    def _too_long(self, job: Job, request: Request, route: Route, wait: Wait) -> Outcome:
+        left_ms = request.deadline_ms - self.now_ms()
+        bound_ms = request.deadline_ms - request.start_ms
+        return ended(
+            "deadline_exceeded",
+            f"not answered within {bound_ms} ms: it could start in {round(1000 * wait.least_s)} ms at the earliest "
+            f"(waiting for {wait.reason} of {route.account}), its call may take "
+            f"{round(1000 * self._run_s(job, request, route))} ms, and {max(0, left_ms)} ms are left{job.last_failure}",
+        )
+
+    async def _interrupted(self, job: Job, request: Request, route: Route, waited_s: float) -> Outcome:
+        """The outcome of a job that was stopped, that has waited for `hold_s`, or that lets others pass."""
+        if job.stopped is not None:
+            return stopped_by(job.stopped, doing="waited for the budget")
+        wait = await self._wait(job, request, route)
+        lets_others_pass = waited_s < self.spec.hold_s
+        delay_ms = max(LATER_MS, min(BACK_WITHIN_MS, round(1000 * wait.seconds))) if lets_others_pass else LATER_MS
+        return Deferred(delay_ms=delay_ms, reason=wait.reason)
+
+
+def _usage_class(job: Job, route: Route) -> UsageClass:
+    return UsageClass(job.lane_name, task_of(job.routing_key), route.model)
+
+
+def _loop_s() -> float:
+    return asyncio.get_running_loop().time()
