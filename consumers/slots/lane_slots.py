@@ -158,7 +158,7 @@ class QueueSlots:
         self.begun = 0
         self.sets_surplus_aside = False
         """Whether requests that exceed their tenant's share are set aside even if no request of the tenant is in a side
-        queue yet. `Scouting` switches it on and off."""
+        queue yet. `Scaling` switches it on and off."""
 
     @property
     def is_full(self) -> bool:

@@ -1,5 +1,5 @@
-"""Starts and stops further consumers of a queue, by the load of all queues: with slots of their own (`Scaling`), or as
-scouts, which only take requests out of the way of other tenants (`Scouting`). A slot works on one request at a time.
+"""Starts and stops further consumers of a queue, by the load of all queues: with slots of their own, or as
+scouts, which only take requests out of the way of other tenants. A slot works on one request at a time.
 
 **Slots.** First, idle slots are lent to queues whose requests wait, the most urgent queue first; each queue keeps some
 idle slots, which it does not lend. If a queue's requests still wait longer than its lane's target, it grows: it gets
@@ -38,9 +38,7 @@ from consumers.slots.lane_slots import QueueSlots
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 
-LOOK_EVERY_S = 0.25
-"""The time between two decisions. It is short, because a queue that has lent slots must get them back within a
-second."""
+LOOK_EVERY_S = 0.25  # a queue that has lent slots must get them back within a second
 log = logs.logger()
 
 Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
@@ -48,7 +46,7 @@ Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
 
 
 class SlotPool(Protocol):
-    """What must be known of a pool (`consumers/pool.py`)."""
+    """What `Scaling` knows of a `Pool`."""
 
     @property
     def queue(self) -> str: ...
@@ -82,21 +80,18 @@ class QueueLoad:
     """How many of its own slots are never lent, even if they are idle."""
     max_slots: int
     target_wait_s: float
-    """The queue may get further slots if its requests wait longer than this."""
     extra: int = 0
     """How many slots the queue has now in addition to its own, including those that were taken back but on which a
     request still runs (`ending`)."""
     grown: int = 0
     """How many of the additional slots are new, that is, not lent by another queue."""
     ending: int = 0
-    """How many requests still run on additional slots that were taken back."""
     busiest: int = 0
     """The highest number of the queue's requests that this worker had at the same time, within `STEADY_S`."""
     waiting: int = 0
     """How many messages wait in the queue on the broker; 0 while the queue has free slots, because the broker is not
     asked then."""
     wait_s: float = 0.0
-    """`ScaledQueue.wait_s`; 0 if `waiting` is 0."""
     bottleneck: str | None = None
     """The provider's limit (such as input tokens per minute) for which requests of the queue's lane wait."""
 
@@ -106,9 +101,7 @@ class ExtraSlots:
     """The slots that a queue should have in addition to its own."""
 
     lent: int = 0
-    """How many idle slots this queue borrows from other queues."""
     grown: int = 0
-    """How many new slots, which no other queue lends, are created for the queue."""
     limit: str | None = None
     """Why the queue gets no further slots although its requests wait longer than the lane's target: `AT_MOST`, or the
     value of `QueueLoad.bottleneck`."""
@@ -163,6 +156,14 @@ BOTTLENECK_FOR_S = 2.0
 """A lane counts as waiting for a provider's budget until this time after one of its requests was last seen waiting."""
 LIMIT_LOGGED_EVERY_S = 60.0
 """The shortest time between two log events about a queue that can get no further slots."""
+SENT_AFTER_LOOKS: Final = 4
+"""A scout is started only when all slots of a queue were in use for a second: at one check, and at this many further
+checks in a row. If the slots are all in use for a shorter time, requests are delivered in the queue's own order."""
+CALLED_BACK_AFTER_LOOKS: Final = 8
+"""After this many checks in a row that found free slots, the queue's scout is stopped."""
+SCOUT_PREFETCH: Final = 64
+"""A scout moves at most this many requests in the time that the broker takes to confirm a publish, which is long on a
+busy machine; but each takes CPU time from requests of other lanes, and may have 1 MiB."""
 WaitingFor = Callable[[], Mapping[str, str]]
 """A function that returns, for each lane whose requests wait for a provider's budget now, the limit for which they wait
 (such as input tokens a minute)."""
@@ -170,27 +171,30 @@ WaitingFor = Callable[[], Mapping[str, str]]
 
 @dataclass(slots=True, kw_only=True)
 class ScaledQueue:
-    """A queue whose number of slots changes: the pools that consume it, and its load so far."""
+    """A queue whose number of slots changes: the pools that consume it, of which `pool` always does, and its load so
+    far. `new_scout`: None if the lane has no side queues."""
 
     lane: str
     pool: SlotPool
-    """The pool that always consumes the queue, with the queue's own slots."""
     new_pool: Callable[[int], SlotPool]
-    """A function that creates a further pool of the same queue with the given number of slots."""
     load: QueueLoad
-    """The queue's settings, and its load at the latest check."""
     activity: LaneActivity
     side: SlotPool | None = None
     """The pool of the lane's side queues, whose requests use this queue's slots."""
-    resize: Callable[[int], None] = lambda slots: None
-    """A function that is called after each decision with the queue's number of slots."""
+    shared: QueueSlots
+    new_scout: Callable[[], SlotPool] | None = None
+    scout: SlotPool | None = None
+    begun: deque[int] = field(default_factory=lambda: deque(maxlen=SENT_AFTER_LOOKS + 1))
+    """How many requests of the queue had begun since the process started, at each of the last checks in a row that
+    found all slots in use. When the list is full, its first and its last number were taken a second apart."""
+    idle_looks: int = 0
+    """How many of the latest checks in a row found free slots."""
     added: list[SlotPool] = field(default_factory=list)
     taken_back: list[SlotPool] = field(default_factory=list)
-    """Pools whose added slots were taken back, while requests still run on them."""
+    """Pools whose added slots were taken back, and scouts that were called back, until their requests have ended."""
     used: deque[int] = field(default_factory=lambda: deque(maxlen=round(STEADY_S / LOOK_EVERY_S)))
     """How many of the queue's requests this worker had at each check within the last `STEADY_S` seconds."""
     extra_slots: ExtraSlots = field(default_factory=ExtraSlots)
-    """The latest decision."""
     waiting_since_ms: int | None = None
     """Since when messages have waited in the queue without a break, as far as this worker has seen."""
     limit_logged_s: float | None = None
@@ -202,7 +206,7 @@ class ScaledQueue:
 
     @property
     def ending(self) -> int:
-        return sum(pool.in_hand for pool in self.taken_back)
+        return sum(pool.in_hand for pool in self.taken_back if pool.slots)  # a scout has none
 
     @property
     def in_hand(self) -> int:
@@ -232,11 +236,12 @@ class ScaledQueue:
 
 
 IsBraked = Callable[[str], bool]
-"""A function that says whether an operator has paused a lane: its queues then get no further slots, and lend theirs."""
+"""Whether an operator has paused a lane: its queues then get no further slots, and lend theirs."""
 
 
 class Scaling:
-    """Gives each queue of this worker the slots that `decide` says. `queues`: the most urgent first."""
+    """Gives each queue of this worker the slots that `decide` says, and a scout while all of these are in use for long.
+    `queues`: the most urgent first. `ready`: like `depths`, without what waits in side queues."""
 
     brake: str | None = None
 
@@ -245,6 +250,7 @@ class Scaling:
         queues: Sequence[ScaledQueue],
         *,
         depths: Depths,
+        ready: Depths,
         now_ms: NowMs,
         waiting_for: WaitingFor = dict,
         is_braked: IsBraked = lambda lane: False,
@@ -252,6 +258,7 @@ class Scaling:
         self._queues = queues
         self._is_braked = is_braked
         self._depths = depths
+        self._ready = ready
         self._now_ms = now_ms
         self._waiting_for = waiting_for
         self._bottlenecks: dict[str, tuple[str, float]] = {}
@@ -263,23 +270,25 @@ class Scaling:
             queue.used.append(queue.pool.slots)
 
     async def run(self) -> None:
-        """Add slots to queues and take them back, until `stop` is called and the requests on added slots have ended.
-        Cancel it to end at once."""
+        """Runs until `stop` is called and what runs on added slots and on scouts has ended, or until cancelled."""
         async with self._group:
             async for _ in every(LOOK_EVERY_S, until=self._stopping):
                 await self._look()
+                for queue in self._queues:
+                    if queue.new_scout is not None:
+                        await self._look_for_scout(queue, queue.new_scout)
 
     async def stop(self) -> None:
-        """Take back all slots that were added to queues, and add no more."""
+        """Take back all slots that were added to queues, call all scouts back, and add no more."""
         self._stopping.set()
         await self._take_back(self._queues)
 
     def give_back_waiting(self) -> None:
-        """After `stop`: `Pool.give_back_waiting` of all pools with added slots."""
+        """After `stop`: `Pool.give_back_waiting` of all pools that it has added."""
         _give_back_waiting(self._queues)
 
     async def pause(self, reason: str) -> None:
-        """Take back the added slots. The load during the pause is not recorded, because slots are then idle because of
+        """As `stop`, until `resume`. The load during the pause is not recorded, because slots are then idle because of
         the pause, not for lack of requests."""
         self.is_paused = True
         await self._take_back(self._queues)
@@ -296,7 +305,7 @@ class Scaling:
         waiting = await self._ask() if asks else {}
         if self.is_paused or self._stopping.is_set():
             return
-        if braked := [queue for queue in self._queues if queue.added and self._is_braked(queue.lane)]:
+        if braked := [queue for queue in self._queues if (queue.added or queue.scout) and self._is_braked(queue.lane)]:
             await self._take_back(braked)
             _give_back_waiting(braked)
         for queue in self._queues:
@@ -353,7 +362,7 @@ class Scaling:
             queue.added.append(pool)
             queue.used.append(queue.pool.slots + queue.added_slots + queue.ending)  # new slots count as used at first
             self._group.create_task(self._work(queue, pool), name=f"added slots {queue.pool.queue}")
-        queue.resize(queue.pool.slots + queue.added_slots)
+        queue.shared.resize(queue.pool.slots + queue.added_slots)
         if (extra_slots.lent, extra_slots.grown) != (queue.extra_slots.lent, queue.extra_slots.grown):
             log.debug(
                 signals.SLOTS_CHANGED,
@@ -369,15 +378,50 @@ class Scaling:
         await pool.run()
         queue.taken_back.remove(pool)
 
+    async def _look_for_scout(self, queue: ScaledQueue, new_scout: Callable[[], SlotPool]) -> None:
+        slots, begun = queue.shared, queue.begun
+        if self.is_paused or not slots.is_full or self._is_braked(queue.lane):
+            queue.idle_looks += 1
+            begun.clear()
+            if queue.scout is not None and queue.idle_looks >= CALLED_BACK_AFTER_LOOKS:
+                await self._call_back(queue)
+            return
+        queue.idle_looks = 0
+        begun.append(slots.begun)
+        if queue.scout is not None or len(begun) <= SENT_AFTER_LOOKS:
+            return
+        # Calls that began together end together, so the rate is measured over a second, not since the last check.
+        in_a_second = begun[-1] - begun[0]
+        is_slow = in_a_second < SENT_AFTER_LOOKS * slots.size
+        if not (is_slow or slots.lane.is_shared):
+            return
+        try:
+            waiting = (await self._ready([queue.pool.queue]))[queue.pool.queue]
+        except BrokerError:  # the pools report the lost connection
+            return
+        # whether the waiting requests, at this rate, will need more than 0.25 s (if slow) or a second to get slots
+        is_long = waiting > (in_a_second / SENT_AFTER_LOOKS if is_slow else in_a_second)
+        if is_long and not self.is_paused and not self._stopping.is_set():
+            queue.scout = new_scout()
+            slots.set_surplus_aside(True)
+            self._group.create_task(self._work(queue, queue.scout), name=f"scout {queue.pool.queue}")
+
+    async def _call_back(self, queue: ScaledQueue) -> None:
+        if (scout := queue.scout) is not None:
+            queue.scout = None
+            queue.shared.set_surplus_aside(False)
+            queue.taken_back.append(scout)
+            await scout.stop()
+
     async def _take_back(self, queues: Sequence[ScaledQueue]) -> None:
         ending = [pool for queue in queues for pool in queue.added]
         for queue in queues:
             queue.taken_back += queue.added
             queue.added = []
             queue.extra_slots = ExtraSlots()
-            queue.resize(queue.pool.slots)
+            queue.shared.resize(queue.pool.slots)
         self._publish_figures()
-        await asyncio.gather(*(pool.stop() for pool in ending))
+        await asyncio.gather(*(pool.stop() for pool in ending), *(self._call_back(queue) for queue in queues))
 
     def _log_limit(self, queue: ScaledQueue, limit: str, now_s: float) -> None:
         if queue.limit_logged_s is None or now_s >= queue.limit_logged_s + LIMIT_LOGGED_EVERY_S:
@@ -405,126 +449,3 @@ def _give_back_waiting(queues: Sequence[ScaledQueue]) -> None:
     for queue in queues:
         for pool in queue.taken_back:
             pool.give_back_waiting()
-
-
-# ---- scouts ----------------------------------------------------------------------------------------------------------
-
-SENT_AFTER_LOOKS: Final = 4
-"""A scout is started only when all slots of a queue were in use for a second: at one check, and at this many further
-checks in a row. If the slots are all in use for a shorter time, requests are delivered in the queue's own order."""
-CALLED_BACK_AFTER_LOOKS: Final = 8
-"""After this many checks in a row that found free slots, the queue's scout is stopped."""
-SCOUT_PREFETCH: Final = 64
-"""A scout moves at most this many requests in the time that the broker takes to confirm a publish, which is long on a
-busy machine; but each takes CPU time from requests of other lanes, and may have 1 MiB."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Scouted:
-    """A queue that may get a scout, and the results of the regular checks whether its slots are all in use."""
-
-    lane: str
-    queue: str
-    slots: QueueSlots
-    scout: Callable[[], SlotPool]
-    """A function that creates a scout: a pool whose requests use the slots that the queue has already."""
-    begun: deque[int] = field(default_factory=lambda: deque(maxlen=SENT_AFTER_LOOKS + 1))
-    """How many requests of the queue had begun since the process started, at each of the last checks in a row that
-    found all slots in use. When the list is full, its first and its last number were taken a second apart."""
-    idle_looks: int = 0
-    """How many of the latest checks in a row found free slots."""
-    active: SlotPool | None = None
-    """The scout that runs for the queue."""
-
-
-class Scouting:
-    """Starts a scout for each queue whose slots are all in use for long, and stops it when slots are free. Like a pool,
-    it can be paused and stopped."""
-
-    brake: str | None = None
-
-    def __init__(self, queues: Sequence[Scouted], *, depths: Depths, is_braked: IsBraked = lambda lane: False) -> None:
-        self._queues = queues
-        self._is_braked = is_braked
-        self._depths = depths
-        self.is_paused = False
-        self._stopping = asyncio.Event()
-        self._group = asyncio.TaskGroup()
-        self._ending: set[SlotPool] = set()
-        """Scouts that were stopped, but whose requests have not all ended."""
-
-    async def run(self) -> None:
-        """Start and stop scouts, until `stop` is called and the requests of all scouts have ended. Cancel it to end at
-        once."""
-        async with self._group:
-            async for _ in every(LOOK_EVERY_S, until=self._stopping):
-                for scouted in self._queues:
-                    await self._look(scouted)
-
-    async def stop(self) -> None:
-        """Stop all scouts, and start no more."""
-        self._stopping.set()
-        await self._call_all_back()
-
-    def give_back_waiting(self) -> None:
-        """After `stop`: `Pool.give_back_waiting` of all scouts."""
-        for scout in self._ending:
-            scout.give_back_waiting()
-
-    async def pause(self, reason: str) -> None:
-        """Stop all scouts, and start none until `resume` is called."""
-        self.is_paused = True
-        await self._call_all_back()
-
-    async def resume(self) -> None:
-        self.is_paused = False
-
-    async def _look(self, scouted: Scouted) -> None:
-        slots, begun = scouted.slots, scouted.begun
-        if self._is_braked(scouted.lane):
-            begun.clear()
-            if (scout := scouted.active) is not None:
-                await self._call_back(scouted)
-                scout.give_back_waiting()
-            return
-        if self.is_paused or not slots.is_full:
-            scouted.idle_looks += 1
-            begun.clear()
-            if scouted.active is not None and scouted.idle_looks >= CALLED_BACK_AFTER_LOOKS:
-                await self._call_back(scouted)
-            return
-        scouted.idle_looks = 0
-        begun.append(slots.begun)
-        if scouted.active is not None or len(begun) <= SENT_AFTER_LOOKS:
-            return
-        # Calls that began together end together, so the rate is measured over a second, not since the last check.
-        in_a_second = begun[-1] - begun[0]
-        is_slow = in_a_second < SENT_AFTER_LOOKS * slots.size
-        if not (is_slow or slots.lane.is_shared):
-            return
-        try:
-            waiting = (await self._depths([scouted.queue]))[scouted.queue]
-        except BrokerError:  # the pools report the lost connection
-            return
-        # whether the waiting requests, at this rate, will need more than 0.25 s (if slow) or a second to get slots
-        is_long = waiting > (in_a_second / SENT_AFTER_LOOKS if is_slow else in_a_second)
-        if is_long and not self.is_paused and not self._stopping.is_set():
-            scouted.active = scouted.scout()
-            scouted.slots.set_surplus_aside(True)
-            self._group.create_task(self._work(scouted.active), name=f"scout {scouted.queue}")
-
-    async def _work(self, scout: SlotPool) -> None:
-        try:
-            await scout.run()
-        finally:
-            self._ending.discard(scout)
-
-    async def _call_back(self, scouted: Scouted) -> None:
-        if (scout := scouted.active) is not None:
-            scouted.active = None
-            scouted.slots.set_surplus_aside(False)
-            self._ending.add(scout)
-            await scout.stop()
-
-    async def _call_all_back(self) -> None:
-        await asyncio.gather(*(self._call_back(scouted) for scouted in self._queues))

@@ -48,7 +48,7 @@ from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import Admitter, QueueAdmitter, SideQueueAdmitter, SideQueues
 from consumers.slots.lane_slots import LaneSlots, QueueSlots, TenantShare
 from consumers.slots.pausing import Pausing, Watchdog
-from consumers.slots.scaling import SCOUT_PREFETCH, QueueLoad, ScaledQueue, Scaling, Scouted, Scouting
+from consumers.slots.scaling import SCOUT_PREFETCH, QueueLoad, ScaledQueue, Scaling
 from consumers.spending import Spending
 from consumers.state import open_store
 from consumers.state.base import FollowedStore, Store, StoreUnavailable
@@ -359,7 +359,6 @@ class Worker:
     """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
     activities: Sequence[LaneActivity]
     scaling: Scaling
-    scouting: Scouting
     watchdog: Watchdog
     lengths: QueueLengths
     dead_letters: DeadLetters
@@ -415,9 +414,6 @@ class Pools:
     shares: Mapping[str, TenantShare]
     speakers: Sequence[str]
     made: list[Pool] = field(default_factory=list)
-    scouted: list[Scouted] = field(default_factory=list)
-    """The queues that may get a scout, that is, a further consumer that moves requests over their tenant's share to
-    side queues (`consumers/slots/scaling.py`)."""
     lane_slots: dict[str, LaneSlots] = field(default_factory=dict)
     heads: dict[str, Heads] = field(default_factory=dict)
     """What this process knows of each lane's side queues (for requests over their tenant's share), that is, their
@@ -469,8 +465,6 @@ class Pools:
                 return pool(self.broker.deliveries(queue, prefetch=SCOUT_PREFETCH), admitter, 0)
 
             self.made.append(new_pool(own.size))
-            if side_queues is not None:
-                self.scouted.append(Scouted(lane=lane.name, queue=queue, slots=own, scout=scout))
             load = QueueLoad(slots=own.size, reserved=reserved, max_slots=max_slots, target_wait_s=lane.target_wait_s)
             self.scaled.append(
                 ScaledQueue(
@@ -480,7 +474,8 @@ class Pools:
                     load=load,
                     activity=activity,
                     side=side_pool,
-                    resize=own.resize,
+                    shared=own,
+                    new_scout=None if side_queues is None else scout,
                 )
             )
 
@@ -626,11 +621,11 @@ async def assemble(
             scaling=Scaling(
                 pools.scaled,
                 depths=pools.ready,
+                ready=broker.ready,
                 now_ms=now_ms,
                 waiting_for=budgeting.waiting_for,
                 is_braked=pools.is_braked,
             ),
-            scouting=Scouting(pools.scouted, depths=broker.ready, is_braked=pools.is_braked),
             watchdog=Watchdog(pools.made, unfetched=pools.unfetched, lost_slots=pools.lost_slots),
             lengths=QueueLengths(broker.consuming, worked_lanes, names=names),
             dead_letters=DeadLetters(

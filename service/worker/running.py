@@ -42,7 +42,6 @@ async def run(
             **{f"pool {pool.queue}": pool.run() for pool in worker.pools},
             "control": worker.control.run(),
             "slots": worker.scaling.run(),
-            "scouting": worker.scouting.run(),
         }
         supporting = {
             "status": _answer_status(worker),
@@ -54,7 +53,7 @@ async def run(
             "pace": note_ends(worker.store, worker.activities),
             "sweeping": sweeping(worker.store, worker.settler.bodies.own, owner=uuid.uuid4().hex),
             "dead letters": worker.dead_letters.run(owner=uuid.uuid4().hex),
-            "pausing": worker.pausing.run((*worker.pools, worker.scaling, worker.scouting)),
+            "pausing": worker.pausing.run((*worker.pools, worker.scaling)),
             "topology watch": worker.broker.watch.run(),
         }
         pools = [group.create_task(work, name=name) for name, work in consuming.items()]
@@ -84,11 +83,10 @@ async def run(
 async def _stop(worker: Worker) -> None:
     """First stop all consumers, and only then return to the broker the requests for which no call has begun; in another
     order, the broker would deliver the returned requests to this worker again."""
-    await asyncio.gather(*(pool.stop() for pool in worker.pools), worker.scaling.stop(), worker.scouting.stop())
+    await asyncio.gather(*(pool.stop() for pool in worker.pools), worker.scaling.stop())
     for pool in worker.pools:
         pool.give_back_waiting()
     worker.scaling.give_back_waiting()
-    worker.scouting.give_back_waiting()
 
 
 async def _announce(worker: Worker, on_ready: Callable[[], None]) -> None:

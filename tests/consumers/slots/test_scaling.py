@@ -16,6 +16,7 @@ from typing_extensions import override
 from consumers.job import Job
 from consumers.slots import scaling
 from consumers.slots.activity import LaneActivity
+from consumers.slots.lane_slots import LaneSlots
 from consumers.slots.scaling import AT_MOST, ExtraSlots, QueueLoad, ScaledQueue, Scaling, decide
 from lanekeeper.contract.problems import BrokerUnreachable
 from tests.support.examples import examples
@@ -57,6 +58,7 @@ class World:
         self.slots = Scaling(
             [self.high, self.low],
             depths=self._depths,
+            ready=self._depths,
             waiting_for=lambda: self.held,
             now_ms=lambda: self.now_ms,
             is_braked=lambda lane: lane in self.braked,
@@ -74,6 +76,7 @@ class World:
             new_pool=more,
             load=QueueLoad(slots=slots, reserved=kept, max_slots=most, target_wait_s=1),
             activity=LaneActivity(lane, slots=slots, due_slots=0),
+            shared=LaneSlots().queue(slots),
         )
 
     async def _depths(self, queues: list[str]) -> Mapping[str, int]:

@@ -7,7 +7,7 @@ import pytest
 
 from consumers.slots.activity import LaneActivity
 from consumers.slots.lane_slots import LaneSlots, QueueSlots
-from consumers.slots.scaling import QueueLoad, ScaledQueue, Scaling, Scouted, Scouting
+from consumers.slots.scaling import QueueLoad, ScaledQueue, Scaling
 from tests.support.jobs import NOW_MS
 from tests.support.pools import FakePool
 from tests.support.virtual_time import virtually
@@ -28,6 +28,7 @@ class World:
         self.slots = Scaling(
             [self.high, self.low],
             depths=self._depths,
+            ready=self._depths,
             waiting_for=lambda: self.held,
             now_ms=lambda: NOW_MS + round(1000 * self.passed_s),
         )
@@ -50,6 +51,7 @@ class World:
             new_pool=more,
             load=QueueLoad(slots=slots, reserved=1, max_slots=most, target_wait_s=2),
             activity=activity,
+            shared=LaneSlots().queue(slots),
         )
 
     async def _depths(self, queues: list[str]) -> Mapping[str, int]:
@@ -101,10 +103,17 @@ class Lane:
         self.waiting = waiting
         self.slots: QueueSlots = LaneSlots().queue(2)
         self.scouts: list[FakePool] = []
-        self.scouting = Scouting(
-            [Scouted(lane="low", queue=QUEUE, slots=self.slots, scout=self._scout)], depths=self._depths
+        queue = ScaledQueue(
+            lane="low",
+            pool=FakePool(QUEUE, 2),
+            new_pool=lambda count: FakePool(QUEUE, count),
+            load=QueueLoad(slots=2, reserved=1, max_slots=2, target_wait_s=2),
+            activity=LaneActivity("low", slots=2, due_slots=0),
+            shared=self.slots,
+            new_scout=self._scout,
         )
-        self._running = asyncio.create_task(self.scouting.run())
+        self.scaling = Scaling([queue], depths=self._depths, ready=self._depths, now_ms=lambda: NOW_MS)
+        self._running = asyncio.create_task(self.scaling.run())
         self.began_s = self.loop.time()
 
     def _scout(self) -> FakePool:
@@ -119,7 +128,7 @@ class Lane:
             pass
 
     async def end(self) -> None:
-        await self.scouting.stop()
+        await self.scaling.stop()
         await self._running
 
 
@@ -223,10 +232,10 @@ def test_no_scout_is_out_while_the_lane_is_paused() -> None:
         lane = Lane(waiting=10)
         lane.fill()
         await asyncio.sleep(2)
-        await lane.scouting.pause("store is away")
+        await lane.scaling.pause("store is away")
         await asyncio.sleep(10)
         assert [each.is_over for each in lane.scouts] == [True]
-        await lane.scouting.resume()
+        await lane.scaling.resume()
         await asyncio.sleep(2)
         assert [each.is_over for each in lane.scouts] == [True, False]
         await lane.end()
