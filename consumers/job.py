@@ -172,9 +172,13 @@ class Job:
 
     def log_fields(self) -> dict[str, str | int]:
         fields: dict[str, str | int] = {"request": self.id, "lane": self.lane_name, "attempt": self.attempts}
-        if (trace_id := tracing.trace_id_of(self.span, self.message.headers)) is not None:
-            fields["trace_id"] = trace_id
+        if self.trace_id is not None:
+            fields["trace_id"] = self.trace_id
         return fields
+
+    @property
+    def trace_id(self) -> str | None:
+        return tracing.trace_id_of(self.span, self.message.headers)
 
     @property
     def trusted(self) -> bool:

@@ -74,6 +74,7 @@ class Lifecycle:
                 self.publish(job, "failed", code=problem.code, status=problem.status)
                 self.failures.append({"at_ms": self._now_ms(), "id": _ascii(job.id, ID_LENGTH), "lane": job.lane_name})
                 self.failures[-1] |= {"code": problem.code, "app": _ascii(app_of(job.routing_key), APP_LENGTH)}
+                self.failures[-1]["trace"] = job.trace_id
                 if isinstance(outcome, Buried):
                     log.info(signals.REQUEST_BURIED, code=problem.code, reason=problem.brief)
                     self.publish(job, "dead", code=problem.code)

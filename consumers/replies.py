@@ -268,8 +268,9 @@ class Replies:
             )
         except MessageTooLarge as error:  # stored while the broker accepted larger messages: send a short error
             log.error(signals.ANSWER_UNSENT, size=error.size, limit=error.limit)
-            problem = answer_too_large(error.size, error.limit).document(request=job.id, attempts=job.attempts)
-            return await self._final(job, body=problem, content_type=PROBLEM, headers={**headers, n.STATUS: "error"})
+            problem = answer_too_large(error.size, error.limit)
+            body = problem.document(request=job.id, attempts=job.attempts, trace=job.trace_id)
+            return await self._final(job, body=body, content_type=PROBLEM, headers={**headers, n.STATUS: "error"})
 
     async def _final(self, job: Job, *, body: bytes, content_type: str, headers: dict[str, Any]) -> bool:
         address = job.message.reply_to

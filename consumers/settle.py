@@ -254,7 +254,7 @@ class Settler:
                 job.completion = Completion(
                     status="error",
                     code=problem.code,
-                    body=problem.document(request=job.id, attempts=job.attempts),
+                    body=problem.document(request=job.id, attempts=job.attempts, trace=job.trace_id),
                     headers=headers,
                     ended_ms=ended_ms,
                 )

@@ -29,6 +29,12 @@ class Problem(RequestProblem):
     def attempts(self) -> int:
         return _int(self.fields.get("attempts")) or 0
 
+    @property
+    def trace(self) -> str | None:
+        """The id of the request's trace, if there is one."""
+        found = self.fields.get("trace")
+        return found if isinstance(found, str) else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:

@@ -26,7 +26,7 @@ from lanekeeper.contract.messages import Encoded, Message, body_address_in
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
-from lanekeeper.telemetry.tracing import Tracing
+from lanekeeper.telemetry.tracing import Tracing, trace_url
 from service.config.settings import Settings
 from topology.broker.deadletters import DeadLetter, Scan, line_of, message_of_line, normalised, scanned
 from topology.codec.decoding import decode, unpacked
@@ -122,7 +122,6 @@ def merged(target: Any, patch: Any) -> Any:
 
 def summary(letter: DeadLetter, *, jaeger_url: str | None) -> dict[str, Any]:
     """A letter in a list."""
-    link = None if jaeger_url is None or letter.trace_id is None else f"{jaeger_url}/trace/{letter.trace_id}"
     return {
         "id": letter.id,
         "code": letter.code,
@@ -137,7 +136,7 @@ def summary(letter: DeadLetter, *, jaeger_url: str | None) -> dict[str, Any]:
         "replayed_at": letter.replayed_at,
         "body_bytes": letter.body_bytes,
         "trace_id": letter.trace_id,
-        "trace_url": link,
+        "trace_url": trace_url(jaeger_url, letter.trace_id),
     }
 
 

@@ -182,7 +182,8 @@ class RequestProblem(LanekeeperError):
     def brief(self) -> str:
         return _QUOTES.split(self.detail, 1)[0].strip() if self._brief is None else self._brief
 
-    def document(self, *, request: str, attempts: int) -> bytes:
+    def document(self, *, request: str, attempts: int, trace: str | None = None) -> bytes:
+        """The problem document. `trace`: the id of the request's trace, if there is one."""
         return json.dumps(
             {
                 "type": f"urn:lanekeeper:problem:{self.code.replace('_', '-')}",
@@ -193,6 +194,7 @@ class RequestProblem(LanekeeperError):
                 "request": request,
                 "attempts": attempts,
                 "retryable": self.type.retryable,
+                **({} if trace is None else {"trace": trace}),
             },
             ensure_ascii=False,
         ).encode()

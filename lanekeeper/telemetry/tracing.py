@@ -349,6 +349,11 @@ def trace_id_of(span: Span, headers: Mapping[str, Any]) -> str | None:
     return None if named is None else f"{named.trace_id:032x}"
 
 
+def trace_url(jaeger_url: str | None, trace_id: str | None) -> str | None:
+    """Where people look at a trace; None without a trace, or without a Jaeger."""
+    return None if jaeger_url is None or trace_id is None else f"{jaeger_url}/trace/{trace_id}"
+
+
 def received_context(headers: Mapping[str, Any], publisher: SpanContext | None) -> Context:
     """The publisher's span and the baggage of the headers, and nothing of the current context."""
     values: dict[str, object] = {}

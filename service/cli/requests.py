@@ -108,13 +108,16 @@ async def _send(
     stream: bool,
     json: bool,
 ) -> None:
+    from opentelemetry.trace import INVALID_SPAN
+
+    from lanekeeper.telemetry.tracing import trace_id_of
     from service.side_tasks import beside
 
     id = how.setdefault("message_id", uuid.uuid4().hex)
     lane = key.partition(".")[0]
     async with _client_of(settings, tracing=tracing) as client:
         try:
-            with _problem_told():
+            with _problem_told(settings):
                 if not wait:
                     _print_now(await client.publish(body, key=key, **how), end="\n")
                     return
@@ -122,11 +125,12 @@ async def _send(
                 timeout_s = _longest_wait_s(settings, lane, how)
                 async with beside(_warn_if_no_worker(client, lane), name="watch"):
                     if stream:
-                        await _print_parts(client.stream(body, key=key, timeout_s=timeout_s, **how), json=json)
+                        parts = client.stream(body, key=key, timeout_s=timeout_s, **how)
+                        answer = await _print_parts(parts, json=json)
                     else:
                         answer = await client.request(body, key=key, timeout_s=timeout_s, **how)
                         _print_answer(answer, json=json)
-                        _tell_trace_of(answer)
+                _tell_trace(settings, trace_id_of(INVALID_SPAN, answer.headers))
         except AccessRefused as refused:
             if key != DEFAULT_KEY.format(lane=lane):
                 raise
@@ -184,7 +188,7 @@ def result(
 
     async def fetch() -> None:
         async with _client_of(settings) as client:
-            with _problem_told():
+            with _problem_told(settings):
                 answer = await client.result(id, tenant=tenant, wait_s=wait or 0)
             _print_answer(answer, json=json)
 
@@ -212,7 +216,7 @@ async def _client_of(settings: "Settings", *, tracing: "Tracing | None" = None) 
 
 
 @contextmanager
-def _problem_told() -> Iterator[None]:
+def _problem_told(settings: "Settings") -> Iterator[None]:
     """Tell the error of a request that ended in one, in one line on standard error, and end the command."""
     from lanekeeper.replies import Problem
 
@@ -222,6 +226,7 @@ def _problem_told() -> Iterator[None]:
         attempts = f"{problem.attempts} attempt{'' if problem.attempts == 1 else 's'}"
         request = f"[request {printable(problem.request)}, {attempts}]"
         tell(f"{problem.code} ({problem.status}): {printable(problem.detail)} {request}")
+        _tell_trace(settings, problem.trace)
         raise typer.Exit(FAILED) from None
 
 
@@ -264,13 +269,14 @@ def _print_answer(answer: "Final", *, json: bool) -> None:
     _print_now(answer.body.decode() if json else answer.text, end="\n")
 
 
-async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: bool) -> None:
+async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: bool) -> "Final":
     from lanekeeper.replies import Part
 
+    final: Final | None = None
     async for reply in replies:
         if not isinstance(reply, Part):
+            final = reply
             _print_now(reply.body.decode() if json else "", end="\n")
-            _tell_trace_of(reply)
         elif json:
             part = {"part": reply.kind, "seq": reply.seq, "event": reply.event}
             _print_now(json_text.dumps(part, ensure_ascii=False), end="\n")
@@ -278,6 +284,8 @@ async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: b
             print("\n[an attempt failed: from the beginning]", file=sys.stderr)
         else:
             _print_now(reply.text, end="")
+    assert final is not None
+    return final
 
 
 def _print_now(text: str, *, end: str) -> None:
@@ -318,7 +326,7 @@ def _traced(settings: "Settings") -> Iterator["Tracing"]:
         tracing = Tracing(provider)
         with tracing.ask() as span:
             if span.is_recording() and (trace_id := tracing.trace_id()) is not None:
-                tell(f"trace {trace_id}")
+                tell(_trace_line(settings, trace_id))
             try:
                 yield tracing
             except typer.Exit as error:  # the command has printed the actual error, which is the context of this one
@@ -328,12 +336,16 @@ def _traced(settings: "Settings") -> Iterator["Tracing"]:
         raise exit_error
 
 
-def _tell_trace_of(answer: "Final") -> None:
-    """Tell the id of the trace that a reply's headers name, unless the command has begun a trace and told its id."""
+def _tell_trace(settings: "Settings", trace_id: str | None) -> None:
+    """Tell the id of a request's trace, unless the command has begun that trace and told its id."""
     from opentelemetry import trace
 
-    from lanekeeper.telemetry.tracing import context_in
+    if trace_id is not None and not trace.get_current_span().get_span_context().is_valid:
+        tell(_trace_line(settings, trace_id))
 
-    named = context_in(answer.headers)
-    if named is not None and not trace.get_current_span().get_span_context().is_valid:
-        tell(f"trace {named.trace_id:032x}")
+
+def _trace_line(settings: "Settings", trace_id: str) -> str:
+    from lanekeeper.telemetry.tracing import trace_url
+
+    link = trace_url(settings.traces_page, trace_id)
+    return f"trace {printable(trace_id)}" + ("" if link is None else f" {printable(link)}")

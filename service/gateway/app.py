@@ -117,7 +117,7 @@ class Gateway:
         self._lookups = LookupPaths(settings, bodies, self._access)
         connection = None if client.amqp is None else client.amqp.connection
         self._lanes = LanePaths(connection, settings.lane_specs(), names=settings.names())
-        self._live = Live(self._lanes.status, self._poller)
+        self._live = Live(self._lanes.status, self._poller, jaeger_url=settings.traces_page)
         self._pauses = PausePaths(store, bodies, [lane.name for lane in settings.lane_specs()])
         self._dead_letters = DeadLetterPaths(settings, bodies)
 

@@ -22,6 +22,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from multidict import istr
+from opentelemetry.trace import INVALID_SPAN
 
 from consumers.rate_limit import LogThrottle
 from consumers.state.base import StoreUnavailable
@@ -41,6 +42,7 @@ from lanekeeper.errors import NoReply
 from lanekeeper.replies import Problem
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
+from lanekeeper.telemetry.tracing import trace_id_of
 
 TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -218,6 +220,8 @@ def refusal(
     if call.path.startswith(_ANTHROPICS):
         return api_error.response(anthropic_id or request_id or uuid.uuid4().hex)
     document = problem_of(error, request_id)
+    if (trace := trace_id_of(INVALID_SPAN, call.headers)) is not None:  # the caller's
+        document.setdefault("trace", trace)
     return answer(document, status=api_error.status, **{**api_error.headers, "content-type": PROBLEM})
 
 

@@ -53,7 +53,8 @@ VIEWERS: Final = 64
 class Live:
     """The snapshots, and the calls that follow them, each of which takes a place of the `poller`."""
 
-    def __init__(self, look: Look, poller: Poller) -> None:
+    def __init__(self, look: Look, poller: Poller, *, jaeger_url: str | None) -> None:
+        self._jaeger_url = jaeger_url
         self._look = look
         self._poller = poller
         self._viewers = 0
@@ -82,7 +83,7 @@ class Live:
             except (LanekeeperError, TimeoutError, OSError) as error:
                 why = str(error) or f"the broker did not answer within {LOOK_WITHIN_S:g} s"
                 found = {"trouble": why, "lanes": self._lanes, "workers": []}
-            self._publish({"at_ms": now_ms(), **found})
+            self._publish({"at_ms": now_ms(), "jaeger_url": self._jaeger_url, **found})
             self._woken.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(EVERY_S if self._viewers else UNSEEN_EVERY_S):

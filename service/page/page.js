@@ -253,9 +253,16 @@ function table(titles, rows) {
 /** A table of names and values. */
 const facts = (pairs) => el("table", {}, pairs.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value))));
 
+/** A link to a trace if the snapshot names a Jaeger, else its id. */
+function trace(id, shown = id) {
+  const page = latest?.jaeger_url;
+  if (!id || !/^https?:/.test(page ?? "")) return id ? shown : "–";
+  return el("a", { href: `${page}/trace/${encodeURIComponent(id)}`, rel: "noreferrer", target: "_blank", title: `trace ${id}` }, shown);
+}
+
 function failures(found) {
   draw($("failures"), found.failures ?? [], (all) => (all.length
-    ? el("table", {}, all.slice(0, 12).map((each) => el("tr", {}, el("td", { class: "t" }, clock(each.at_ms)), el("td", { class: "t" }, each.lane), el("td", { class: "bad t" }, each.code), el("td", { class: "t" }, el("button", { class: "as-link", title: each.id, onclick: () => request(each.id) }, each.id.slice(0, 8))))))
+    ? el("table", {}, all.slice(0, 12).map((each) => el("tr", {}, el("td", { class: "t" }, clock(each.at_ms)), el("td", { class: "t" }, each.lane), el("td", { class: "bad t" }, each.code), el("td", { class: "t" }, el("button", { class: "as-link", title: each.id, onclick: () => request(each.id) }, each.id.slice(0, 8))), el("td", { class: "t", title: each.trace ?? "" }, trace(each.trace, "trace")))))
     : el("p", { class: "note good" }, "None since the workers began.")));
 }
 
@@ -314,7 +321,9 @@ async function request(id) {
   open(`Request ${id}`, place, line, el("div", { class: "row end" }, el("button", { onclick: () => run(async () => { await call("DELETE", `v1/requests/${encodeURIComponent(id)}`); return "cancelled"; }) }, "Cancel the request"), closing()));
   await run(async () => {
     const found = await call("GET", `v1/requests/${encodeURIComponent(id)}`);
-    place.replaceChildren(facts(Object.entries(found).filter(([, value]) => value == null || typeof value !== "object").map(([name, value]) => [name, String(value)])), ...Object.entries(found).filter(([, value]) => value && typeof value === "object").flatMap(([name, value]) => [el("p", { class: "note" }, name), el("pre", { tabindex: 0 }, JSON.stringify(value, null, 2))]));
+    const plain = Object.entries(found).filter(([, value]) => value == null || typeof value !== "object").map(([name, value]) => [name, String(value)]);
+    if (found.problem?.trace) plain.push(["trace", trace(found.problem.trace)]);
+    place.replaceChildren(facts(plain), ...Object.entries(found).filter(([, value]) => value && typeof value === "object").flatMap(([name, value]) => [el("p", { class: "note" }, name), el("pre", { tabindex: 0 }, JSON.stringify(value, null, 2))]));
   });
 }
 
@@ -361,7 +370,7 @@ async function letter(id) {
     });
     place.replaceChildren(
       facts([["code", found.code], ["detail", found.detail], ["lane, application", `${found.lane ?? "–"}, ${found.app ?? "–"}`], ["attempts", String(found.attempts ?? "–")], ["when", found.at ? clock(found.at) : "–"],
-        ["trace", found.trace_url && /^https?:/.test(found.trace_url) ? el("a", { href: found.trace_url, rel: "noreferrer", target: "_blank" }, found.trace_id) : found.trace_id ?? "–"]]),
+        ["trace", trace(found.trace_id)]]),
       ...(found.errors?.length ? [el("pre", { tabindex: 0 }, [found.errors].flat().map((each) => (typeof each === "string" ? each : JSON.stringify(each))).join("\n"))] : []),
       el("form", { onsubmit: (event) => { event.preventDefault(); replay(false); } }, el("label", {}, "body", body),
         el("div", { class: "row end" }, el("label", {}, "lane", lane), el("label", {}, "model", model),

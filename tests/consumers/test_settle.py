@@ -70,6 +70,12 @@ async def test_an_outcome_is_stored_then_published_then_confirmed_then_acknowled
     assert bench.log == log
 
 
+async def test_an_error_names_the_trace_that_its_request_came_with(bench: Bench) -> None:
+    for headers, trace in (({"traceparent": f"00-{'a' * 32}-{'b' * 16}-00"}, "a" * 32), ({"traceparent": "odd"}, None)):
+        completion = bench.settler._completion(bench.job(headers=headers), REFUSED)
+        assert json.loads(completion.body).get("trace") == trace
+
+
 @pytest.mark.parametrize("outcome", OUTCOMES)
 @pytest.mark.parametrize("error", [ConfirmUnknown("…"), BrokerUnreachable("…")])
 async def test_if_a_publish_fails_nothing_is_acknowledged_and_no_event_is_sent(

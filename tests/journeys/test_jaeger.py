@@ -194,7 +194,11 @@ async def test_a_stream_that_breaks_and_starts_again_is_one_tree_whose_spans_cov
 async def test_a_request_of_lanekeeper_send_has_its_root_span_in_jaeger_and_prints_its_trace_id(
     scene: Scene, tmp_path: Path
 ) -> None:
-    exporting = environment(scene.amqp_url, OTEL_EXPORTER_OTLP_ENDPOINT=scene.jaeger.endpoint)
+    exporting = environment(
+        scene.amqp_url,
+        OTEL_EXPORTER_OTLP_ENDPOINT=scene.jaeger.endpoint,
+        LANEKEEPER_JAEGER_URL="https://jaeger.example/",
+    )
     spans = await scene.told(await sent("sent", environ=exporting, folder=tmp_path), "process lane.critical", "ask")
     assert (
         outline(spans)
@@ -223,7 +227,10 @@ async def sent(prompt: str, *, environ: dict[str, str], folder: Path) -> str:
     async with lanekeeper("send", prompt, environ=environ, folder=folder) as command:
         await command.ended()
         (line,) = [found["event"] for found in command.events if "trace " in found["event"]]
-        return str(line).rpartition(" ")[2]
+        id, *link = str(line).partition("trace ")[2].split(" ")
+        page = environ.get("LANEKEEPER_JAEGER_URL")
+        assert link == ([] if page is None else [f"{page}trace/{id}"])
+        return id
 
 
 def said_by(root: Span) -> dict[str, object]:

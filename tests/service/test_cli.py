@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from service.cli import main
 
@@ -275,3 +276,20 @@ def test_control_characters_in_an_answer_do_not_reach_the_terminal() -> None:
     from service.cli.process import printable
 
     assert printable("a\x1b[2Jb\r\n\tç") == "a�[2Jb�\n\tç"
+
+
+@pytest.mark.parametrize(
+    ("page", "link"), [("", ""), ("https://jaeger.example/", " https://jaeger.example/trace/4bf9")]
+)
+def test_the_trace_of_a_failed_request_is_told_with_a_link_where_jaegers_address_is_set(
+    page: str, link: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lanekeeper.replies import Problem
+    from service.cli.requests import _problem_told
+    from service.config.loading import load_settings
+
+    settings = load_settings(environ={"LANEKEEPER_JAEGER_URL": page} if page else {})
+    with pytest.raises(typer.Exit), _problem_told(settings):
+        raise Problem({"code": "internal", "detail": "ours", "request": "r", "attempts": 1, "trace": "4bf9"})
+
+    assert capsys.readouterr().err.splitlines()[1:] == [f"lanekeeper: trace 4bf9{link}"]

@@ -47,7 +47,7 @@ def test_a_problem_is_retryable_unless_the_request_itself_is_at_fault() -> None:
 
 def test_a_document_is_as_the_contract_shows_it() -> None:
     detail = "not answered within 30000 ms: 29120 ms in the queue, 880 ms in attempt 1"
-    document = RequestProblem("deadline_exceeded", detail).document(request="5b0c", attempts=1)
+    document = RequestProblem("deadline_exceeded", detail).document(request="5b0c", attempts=1, trace="4bf9")
     again = "; to try again, publish it with a new message_id: under this one this error is kept"
     assert json.loads(document) == {
         "type": "urn:lanekeeper:problem:deadline-exceeded",
@@ -58,6 +58,7 @@ def test_a_document_is_as_the_contract_shows_it() -> None:
         "request": "5b0c",
         "attempts": 1,
         "retryable": True,
+        "trace": "4bf9",
     }
 
 

@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from consumers.failures import OverloadedError, ProviderError, RateLimitedError, RejectedError, TransientError
 from consumers.outcomes import Buried, Refused
@@ -24,7 +25,7 @@ from lanekeeper.contract.problems import (
     Unroutable,
 )
 from lanekeeper.replies import Problem
-from service.gateway.problems import ApiError, api_error_of, detail_of
+from service.gateway.problems import ApiError, api_error_of, detail_of, refusal
 
 AMQP = ("message_id", "queue", "exchange", "reply_to", "routing", "publish", "amqp", "lane.")
 
@@ -163,3 +164,9 @@ def test_errors_of_the_broker_speak_of_the_service(error: LanekeeperError, statu
     assert found.status == status
     assert not [word for word in (*AMQP, "redis", "script", "sqlite") if word in found.message.lower()]
     assert ("retry-after" in found.headers) == (status in (503, 529))
+
+
+def test_a_problem_names_the_trace_that_its_caller_began() -> None:
+    for given, trace in ((f"00-{'a' * 32}-{'b' * 16}-01", "a" * 32), ("00-odd", None)):
+        call = make_mocked_request("GET", "/v1/requests/x", headers={"traceparent": given})
+        assert json.loads(refusal(call, ApiError(404, "unknown")).body).get("trace") == trace  # type: ignore[arg-type]
