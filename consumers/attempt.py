@@ -109,8 +109,6 @@ class Attempts:
         return self._ended_early(job, decoded, is_past_deadline=left_s <= ATTEMPT_WITHIN_S)
 
     async def _call_routes(self, job: Job, decoded: Decoded, parts: Parts | None, limit: Interruptible) -> Answer:
-        """Call the first route (a provider and a model) whose circuit breaker and budget (rate limits) allow the call,
-        beginning with the route for which budget is reserved."""
         request, chain, clock = decoded.request, decoded.chain, asyncio.get_running_loop().time
         left_s = (request.deadline_ms - self.now_ms()) / 1000
         until_s, timeout_s = clock() + left_s, min(request.call_s, left_s + SLACK_S)

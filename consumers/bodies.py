@@ -39,7 +39,6 @@ from lanekeeper.telemetry import logs, signals
 from topology.codec.bounds import ANSWER_BYTES
 
 SIZE_WITHIN_S = 5.0
-"""The time limit for asking a store how large a body is."""
 _PORTS: Final = {"https": 443, "http": 80}
 _NAT64: Final = ip_network("64:ff9b::/96")
 _GONE: Final = range(400, 500)

@@ -7,7 +7,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 
 NowMs = Callable[[], int]
-"""A function that returns the time in ms since 1970."""
 
 
 def now_ms() -> int:

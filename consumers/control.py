@@ -438,7 +438,6 @@ class Control:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _waiting(self, session: Session) -> int:
-        """How many control messages wait in the queue or are worked on."""
         try:
             ready = sum((await self._ready([self._deliveries.queue])).values())
             return ready + session.waiting + len(self._in_hand)

@@ -61,7 +61,6 @@ class Trips(Enum):
     """The call has timed out. The circuit breaker counts this as a failure of the provider only if the call's timeout
     was at least 5 s (`FAIR_S`)."""
     ACCOUNT = auto()
-    """The provider can answer nobody. It pauses for all requests until a probe succeeds."""
     UNREACHED = auto()
     """No connection to the provider could be opened. The circuit breaker counts the error, and opens after a few such
     failures in a row."""
@@ -107,7 +106,6 @@ CAUSES: Final = {
 }  # fmt: skip
 """The name of each row in metrics: a provider's own error types could be any text."""
 UNREACHABLE: Final = "unreachable"
-"""The error type of a failed call for which no connection to the provider could be opened."""
 TIMEOUT: Final = "timeout"
 _BY_TYPE: Final = {UNREACHABLE: UNSENT, TIMEOUT: TIMED_OUT}
 

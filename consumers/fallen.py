@@ -72,7 +72,6 @@ class Fallen:
 
 
 def _death(message: Message) -> dict[str, Any]:
-    """The first entry of the header `x-death`, which gives the queue and the reason of the latest dead-lettering."""
     deaths = message.headers.get(n.DEATH)
     first = deaths[0] if isinstance(deaths, list) and deaths else None
     return first if isinstance(first, dict) else {}

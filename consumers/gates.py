@@ -65,7 +65,6 @@ UNCOUNTED_MS = 60_000
 """A request that waits for at most this time does not count towards the limits of how many requests may wait, because
 no tenant can publish very many requests in that time."""
 DEBOUNCED_KEPT_MS = 3_600_000
-"""For how long after its due time an update of a debounce key is known, in case older ones are late."""
 UNIT_BYTES = 16 * 1024
 """A waiting request counts as one, plus one for each full 16 KiB of its body, in the message or in a store of large
 bodies."""
@@ -173,7 +172,6 @@ SHARE_OF_PAUSE = 0.25
 LEAST_MS = 1000
 MOST_MS = 15_000
 BACK_PER_S = 200
-"""Each costs about a millisecond of CPU, and a write to the store."""
 LONGEST_MS = 300_000
 
 
@@ -228,9 +226,7 @@ SUSPECT_FROM = 2
 suspect at a time, so that the request which kills workers is identified, and a suspect that only ran at the same time
 as that request is answered."""
 SUSPECT_WAIT_MS = 1000
-"""For how long a suspect is deferred while the worker runs another one."""
 LONGEST_WAIT_MS = 5_000
-"""For how long a delivery is deferred while another worker is working on its request."""
 
 
 class ClaimGate:
@@ -289,7 +285,6 @@ class ClaimGate:
 
 
 FETCH_WITHIN_S = 60.0
-"""The time limit for fetching the large body of a request."""
 AGAIN_MS = 2000
 """For how long a request is deferred if the store that has its body is unavailable."""
 
@@ -620,8 +615,6 @@ class BudgetGate:
     async def _overflowing(
         self, job: Job, decoded: Decoded, routes: Sequence[Route], limit: Interruptible
     ) -> Reserved | None:
-        """Reserve budget on the first route whose predicted wait is at most the setting `overflow_s` (by default the
-        lane's target wait), and short enough for the deadline."""
         patience_s = decoded.lane.target_wait_s if self.spec.overflow_s is None else self.spec.overflow_s
         for route in routes:
             soon = min(self._start_by(job, decoded.request, route), _loop_s() + patience_s)
@@ -695,7 +688,6 @@ class BudgetGate:
         )
 
     async def _interrupted(self, job: Job, request: Request, route: Route, waited_s: float) -> Outcome:
-        """The outcome of a job that was stopped, that has waited for `hold_s`, or that lets others pass."""
         if job.stopped is not None:
             return stopped_by(job.stopped, doing="waited for the budget")
         wait = await self._wait(job, request, route)

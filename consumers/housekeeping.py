@@ -129,7 +129,6 @@ SWEEP_EVERY_S = 60.0
 """The seconds between two removals of expired results and bodies, on average. It is also the time limit, in seconds,
 for one removal of expired bodies."""
 STEP_PAUSE_S = 0.05
-"""The pause, in seconds, between two steps of removing expired results. It lets other writes to the store through."""
 SWEEP_LEASE = "sweep"
 
 

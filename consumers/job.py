@@ -140,7 +140,6 @@ class Job:
             self.hop = replace(
                 read_replay(headers), user_id=message.user_id, expiration=message.expiration, is_fresh=True
             )
-        """What is known about the request's past (attempts, errors, due time, user)."""
         # a republished dead letter names its tenant in a header, which counts if its sender may speak for others
         stated = headers.get(n.TENANT) or (headers.get(n.USER_ID) if n.DEAD_AT in headers else None)
         self.identity = Identity(tenant_of(self.hop.user_id, stated, speakers), self.id)

@@ -21,7 +21,6 @@ from topology.codec.decoding import app_of
 
 APP_LENGTH = 64
 ID_LENGTH = 128
-"""The maximum length, in characters, of a request's id in an event's routing key."""
 MS: Final = 1_000_000
 SHORTEST_NS: Final = 1 * MS
 """A wait outside a worker has a span only if it is at least this long, because its beginning is usually known only to

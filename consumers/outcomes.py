@@ -43,7 +43,6 @@ class Retried:
     delay_ms: int
     error: str
     brief: str = ""
-    """The error of the failed attempt for logs and events, without content of the request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -395,7 +395,6 @@ FAILPOINTS = frozenset({
 """The places at which fault tests let a worker kill itself, in the order in which a request reaches them."""
 FAILPOINT_EXIT_CODE = 86
 SOON_S = 0.0005
-"""How many seconds after a call of `Failpoints.reach_soon` the process dies."""
 
 
 class Failpoints:

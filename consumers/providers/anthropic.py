@@ -206,7 +206,6 @@ class AnthropicProvider:
         await self._client.close()
 
     async def _send(self, body: bytes, *, beta: str | None) -> httpx2.Response:
-        """Return the response with its body unread, which is all that `stream=True` of Anthropic's client means."""
         headers: dict[str, str] = {}
         if (traceparent := self._traceparent()) is not None:
             headers["traceparent"] = traceparent
@@ -326,7 +325,6 @@ def _refuse_html(status: int, headers: Mapping[str, str]) -> None:
 
 
 async def _slices(body_pieces: AsyncIterable[bytes], most: int) -> AsyncGenerator[bytes, None]:
-    """However much arrives at once, in pieces of at most `_SLICE_BYTES`."""
     async with aclosing(_chunks(body_pieces, most)) as chunks:
         async for chunk in chunks:
             for at in range(0, len(chunk), _SLICE_BYTES):
@@ -413,8 +411,6 @@ async def bound_error_body(response: httpx2.Response) -> None:
 
 
 class _Client(DefaultAioHttpClient):
-    """The SDK's HTTP client over aiohttp, with our pool of connections."""
-
     @override
     def _init_transport(self, *args: Any, **options: Any) -> Any:
         return _with_pool(super()._init_transport(*args, **options))
@@ -461,8 +457,6 @@ class _Pool(aiohttp.TCPConnector):
 
 
 class _FirstBytes(httpx2.AsyncByteStream):
-    """The first 64 KiB of an error response's body, decompressed."""
-
     def __init__(self, stream: httpx2.AsyncByteStream, *, is_compressed: bool) -> None:
         self._stream = stream
         self._decompressor = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS) if is_compressed else None
@@ -485,7 +479,6 @@ class _FirstBytes(httpx2.AsyncByteStream):
 
 WITHIN_S: Final = 30.0
 ANSWER_BYTES: Final = 4 * 1024 * 1024
-"""A page of the list of models has at most a thousand entries, which take fewer bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

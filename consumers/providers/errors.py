@@ -257,7 +257,6 @@ def _short(value: object, secret: str) -> str:
 
 
 def _line(text: str, secret: str) -> str:
-    """One line of at most 300 printable characters, without the API key (`secret`)."""
     cut = len(text) > _READ_CHARACTERS
     text = text[:_READ_CHARACTERS]
     if secret:

@@ -23,7 +23,6 @@ class Answer:
     """A provider's answer to one call: a whole Message of Anthropic's API, and what else the response says."""
 
     body: bytes
-    """The provider's own bytes or, for a stream, put together from its events."""
     model: str
     provider: str
     usage: Usage = field(default_factory=Usage)

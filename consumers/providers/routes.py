@@ -42,7 +42,6 @@ class RoutesSpec:
     """Which providers and models may be called, by the settings."""
 
     providers: tuple[ProviderModels, ...]
-    """In the order in which they are called."""
     lanes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For lanes that do not use all providers in the usual order."""
     lane_models: Mapping[str, Collection[str] | None] = field(default_factory=dict)

@@ -246,7 +246,6 @@ def _field(payload: bytes, name: str) -> str | None:
 
 
 def _headers(raw: bytes) -> dict[str, str]:
-    """Those whose values are text."""
     found: dict[str, str] = {}
     at = 0
     try:

@@ -22,11 +22,8 @@ from service.worker.figures import status
 from topology.broker.consume import Inbox
 
 SUMMARY_EVERY_S = 60
-"""The seconds between two log events that sum up the state of a lane (its depth, waits and throughput)."""
 READY_CHECK_EVERY_S = 0.02
-"""The seconds between two checks, at the start, whether a worker is ready."""
 BIND_EVERY_S = 30
-"""The seconds between two renewals of the binding of the queue in which a worker receives status questions."""
 log = logs.logger()
 
 
@@ -90,7 +87,6 @@ async def _stop(worker: Worker) -> None:
 
 
 async def _announce(worker: Worker, on_ready: Callable[[], None]) -> None:
-    """Wait until every queue is consumed; then log each lane and call `on_ready`."""
     while any(pool.trouble for pool in worker.pools):  # noqa: ASYNC110  only at the start; pools have no event for it
         await asyncio.sleep(READY_CHECK_EVERY_S)
     for activity in worker.activities:
@@ -124,7 +120,6 @@ async def _bind_again(inbox: Inbox) -> None:
 
 
 async def _summarise(worker: Worker) -> None:
-    """Log a summary of each lane once a minute, until cancelled."""
     while True:
         await asyncio.sleep(SUMMARY_EVERY_S)
         summarise_once(worker)
