@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from cachetools import LRUCache
+
 from consumers.clock import NowMs, moment_ms, moment_text
 from consumers.clock import now_ms as system_ms
 from consumers.job import Route
@@ -30,7 +32,7 @@ class Brake:
         self._now_ms = now_ms
         self.pauses: Mapping[_Key, Pause] = {}
         """Of those that end by themselves, some may have ended since they were read."""
-        self._past: dict[_Key, Pause] = {}
+        self._past: LRUCache[_Key, Pause] = LRUCache(PAUSES_AT_MOST)
         """The last pause of each name that has ended, and `until_ms` is when: to tell late requests why they waited."""
         self._reading = asyncio.Lock()
         self.behind: str | None = None if store is None else "what is paused is not known yet"
@@ -53,15 +55,12 @@ class Brake:
         now_ms = self._now_ms()
         for key, pause in before.items():
             if found.get(key) != pause:
-                self._past.pop(key, None)
                 self._past[key] = replace(pause, until_ms=min(now_ms, pause.until_ms or now_ms))
                 if key not in found:
                     log.warning(signals.BRAKE_RELEASED, **_logged(pause), paused_s=(now_ms - pause.since_ms) // 1000)
         for key, pause in found.items():
             if before.get(key) != pause:
                 log.warning(signals.BRAKE_PULLED, **_logged(pause))
-        while len(self._past) > PAUSES_AT_MOST:
-            del self._past[next(iter(self._past))]
 
     def of(self, kind: PauseKind, name: str) -> Pause | None:
         pause = self.pauses.get((kind, name))

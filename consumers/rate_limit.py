@@ -8,6 +8,8 @@ if (count := throttle.count(tenant)): …   log that it happened `count` times s
 import time
 from collections.abc import Callable
 
+from cachetools import LRUCache
+
 from lanekeeper.telemetry import logs, signals
 
 NAMES_KEPT = 10_000
@@ -23,18 +25,16 @@ class RateLimit:
         self._per_s = per_s
         self._at_once = at_once
         self._clock = clock
-        self._left: dict[str, tuple[float, float]] = {}
+        self._left: LRUCache[str, tuple[float, float]] = LRUCache(NAMES_KEPT)
 
     def take(self, name: str, amount: float = 1) -> bool:
         """Take `amount` tokens from the token bucket of a name. Return False, and take none, if the bucket holds
         fewer."""
         now_s = self._clock()
-        left, at_s = self._left.pop(name, (self._at_once, now_s))
+        left, at_s = self._left.get(name, (self._at_once, now_s))
         left = min(self._at_once, left + (now_s - at_s) * self._per_s)
         granted = left >= amount
         self._left[name] = (left - amount if granted else left, now_s)
-        if len(self._left) > NAMES_KEPT:
-            del self._left[next(iter(self._left))]
         return granted
 
 
@@ -44,17 +44,15 @@ class LogThrottle:
 
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._counted: dict[str, tuple[int, float]] = {}
+        self._counted: LRUCache[str, tuple[int, float]] = LRUCache(NAMES_KEPT)
 
     def count(self, name: str) -> int:
         """Count one event for this name. If a log line is due now, return how many events there were since the last log
         line for this name, including this event; otherwise return 0."""
         now_s = self._clock()
-        count, logged_s = self._counted.pop(name, (0, -LOGGED_EVERY_S))
+        count, logged_s = self._counted.get(name, (0, -LOGGED_EVERY_S))
         is_due = now_s - logged_s >= LOGGED_EVERY_S
         self._counted[name] = (0, now_s) if is_due else (count + 1, logged_s)
-        if len(self._counted) > NAMES_KEPT:
-            del self._counted[next(iter(self._counted))]
         return count + 1 if is_due else 0
 
 

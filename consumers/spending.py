@@ -17,6 +17,8 @@ from math import inf
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from cachetools import LRUCache
+
 from consumers.background import Background
 from consumers.state.base import DAY_S, Allowances, StoreUnavailable
 from lanekeeper.telemetry import logs, signals
@@ -109,7 +111,8 @@ class Spending:
     def __init__(self, allowances: Allowances, spec: CapsSpec) -> None:
         self._allowances = allowances
         self._spec = spec
-        self._reported: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._reported: LRUCache[str, tuple[int, float]] = LRUCache(TENANTS_COUNTED)
+        # no LRUCache: reading them all for the metrics would count as a use of each
         self._totals: OrderedDict[tuple[str, str], Spent] = OrderedDict()
         self._used: OrderedDict[Bound, tuple[float, float]] = OrderedDict()
         self._background = Background()
@@ -201,9 +204,6 @@ class Spending:
         if reached <= before:
             return
         self._reported[bound.name] = reached, ends_s
-        self._reported.move_to_end(bound.name)
-        if len(self._reported) > TENANTS_COUNTED:
-            self._reported.popitem(last=False)
         for level in LEVELS:
             if before < level <= reached and await self._is_first_report(bound, level):
                 figures = {"cap": bound.name, "percent": level, "used": round(used, 4), "limit": bound.limit}

@@ -203,7 +203,6 @@ class Pause:
     by_call: bool
     until_s: float
     every_s: float = FIRST_PROBE_S
-    is_over: bool = False
 
 
 async def _never(route: Route, by_call: bool) -> None:
@@ -216,20 +215,18 @@ class Pauses:
     def __init__(self, probe: Probe = _never) -> None:
         self._probe = probe
         self._pauses: dict[str, Pause] = {}
-        self._well: dict[str, Route] = {}
+        self._past: dict[str, Pause] = {}
+        """The last pause of each provider that has ended."""
+        self.well: dict[str, Route] = {}
         """The route that answered last, for each provider."""
         self._wanted: dict[str, Route] = {}
         """The route that a request waits for, for each paused provider."""
         self._checks: dict[str, asyncio.Task[bool]] = {}
         self._background = Background()
 
-    def _running(self) -> dict[str, Pause]:
-        return {name: pause for name, pause in self._pauses.items() if not pause.is_over}
-
     def wait_s(self, route: Route, now_s: float) -> float:
         """The seconds until the provider of this route is probed; 0 if it is not paused."""
-        pause = self._pauses.get(route.provider)
-        if pause is None or pause.is_over:
+        if (pause := self._pauses.get(route.provider)) is None:
             return 0.0
         self._wanted[route.provider] = route
         return max(LOOK_S, pause.until_s - now_s)
@@ -237,11 +234,11 @@ class Pauses:
     def since_s(self, route: Route) -> float | None:
         """When the provider of this route was paused; None if it is not paused."""
         pause = self._pauses.get(route.provider)
-        return None if pause is None or pause.is_over else pause.since_s
+        return None if pause is None else pause.since_s
 
     def reasons(self) -> Mapping[str, str]:
         """What is wrong with each paused provider."""
-        return {name: pause.reason for name, pause in self._running().items()}
+        return {name: pause.reason for name, pause in self._pauses.items()}
 
     def figures(self, now_s: float) -> Mapping[str, Mapping[str, str | float]]:
         """Each paused provider, for `lanekeeper status`."""
@@ -252,11 +249,8 @@ class Pauses:
                 "for_s": round(now_s - pause.since_s, 1),
                 "probe_in_s": round(max(0.0, pause.until_s - now_s), 1),
             }
-            for name, pause in self._running().items()
+            for name, pause in self._pauses.items()
         }
-
-    def answered(self, route: Route) -> None:
-        self._well[route.provider] = route
 
     async def judge(self, route: Route, error: ProviderError) -> ProviderError:
         """The error that follows from a failed call: the same one; or another, if `error` could mean that the provider
@@ -275,11 +269,10 @@ class Pauses:
     def pause(self, route: Route, error: AccountError) -> Change | None:
         """Pause the provider of this route until a probe succeeds. Returns None if it is paused already."""
         name, now_s = route.provider, asyncio.get_running_loop().time()
-        last = self._pauses.get(name)
-        if last is not None and not last.is_over:
+        if name in self._pauses:
             return None
         pause = Pause(error.reason, error.brief, now_s, error.otherwise is not None or error.status == 402, now_s)
-        if last is not None and now_s - last.until_s < AGAIN_S:
+        if (last := self._past.get(name)) is not None and now_s - last.until_s < AGAIN_S:
             pause.every_s, pause.by_call = min(PROBE_EVERY_S, 2 * last.every_s), True
         pause.until_s = now_s + pause.every_s
         self._pauses[name], self._wanted[name] = pause, route
@@ -295,7 +288,7 @@ class Pauses:
         """Whether a call of our own succeeds. It calls a model that has answered before, if there is one, because the
         route's model may be what the provider does not have."""
         try:
-            return await self._is_well(self._well.get(route.provider, route), by_call=True)
+            return await self._is_well(self.well.get(route.provider, route), by_call=True)
         finally:
             del self._checks[route.provider]
 
@@ -303,12 +296,12 @@ class Pauses:
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(pause.until_s - clock())
-            routes = dict.fromkeys((self._well.get(name, self._wanted[name]), self._wanted[name]))
+            routes = dict.fromkeys((self.well.get(name, self._wanted[name]), self._wanted[name]))
             if any([await self._is_well(route, by_call=pause.by_call) for route in routes]):
                 break
             pause.every_s = min(PROBE_EVERY_S, 2 * pause.every_s)
             pause.until_s = clock() + pause.every_s
-        pause.is_over = True
+        self._past[name] = self._pauses.pop(name)
         log.warning(signals.PROVIDER_RESUMED, provider=name, paused_s=round(clock() - pause.since_s, 1))
 
     async def _is_well(self, route: Route, *, by_call: bool) -> bool:
@@ -405,7 +398,7 @@ class Breakers:
 
     async def answered(self, permit: Permit, now_s: float) -> Change | None:
         """Report that the provider answered. Returns the change of its circuit breaker, if there is one."""
-        self.pauses.answered(permit.route)
+        self.pauses.well[permit.route.provider] = permit.route
         return await self._works(permit, now_s)
 
     async def _works(self, permit: Permit, now_s: float) -> Change | None:

@@ -109,8 +109,8 @@ class Registry:
     ) -> None:
         self._providers = {provider.name: provider for provider in providers}
         self._tracing = tracing
-        self._prices = prices or Prices()
-        self._models = self._prices.models
+        self.prices = prices or Prices()
+        self._models = self.prices.models
         self._learn = learn
         self.calls: defaultdict[tuple[str, str, str], Calls] = defaultdict(Calls)
         """By provider, account and model; models without a price are `other`."""
@@ -168,7 +168,7 @@ class Registry:
             counted = answer.counted._replace(output_tokens=0)  # the provider counts them after it has sent the headers
             feedback = Feedback(kind=Kind.ANSWERED, rate=answer.rate, counted=counted, took_s=clock() - began_s)
             self._learn(route.account, feedback)
-            answer = replace(answer, cost_usd=self._prices.cost_usd(route.model, answer.usage))
+            answer = replace(answer, cost_usd=self.prices.cost_usd(route.model, answer.usage))
             calls.count(answer)
             tracing.record_answer(
                 span,

@@ -258,9 +258,7 @@ class Budgeting:
     budgets: Budgets
     breakers: Breakers
     spending: Spending
-    prices_as_of: str
     registry: Registry
-    routes: Routes
     caps_gate: CapsGate
     budget_gate: BudgetGate
 
@@ -311,9 +309,7 @@ def open_budgeting(
         budgets=budgets,
         breakers=breakers,
         spending=spending,
-        prices_as_of=prices.as_of,
         registry=registry,
-        routes=Routes(settings.routes_spec()),
         caps_gate=CapsGate(
             spending,
             breakers,
@@ -704,7 +700,7 @@ def _handler(
 ) -> Handler:
     """What finds the outcome of a delivery: the gates, in order, and the attempt."""
     claiming, lifecycle, breakers, rng = settler.claiming, settler.lifecycle, budgeting.breakers, random.Random()
-    decoding = Decoding(parsing, budgeting.routes.of, max_values=settings.json_values)
+    decoding = Decoding(parsing, Routes(settings.routes_spec()).of, max_values=settings.json_values)
     brake_gate = BrakeGate(brake, claiming, publish=lifecycle.publish)
     claim_gate = ClaimGate(claiming)
     return Handler(

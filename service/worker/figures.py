@@ -121,7 +121,7 @@ def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:
             kind: {name: spent._asdict() for name, spent in by_name.items()}
             for kind, by_name in budgeting.spending.totals().items()
         },
-        "prices_as_of": budgeting.prices_as_of,
+        "prices_as_of": budgeting.registry.prices.as_of,
         "simulated": worker.simulated,
         "tenants": {lane: slots.snapshot() for lane, slots in worker.lane_slots.items()},
         "failures": list(worker.settler.lifecycle.failures),
