@@ -56,11 +56,8 @@ class Waiter:
     """When the request first began to wait for the account's budget. If it was deferred and came back, this is before
     the deferral."""
     until_s: float | None = None
-    """The latest time at which its call may begin."""
     request: str = ""
-    """The id of the request."""
     reservation: Reservation | None = None
-    """None until it is granted."""
     future: "asyncio.Future[None] | None" = None
     """The future that the request's task awaits. It is None before the task waits, and for a request that takes budget
     only if it needs not wait (`try_reserve`)."""
@@ -72,12 +69,10 @@ class Waiter:
         return self.future is not None and self.future.done()
 
     def wake(self) -> None:
-        """Wake the task of this request, because it was granted its budget."""
         if self.future is not None:  # otherwise its task is not waiting yet, and will find `reservation` set
             self.future.set_result(None)
 
     def refuse(self, wait: Wait) -> None:
-        """End the request's wait for budget: its task gets the exception WaitTooLong."""
         if self.future is not None and not self.is_gone:
             self.future.set_exception(WaitTooLong(wait))
 
@@ -95,10 +90,8 @@ class Account:
         self._bursts = Bursts(spec.burst_s)
         self.guessed = self._adaptive.guessed()
         sizes = self._bursts.sizes(guessed=self.guessed)
-        self.buckets = tuple(
-            Bucket(limit, size, shares=self.shares, now_s=now_s)
-            for limit, size in zip(self._adaptive.per_minute(), sizes, strict=True)
-        )
+        limits = zip(self._adaptive.per_minute(), sizes, strict=True)
+        self.buckets = tuple(Bucket(*limit, shares=self.shares, now_s=now_s) for limit in limits)
         self.demand = Demand(len(self.lanes), now_s=now_s)
         self.lines = Lines(len(self.lanes))
         self.concurrency = Concurrency(caps.concurrency, self.shares)
@@ -107,7 +100,6 @@ class Account:
         self.is_pressed = False
         """True if a request has waited for the account's budget since a guessed limit was last raised."""
         self.waiting_elsewhere: Sequence[Sequence[float]] = ()
-        """For each lane: the total of what its requests that wait in other processes need."""
         self.forget_elsewhere()
 
     @property
@@ -188,8 +180,6 @@ class Account:
     # ---- after a call ------------------------------------------------------------------------------------------------
 
     def settle(self, reservation: Reservation, used: Amounts | None, now_s: float) -> None:
-        """After a call: return to the buckets what was reserved and not used, and take out what the call used beyond
-        its reservation."""
         if reservation.is_settled:
             return
         reservation.is_settled = True
@@ -213,7 +203,6 @@ class Account:
         return self.learn_limits(feedback, now_s)
 
     def learn_limits(self, feedback: Feedback, now_s: float) -> bool:
-        """Like `learn`, without what a response says about the number of calls at a time."""
         self.refill(now_s)
         before = self._adaptive.per_minute()
         has_limits, stopped, missing = False, False, 0.0
@@ -257,7 +246,6 @@ class Account:
         return self._adaptive.per_minute()
 
     def reason(self, waiter: Waiter, now_s: float) -> str:
-        """The name of the limit for which `waiter`, the first request in its lane's line, waits."""
         if self.stopped_s(now_s) == 0 and not self.concurrency.may_begin(waiter.lane, now_s):
             return CONCURRENCY
         self.refill(now_s)
@@ -298,11 +286,9 @@ class Account:
         self.demand.shift(jump_s)
 
     def forget_elsewhere(self) -> None:
-        """Forget what the requests that wait in other processes need, because Redis last reported this too long ago."""
         self.waiting_elsewhere = [NOTHING for _ in self.lanes]
 
     def due_for_a_call(self) -> list[bool]:
-        """For each lane: True if it has a waiting request and is due for a call (`concurrency.py`)."""
         return [head is not None and self.concurrency.is_due(lane) for lane, head in enumerate(self.lines.heads)]
 
     def begin(self, waiter: Waiter, *, from_savings: Amounts, now_s: float) -> bool:
@@ -384,7 +370,6 @@ class Lines:
         self._lines: list[list[Waiter]] = [[] for _ in range(lanes)]
         self._sums = [[0.0, 0.0, 0.0] for _ in range(lanes)]
         self.heads: list[Waiter | None] = [None for _ in range(lanes)]
-        """For each lane: the first of its line."""
 
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines)
@@ -407,11 +392,9 @@ class Lines:
         return self._lines[lane][:most]
 
     def sums(self, lane: int) -> Sequence[float]:
-        """What all waiting requests of a lane need together."""
         return self._sums[lane]
 
     def before(self, waiter: Waiter) -> tuple[Sequence[float], int]:
-        """Returns what the requests before this one in its lane's line need together, and how many they are."""
         line = self._lines[waiter.lane]
         if line[-1] is waiter:
             sums = self._sums[waiter.lane]
@@ -424,7 +407,6 @@ class Lines:
         return sums, len(before)
 
     def join(self, waiter: Waiter) -> bool:
-        """Put a waiting request in its lane's line. Returns True if it is now the first."""
         line, sums = self._lines[waiter.lane], self._sums[waiter.lane]
         insort(line, waiter, key=_arrival)
         for index, amount in enumerate(waiter.amounts):
@@ -433,7 +415,6 @@ class Lines:
         return line[0] is waiter
 
     def leave(self, waiter: Waiter) -> bool:
-        """Take a waiting request out of its line, if it is there. Returns True if it was the first."""
         at = self._at(waiter)
         if at is None:
             return False
@@ -484,7 +465,6 @@ class RunningCalls:
             reservation.at_s += jump_s
 
     def needs(self, left: float) -> bool:
-        """True if one of the running calls may need more input tokens than are left of the limit (`left`)."""
         largest = max((reservation.amounts.input_tokens for reservation in self._calls.values()), default=0.0)
         return left < (1 + MARGIN_MOST) * largest
 
@@ -513,7 +493,6 @@ class Demand:
         self._at_s = [now_s for _ in range(lanes)]
 
     def add(self, lane: int, amounts: Amounts, now_s: float) -> None:
-        """Add what a lane's call has reserved, or has used beyond its reservation (negative: below it)."""
         requests, input_tokens, output_tokens = self._spent[lane]
         passed_s = now_s - self._at_s[lane]
         self._at_s[lane] = now_s
@@ -528,7 +507,6 @@ class Demand:
         self._at_s = [at_s + jump_s for at_s in self._at_s]
 
     def per_s(self, lanes: Sequence[int], index: int, now_s: float) -> float:
-        """The amount that these lanes together have lately spent per second from one token bucket."""
         within_s = DEMAND_WITHIN_S
         return sum(
             max(0.0, self._spent[lane][index]) * exp(min(0.0, self._at_s[lane] - now_s) / within_s) / within_s

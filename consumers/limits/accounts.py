@@ -44,8 +44,7 @@ class Turns(Protocol):
         """True if the account may be removed: no request waits for its budget, no call runs, and nothing has to be sent
         to Redis."""
 
-    def now_s(self) -> float:
-        """The current time, by the clock that the account's recorded times use."""
+    def now_s(self) -> float: ...
 
     def step(self) -> None:
         """Grant all waiting requests that may be granted now, and set a timer for the next one. It may return before it
@@ -58,8 +57,7 @@ class Turns(Protocol):
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         """After a call, settle its reservation, which must not be settled yet. `used`: None if it used nothing."""
 
-    def learn(self, feedback: Feedback) -> None:
-        """Learn the account's limits from one response of the provider."""
+    def learn(self, feedback: Feedback) -> None: ...
 
     async def aclose(self) -> None:
         """Stop the timer, and send Redis the changes of the budget that it does not know yet. Call it when no request
@@ -161,27 +159,21 @@ class Accounts(Generic[AnyTurns]):
         return waiter.reservation
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
-        """After a call: return to the account's budget what was reserved and not used, and take from it what was used
-        beyond the reservation. `used`: None if it used nothing, so that the whole reservation is returned."""
         if not reservation.is_settled:
             self.turns(reservation.account).settle(reservation, used)
 
     def learn(self, name: str, feedback: Feedback) -> None:
-        """Learn an account's limits from a provider's response, which may be an error."""
         self.turns(name).learn(feedback)
 
     async def predicted_wait(self, name: str, *, lane: str, amounts: Amounts) -> Wait:
-        """How long a request of this lane would wait for budget of an account, if it began to wait now."""
         turns = self._current_turns(name)
         return forecast.wait(turns.account, self._ranks[lane], amounts, turns.now_s())
 
     def known(self) -> Iterator[tuple[str, Account, float]]:
-        """The accounts of this process by name, each with the time by its clock."""
         for name, turns in self._known.items():
             yield name, turns.account, turns.now_s()
 
     def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
-        """The waiting requests of this process, by account and lane."""
         found: dict[str, dict[str, Waiting]] = {}
         for name, turns in self._known.items():
             account, now_s = turns.account, turns.now_s()
@@ -197,7 +189,6 @@ class Accounts(Generic[AnyTurns]):
         return found
 
     async def aclose(self) -> None:
-        """Close all accounts. Call it when no request waits for budget any more."""
         for turns in list(self._known.values()):
             await turns.aclose()
 
@@ -214,7 +205,6 @@ Budgets = Accounts[Any]
 
 
 def _give_back(turns: Turns, waiter: Waiter) -> None:
-    """End a wait that was cancelled or refused."""
     if waiter.reservation is not None:
         turns.settle(waiter.reservation, None)
     else:
@@ -241,7 +231,6 @@ class OwnTurns:
         """When the timer fires. It is kept here, because for delays below 0.5 ms uvloop returns a handle without the
         method `when`."""
         self.wake_ups = 0
-        """How often the timer has fired; tests read it."""
 
     @property
     def is_idle(self) -> bool:
@@ -258,8 +247,7 @@ class OwnTurns:
             waiter, in_s = account.grant_next(now_s)
         self._step_at(now_s + in_s + LATE_S)
 
-    async def decided(self, waiter: Waiter) -> None:
-        """Does nothing, because `step` decides at once which requests are granted."""
+    async def decided(self, waiter: Waiter) -> None: ...
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         self.account.settle(reservation, used, self.now_s())

@@ -42,7 +42,6 @@ class AccountCaps:
     input_tokens: float | None = None
     output_tokens: float | None = None
     concurrency: int | None = None
-    """The maximum number of calls to the account at the same time; None: no limit."""
 
     def per_minute(self) -> tuple[float | None, float | None, float | None]:
         return (self.requests, self.input_tokens, self.output_tokens)
@@ -97,11 +96,9 @@ class Reservation:
     lane: str
     amounts: Amounts
     from_savings: Amounts = NOTHING
-    """The part of `amounts` that came from the lane's savings (`bucket.py`)."""
     at_s: float = 0.0
     """When the reservation was granted, by the clock of `Turns.now_s`."""
     request: str = ""
-    """The id of the request."""
     is_settled: bool = False
 
 
@@ -144,13 +141,11 @@ class Waiting:
     """The limit for which the lane's first waiting request waits. It delays all requests behind it as well."""
     oldest_s: float
     is_known: bool = True
-    """False if the limit in `reason` is a guess."""
 
 
 # ---- what a response says --------------------------------------------------------------------------------------------
 
 MOST_LIMIT: Final = 1e12
-"""A number in a provider's headers about limits is ignored unless it is below this: no account has such a limit."""
 FARTHEST_RESET_S: Final = 86_400.0
 """All headers about a limit are ignored if its `reset` is further away, because a bucket refills within a minute."""
 ROUNDED_BY: Final = (1.0, 500.0, 500.0)
@@ -196,7 +191,6 @@ class Feedback:
 
     kind: Kind
     request: str = ""
-    """The id of the request, of which several overloads count as one; empty: each counts."""
     rate: RateHeaders | None = None
     retry_after_s: float | None = None
     counted: Amounts = NOTHING

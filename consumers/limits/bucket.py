@@ -36,7 +36,6 @@ class Size(NamedTuple):
     """The size of one token bucket of a provider's account."""
 
     burst_s: float
-    """In seconds' worth of the limit: 60 means the amount of a minute."""
     lost_part: float
     """The part of a full bucket that counts as lost when a call begins, in addition to what the call takes. Without it,
     our bucket could become fuller than the provider's. If the provider's bucket is not larger than ours, it is full as
@@ -52,7 +51,6 @@ class Bucket:
         self.shares = tuple(shares)
         self._at_s = now_s
         self.burst = 0.0
-        """The most that the bucket holds."""
         self.level = 0.0
         self._wants = [0.0 for _ in self.shares]
         self.savings = [0.0 for _ in self.shares]
@@ -80,7 +78,6 @@ class Bucket:
         self.lower(self.burst)
 
     def correct(self, level: float, savings: Sequence[float], now_s: float) -> None:
-        """Replace the level and the lanes' savings by those that Redis has computed for all processes."""
         self.level, self.savings, self._at_s = level, list(savings), now_s
 
     def refill(self, now_s: float) -> None:
@@ -100,7 +97,6 @@ class Bucket:
                 savings[lane] = saved - step if saved - step > cap else cap
 
     def want(self, lane: int, amount: float) -> None:
-        """Set the amount that the first waiting request of a lane needs; 0 if no request waits."""
         self._wants[lane] = amount
         reserve = self.reserves[lane]
         cap = reserve if amount <= reserve else min(amount, self.burst)
@@ -119,7 +115,6 @@ class Bucket:
             room -= more
 
     def held(self, lane: int) -> float:
-        """The part of this lane's savings that the calls of more urgent lanes may not use."""
         saved = self.savings[lane]
         if saved <= self._holds[lane] or saved >= self._caps[lane]:
             return saved if saved > 0 else 0.0

@@ -49,7 +49,6 @@ ENOUGH_REFUSED = 3
 """After so many calls or refusals, a trial that has not helped ends; after half as many more calls also if it is not
 clear whether it has."""
 TRIAL_S = 10.0
-"""A trial ends after this time if it is not clear that it helps."""
 WEATHER_S = 30.0
 WEATHER_MOST_S = 300.0
 """After a trial that has not helped there is no other one for this time, and twice as long after each further one,
@@ -64,7 +63,6 @@ BESIDE_S = 5.0
 REMEMBERED = 1000
 """Of how many requests it is remembered that a call was refused, so that further calls for them do not count."""
 SMOOTHING = 0.1
-"""The weight of the latest call in the smoothed duration of a call, and of a refusal."""
 WHOLE: Final = 1 - 1e-9
 """A lane is due for a call if its credit is at least this: a little below 1 because of rounding errors."""
 
@@ -75,21 +73,17 @@ class Sample:
 
     since_s: float = -inf
     begun: float = 0.0
-    """How many calls began."""
     ripe: float = 0.0
     """How many of them began so long before this round that their refusals had arrived."""
     _before: float = 0.0
-    """How many of them began before this round."""
     refused: float = 0.0
     requests: dict[str, None] = field(default_factory=dict)
-    """The requests of which a call was refused, the latest last: their further calls do not count."""
 
     @property
     def is_bad(self) -> bool:
         return self.refused >= REFUSED_FROM and self.refused >= SHARE_FROM * self.begun
 
     def age(self, factor: float, young: float) -> None:
-        """A new round begins. `young`: the part of the calls begun in the last one that may still be refused."""
         self.ripe = factor * (self.begun - young * max(0.0, self.begun - self._before))
         self.begun, self.refused = factor * self.begun, factor * self.refused
         self._before = self.begun
@@ -119,8 +113,6 @@ def by_chance(low: Sample, high: Sample) -> float:
 
 
 def _few(calls: float, refused: float) -> tuple[int, int]:
-    """The numbers of calls and of those that were refused; in proportion if there are more than 100, so that
-    `by_chance` takes little time."""
     calls = max(calls, refused)
     part = min(100.0, calls) / (calls or 1)
     return round(part * calls), round(part * refused)
@@ -140,15 +132,12 @@ class Concurrency:
         self._peak = 1
         self.call_s = 0.0
         self.is_wanted = False
-        """True if a request has waited for the limit in this round."""
         self._sample = Sample()
         self._before: Sample | None = None
-        """What was seen under the limit before, while an experiment runs."""
         self._weather = Sample()
         """What was seen until a lower limit did not help."""
         self._weather_s = WEATHER_S
         self._back_to = inf
-        """The limit before, to which an experiment goes back if it fails."""
         self._step = 1.0
         self._raises_failed = 0
         self._raise_from_s = self._lower_from_s = self._overloaded_s = -inf
@@ -158,12 +147,9 @@ class Concurrency:
         """In the last seconds: the time of all calls together, without those that were refused; and the time."""
         self._counted_s = -inf
         self._round_s = -inf
-        """When the present round began."""
         self._round_length_s = ROUND_S
         self._refusal_s = 0.0
-        """The smoothed time that a refusal (529) takes."""
         self._beside: str | None = None
-        """The request for which the most urgent lane makes a call beside the limit."""
         self._beside_from_s = -inf
 
     @property
@@ -214,7 +200,6 @@ class Concurrency:
         return ceil((count + 1 - self._credit[lane]) / self._shares[lane]) + 1
 
     def end(self, lane: int, request: str, began_s: float, now_s: float, *, is_made: bool) -> None:
-        """Count a call that ends. `is_made`: False if the provider was not called after all."""
         self._count_time(now_s)
         self.running = max(0, self.running - 1)
         self._urgent = max(0, self._urgent - (lane == 0))
@@ -270,7 +255,6 @@ class Concurrency:
         self.is_wanted = False
 
     def changes_in_s(self, now_s: float) -> float:
-        """The seconds until the limit of calls may rise; infinite if it is that of the settings."""
         return inf if self.is_set else max(0.0, self._round_s + self._round_length_s - now_s)
 
     def shift(self, jump_s: float) -> None:

@@ -10,7 +10,6 @@ KINDS = 4096
 """For how many kinds of requests estimates are kept; the kind for which no call has ended for the longest time is
 removed first."""
 WEIGHT = 0.1
-"""The weight of the latest call in the smoothed means."""
 SPREAD = 1.0
 """An estimate is the mean plus this many mean deviations, so that few answers or calls exceed their estimate."""
 Key = TypeVar("Key")
@@ -31,8 +30,6 @@ def task_of(routing_key: str) -> str:
 
 
 class _Average:
-    """The smoothed mean of observed values, and their smoothed mean deviation from it."""
-
     def __init__(self, first: float) -> None:
         self.mean = first
         self.deviation = first / 2
@@ -68,7 +65,6 @@ class Estimates:
         return max(1.0, min(float(max_tokens), expected))
 
     def run_s(self, kind: UsageClass) -> float:
-        """In how many seconds a call of this kind is expected to end; 0 if no call of the kind has ended yet."""
         known = self._runs.get(kind)
         return 0.0 if known is None else known.expected
 

@@ -125,7 +125,6 @@ class _Line:
         self._lane = lane
         self._taken_per_s = taken_per_s
         self._above = sum(takes[index] for takes in above)
-        """The amount that the waiting requests of more urgent lanes will take from the bucket."""
         self._held = sum(bucket.reserves[:lane])
         """The amount that the bucket must contain in addition to what the request needs: the reserves of the more
         urgent lanes, and what is held for the less urgent ones."""

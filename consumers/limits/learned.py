@@ -26,7 +26,7 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from consumers.limits.base import INPUT, ROUNDED_UP_BY, AccountCaps, Amounts, RateHeaders
 from consumers.limits.bucket import Size
@@ -42,7 +42,6 @@ STEP = 0.1
 """The step by which an assumed limit is raised: a guessed limit by this part of the first guess, and a limit that
 refusals have lowered by this part of its full value (its value without refusals)."""
 STEP_EVERY_S = 10.0
-"""The shortest time between two raises."""
 LEAST_FACTOR = 1 / 64
 """Refusals never lower an assumed limit below this part of its full value."""
 LESS = 0.8
@@ -67,19 +66,14 @@ class LearnedLimits(NamedTuple):
     processes exchange."""
 
     told: tuple[float | None, ...] = (None, None, None)
-    """The limits per minute that the provider announced."""
     told_s: tuple[float, ...] = (-inf, -inf, -inf)
-    """When the provider last announced it."""
     grown: tuple[float, ...] = (0.0, 0.0, 0.0)
-    """By how much a guessed limit was raised above the first guess."""
     is_silent: bool = False
     """True if the provider's answers announce no limits, so that none are assumed."""
     factors: tuple[float, ...] = (1.0, 1.0, 1.0)
     """The factor (1 or less) by which a limit is multiplied, because the provider has refused calls."""
     halved_s: float = -inf
-    """When a refusal (429) last lowered the limits."""
     moved_s: float = -inf
-    """When the limits were last lowered, or raised by a step."""
 
 
 class Adaptive:
@@ -102,7 +96,6 @@ class Adaptive:
         )
 
     def learn(self, rate: RateHeaders, now_s: float) -> bool:
-        """Take over the limits that a response's headers announce. Returns True if one has changed."""
         before, told_s = self.learned.told, list(self.learned.told_s)
         told = [known if header.limit is None else header.limit for header, known in zip(rate, before, strict=True)]
         for index, header in enumerate(rate):
@@ -122,7 +115,6 @@ class Adaptive:
         return now_s - known.moved_s >= FORGOTTEN_AFTER_S and min(known.factors) < 1
 
     def forget(self, now_s: float) -> None:
-        """Discard what is stale, and begin again with the first guesses."""
         told, grown = list(self.learned.told), list(self.learned.grown)
         for index, limit in enumerate(told):
             is_old = not 0 <= now_s - self.learned.told_s[index] < FORGOTTEN_AFTER_S
@@ -211,7 +203,6 @@ SPENT = 0.01
 SPENT_REQUESTS = 2.0
 """The bucket of input tokens also counts as spent if less is left than this many average requests need."""
 WEIGHT = 0.1
-"""The weight of the latest response in smoothed values."""
 LOST_PART = 0.05
 """`Size.lost_part` of a bucket whose size is proven and below `BudgetSpec.burst_s`; for other buckets it is 0."""
 
@@ -225,9 +216,7 @@ class LearnedBursts(NamedTuple):
     cut: tuple[float, ...] = (1.0, 1.0, 1.0)
     """The factor (1 or less) by which the size is multiplied, because the provider has refused calls."""
     cut_s: float = -inf
-    """When a refusal (429) last reduced the bucket sizes."""
     moved_s: float = -inf
-    """When the bucket sizes were last reduced, or raised by a step."""
 
 
 class Bursts:
@@ -237,14 +226,12 @@ class Bursts:
         self._most_s = most_s
         self.learned = LearnedBursts()
         self._usual_input = 0.0
-        """The smoothed number of input tokens of a request."""
         self._refusals = 0.0
         self.margin = 0.0
         """By what part more input tokens are reserved for each call than we estimate (0.2: by a fifth). It is not sent
         to other processes."""
 
     def sizes(self, *, guessed: Sequence[bool]) -> tuple[Size, ...]:
-        """The sizes of the three buckets. `guessed`: as from `Adaptive.guessed`."""
         return tuple(
             Size(cut * min(self._most_s, UNKNOWN_S if is_guess else UNPROVEN_S), 0.0)
             if proven_s is None
@@ -253,7 +240,6 @@ class Bursts:
         )
 
     def forget(self, guessed: Sequence[bool]) -> None:
-        """Discard the proven sizes of buckets whose limits are guessed again."""
         known = zip(self.learned.proven_s, guessed, strict=True)
         self.learned = self.learned._replace(
             proven_s=tuple(None if is_guess else proven_s for proven_s, is_guess in known)
@@ -323,7 +309,6 @@ class Bursts:
         return True
 
     def _least(self, index: int) -> float:
-        """The factor with which the bucket holds `LEAST_S` of its limit."""
         return min(1.0, LEAST_S / (self.learned.proven_s[index] or UNPROVEN_S))
 
 
@@ -334,7 +319,9 @@ VERSION: Final = 2
 removed, or gets another meaning: processes of two versions of Lanekeeper share one Redis while a deployment is
 updated."""
 MOST_NUMBER: Final = 1e12
-"""The largest number that is accepted in a text, which another process may have written."""
+
+
+Known = TypeVar("Known", LearnedLimits, LearnedBursts)
 
 
 class UnreadableError(ValueError):
@@ -382,44 +369,42 @@ def from_json(text: str | bytes) -> Learned:
         found = json.loads(text)
         if (version := found["version"]) != VERSION:
             raise UnreadableError(f"version {version!r}, this process reads {VERSION}")
-        limits, bursts = found["limits"], found["bursts"]
-        if not isinstance(limits["is_silent"], bool):
-            raise UnreadableError("is_silent is neither true nor false")
-        return Learned(
-            LearnedLimits(
-                told=_three_or_none(limits["told"], least=1.0),
-                told_s=_three(limits["told_s"], least=-inf),
-                grown=_three(limits["grown"], least=0.0),
-                is_silent=limits["is_silent"],
-                factors=_three(limits["factors"], least=1e-3, most=1.0),
-                halved_s=_number(limits["halved_s"]),
-                moved_s=_number(limits["moved_s"]),
-            ),
-            LearnedBursts(
-                proven_s=_three_or_none(bursts["proven_s"], least=0.0),
-                cut=_three(bursts["cut"], least=1e-3, most=1.0),
-                cut_s=_number(bursts["cut_s"]),
-                moved_s=_number(bursts["moved_s"]),
-            ),
-            _number(found["held_until_s"]),
-        )
+        limits, bursts = _read(LearnedLimits(), found["limits"]), _read(LearnedBursts(), found["bursts"])
+        return Learned(limits, bursts, _number(found["held_until_s"]))
     except UnreadableError:
         raise
     except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
         raise UnreadableError(f"{type(error).__name__}: {error}") from error
 
 
-def _three_or_none(values: Any, *, least: float) -> tuple[float | None, ...]:
-    first, second, third = values
-    return tuple(None if value is None else _number(value, least=least) for value in (first, second, third))
+_BOUNDS: Final = {
+    "told": (1.0, MOST_NUMBER),
+    "grown": (0.0, MOST_NUMBER),
+    "factors": (1e-3, 1.0),
+    "proven_s": (0.0, MOST_NUMBER),
+    "cut": (1e-3, 1.0),
+}
 
 
-def _three(values: Any, *, least: float, most: float = MOST_NUMBER) -> tuple[float, ...]:
-    first, second, third = values
-    return tuple(_number(value, least=least, most=most) for value in (first, second, third))
+def _read(nothing: Known, found: Any) -> Known:
+    values: dict[str, Any] = {}
+    for name, like in nothing._asdict().items():
+        value, bounds = found[name], _BOUNDS.get(name, (-inf, MOST_NUMBER))
+        if isinstance(like, tuple):
+            first, second, third = value
+            values[name] = tuple(
+                None if each is None is like[0] else _number(each, *bounds) for each in (first, second, third)
+            )
+        elif isinstance(like, bool):
+            if not isinstance(value, bool):
+                raise UnreadableError(f"{name} is neither true nor false")
+            values[name] = value
+        else:
+            values[name] = _number(value, *bounds)
+    return nothing._replace(**values)
 
 
-def _number(value: Any, *, least: float = -inf, most: float = MOST_NUMBER) -> float:
+def _number(value: Any, least: float = -inf, most: float = MOST_NUMBER) -> float:
     """Minus infinity is the time of an event that has never happened."""
     if type(value) not in (int, float) or not least <= value <= most:
         raise UnreadableError(f"{str(value)[:40]} where a number from {least:g} to {most:g} is expected")

@@ -20,7 +20,6 @@ from lanekeeper.telemetry.figures import Histogram, timings
 
 HOUR: Final = 60
 WINDOWS: Final = {"5m": 5, "1h": HOUR}
-"""The windows, in minutes, over which quantiles are told."""
 ACCURACY: Final = 0.02
 """By which part a quantile may be off. Sketches can be merged only if they have the same."""
 WINDOW_S = 60
@@ -28,7 +27,6 @@ WINDOW_S = 60
 DUE_TIMES = 1024
 """If the delayed requests of a lane have more different due times than this, those that are over are forgotten."""
 PERIOD_S: Final = 60
-"""The length of the periods in which the ended requests of a lane are counted in the store."""
 NOTE_EVERY_S: Final = 5.0
 SEEN_AT_LEAST_S: Final = 20.0
 """At the beginning of each period, the rate counts as unknown for this time, because the few requests that have ended
@@ -46,7 +44,6 @@ class LaneActivity:
         self.extra_slots = 0
         """How many slots the lane's two queues have in addition to the configured ones (`scaling.py`)."""
         self.slots_limit: str | None = None
-        """`ExtraSlots.limit`"""
         self.running = 0
         self.answered = 0
         self.failed = 0
@@ -54,27 +51,22 @@ class LaneActivity:
         self.dropped = 0
         self.replayed = 0
         self.ended = 0
-        """How many requests of the lane have ended, with any outcome."""
         self.deferred_for: Counter[str] = Counter()
-        """How many deliveries were deferred, by the reason of the deferral."""
         self._delayed: dict[str, Counter[int]] = {}
         """How many requests this process sent into the delay queues, by reason and by when they are due, in seconds of
         the monotonic clock, rounded up (`_delay`)."""
         self.recent = Recent()
         self.waits, self.runs, self.totals = Histogram(), Histogram(), Histogram()
         self.ended_by: Counter[str] = Counter()
-        """How many requests have ended, by the code of their outcome."""
         self.buried_by: Counter[str] = Counter()
         self.attempts = 0
         self.retried_for: Counter[str] = Counter()
         self.taken: Counter[str] = Counter()
-        """How many deliveries came from each queue."""
         self.worked = timings()
         """From a delivery's slot to its acknowledgement, by queue."""
         self.delivered_ms: dict[str, int] = {}
         """When the request was published that was delivered last, by queue; those that come back from a delay apart."""
         self._ended_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
-        """For each of the latest seconds in which requests ended: the second, and how many."""
 
     def record(
         self,
@@ -124,7 +116,6 @@ class LaneActivity:
             self._count_end()
 
     def snapshot(self) -> Mapping[str, Any]:
-        """The lane's counts, as JSON values for the command `lanekeeper status`."""
         since = int(time.monotonic()) - WINDOW_S
         return {
             "slots": self._slots,
@@ -217,11 +208,6 @@ class Recent:
         published."""
         after = int(time.monotonic()) // 60 - HOUR
         return sum(minute.since_delivery for minute in self._minutes if minute.at > after)
-
-
-def quantile(ordered: Sequence[int], share: float) -> int | None:
-    """The smallest of the values such that at least the share `share` (0 to 1) of all values are at most it."""
-    return ordered[max(0, math.ceil(len(ordered) * share) - 1)] if ordered else None
 
 
 async def note_ends(store: Allowances, activities: Sequence[LaneActivity]) -> None:

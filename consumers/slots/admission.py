@@ -33,7 +33,6 @@ PLACE_KEPT_S: Final = 1.0
 """For how long after a tenant's last request was published to a side queue that queue stays assigned to the tenant. By
 then this process usually holds the queue's first message, which shows to which tenant the queue belongs."""
 FULL_FOR_S: Final = 1.0
-"""If a side queue refused a message because it was full, nothing is published to it for this time."""
 LATER_MS: Final = 1000
 """For how long a request is deferred if it must be set aside, and its side queue is full or does not exist."""
 
@@ -45,8 +44,7 @@ class Admitter(Protocol):
         """Wait until the request holds a slot, or must leave this process, because its tenant exceeds its share or the
         wait takes too long."""
 
-    def leave(self, job: Job) -> None:
-        """Give back the slot that a request got by `admit`."""
+    def leave(self, job: Job) -> None: ...
 
     def unread(self, queue: str) -> None:
         """Note that the last delivery of this queue could not be read, so that `admit` will not be called for it."""
@@ -134,16 +132,13 @@ class SideQueues:
         self._names = names
         self._now_ms = now_ms
         self._numbers = {names.side(lane.name, number): number for number in range(lane.side_queues)}
-        """The number of each side queue, by the queue's name."""
         self._tenants: dict[int, str] = {}
-        """The tenant of each side queue whose head waits in this process for a slot, by the queue's number."""
         self._places: dict[str, tuple[int, float]] = {}
         """For each tenant: the number of the side queue that is assigned to it, and when it was last assigned."""
         self._full_until_s: dict[int, float] = {}
         """For each side queue that refused a message because it was full: until when nothing is published to it."""
 
     def has(self, tenant: str) -> bool:
-        """Whether requests of the tenant are in a side queue, as far as this process knows."""
         return self._number_of(tenant) is not None
 
     def head_arrived(self, job: Job) -> None:
@@ -180,7 +175,6 @@ class SideQueues:
         return None
 
     def _full(self, job: Job) -> Outcome:
-        """A request that comes directly from its publisher is refused; one from a delay or a side queue is deferred."""
         if job.hop.is_fresh and not job.trusted:
             return ended(
                 "too_many_waiting",

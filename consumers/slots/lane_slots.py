@@ -39,7 +39,6 @@ class TenantShare:
 
     weight: float = 1.0
     in_flight: int | None = None
-    """How many of the tenant's requests a process works on at a time in one lane; None: no limit."""
 
 
 DEFAULT_SHARE: Final = TenantShare()
@@ -49,11 +48,8 @@ class Admission(Enum):
     """The result of waiting for a slot."""
 
     BEGIN = auto()
-    """The request holds a slot."""
     ASIDE = auto()
-    """It must be moved to a side queue or deferred."""
     BACK = auto()
-    """It must be returned to its queue as it is."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,7 +58,6 @@ class _Waiting:
     rank: int
     """The request's priority among the waiting requests of its tenant: the request with the highest rank goes first."""
     movable: bool
-    """Whether the request may be set aside."""
     admission: "asyncio.Future[Admission]"
 
 
@@ -113,7 +108,6 @@ class LaneSlots:
 
     @property
     def is_shared(self) -> bool:
-        """Whether more than one tenant had requests in this lane within `LATELY_S`."""
         latest = list(islice(reversed(self._figures.values()), 2))
         return len(latest) == 2 and latest[1].seen_s > asyncio.get_running_loop().time() - LATELY_S
 
@@ -123,11 +117,9 @@ class LaneSlots:
 
     @property
     def in_hand(self) -> int:
-        """How many deliveries of the lane wait in this process for a slot."""
         return sum(queue.waiting for queue in self.queues)
 
     def snapshot(self) -> dict[str, dict[str, int]]:
-        """The counts of the lane's requests by tenant, as JSON values. The tenant that was active last comes last."""
         return {
             tenant: {
                 "running": sum(queue.running_of(tenant) for queue in self.queues),
@@ -175,7 +167,6 @@ class QueueSlots:
         return sum(waiting.tenant == tenant for waiting in self._waiting)
 
     def resize(self, size: int) -> None:
-        """A request that holds a slot keeps it."""
         self.size = size
         self.serve()
 
@@ -227,7 +218,6 @@ class QueueSlots:
                 self._forget(tenant)
 
     def end(self, tenant: str) -> None:
-        """Give a slot back when the request that held it is done, and grant free slots to waiting requests."""
         self.running -= 1
         self._running[tenant] -= 1
         if not self._running[tenant]:
@@ -284,7 +274,6 @@ class QueueSlots:
         return self.running_of(tenant) + self.waiting_of(tenant) >= self._share(tenant)
 
     def _share(self, tenant: str) -> float:
-        """The tenant's share of the slots, which is at least one slot."""
         weight = self.lane.share_of(tenant).weight
         return max(1.0, self.size * weight / sum(self.lane.share_of(other).weight for other in {*self._passes, tenant}))
 

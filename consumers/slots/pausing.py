@@ -22,11 +22,8 @@ LOOK_EVERY_S: Final = 0.05
 """The time between two checks of the conditions. They are polled, because they are attributes of very different
 objects, without a common event to wait for. Reading them 20 times a second takes 0.01 % of a CPU."""
 LOGGED_AFTER_S: Final = 0.5
-"""Shorter pauses are not logged, because each start of a worker causes one."""
 WATCH_EVERY_S: Final = 2.0
-"""The time between two checks whether a lane stands still."""
 STILL_S: Final = 30.0
-"""A lane that every check has found standing still for this time is put right."""
 Condition = Callable[[], str | None]
 log = logs.logger()
 
@@ -41,8 +38,7 @@ class Pausable(Protocol):
     def brake(self) -> str | None:
         """Why it must be paused although no condition holds."""
 
-    async def pause(self, reason: str) -> None:
-        """Take no new delivery from the broker; continue to work on those that were taken."""
+    async def pause(self, reason: str) -> None: ...
 
     async def resume(self) -> None:
         """Take deliveries again. If too many are still being worked on, do nothing; `Pausing` then calls this again."""
@@ -57,17 +53,14 @@ class Pausing:
         self._open = asyncio.Event()
 
     def reasons(self) -> dict[str, str]:
-        """The conditions that hold, by name, each with a text that says what is wrong."""
         return {name: why for name, condition in self._conditions.items() if (why := condition()) is not None}
 
     async def opened(self) -> None:
-        """Wait until no condition requires a pause. The wait has no time limit of its own."""
         while self.reasons():
             self._open.clear()
             await self._open.wait()
 
     async def run(self, takers: Sequence[Pausable]) -> None:
-        """Pause the takers while any condition holds. Runs until cancelled."""
         loop = asyncio.get_running_loop()
         since_s: float | None = None
         is_logged = False
@@ -127,11 +120,9 @@ class Watchdog:
         self._unfetched = unfetched
         self._lost_slots = lost_slots
         self._taken: dict[str, int] = {}
-        """How many deliveries each pool had taken at the last check, by its queue."""
         self._looks: dict[str, int] = {}
         """How many checks in a row have found a queue or a lane standing still, by the text that says so."""
         self.trouble: str | None = None
-        """What has stood still for `STILL_S`."""
 
     async def run(self) -> None:
         """Check the lanes, and consume again the queues that are not delivered. Returns if a lane has lost slots, so

@@ -42,7 +42,6 @@ LOOK_EVERY_S = 0.25  # a queue that has lent slots must get them back within a s
 log = logs.logger()
 
 Depths = Callable[[list[str]], Awaitable[Mapping[str, int]]]
-"""A function that asks the broker how many messages wait in each of the given queues."""
 
 
 class SlotPool(Protocol):
@@ -75,7 +74,6 @@ class QueueLoad:
     """What the decision about additional slots must know of one queue."""
 
     slots: int
-    """Its own slots, by the lane's settings."""
     reserved: int
     """How many of its own slots are never lent, even if they are idle."""
     max_slots: int
@@ -155,12 +153,10 @@ STEADY_S = 3.0
 BOTTLENECK_FOR_S = 2.0
 """A lane counts as waiting for a provider's budget until this time after one of its requests was last seen waiting."""
 LIMIT_LOGGED_EVERY_S = 60.0
-"""The shortest time between two log events about a queue that can get no further slots."""
 SENT_AFTER_LOOKS: Final = 4
 """A scout is started only when all slots of a queue were in use for a second: at one check, and at this many further
 checks in a row. If the slots are all in use for a shorter time, requests are delivered in the queue's own order."""
 CALLED_BACK_AFTER_LOOKS: Final = 8
-"""After this many checks in a row that found free slots, the queue's scout is stopped."""
 SCOUT_PREFETCH: Final = 64
 """A scout moves at most this many requests in the time that the broker takes to confirm a publish, which is long on a
 busy machine; but each takes CPU time from requests of other lanes, and may have 1 MiB."""
@@ -188,7 +184,6 @@ class ScaledQueue:
     """How many requests of the queue had begun since the process started, at each of the last checks in a row that
     found all slots in use. When the list is full, its first and its last number were taken a second apart."""
     idle_looks: int = 0
-    """How many of the latest checks in a row found free slots."""
     added: list[SlotPool] = field(default_factory=list)
     taken_back: list[SlotPool] = field(default_factory=list)
     """Pools whose added slots were taken back, and scouts that were called back, until their requests have ended."""
@@ -279,12 +274,10 @@ class Scaling:
                         await self._look_for_scout(queue, queue.new_scout)
 
     async def stop(self) -> None:
-        """Take back all slots that were added to queues, call all scouts back, and add no more."""
         self._stopping.set()
         await self._take_back(self._queues)
 
     def give_back_waiting(self) -> None:
-        """After `stop`: `Pool.give_back_waiting` of all pools that it has added."""
         _give_back_waiting(self._queues)
 
     async def pause(self, reason: str) -> None:
@@ -330,7 +323,6 @@ class Scaling:
             return {}
 
     def _note_load(self, queue: ScaledQueue, waiting: int, asked: bool, now_s: float) -> None:
-        """`waiting`: how many messages wait in the queue; 0 if the broker was not `asked`."""
         queue.used.append(queue.in_hand)
         now_ms = self._now_ms()
         if not waiting and asked:

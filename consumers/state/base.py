@@ -50,9 +50,7 @@ class StoreSpec:
     """How long the cancellation of a request that no worker has seen is kept: a little longer than the longest deadline
     of a lane, because the request can wait that long in its queue. (A delayed request is seen before its delay.)"""
     unseen_per_tenant: int = 10_000
-    """How many of these cancellations are kept for one tenant."""
     waiting_per_tenant: int = 10_000
-    """How many requests may wait in the broker for a delay of over a minute."""
     waiting_in_all: int = 100_000
     events_per_request: int = 50_000
     """How many events of its answer are stored for a followed request; each call to a provider begins again at 0."""
@@ -99,7 +97,6 @@ class Completion:
 
     status: Literal["ok", "error"]
     code: str = ""
-    """Of an error, such as `deadline_exceeded`."""
     body: bytes
     headers: Mapping[str, str | int] = field(default_factory=dict)
     ended_ms: int
@@ -125,7 +122,6 @@ class Running:
     """A worker holds the claim for another delivery of the same request, and its lease is valid."""
 
     for_ms: int
-    """Since that claim was granted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,14 +147,12 @@ class Stop(StrEnum):
 
     CANCELLED = "cancelled"
     FENCED = "fenced"
-    """Another delivery of the request has taken over the claim."""
 
 
 class Cancelling(StrEnum):
     """The state of the request when its cancellation came."""
 
     RECORDED = "recorded"
-    """The request was waiting, and has now ended as cancelled."""
     UNSEEN = "unseen"
     """No worker has seen the request. It ends as cancelled when a worker gets it."""
     DISPLACED = "displaced"
@@ -184,7 +178,6 @@ class Found:
     running: bool
     attempts: int = 0
     due_ms: int | None = None
-    """When the next attempt may begin, if it waits and that is known."""
 
 
 class WaitingLimit(StrEnum):
@@ -261,7 +254,6 @@ class Submitted(StrEnum):
     KNOWN = "known"
     """The same request was submitted before, or a worker has received it."""
     CONFLICT = "conflict"
-    """With another body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +302,6 @@ class Pause:
     name: str
     since_ms: int
     until_ms: int | None
-    """When it ends by itself."""
     who: str
     why: str
 
@@ -320,7 +311,6 @@ class Pause:
 
     @property
     def told(self) -> str:
-        """What requesters are told: not by whom."""
         until = "" if self.until_ms is None else f" until {moment_text(self.until_ms)}"
         why = f": {self.why}" if self.why else ""
         return f"{self.kind} {self.name[:80]} was paused by an operator at {moment_text(self.since_ms)}{until}{why}"
@@ -341,7 +331,6 @@ class Pause:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> Self:
-        """Raises KeyError."""
         return cls(
             kind=found["kind"],
             name=found["name"],
@@ -393,8 +382,7 @@ class Leases(Protocol):
 class StoredPauses(Protocol):
     """Keeps what operators have paused."""
 
-    async def pauses(self) -> Sequence[Pause]:
-        """Those that have not ended."""
+    async def pauses(self) -> Sequence[Pause]: ...
 
     async def pause(self, pause: Pause) -> bool:
         """Store a pause, in place of the one of the same kind and name. Returns False, and changes nothing, if
@@ -413,15 +401,12 @@ class Store(Allowances, Leases, StoredPauses, Protocol):
         """Why the last call failed, as text for operators; None if it succeeded."""
 
     @property
-    def times(self) -> Timings:
-        """How long operations took, by their name."""
+    def times(self) -> Timings: ...
 
     @property
-    def is_full(self) -> bool:
-        """Whether the last `probe` found the store above its limit."""
+    def is_full(self) -> bool: ...
 
-    async def probe(self) -> None:
-        """Check that values can be written to the store and are kept."""
+    async def probe(self) -> None: ...
 
     async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
         """Ask for the claim of a request, before its provider is called.

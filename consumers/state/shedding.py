@@ -11,11 +11,9 @@ LOW_WATER: Final = 7 / 8
 """A store that is above its limit is emptied to this part of the limit, so that it is not full again at once: to see
 who has how much, all its rows are read."""
 STEP_ROWS: Final = 200
-"""How many rows one step of sweeping (the removal of expired and surplus rows) removes at most."""
 STEP_BYTES: Final = 32 * 1024 * 1024
 """One step ends at this size, so that claims do not wait long for it."""
 SURPLUS_ROWS: Final = 50_000
-"""How many rows a full store lists at a time for removal."""
 
 
 class Kind(StrEnum):
@@ -24,7 +22,6 @@ class Kind(StrEnum):
     PAID = "paid"
     """How a request ended for which a provider was called."""
     FREE = "free"
-    """How a request ended before any call, for example because it was refused."""
     CANCELLED = "cancelled"
     """The cancellation of a request that no worker has claimed."""
     LIVE = "live"
@@ -34,7 +31,6 @@ class Kind(StrEnum):
 
 
 Share = tuple[str, Kind]
-"""The rows of one kind of one tenant."""
 
 
 class Surplus(NamedTuple):

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Unpack
 
@@ -17,7 +18,6 @@ from anthropic import AnthropicError, AsyncAnthropic, DefaultAsyncHttpxClient
 
 from consumers.failures import RateLimitedError
 from consumers.providers.anthropic import AnthropicProvider
-from consumers.slots.activity import quantile
 from lanekeeper import Client
 from lanekeeper.contract.names import LANE_NAME
 from lanekeeper.contract.problems import LanekeeperError
@@ -61,7 +61,8 @@ async def _answer(client: Client, prompt: str, *, key: str, **options: Unpack[Op
 
 def share_ms(waits_ms: list[int], share: float) -> int:
     """The quantile `share` of the waits; 0 if there is none."""
-    return quantile(sorted(waits_ms), share) or 0
+    ordered = sorted(waits_ms)
+    return ordered[max(0, ceil(len(ordered) * share) - 1)] if ordered else 0
 
 
 # ---- a flood, and chats that overtake it -----------------------------------------------------------------------------

@@ -17,9 +17,7 @@ from consumers.state.base import StoreUnavailable
 
 CONNECT_S = 3.0
 CALL_S = 3.0
-"""The time limit for one call of Redis, and for the wait for a free connection before it."""
 CONNECTIONS = 32
-"""The maximum number of connections of one process."""
 QUOTED_CHARS = 200
 """How much of another program's error text our own error text quotes."""
 LOST = (exceptions.RedisError, OSError, TimeoutError, RuntimeError)
@@ -80,7 +78,6 @@ class RedisClient:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self.address = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}"
-        """The URL without user and password, for logs and error texts."""
         self.trouble: str | None = None
         pool = BlockingConnectionPool.from_url(
             url,
@@ -124,7 +121,6 @@ class RedisClient:
         return found
 
     async def memory(self) -> tuple[int, int] | None:
-        """How many bytes of memory Redis uses, and how many it may use (0: any number); None if it does not say."""
         info = await self._info()
         return None if info is None else (int(info["used_memory"]), int(info.get("maxmemory", 0)))
 

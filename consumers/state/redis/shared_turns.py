@@ -37,14 +37,12 @@ FORGOTTEN_AFTER_S: Final = 4 * LOOK_EVERY_S
 SETTLE_WITHIN_S: Final = 0.05
 """The longest time until the unused budget of a call is sent: one step can send that of several calls."""
 RETRY_S: Final = 0.5
-"""The pause after a step that failed because Redis is unavailable."""
 AT_ONCE_S: Final = 1.0
 """How long `try_reserve` waits for the answer of Redis, because it takes budget only if that is possible at once."""
 JUMP_S: Final = 0.5
 """If Redis's clock has moved against ours by more than this since the last step, one of them has jumped. A smaller
 change is due to the time that the answer took."""
 TOGETHER: Final = 16
-"""How many waiting requests of each lane one step can grant."""
 log = logs.logger()
 
 
@@ -150,13 +148,10 @@ class SharedTurns:
         self._client = client
         self._key = key
         self._offset_s = clock() - asyncio.get_running_loop().time()
-        """Redis's clock minus the event loop's clock."""
         self._process = secrets.token_hex(6)
         self._unsent = Changes()
         self._version = 0
-        """The number of the latest change of what processes have learned that this one has taken over."""
         self._unreadable = ""
-        """The error that was logged last because learned limits could not be read."""
         self._is_due = False
         self._task: asyncio.Task[None] | None = None
         self._stepped = asyncio.Event()
@@ -174,7 +169,6 @@ class SharedTurns:
         return self._task is not None
 
     def now_s(self) -> float:
-        """Redis's time, as of the last step."""
         return asyncio.get_running_loop().time() + self._offset_s
 
     def step(self) -> None:
@@ -224,7 +218,6 @@ class SharedTurns:
             refuse_hopeless(account, self.now_s())
 
     async def aclose(self) -> None:
-        """Send Redis the changes that it does not have yet."""
         if self._timer is not None:
             self._timer.cancel()
         if self._unsent.must_be_sent:
@@ -271,7 +264,6 @@ class SharedTurns:
         self.step()
 
     async def _run_step(self) -> float:
-        """Returns the seconds until the next step."""
         account, now_s = self.account, self.now_s()
         waiters, max_grants = candidates(account, now_s)
         sent, self._unsent = self._unsent, Changes()
@@ -323,7 +315,6 @@ class SharedTurns:
                 log.warning(signals.LEARNED_UNREADABLE, account=self.account.name, error=str(error)[:QUOTED_CHARS])
 
     def _grant(self, waiters: Sequence[Waiter], reply: Mapping[str, Any], redis_s: float) -> float:
-        """Wake the granted requests. Returns the seconds until the next step."""
         account = self.account
         for index, *from_savings in reply["granted"]:
             waiter = waiters[index - 1]

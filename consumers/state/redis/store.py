@@ -27,7 +27,6 @@ from lanekeeper.telemetry.figures import timings
 REQUESTS_IN_A_LOOK: Final = 200
 """How many requests one run of the script reads; it is small, because Redis does nothing else meanwhile."""
 KEYS_IN_A_LOOK: Final = 200
-"""How many keys one run of the script looks at, to see who keeps how much."""
 SHARES_AT_ONCE: Final = 200
 """Of how many shares (a tenant's rows of one kind) rows are chosen for removal in one scan."""
 FULL_AT: Final = 7 / 8
@@ -293,7 +292,6 @@ class RedisStore:
             self.times[function].add(time.monotonic() - began_s)
 
     def _keys(self, identity: Identity) -> list[str]:
-        """The keys of a request's claim and result, of its submission, and of its entries."""
         begin, end = self._namespace, f"{quote(identity.tenant, safe='')}:{identity.id}"
         return [f"{begin}:request:{end}", f"{begin}:followed:{end}", f"{begin}:entries:{end}"]
 

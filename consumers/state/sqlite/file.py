@@ -18,7 +18,6 @@ from consumers.state.base import StoreUnavailable
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 VERSION = 7
-"""Of the schema; stored in the file as `user_version`."""
 APPLICATION = 0x4C616E65
 """The file's `application_id`: the letters "Lane" in ASCII."""
 BUSY_S = 3.0
@@ -146,7 +145,6 @@ MIGRATIONS: dict[int, str] = {
     5: _PAUSES,
     6: _KEPT,
 }
-"""For each version of the schema, what changes it into the next one."""
 
 
 class Clock:

@@ -39,9 +39,7 @@ class Times:
     """The time of a transaction, in ms by both clocks of the store."""
 
     now: int
-    """Since the machine was booted; leases are compared with it."""
     today: int
-    """Since 1970; retention times are compared with it."""
 
 
 class Row(NamedTuple):
@@ -103,7 +101,6 @@ class Row(NamedTuple):
 
 
 _UNSEEN = "FROM request WHERE body_hash IS NULL AND noted = 0 AND due_ms IS NULL AND code = 'cancelled' AND tenant = ?"
-"""The cancellations of a tenant's requests that no worker has seen. The conditions are those of the index `unseen`."""
 _READ = f"SELECT {', '.join(Row._fields)} FROM request WHERE tenant = ? AND id = ?"
 _WRITE = (
     f"INSERT INTO request (tenant, id, {', '.join(Row._fields)}) VALUES (?, ?{', ?' * len(Row._fields)}) "
@@ -151,7 +148,6 @@ _NEWS: Final = (
 )
 _ENTRIES: Final = "SELECT number, kind, body FROM entry WHERE followed = ? AND number > ? ORDER BY number LIMIT ?"
 ENTRIES_IN_A_LOOK: Final = 5000
-"""How many entries one `look` returns for all its requests; the next returns the rest."""
 KEPT_AFTER_MS = 86_400_000
 """How long what was used in a period is kept after its end, in case the calendar time is set back into it."""
 _EXPIRED_ALLOWANCES: Final = (
@@ -566,14 +562,12 @@ class Tables:
         return sum(self._execute(_REMOVE, (row.tenant, row.id, row.state, at.now)).rowcount for row in rows)
 
     def used_bytes(self) -> int:
-        """The size of the file without free pages."""
         pages, free, page_bytes = (
             int(self._execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "freelist_count", "page_size")
         )
         return (pages - free) * page_bytes
 
     def used_by_share(self, now: int) -> dict[Share, int]:
-        """The size, in bytes, of each tenant's rows of each kind."""
         found: dict[Share, int] = {}
         for tenant, kind, size in self._execute(_USED, (now,)):
             share = (tenant, Kind(kind))
@@ -594,7 +588,6 @@ class Tables:
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def read(self, at: Times, identity: Identity) -> Row | None:
-        """Returns None also if the row need no longer be kept."""
         found = self._execute(_READ, (identity.tenant, identity.id)).fetchone()
         if found is None:
             return None

@@ -23,7 +23,6 @@ from lanekeeper.telemetry.figures import timings
 
 T = TypeVar("T")
 WAITING_AT_MOST = 10_000
-"""How many operations may wait for the thread; each keeps in memory what it will write."""
 TOGETHER_AT_MOST = 500
 """How many operations one transaction may have, so that none waits too long for the others."""
 REOPEN_S = 0.5
@@ -65,7 +64,6 @@ class Writer:
         self._is_closed = False
         self._gathered: list[_Waiting] = []
         self._is_busy = False
-        """True while the thread works on a group of operations, or `_hand_over` is about to give it one."""
         self._groups: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._tables: Tables | None = None
@@ -226,7 +224,6 @@ class Reader:
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._read, read)
 
     def close(self) -> None:
-        """Return at once; the connection is closed when the read that is in progress has ended."""
         if not self._is_closed:
             self._is_closed = True
             self._executor.submit(self._shut)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from consumers.limits.account import Account, Waiter
 from consumers.limits.accounts import own_accounts
 from consumers.limits.base import NOTHING, Amounts, BucketHeaders, BudgetSpec, Feedback, Kind, RateHeaders
-from consumers.limits.learned import RECOVERY_EVERY_S, Bursts
+from consumers.limits.learned import Bursts
 from service.simulated.buckets import Bucket
 from tests.support.budget import ACCOUNT, Tokens, Traffic
 from tests.support.examples import examples
@@ -103,23 +103,6 @@ def test_an_unproven_burst_is_small_for_a_guessed_limit_and_larger_for_a_known_o
     assert [size.burst_s for size in Bursts(setting).sizes(guessed=(True, False, True))] == found
 
 
-def test_a_refusal_with_headers_halves_the_burst_and_not_the_limit_and_the_burst_recovers_slowly() -> None:
-    account = Account("a", BudgetSpec(), now_s=0)
-    account.learn(Feedback(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), 0)
-    account.learn(Feedback(kind=Kind.RATE_LIMITED, rate=told(57)), 10)
-    account.learn(Feedback(kind=Kind.RATE_LIMITED, rate=told(57)), 11)  # of the same burst
-    assert account.buckets[0].burst == 30
-    assert account.per_minute().requests == 60
-
-    found = []
-    for second in range(12, 300):
-        account.learn(Feedback(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), second)
-        found.append(account.buckets[0].burst)
-    assert found == sorted(found)
-    assert found[int(3 * RECOVERY_EVERY_S)] < 42
-    assert found[-1] == 60
-
-
 def test_further_refusals_despite_a_smaller_burst_lower_the_limit() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     account.learn(Feedback(kind=Kind.ANSWERED, rate=told(59), counted=Amounts(1, 0, 0)), 0)
@@ -128,18 +111,6 @@ def test_further_refusals_despite_a_smaller_burst_lower_the_limit() -> None:
 
     assert account.buckets[0].burst == 1  # one call is always allowed
     assert account.per_minute().requests < 10
-
-
-def test_a_refusal_reduces_only_the_burst_of_the_bucket_that_was_used_up() -> None:
-    account = Account("a", BudgetSpec(), now_s=0)
-    both = RateHeaders(BucketHeaders(limit=60, remaining=40), BucketHeaders(limit=60_000, remaining=0), NOTHING_SAID)
-    account.learn(Feedback(kind=Kind.ANSWERED, rate=both, counted=Amounts(1, 800, 0)), 0)
-    for refusal in range(8):
-        account.learn(Feedback(kind=Kind.RATE_LIMITED, rate=both), 6.0 * refusal)
-
-    assert account.per_minute().requests == 60
-    assert account.buckets[0].burst == 41
-    assert account.per_minute().input_tokens == pytest.approx(0.8 * 0.8 * 60_000)
 
 
 def test_a_bucket_as_large_as_the_providers_is_refilled_from_the_calls_arrival() -> None:

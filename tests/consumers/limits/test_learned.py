@@ -87,27 +87,6 @@ def test_a_field_with_another_value_is_refused_or_harmless(value: object, data: 
     assert account.grant_next(1_000_000.0)[0] is waiter
 
 
-@pytest.mark.parametrize(
-    ("part", "field", "value"),
-    [
-        ("limits", "told", [0.9, None, None]),
-        ("limits", "grown", [0, 0, -1]),
-        ("limits", "factors", [1, 1, 0.0009]),
-        ("limits", "factors", [1.1, 1, 1]),
-        ("limits", "is_silent", 0),
-        ("bursts", "proven_s", [None, -1, None]),
-        ("bursts", "cut", [0.0009, 1, 1]),
-        ("bursts", "cut", [1, 1, 1.1]),
-        ("bursts", "cut", [1, 1]),
-    ],
-)
-def test_a_value_outside_its_bounds_is_refused(part: str, field: str, value: object) -> None:
-    found = written()
-    found[part][field] = value
-    with pytest.raises(learned.UnreadableError):
-        learned.from_json(json.dumps(found))
-
-
 START = Amounts(50, 30_000, 8_000)
 
 

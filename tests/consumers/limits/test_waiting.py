@@ -208,15 +208,6 @@ def test_when_a_limit_falls_requests_that_are_now_too_late_are_refused() -> None
     story(tell)
 
 
-def test_all_lanes_wait_until_a_retry_after_is_over() -> None:
-    async def tell(on: Bench) -> None:
-        began_s = on.loop.time()
-        on.hear(Kind.RATE_LIMITED, retry_after_s=20)
-        assert await on.since(began_s, on.ask("critical")) == pytest.approx(20, abs=0.1)
-
-    story(tell)
-
-
 def test_after_many_overloads_no_more_calls_run_for_a_while_and_each_end_wakes_the_next_request() -> None:
     async def tell(on: Bench) -> None:
         await asyncio.sleep(60)

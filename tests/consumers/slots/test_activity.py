@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Retried
-from consumers.slots.activity import SEEN_AT_LEAST_S, LaneActivity, ended_per_s, note_ends, quantile
+from consumers.slots.activity import SEEN_AT_LEAST_S, LaneActivity, ended_per_s, note_ends
 from consumers.state.base import StoreUnavailable, Taken
 from lanekeeper.contract.problems import RequestProblem
 from service.side_tasks import beside
@@ -81,22 +81,6 @@ def test_the_throughput_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPat
     activity.record(ANSWERED, wait_ms=5, run_ms=1)
     now_s += later_s
     assert activity.snapshot()["throughput_per_min"] == told
-
-
-@pytest.mark.parametrize(
-    ("values", "share", "expected"),
-    [
-        ([], 0.5, None),
-        ([7], 0.5, 7),
-        ([7], 0, 7),
-        ([1, 2, 3, 4], 0.5, 2),
-        ([1, 2, 3, 4], 0.95, 4),
-        (list(range(1, 101)), 0.99, 99),
-        (list(range(1, 101)), 1, 100),
-    ],
-)
-def test_quantiles_are_values_that_were_measured(values: list[int], share: float, expected: int | None) -> None:
-    assert quantile(values, share) == expected
 
 
 def test_waits_of_unknown_start_are_counted_as_long_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
-from consumers.state.base import Completion, Ended, Granted, Held, Identity, Running, Stop, StoreSpec, StoreUnavailable
+from consumers.state.base import Completion, Ended, Granted, Identity, Running, StoreSpec, StoreUnavailable
 from consumers.state.sqlite.file import Clock
 from consumers.state.sqlite.store import SqliteStore
 from consumers.state.sqlite.writer import Writer
-from tests.support.completions import ME, answered, failed, fingerprint
+from tests.support.completions import ME, answered, fingerprint
 
 
 class Standing(Clock):
@@ -28,25 +28,6 @@ class Standing(Clock):
     @override
     def since_1970_ms(self) -> int:
         return self.ms
-
-
-async def test_among_many_renewals_those_that_must_stop_are_returned(tmp_path: Path) -> None:
-    clock = Standing()
-    ids = [Identity("", str(each)) for each in range(45)]
-    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=clock) as store:
-        claims = await asyncio.gather(*(store.claim(each, fingerprint()) for each in ids))
-        held = [Held(me, each.token) for me, each in zip(ids, claims, strict=True) if isinstance(each, Granted)]
-        forgotten = Held(Identity("", "forgotten"), 7)
-        assert await store.renew([*held, forgotten]) == {}
-        await store.claim(ids[3], fingerprint(redelivered=True))
-        await store.cancel(ids[40], failed("cancelled"))
-        clock.ms += 9_000
-        found = await store.renew([*held, forgotten])
-        clock.ms += 9_000
-        running = [one is not None and one.running for one in [await store.find(each) for each in ids]]
-
-    assert found == {held[3]: Stop.FENCED, held[40]: Stop.CANCELLED}
-    assert [each for each in range(45) if not running[each]] == [3], "the claim that took over was not renewed"
 
 
 async def test_one_that_cannot_be_kept_fails_alone(tmp_path: Path) -> None:
