@@ -97,7 +97,7 @@ def tables() -> str:
     for section, title in TITLES.items():
         rows = [each for each in every if (each.place[0] if len(each.place) > 1 else "") == section]
         assert rows, section
-        lines = [f"### {title}", "", "| setting | default | what it does | example |", "|---|---|---|---|"]
+        lines = [f"### {title}", "", "| setting | default (allowed) | what it does | example |", "|---|---|---|---|"]
         parts.append("\n".join([*lines, *map(_row, rows)]))
     return "\n\n".join(parts) + "\n"
 
@@ -111,11 +111,12 @@ def page() -> str:
 def _row(entry: Entry) -> str:
     said = [_said(each) for each in entry.defaults]
     defaults = ", ".join(f"`{each}`" for each in (said if len(set(said)) > 1 else said[:1])).replace("`none`", "none")
-    limits = _limits(entry.field)
-    text = f"{entry.text} Allowed: {limits}." if limits else entry.text
+    limits, text = _limits(entry.field), entry.text
+    if get_origin(entry.field.annotation) is Literal:
+        text, limits = f"{text} Allowed: {limits}.", ""
     example = "" if entry.example in said else f"`{entry.example}`"
     unit = "" if defaults == "none" else _unit(entry.place[-1])
-    cells = (f"`{entry.variable}`", f"{defaults} {unit}".strip(), text, example)
+    cells = (f"`{entry.variable}`", f"{defaults} {unit} {limits}".strip().replace("  ", " "), text, example)
     return "| " + " | ".join(each.replace("|", "\\|") for each in cells) + " |"
 
 
@@ -124,9 +125,19 @@ def _unit(name: str) -> str:
 
 
 def _limits(field: FieldInfo) -> str:
-    """What a number or a choice of words may be."""
+    """What a number (`(1…100)`) or a choice of words may be."""
     allowed = allowed_values(field)
-    return allowed if get_origin(field.annotation) is Literal else allowed.partition("number")[2].strip()
+    if get_origin(field.annotation) is Literal:
+        return allowed
+    numbers = allowed.partition("number")[2].strip()
+    for words, sign in (
+        ("above ", ">"),
+        (", at most ", "…"),
+        (" to ", "…"),
+        ("from ", "" if " to " in numbers else "≥"),
+    ):
+        numbers = numbers.replace(words, sign)
+    return f"({numbers.replace('.0', '')})" if numbers else ""
 
 
 def _said(value: Any) -> str:
