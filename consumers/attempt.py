@@ -14,8 +14,20 @@ from typing import Any, NamedTuple, assert_never
 
 from consumers import retry
 from consumers.clock import NowMs, now_ms
-from consumers.failures import TIMEOUT, AccountError, BreakerOpen, Failover, ProviderError, Retry, TransientError, Trips
-from consumers.gates import BudgetGate, exceeded, later
+from consumers.failures import (
+    TIMEOUT,
+    AccountError,
+    BreakerOpen,
+    Failover,
+    HandlerDied,
+    ProviderError,
+    Retry,
+    TransientError,
+    Trips,
+)
+from consumers.flows.handlers import PROVIDER as HANDLER
+from consumers.flows.handlers import Handlers
+from consumers.gates import DEATHS_AT_MOST, BudgetGate, exceeded, later
 from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Interruptible, Job, Route
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import Amounts, Underway
@@ -63,6 +75,7 @@ class Attempts:
     policy: retry.RetryPolicy
     now_ms: NowMs = now_ms
     rng: random.Random = field(default_factory=random.Random)
+    handlers: Handlers = field(default_factory=Handlers)
 
     async def make(self, job: Job, decoded: Decoded) -> Outcome:
         """Make one attempt within the time left until the request's deadline, and return its outcome. When this method
@@ -86,7 +99,10 @@ class Attempts:
                     parts.on_flow = partial(limit.reschedule, longest_s)
                 await self.pausing.opened()  # make no call whose answer could not be sent
                 began_s = clock()
-                answer = await self._call_routes(job, decoded, parts, limit)
+                if decoded.request.handler:
+                    answer = await self._call_handler(job, decoded.request)
+                else:
+                    answer = await self._call_routes(job, decoded, parts, limit)
                 _record_run(job, clock() - began_s, usage=answer.counted, cost_usd=answer.cost_usd)
                 return Answered(body=answer.body, model=answer.model, provider=answer.provider)
         except RequestProblem as forbidden:  # raised while streaming, for a part that may not be sent
@@ -108,6 +124,25 @@ class Attempts:
             )
         return self._ended_early(job, decoded, is_past_deadline=left_s <= ATTEMPT_WITHIN_S)
 
+    async def _call_handler(self, job: Job, request: Request) -> Answer:
+        name = request.handler
+        async with self.handlers.turn(name) as call:
+            self._begin(job)
+            try:
+                body = await call(request.body, request.call_s)
+            except HandlerDied as died:
+                job.died = True
+                if job.deaths >= DEATHS_AT_MOST:
+                    raise RequestProblem("poison", f"{died} in {job.deaths} attempts") from died
+                raise
+            return Answer(body=body, model=name, provider=HANDLER)
+
+    def _begin(self, job: Job) -> None:
+        job.attempted = Attempted(started_ms=self.now_ms())
+        self.lifecycle.publish(job, "started", wait_ms=job.wait_ms)
+        if job.progress is not None:
+            job.progress.tell("started", attempt=job.attempts, wait_ms=job.wait_ms)
+
     async def _call_routes(self, job: Job, decoded: Decoded, parts: Parts | None, limit: Interruptible) -> Answer:
         request, chain, clock = decoded.request, decoded.chain, asyncio.get_running_loop().time
         left_s = (request.deadline_ms - self.now_ms()) / 1000
@@ -121,10 +156,7 @@ class Attempts:
             if permit is None:
                 continue
             if failed is None:
-                job.attempted = Attempted(started_ms=self.now_ms())
-                self.lifecycle.publish(job, "started", wait_ms=job.wait_ms)
-                if job.progress is not None:
-                    job.progress.tell("started", attempt=job.attempts, wait_ms=job.wait_ms)
+                self._begin(job)
             else:
                 _restart(failed, route, parts)
                 limit.reschedule(ends_s)

@@ -8,7 +8,7 @@ bodies would leave the event loop little time for other work.
 import asyncio
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -33,11 +33,17 @@ class Decoding:
     (`chain_of`: by lane, tenant and model). `max_values`: how many JSON keys and values a body may have."""
 
     def __init__(
-        self, parsing: "Parsing", chain_of: Callable[[str, str, str], Chain], *, max_values: int = bounds.VALUES
+        self,
+        parsing: "Parsing",
+        chain_of: Callable[[str, str, str], Chain],
+        *,
+        max_values: int = bounds.VALUES,
+        handlers: Collection[str] = (),
     ) -> None:
         self._parsing = parsing
         self._chain_of = chain_of
         self._max_values = max_values
+        self._handlers = handlers
 
     async def decode(self, job: Job, lane: LaneSpec) -> Decoded:
         rank = (urgency(lane.name), decoding.weight(job.message))
@@ -63,7 +69,10 @@ class Decoding:
             now_ms=job.taken_ms,
             raw=raw,
             max_values=self._max_values,
+            handlers=self._handlers,
         )
+        if request.handler:
+            return Decoded(request, lane, Chain())
         return Decoded(request, lane, self._chain_of(lane.name, job.identity.tenant, request.model))
 
 

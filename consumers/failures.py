@@ -7,6 +7,8 @@ ProviderError
 ├── OverloadedError         529
 ├── AccountError            no request can be answered there: key, account or base URL are wrong (an operator's mistake)
 ├── RejectedError           the provider refused the request (400, 403, 404, 413, 422, other 4xx)
+├── HandlerError            a registered function raised an exception, or took too long
+│   └── HandlerDied         its process died under it
 └── AnswerTooLargeError     the answer is larger than a worker reads, or than a reply may be
 
 BreakerOpen                 no call was made: all providers that may be called are paused, or their breakers are open
@@ -97,12 +99,13 @@ NO_ACCESS    = Meaning(Retry.BACK_OFF,    Failover.PROVIDER,         Trips.ACCOU
 FORBIDDEN    = Meaning(Retry.REJECTED,    Failover.PROVIDER,         Trips.NO,        Paid.REQUEST, Kind.FAILED)
 REJECTED     = Meaning(Retry.REJECTED,    Failover.NOBODY,           Trips.NO,        Paid.REQUEST, Kind.FAILED)
 TOO_LARGE    = Meaning(Retry.TOO_LARGE,   Failover.NOBODY,           Trips.NO,        Paid.UNKNOWN, Kind.FAILED)
+OF_HANDLER   = Meaning(Retry.SOON,        Failover.NOBODY,           Trips.NO,        Paid.NOTHING, Kind.FAILED)
 # fmt: on
 
 CAUSES: Final = {
     UNSENT: "unreachable", SERVER_ERROR: "server_error", BROKEN_OFF: "broken_off", TIMED_OUT: "timeout",
     RATE_LIMITED: "rate_limited", OVERLOADED: "overloaded", NO_ACCOUNT: "account", NO_ACCESS: "account",
-    FORBIDDEN: "rejected", REJECTED: "rejected", TOO_LARGE: "too_large",
+    FORBIDDEN: "rejected", REJECTED: "rejected", TOO_LARGE: "too_large", OF_HANDLER: "handler",
 }  # fmt: skip
 """The name of each row in metrics: a provider's own error types could be any text."""
 UNREACHABLE: Final = "unreachable"
@@ -246,6 +249,16 @@ class AnswerTooLargeError(ProviderError):
             "(a smaller max_tokens, fewer or smaller results of tools)",
             type="too_large",
         )
+
+
+class HandlerError(ProviderError):
+    """A call to a handler (a registered function) failed."""
+
+    means = OF_HANDLER
+
+
+class HandlerDied(HandlerError):
+    """The handler's process died under it. That counts like a worker's death."""
 
 
 class BreakerOpen(LanekeeperError):

@@ -59,6 +59,8 @@ class Gate(NamedTuple):
     leave: Leave | None = None
     """Gives back what `enter` took. It is called for every gate that let the request pass, in reverse order, whatever
     the outcome; that is None if the job was cancelled, because its delivery was lost or the worker stops."""
+    is_for_models: bool = False
+    """A request for a handler does not pass this gate."""
 
 
 UNCOUNTED_MS = 60_000

@@ -48,6 +48,8 @@ class Handler:
         passed: list[Leave] = []
         try:
             for gate in self.gates:
+                if gate.is_for_models and decoded.request.handler:
+                    continue
                 outcome = await gate.enter(job, decoded)
                 if outcome is not None:
                     return outcome

@@ -155,6 +155,8 @@ class Job:
         self.completion: Completion | None = None
         """How the request ended, as it is stored and sent; None until it has ended."""
         self.span: Span = INVALID_SPAN
+        self.died = False
+        """Whether the process of its handler died under this attempt."""
         self.stopped: Stop | None = None
         self.waiting: Interruptible | None = None
 
@@ -230,6 +232,11 @@ class Job:
     def attempts(self) -> int:
         """How many attempts were made for the request, including the attempt of this delivery, if that counts."""
         return self.hop.attempts + (1 if self.attempted is not None and self.attempted.counts else 0)
+
+    @property
+    def deaths(self) -> int:
+        """How many attempts ended because the process of the request's handler died."""
+        return self.hop.deaths + self.died
 
     @property
     def wait_ms(self) -> int:

@@ -367,6 +367,7 @@ def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
         replays=job.hop.replays,
         replayed_at=job.hop.replayed_at,
         ran_ms=job.ran_ms,
+        deaths=job.deaths,
     )
     headers = hop_headers(hop)
     if job.identity.tenant != (job.hop.user_id or ""):

@@ -21,6 +21,7 @@ from lanekeeper.contract.problems import (
     InvalidUrl,
     LanekeeperError,
     PublishRefused,
+    Rejected,
     ReplyLost,
     TopologyMismatch,
     Unroutable,
@@ -38,7 +39,7 @@ __all__ = [
     "AccessRefused", "BodiesFull", "BodiesUnavailable", "BodyError", "BrokerBlocked", "BrokerError",
     "BrokerUnreachable", "Cancelled", "Client", "ClientMisused", "ConfirmUnknown", "ControlRefused", "Depth",
     "Final", "InvalidArgument", "InvalidUrl", "LanekeeperError", "Names", "NoReply", "NotEnded", "Options", "Part",
-    "Problem", "PublishRefused", "ReplyLost", "TopologyMismatch", "Tracing", "Unroutable",
+    "Problem", "PublishRefused", "Rejected", "ReplyLost", "TopologyMismatch", "Tracing", "Unroutable",
 ]  # fmt: skip
 
 

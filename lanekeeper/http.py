@@ -392,6 +392,8 @@ def headers_of(outgoing: OutgoingRequest) -> dict[str, str]:
         IDEMPOTENCY_KEY: outgoing.id,
         n.LANE_NAME: outgoing.key.partition(".")[0],
     }
+    if message.type is not None:
+        found[n.TYPE] = message.type
     for name, value in message.headers.items():
         if name == n.STREAM:
             continue  # over HTTP, the body has the field `stream`

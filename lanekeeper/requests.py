@@ -41,6 +41,8 @@ class Options(TypedDict, total=False):
     """The earliest start: a time with a time zone."""
     beta: str
     """The value of the header `anthropic-beta`."""
+    handler: str
+    """The handler that answers in place of the model (`[handlers.NAME]` of the service); the body is then any JSON."""
     headers: Mapping[str, Any]
     """Further AMQP headers, such as `traceparent`; they override those of other options."""
     cancel_abandoned: bool
@@ -51,7 +53,7 @@ class Options(TypedDict, total=False):
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "message_id": (str,), "tenant": (str,), "priority": (int,), "deadline_s": (int, float), "delay_s": (int, float),
-    "at": (datetime,), "beta": (str,), "headers": (Mapping,), "cancel_abandoned": (bool,),
+    "at": (datetime,), "beta": (str,), "handler": (str,), "headers": (Mapping,), "cancel_abandoned": (bool,),
     "full_within_s": (int, float),
 }  # fmt: skip
 
@@ -98,6 +100,7 @@ def request_message(body: Mapping[str, Any] | bytes, options: Options, *, stream
         content_type="application/json",
         message_id=options.get("message_id") or uuid.uuid4().hex,
         priority=priority,
+        type=options.get("handler"),
         user_id=None if tenant is None else user,
     )
 

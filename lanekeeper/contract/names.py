@@ -121,6 +121,8 @@ REPLAYED = "x-lane-replayed"
 CONTROL = "x-lane-control"
 """On answers to control messages, never beside STATUS: `accepted`, `pending` or `error`."""
 CODE = "x-lane-code"
+TYPE = "x-lane-type"
+"""On calls of a gateway: the property `type` of the message, which names a handler."""
 
 DEAD_CODE = "x-lane-dead-code"
 DEAD_DETAIL = "x-lane-dead-detail"
@@ -142,6 +144,7 @@ HOP_MS = "x-lane-hop-ms"
 BACK_MS = "x-lane-back-ms"
 FRESH = "x-lane-fresh"
 RAN_MS = "x-lane-ran-ms"
+DEATHS = "x-lane-deaths"
 REPLY_TRY = "x-lane-reply-try"
 REPLY_ERROR = "x-lane-reply-error"
 
@@ -151,7 +154,7 @@ OURS = frozenset(
         REPLAYED, CONTROL,
         DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS, REPLAYS, REPLAYED_AT,
         FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED, HOP_MS, BACK_MS, FRESH, RAN_MS,
-        REPLY_TRY, REPLY_ERROR,
+        DEATHS, REPLY_TRY, REPLY_ERROR,
     }
 )  # fmt: skip
 """Only workers set these; a requester's are removed."""

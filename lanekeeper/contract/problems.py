@@ -15,6 +15,7 @@ LanekeeperError                 base of all errors that a caller may catch
 │   └── ReplyLost               the reply to a request cannot be delivered; the request itself continues
 ├── InvalidUrl                  the URL names neither a broker nor a gateway
 ├── InvalidArgument             an argument of a wrong type or value; nothing was sent
+├── Rejected                    raised by a handler: no retry can answer its input
 └── SettingsError               a setting is wrong (raised by the service only)
 """
 
@@ -91,6 +92,10 @@ class ReplyLost(BrokerError):
 
 class InvalidArgument(LanekeeperError, TypeError, ValueError):
     """An argument of a wrong type or value, such as a body that cannot be written as JSON. Nothing was sent."""
+
+
+class Rejected(LanekeeperError):
+    """Raise it in a handler: its input can never be answered, so it is not tried again. The requester gets the text."""
 
 
 class InvalidUrl(LanekeeperError, ValueError):

@@ -98,6 +98,7 @@ ANSWER_UNSENT: Final = "answer.unsent"
 PART_LOST: Final = "part.lost"
 DELIVERY_LOST: Final = "delivery.lost"
 HANDLER_FAILED: Final = "handler.failed"
+HANDLER_STUCK: Final = "handler.stuck"
 
 # Log events: the budget.
 LEARNED_UNREADABLE: Final = "limits.unreadable"

@@ -25,18 +25,17 @@ from pydantic_core import ErrorDetails
 from consumers.providers.routes import unknown
 from lanekeeper.contract.identity import urls_of
 from lanekeeper.contract.problems import SettingsError
+from service.config.flows import wrong_names
 from service.config.settings import (
     ANTHROPIC_URL,
     FIRST,
     PREFIX,
-    Disagreement,
     GatewayKey,
     LimitsSettings,
     ProviderSettings,
-    Section,
     Settings,
 )
-from service.config.value_types import ALLOWED, is_provider_name, mask, mask_url
+from service.config.value_types import ALLOWED, Disagreement, Section, is_provider_name, mask, mask_url
 from service.telemetry import redaction
 from topology.lanes import DEFAULT_LANES
 
@@ -276,6 +275,7 @@ def contradictions(settings: Settings) -> Iterator[Disagreement]:
         yield from (disagreement.under(place) for disagreement in section.disagreements())
     yield from _speakers(settings)
     yield from _provider_names(settings.providers)
+    yield from wrong_names("handlers", settings.handlers)
     yield from _models(settings)
     yield from _output_limits(settings)
 
@@ -298,8 +298,9 @@ def _sections(node: BaseModel, place: Place = ()) -> Iterator[tuple[Place, Secti
         if isinstance(value, Section):
             yield from _sections(value, (*place, name))
     if isinstance(node, Settings):
-        for name, provider in node.providers.items():
-            yield from _sections(provider, ("providers", name))
+        for table in ("providers", "handlers"):
+            for name, section in getattr(node, table).items():
+                yield from _sections(section, (table, name))
 
 
 def _speakers(settings: Settings) -> Iterator[Disagreement]:
@@ -393,7 +394,7 @@ def effective(settings: Settings, found: Mapping[Place, str]) -> Iterator[Effect
 
 def _places(settings: Settings, pattern: Place) -> Iterator[Place]:
     if ANY in pattern:
-        yield from ((pattern[0], name, *pattern[2:]) for name in settings.providers)
+        yield from ((pattern[0], name, *pattern[2:]) for name in getattr(settings, pattern[0]))
     else:
         yield pattern
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 from urllib.parse import quote, unquote, urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from consumers.flows.handlers import HandlerSpec
 from consumers.housekeeping import DeadSpec
 from consumers.job import ATTEMPT_WITHIN_S
 from consumers.limits.base import DEFAULT_SHARES, LEAST_LIMITS, AccountCaps, BudgetSpec
@@ -27,11 +28,13 @@ from consumers.state.base import SEEN_LATE_S, StoreSpec
 from lanekeeper.bodies import IN_ALL_BYTES, KEEP_S, MOST_BYTES, OVER_BYTES, BodyStore
 from lanekeeper.contract.identity import urls_of
 from lanekeeper.contract.names import Names
+from service.config.flows import HandlerSettings
 from service.config.value_types import (
     AmqpUrl,
     CapTable,
     Chances,
     Day,
+    Disagreement,
     HttpUrl,
     Key,
     ModelLists,
@@ -46,6 +49,7 @@ from service.config.value_types import (
     PriceTable,
     ProviderNames,
     ReadableFile,
+    Section,
     ShareTable,
     StoreUrl,
     UserNames,
@@ -62,38 +66,6 @@ from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, GIB, MIB, NORMAL, Lan
 
 YEAR_S = 365 * 86_400
 """The highest value, in seconds, that most settings of a duration may have: a year."""
-
-
-@dataclass(frozen=True, slots=True)
-class Disagreement:
-    """Settings that are each valid by themselves, but contradict each other; or a missing setting that another setting
-    requires."""
-
-    text: str
-    at: tuple[tuple[str, ...], ...]
-    """The paths of the settings that contradict each other. The error message names those that the user has set."""
-    by: tuple[tuple[str, ...], ...] = ()
-    """The paths of further settings that contribute to the contradiction; the error message does not name them. If any
-    setting of `at` or `by` is wrong by itself, the disagreement is not reported."""
-
-    def under(self, place: tuple[str, ...]) -> "Disagreement":
-        """A copy in which `place`, the path of a group of settings, precedes each path: ("slots",) becomes ("lanes",
-        "batch", "slots")."""
-        return Disagreement(
-            self.text,
-            tuple((*place, *setting) for setting in self.at),
-            tuple((*place, *setting) for setting in self.by),
-        )
-
-
-class Section(BaseModel):
-    """A group of settings. Unknown fields are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    def disagreements(self) -> Iterator[Disagreement]:
-        """Find contradictions between settings of this group that are each valid by themselves."""
-        return iter(())
 
 
 class LaneSettings(Section):
@@ -732,6 +704,7 @@ class Settings(BaseSettings):
     prices: PricesSettings = PricesSettings()
     caps: CapsSettings = CapsSettings()
     fair: FairSettings = FairSettings()
+    handlers: dict[str, HandlerSettings] = {}
     metrics: MetricsSettings = MetricsSettings()
     budget: BudgetSettings = BudgetSettings()
     lanes: LanesSettings = LanesSettings()
@@ -827,6 +800,9 @@ class Settings(BaseSettings):
 
     def names(self) -> Names:
         return Names(self.namespace)
+
+    def handler_specs(self) -> tuple[HandlerSpec, ...]:
+        return tuple(section.spec(name) for name, section in sorted(self.handlers.items()))
 
     def retry_policy(self) -> RetryPolicy:
         return RetryPolicy(**self.retry.model_dump())

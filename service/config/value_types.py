@@ -2,14 +2,15 @@
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import jiter
-from pydantic import AfterValidator, BeforeValidator, PlainValidator, SecretStr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainValidator, SecretStr
 from pydantic_core import PydanticCustomError
 
 from consumers.settle import FAILPOINTS
@@ -21,6 +22,38 @@ from service.telemetry import redaction
 SHOWN = 60
 """The maximum number of characters of a wrong value that an error message about settings quotes."""
 _PLAIN_URL = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._%/-]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Settings that are each valid by themselves, but contradict each other; or a missing setting that another setting
+    requires."""
+
+    text: str
+    at: tuple[tuple[str, ...], ...]
+    """The paths of the settings that contradict each other. The error message names those that the user has set."""
+    by: tuple[tuple[str, ...], ...] = ()
+    """The paths of further settings that contribute to the contradiction; the error message does not name them. If any
+    setting of `at` or `by` is wrong by itself, the disagreement is not reported."""
+
+    def under(self, place: tuple[str, ...]) -> "Disagreement":
+        """A copy in which `place`, the path of a group of settings, precedes each path: ("slots",) becomes ("lanes",
+        "batch", "slots")."""
+        return Disagreement(
+            self.text,
+            tuple((*place, *setting) for setting in self.at),
+            tuple((*place, *setting) for setting in self.by),
+        )
+
+
+class Section(BaseModel):
+    """A group of settings. Unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def disagreements(self) -> Iterator[Disagreement]:
+        """Find contradictions between settings of this group that are each valid by themselves."""
+        return iter(())
 
 
 def mask_url(url: str) -> str:

@@ -100,6 +100,7 @@ class Gateway:
             app=user if _ROUTING_KEY_WORD.fullmatch(user) else ANYBODY,
             max_values=settings.json_values,
             cancel_abandoned=spec.cancel_abandoned,
+            handlers=settings.handlers.keys(),
         )
         bodies = Bodies(
             call_reader,

@@ -16,7 +16,7 @@ import tempfile
 import time
 import uuid
 import zlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import BinaryIO, Final
@@ -59,7 +59,7 @@ REFUSED_HEADERS = {
     n.BODY: "the body comes with the call",
     n.BODY_SHA256: "the body comes with the call",
 }
-_ACCEPTED = (n.PUBLIC | {n.LANE_NAME}) - REFUSED_HEADERS.keys()
+_ACCEPTED = (n.PUBLIC | {n.LANE_NAME, n.TYPE}) - REFUSED_HEADERS.keys()
 BODY_WITHIN_S: Final = 30.0
 LEAST_BYTES_PER_S: Final = 256 * 1024
 """The lowest accepted rate of a large body: the time that its part above `over_bytes` takes is added."""
@@ -120,6 +120,7 @@ class CallReader:
     app: str
     max_values: int
     cancel_abandoned: bool
+    handlers: Collection[str] = ()
 
     def read(
         self,
@@ -134,18 +135,29 @@ class CallReader:
         Raises ApiError, RequestProblem."""
         lane = self.lanes[lane_of(caller, only_value(call_headers, n.LANE_NAME))]
         headers: dict[str, str | int | bool] = {**_headers(call_headers)}
+        handler = None if task == MESSAGES else only_value(call_headers, n.TYPE)
+        if handler is not None:
+            del headers[n.TYPE]
+        if n.TYPE in headers:
+            raise invalid_request(f"header {n.TYPE}: a handler is called by POST /v1/requests")
         if task == MESSAGES:  # the caller waits, so its own timeout is the deadline, and one attempt may take all of it
             headers.setdefault(n.DEADLINE_MS, min(_timeout_ms(call_headers), int(1000 * lane.deadline_max_s)))
             headers[n.LONG_CALL] = True
         key = f"{lane.name}.{self.app}.{task}"
         if (excess := bounds.excess(body, max_values=self.max_values)) is not None:
             raise too_large(excess)
-        stream = _streams(body)
+        stream = handler is None and _streams(body)
         now_ms = int(time.time() * 1000)
         message = Message(body=body, routing_key=key, headers={**headers, n.STREAM: "true"} if stream else headers)
-        request = decode(message, lane=lane, request_id=request_id, hop=None, now_ms=now_ms, raw=body)
-        require_allowed_model(caller.models, request.model)
+        message.type = handler
+        request = decode(
+            message, lane=lane, request_id=request_id, hop=None, now_ms=now_ms, raw=body, handlers=self.handlers
+        )
         options = Options(message_id=request_id, headers=headers)
+        if handler is None:
+            require_allowed_model(caller.models, request.model)
+        else:
+            options["handler"] = handler
         if caller.tenant is not None:
             options["tenant"] = caller.tenant
         if IDEMPOTENCY_KEY in call_headers or not self.cancel_abandoned:

@@ -17,6 +17,7 @@ from consumers.clock import now_ms
 from consumers.control import BrakeCommands, Control, ControlAnswers
 from consumers.decoding import Decoding, Parsing
 from consumers.fallen import Fallen
+from consumers.flows.handlers import Handlers
 from consumers.gates import (
     BrakeGate,
     BudgetGate,
@@ -238,6 +239,15 @@ def open_provider(
         return KINDS[section.kind](name=name, **common, **options)
     except ExtraMissing as missing:
         raise SettingsError(f"providers.{name}: {missing}") from None
+
+
+async def open_handlers(settings: Settings, stack: AsyncExitStack) -> Handlers:
+    """Import the handlers; `stack` closes their processes. Raises SettingsError, which names all that cannot be."""
+    handlers = Handlers(settings.handler_specs(), most_bytes=settings.answer_bytes)
+    stack.push_async_callback(handlers.aclose, within_s=FINISH_WITHIN_S)
+    if problems := await handlers.load():
+        raise SettingsError("\n".join(problems))
+    return handlers
 
 
 def key_setting(name: str) -> str:
@@ -564,6 +574,7 @@ async def assemble(
         providers = open_providers(settings, traceparent=tracing.traceparent, parsing=parsing)
         for provider in providers:
             stack.push_async_callback(provider.aclose)
+        handlers = await open_handlers(settings, stack)
         broker = await open_broker(settings, publishing, consuming, declares=declares, tracing=tracing, stack=stack)
         names = broker.names
         store = await stack.enter_async_context(
@@ -590,7 +601,9 @@ async def assemble(
                 "brake": lambda: brake.behind,
             }
         )
-        handler = _handler(settings, settler, budgeting, brake=brake, pausing=pausing, parsing=parsing)
+        handler = _handler(
+            settings, settler, budgeting, brake=brake, pausing=pausing, parsing=parsing, handlers=handlers
+        )
         pools = Pools(
             broker=broker,
             settler=settler,
@@ -696,11 +709,20 @@ def _control(
 
 
 def _handler(
-    settings: Settings, settler: Settler, budgeting: Budgeting, *, brake: Brake, pausing: Pausing, parsing: Parsing
+    settings: Settings,
+    settler: Settler,
+    budgeting: Budgeting,
+    *,
+    brake: Brake,
+    pausing: Pausing,
+    parsing: Parsing,
+    handlers: Handlers,
 ) -> Handler:
     """What finds the outcome of a delivery: the gates, in order, and the attempt."""
     claiming, lifecycle, breakers, rng = settler.claiming, settler.lifecycle, budgeting.breakers, random.Random()
-    decoding = Decoding(parsing, Routes(settings.routes_spec()).of, max_values=settings.json_values)
+    decoding = Decoding(
+        parsing, Routes(settings.routes_spec()).of, max_values=settings.json_values, handlers=settings.handlers.keys()
+    )
     brake_gate = BrakeGate(brake, claiming, publish=lifecycle.publish)
     claim_gate = ClaimGate(claiming)
     return Handler(
@@ -710,14 +732,15 @@ def _handler(
             Gate(brake_gate.enter),
             Gate(claim_gate.enter, claim_gate.leave),
             Gate(partial(fetch_body, fetching=settler.bodies, decoding=decoding, now_ms=now_ms)),
-            Gate(partial(await_route, breakers=breakers, now_ms=now_ms, rng=rng)),
-            Gate(budgeting.caps_gate.enter, budgeting.caps_gate.leave),
-            Gate(budgeting.budget_gate.enter, budgeting.budget_gate.leave),
+            Gate(partial(await_route, breakers=breakers, now_ms=now_ms, rng=rng), is_for_models=True),
+            Gate(budgeting.caps_gate.enter, budgeting.caps_gate.leave, is_for_models=True),
+            Gate(budgeting.budget_gate.enter, budgeting.budget_gate.leave, is_for_models=True),
         ),
         attempts=Attempts(
             budgeting.registry,
             breakers=breakers,
             budget_gate=budgeting.budget_gate,
+            handlers=handlers,
             replies=settler.replies,
             lifecycle=lifecycle,
             pausing=pausing,

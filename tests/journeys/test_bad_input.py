@@ -94,7 +94,7 @@ PROPERTIES = [
         bad(f"encoding {each}", "content_encoding", "gzip", code="unsupported_media", content_encoding=each)
         for each in ("br", "deflate", "utf-8", "gzip, gzip", "base64")
     ),
-    bad("another type", "type", "not available in this version", message_type="resize"),
+    bad("another type", "type", "no handler has this name", message_type="resize"),
     bad("an empty id with a space", "message_id", message_id=" "),
     bad("an id with a line break", "message_id", message_id="a\r\nb"),
     bad("an id that is too long", "message_id", "128", message_id="a" * 129),

@@ -22,7 +22,8 @@ class Answer:
 async def call(method: str, url: str, body: Any = None, **headers: str) -> Answer:
     """One call; `headers` with `_` for `-`."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    async with aiohttp.ClientSession() as session, session.request(method, url, json=body, headers=named) as got:
+    given: dict[str, Any] = {"data" if isinstance(body, bytes) else "json": body}
+    async with aiohttp.ClientSession() as session, session.request(method, url, headers=named, **given) as got:
         return Answer(got.status, got.headers, await got.json())
 
 

@@ -40,6 +40,7 @@ TITLES = {
     "prices": "Prices",
     "caps": "Caps of a day",
     "fair": "Shares of tenants",
+    "handlers": "Handlers",
     "metrics": "Metrics",
     "budget": "Budget",
     "lanes": "Lanes",

@@ -4,7 +4,7 @@ import json
 import re
 import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -71,6 +71,8 @@ class Request:
     """Where the body is, if it was not fetched yet; then `body` is empty, and `model` and `max_tokens` are the
     lane's."""
     media: Media = NO_MEDIA
+    handler: str = ""
+    """The handler that is called in place of a model; `body` is then any JSON."""
 
     @property
     def text_bytes(self) -> int:
@@ -146,6 +148,7 @@ def decode(
     now_ms: int,
     raw: bytes | None = None,
     max_values: int = bounds.VALUES,
+    handlers: Collection[str] = (),
 ) -> Request:
     """Check a message of `lane`, and convert it to a `Request`.
 
@@ -153,17 +156,26 @@ def decode(
     unpacked it, and checked it with `bounds`. If the message has only the body's address, and `raw` is None, the result
     has no body, but the address in `Request.kept`.
 
+    `handlers`: the names that the property `type` may have besides `messages`.
+
     Raises RequestProblem (invalid_request, unsupported_media, too_large, forbidden_model).
     """
     _check_properties(message, lane=lane, fresh=hop is None)
     headers = header_rules.read(message.headers)
+    handler = _handler_of(message, headers, handlers)
     if headers.kept is not None:
         _check_unpublished(message)
     elif raw is None:
         raw = unpacked(message)
         if (excess := bounds.excess(raw, max_values=max_values)) is not None:
             raise too_large(excess)
-    content = _Content(b"", lane.model, lane.max_tokens) if raw is None else _content(raw, headers, lane)
+    if raw is None:
+        content = _Content(b"", handler or lane.model, lane.max_tokens)
+    elif handler:
+        _parsed(raw)
+        content = _Content(raw, handler, lane.max_tokens)
+    else:
+        content = _content(raw, headers, lane)
     history = hop or HopHeaders()
     sent = published(message, history, now_ms=now_ms)
     due_ms = _due_ms(headers, history, sent_ms=sent.ms)
@@ -184,6 +196,7 @@ def decode(
         call_s=allowed_ms / 1000 if headers.long_call else lane.call_timeout_s,
         kept=headers.kept if raw is None else None,
         media=content.media,
+        handler=handler,
     )
 
 
@@ -281,15 +294,24 @@ def _check_properties(message: Message, *, lane: LaneSpec, fresh: bool) -> None:
         raise invalid_request(f"message_id: {REQUEST_ID}; found something else")
     if message.priority is not None and message.priority > PRIORITY_AT_MOST:
         raise invalid_request(f"priority: found {message.priority}, allowed are 0 to {PRIORITY_AT_MOST}")
-    if message.type not in (None, "", "messages"):
-        raise invalid_request(
-            f"type {message.type[:40]!r}: handlers of other types are not available in this version; "
-            "leave it out, or say messages"
-        )
     if message.content_type and not _JSON_TYPE.fullmatch(message.content_type):
         raise RequestProblem(
             "unsupported_media", f"content_type {message.content_type[:60]!r}: allowed is application/json (UTF-8)"
         )
+
+
+def _handler_of(message: Message, headers: RequestHeaders, known: Collection[str]) -> str:
+    if message.type in (None, "", "messages"):
+        return ""
+    if message.type not in known:
+        named = ", ".join(sorted(known)) or "none"
+        raise invalid_request(
+            f"type {message.type[:40]!r}: no handler has this name (registered: {named}); "
+            "for the model leave it out, or say messages"
+        )
+    if headers.stream:
+        raise invalid_request(f"header {STREAM}: a handler's answer is not streamed")
+    return message.type
 
 
 def _check_unpublished(message: Message) -> None:

@@ -81,6 +81,8 @@ class HopHeaders:
     """Never delayed or retried: from its lane's intake, directly or through a side queue."""
     ran_ms: int = 0
     """How long the attempts ran, together."""
+    deaths: int = 0
+    """How many attempts ended because the process of the request's handler died."""
     reply_try: int = 0
     """How often the reply queue has refused the reply. Above 0, the request has ended, and only its reply is sent
     again."""
@@ -95,6 +97,7 @@ _NUMBERS = {
     "hop_ms": names.HOP_MS,
     "back_ms": names.BACK_MS,
     "ran_ms": names.RAN_MS,
+    "deaths": names.DEATHS,
     "reply_try": names.REPLY_TRY,
     "replays": names.REPLAYS,
 }
@@ -189,7 +192,7 @@ def hop_headers(hop: HopHeaders) -> dict[str, Any]:
     found = {name: getattr(hop, field) for field, name in (_NUMBERS | _TEXTS).items()}
     found |= {name: getattr(hop, field) or None for field, name in _FLAGS.items()}
     found |= {names.ERRORS: list(hop.errors) or None}
-    found |= {name: found[name] or None for name in (names.REPLY_TRY, names.REPLAYS)}
+    found |= {name: found[name] or None for name in (names.REPLY_TRY, names.REPLAYS, names.DEATHS)}
     return {name: value for name, value in found.items() if value is not None}
 
 

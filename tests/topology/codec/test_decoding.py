@@ -135,7 +135,7 @@ BAD: list[tuple[str, Message, str, str]] = [
         "a handler",
         message(type="resize"),
         "invalid_request",
-        "type 'resize': handlers of other types are not available",
+        "type 'resize': no handler has this name",
     ),
     (
         "unreadable",

@@ -1,0 +1,97 @@
+"""The process in which CPU-bound handlers run, one call at a time: `python -m consumers.flows.child`.
+
+Calls come from standard input, and their results go to standard output; both are moved to other descriptors before a
+handler runs, so that a handler that prints disturbs nothing. The process imports little, because each core has one.
+"""
+
+import json
+import os
+import queue
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, BinaryIO, Final
+
+CALL: Final = struct.Struct(">cHII")
+"""Before each call: its kind, the length of the function's name, the most bytes of the result, and the length of the
+body."""
+RESULT: Final = struct.Struct(">cI")
+"""Before each result: its kind, and its length."""
+RUN, IMPORT = b"r", b"i"
+ANSWERED, FAILED, REJECTED, UNSENDABLE = b"a", b"f", b"j", b"u"
+NICE = 5
+"""The loop of the worker goes before its handlers."""
+TEXT_LENGTH = 500
+
+
+class Unsendable(Exception):
+    """A handler's result that cannot be the body of a reply; the text says why."""
+
+
+def find(run: str) -> Callable[[Any], Any]:
+    """Import `module:function`, from the folder of the process too. Raises what the import raises."""
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.insert(0, folder)
+    module, _, name = run.partition(":")
+    found = getattr(import_module(module), name)
+    if not callable(found):
+        raise TypeError(f"{run} is no function")
+    return found  # type: ignore[no-any-return]
+
+
+def written(result: object, *, most_bytes: int) -> bytes:
+    """A handler's result as JSON. Raises Unsendable."""
+    try:
+        body = json.dumps(result, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Unsendable(f"its result is no JSON: {error}"[:TEXT_LENGTH]) from None
+    if len(body) > most_bytes:
+        raise Unsendable(f"its result has {len(body)} bytes, and {most_bytes} is the most that can be sent back")
+    return body
+
+
+def told(error: BaseException) -> tuple[bytes, str]:
+    """How a handler's exception ends its attempt: as a failure, or as `lanekeeper.Rejected`, which no retry mends."""
+    problems = sys.modules.get("lanekeeper.contract.problems")
+    is_rejected = problems is not None and isinstance(error, problems.Rejected)
+    name = "" if is_rejected else f"{type(error).__name__}: "
+    return (REJECTED if is_rejected else FAILED), f"{name}{error}"[:TEXT_LENGTH]
+
+
+def main() -> None:
+    """Answer calls until the worker ends."""
+    calls: queue.SimpleQueue[tuple[bytes, str, int, bytes]] = queue.SimpleQueue()
+    requests, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    os.nice(NICE)
+    threading.Thread(target=_read, args=(requests, calls), daemon=True).start()
+    functions: dict[str, Callable[[Any], Any]] = {}
+    while True:
+        kind, run, most_bytes, body = calls.get()
+        try:
+            function = functions.setdefault(run, functions.get(run) or find(run))
+            result = b"" if kind == IMPORT else written(function(json.loads(body)), most_bytes=most_bytes)
+            answer = ANSWERED, result
+        except Unsendable as error:
+            answer = UNSENDABLE, str(error).encode(errors="replace")
+        except Exception as error:
+            found, text = told(error)
+            answer = found, text.encode(errors="replace")
+        results.write(RESULT.pack(answer[0], len(answer[1])))
+        for begin in range(0, len(answer[1]), 65536):
+            results.write(answer[1][begin : begin + 65536])
+
+
+def _read(requests: BinaryIO, calls: "queue.SimpleQueue[tuple[bytes, str, int, bytes]]") -> None:
+    """Ends the process when the worker has ended, also in the middle of a call."""
+    while len(head := requests.read(CALL.size)) == CALL.size:
+        kind, name, most_bytes, size = CALL.unpack(head)
+        calls.put((kind, requests.read(name).decode(), most_bytes, requests.read(size)))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

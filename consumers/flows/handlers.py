@@ -1,0 +1,143 @@
+"""Calls the handlers: Python functions that are registered in the settings, and answer requests whose property `type`
+names them. What follows from a failed call is decided like that of a provider's (`failures.py`, `retry.py`)."""
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import jiter
+
+from consumers.background import Background, ended
+from consumers.failures import HandlerDied, HandlerError, RejectedError
+from consumers.flows.child import ANSWERED, REJECTED, UNSENDABLE, Unsendable, find, told, written
+from consumers.flows.cores import Child, ChildDied, Cores, NotImported
+from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.telemetry import logs, signals
+from topology.codec.bounds import ANSWER_BYTES
+
+PROVIDER: Final = "handler"
+"""The header `x-lane-provider` of what a handler answered; `x-lane-model` is the handler's name."""
+CANCELLED_WITHIN_S = 1.0
+"""How long an async handler may take to end after it was cancelled. Then it is left behind."""
+log = logs.logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandlerSpec:
+    """The settings of one handler. `run`: `module:function`."""
+
+    name: str
+    run: str
+    kind: Literal["async", "cpu"]
+
+
+Call = Callable[[bytes, float], Awaitable[bytes]]
+"""Calls a handler with a JSON body and a time limit in seconds, and returns the JSON of its result."""
+
+
+class Handlers:
+    """The registered handlers of this process. `most_bytes`: the largest result."""
+
+    def __init__(
+        self, specs: Iterable[HandlerSpec] = (), *, most_bytes: int = ANSWER_BYTES, cores: int | None = None
+    ) -> None:
+        self._specs = {spec.name: spec for spec in specs}
+        self._most_bytes = most_bytes
+        self._cores = Cores(cores)
+        self._functions: dict[str, Callable[[Any], Any]] = {}
+        self._background = Background()
+
+    async def load(self) -> list[str]:
+        """Import every handler, and return why some cannot be, one line for each."""
+        found = [(spec, await self._problem(spec)) for spec in self._specs.values()]
+        return [f"handlers.{spec.name}.run: {spec.run!r}: {why}" for spec, why in found if why is not None]
+
+    async def _problem(self, spec: HandlerSpec) -> str | None:
+        if spec.kind == "cpu":  # imported where it runs: a library may be large
+            try:
+                async with self._cores.one(spec.run):
+                    return None
+            except NotImported as error:
+                return str(error)
+        try:
+            function = find(spec.run)
+        except Exception as error:
+            return told(error)[1]
+        if not inspect.iscoroutinefunction(function):
+            return 'it is no `async def`; set kind = "cpu" for a function that computes'
+        self._functions[spec.name] = function
+        return None
+
+    @asynccontextmanager
+    async def turn(self, name: str) -> AsyncIterator[Call]:
+        """Wait until the handler may be called (for a free core, if it computes), and yield the call, which raises
+        ProviderError or RequestProblem."""
+        spec = self._specs[name]
+        if spec.kind == "async":
+            yield lambda body, timeout_s: self._in_loop(spec, body, timeout_s)
+            return
+        try:
+            async with self._cores.one(spec.run) as child:
+                yield lambda body, timeout_s: self._in_process(spec, child, body, timeout_s)
+        except NotImported as error:
+            raise HandlerError(f"handler {name}: not imported: {error}", type="failed") from None
+
+    async def aclose(self, *, within_s: float) -> None:
+        await self._cores.aclose()
+        await self._background.finish(within_s=within_s)
+
+    async def _in_loop(self, spec: HandlerSpec, body: bytes, timeout_s: float) -> bytes:
+        value = jiter.from_json(body, cache_mode="none")
+        running = self._background.begin(_awaited(self._functions[spec.name], value), name=f"handler {spec.name}")
+        try:
+            if not await ended(running, within_s=timeout_s):
+                raise HandlerError(f"handler {spec.name}: no result within {timeout_s:g} s", type="timeout")
+            return written(running.result(), most_bytes=self._most_bytes)
+        except Unsendable as error:
+            raise unsendable(spec.name, str(error)) from None
+        except HandlerError:
+            raise
+        except Exception as error:
+            raise _failed(spec.name, *told(error)) from error
+        finally:
+            if not running.done():
+                running.cancel()
+                self._background.begin(_see_end(running, spec.name), name=f"end of handler {spec.name}")
+
+    async def _in_process(self, spec: HandlerSpec, child: Child, body: bytes, timeout_s: float) -> bytes:
+        try:
+            async with asyncio.timeout(timeout_s):
+                kind, result = await child.call(spec.run, body, most_bytes=self._most_bytes)
+        except ChildDied as error:
+            raise HandlerDied(f"handler {spec.name}: its process died under it ({error})", type="died") from None
+        except TimeoutError:
+            text = f"handler {spec.name}: no result within {timeout_s:g} s: its process was killed"
+            raise HandlerError(text, type="timeout") from None
+        if kind == ANSWERED:
+            return result
+        if kind == UNSENDABLE:
+            raise unsendable(spec.name, result.decode(errors="replace"))
+        raise _failed(spec.name, kind, result.decode(errors="replace"))
+
+
+async def _awaited(function: Callable[[Any], Any], value: object) -> object:
+    return await function(value)
+
+
+async def _see_end(running: "asyncio.Task[object]", name: str) -> None:
+    if not await ended(running, within_s=CANCELLED_WITHIN_S):
+        log.error(signals.HANDLER_STUCK, handler=name)
+
+
+def _failed(name: str, kind: bytes, text: str) -> HandlerError | RejectedError:
+    if kind == REJECTED:
+        return RejectedError(f"handler {name}: {text}", status=422, type="rejected")
+    return HandlerError(f"handler {name}: {text}", type="failed")
+
+
+def unsendable(name: str, why: str) -> RequestProblem:
+    """The final error for a result that cannot be sent: the handler is at fault, so its request is kept."""
+    return RequestProblem("internal", f"handler {name}: {why}", brief=f"handler {name}: a result that cannot be sent")

@@ -1,0 +1,150 @@
+"""Registered functions are imported at start, and called with JSON; each way to fail has its error."""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+import pytest
+
+from consumers.failures import HandlerDied, HandlerError, RejectedError
+from consumers.flows import handlers as module
+from consumers.flows.handlers import Handlers, HandlerSpec
+from lanekeeper.contract.problems import RequestProblem
+from tests.support.waiting import until
+
+FUNCTIONS = "tests.support.functions"
+
+
+def spec(name: str, kind: Literal["async", "cpu"], run: str | None = None) -> HandlerSpec:
+    return HandlerSpec(name=name, run=run or f"{FUNCTIONS}:{name}", kind=kind)
+
+
+@asynccontextmanager
+async def registered(*specs: HandlerSpec, cores: int = 2, most_bytes: int = 100_000) -> AsyncIterator[Handlers]:
+    handlers = Handlers(specs, cores=cores, most_bytes=most_bytes)
+    assert await handlers.load() == []
+    try:
+        yield handlers
+    finally:
+        await handlers.aclose(within_s=2)
+
+
+async def call(handlers: Handlers, name: str, given: Any = None, *, timeout_s: float = 30.0) -> Any:
+    async with handlers.turn(name) as turn:
+        return json.loads(await turn(json.dumps(given).encode(), timeout_s))
+
+
+async def test_an_async_function_and_one_that_computes_are_called_with_json() -> None:
+    async with registered(spec("echo", "async"), spec("doubled", "cpu")) as handlers:
+        assert await call(handlers, "echo", {"a": [1, None, "ü"]}) == {"echo": {"a": [1, None, "ü"]}}
+        first, second, process = await call(handlers, "doubled", "ü")
+        assert (first, second) == ("ü", "ü")
+        assert process != os.getpid()
+        assert await call(handlers, "doubled", 1) == [1, 1, process], "the process stays for the next call"
+
+
+async def test_all_that_cannot_be_imported_are_told_at_once() -> None:
+    wrong = [
+        spec("a", "async", "no.such:thing"),
+        spec("b", "cpu", "no.such:thing"),
+        spec("c", "async", f"{FUNCTIONS}:absent"),
+        spec("d", "async", f"{FUNCTIONS}:doubled"),
+        spec("e", "cpu", f"{FUNCTIONS}:NOT_CALLABLE"),
+    ]
+    handlers = Handlers(wrong, cores=1)
+    lines = await handlers.load()
+    await handlers.aclose(within_s=1)
+
+    assert [line.partition(":")[0] for line in lines] == [f"handlers.{name}.run" for name in "abcde"]
+    assert "No module named 'no'" in lines[0]
+    assert "No module named 'no'" in lines[1]
+    assert "absent" in lines[2]
+    assert "async def" in lines[3]
+    assert "is no function" in lines[4]
+
+
+async def test_an_exception_is_a_failed_attempt_and_rejected_is_for_good() -> None:
+    async with registered(
+        spec("fails", "async"),
+        spec("rejects", "async"),
+        spec("rejects_too", "cpu"),
+        spec("computes_badly", "cpu", "json:loads"),
+    ) as handlers:
+        with pytest.raises(HandlerError, match="handler fails: ValueError: no good: 1"):
+            await call(handlers, "fails", 1)
+        with pytest.raises(HandlerError, match="handler computes_badly: TypeError"):
+            await call(handlers, "computes_badly", 1)
+        for name in ("rejects", "rejects_too"):
+            with pytest.raises(RejectedError, match="never any good") as rejected:
+                await call(handlers, name)
+            assert rejected.value.status == 422
+
+
+async def test_what_cannot_be_sent_is_a_problem() -> None:
+    async with registered(spec("returns_a_set", "async"), spec("is_large", "cpu")) as handlers:
+        with pytest.raises(RequestProblem, match="no JSON"):
+            await call(handlers, "returns_a_set")
+        with pytest.raises(RequestProblem, match="100002 bytes"):
+            await call(handlers, "is_large", 100_000)
+        assert len(await call(handlers, "is_large", 99_998)) == 99_998
+
+
+async def test_a_function_that_takes_too_long_is_cancelled_or_killed_and_the_next_call_works() -> None:
+    async with registered(spec("hangs", "async"), spec("computes", "cpu"), spec("doubled", "cpu"), cores=1) as handlers:
+        with pytest.raises(HandlerError, match=r"no result within 0\.05 s"):
+            await call(handlers, "hangs", timeout_s=0.05)
+        with pytest.raises(HandlerError, match="its process was killed"):
+            await call(handlers, "computes", timeout_s=0.05)
+        assert (await call(handlers, "doubled", 1))[0] == 1
+
+
+async def test_a_function_that_ignores_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CANCELLED_WITHIN_S", 0.01)
+    stuck: list[str] = []
+    monkeypatch.setattr(module.log, "error", lambda event, **fields: stuck.append(fields["handler"]))
+    async with registered(spec("hangs", "async")) as handlers:
+        with pytest.raises(HandlerError):
+            await call(handlers, "hangs", "stubborn", timeout_s=0.01)
+        await until(lambda: stuck == ["hangs"])
+
+
+@pytest.mark.parametrize(("name", "how"), [("dies", "signal 9"), ("exits", "exit code 3")])
+async def test_a_process_that_dies_under_its_function_is_told_and_replaced(name: str, how: str) -> None:
+    async with registered(spec(name, "cpu"), spec("doubled", "cpu"), cores=1) as handlers:
+        with pytest.raises(HandlerDied, match=f"its process died under it .{how}."):
+            await call(handlers, name)
+        assert (await call(handlers, "doubled", 1))[0] == 1
+
+
+async def test_a_cancelled_call_kills_its_process() -> None:
+    async with registered(spec("computes", "cpu"), spec("doubled", "cpu"), cores=1) as handlers:
+        *_, process = await call(handlers, "doubled", 1)
+        computing = asyncio.create_task(call(handlers, "computes"))
+        await asyncio.sleep(0)
+        computing.cancel()
+        await asyncio.wait({computing})
+        await until(lambda: not _runs(process))
+
+
+async def test_as_many_calls_run_as_there_are_cores() -> None:
+    async with registered(spec("sleeps", "cpu"), cores=2) as handlers:
+        processes = await asyncio.gather(*(call(handlers, "sleeps", 0.05) for _ in range(6)))
+    assert len(set(processes)) == 2
+
+
+async def test_the_processes_end_with_the_worker() -> None:
+    async with registered(spec("sleeps", "cpu")) as handlers:
+        process = await call(handlers, "sleeps", 0)
+        assert _runs(process)
+    await until(lambda: not _runs(process))
+
+
+def _runs(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().split()[2] != "Z"
+    except FileNotFoundError:
+        return False

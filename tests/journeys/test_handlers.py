@@ -1,0 +1,121 @@
+"""Registered functions answer requests whose property `type` names them, with the same retries, replies and dead
+letters as a model's calls."""
+
+from typing import Any
+
+import pytest
+
+from lanekeeper.contract.problems import SettingsError
+from tests.support.brokers import Vhost
+from tests.support.gate import gate
+from tests.support.http_calls import call
+from tests.support.requester import requester
+from tests.support.serving import serving
+
+FUNCTIONS = "tests.support.functions"
+
+
+def registered(**kinds: str) -> dict[str, Any]:
+    return {name: {"run": f"{FUNCTIONS}:{name}", "kind": kind} for name, kind in kinds.items()}
+
+
+async def test_a_handler_answers_like_a_model_and_a_repeated_id_is_answered_from_the_store(vhost: Vhost) -> None:
+    async with serving(vhost.amqp_url, handlers=registered(echo="async", doubled="cpu")) as worker:
+        async with requester(vhost.amqp_url) as app:
+            reply = await app.ask({"any": ["JSON"]}, message_type="echo", message_id="h-1")
+            assert (reply.status, reply.json) == ("ok", {"echo": {"any": ["JSON"]}})
+            assert reply.headers["x-lane-provider"] == "handler"
+            assert reply.headers["x-lane-model"] == "echo"
+            assert reply.headers["x-lane-attempt"] == 1
+            again = await app.ask({"any": ["JSON"]}, message_type="echo", message_id="h-1")
+            assert again.headers["x-lane-replayed"] is True
+            assert again.body == reply.body
+            computed = await app.ask(7, message_type="doubled", key="batch.tests.ask")
+            assert computed.json[:2] == [7, 7]
+            plain = await app.ask({"prompt": "hi"}, message_type="messages")
+            assert plain.text == "echo: hi"
+        assert len(worker.api.calls) == 1, "handlers call no provider"
+
+
+async def test_a_type_without_a_handler_is_refused_by_name_and_so_is_a_stream(vhost: Vhost) -> None:
+    async with serving(vhost.amqp_url, handlers=registered(echo="async")), requester(vhost.amqp_url) as app:
+        unknown = await app.ask({"a": 1}, message_type="ecko")
+        assert unknown.code == "invalid_request"
+        assert "'ecko'" in unknown.json["detail"]
+        assert "registered: echo" in unknown.json["detail"]
+        streamed = await app.ask({"a": 1}, message_type="echo", headers={"x-lane-stream": True})
+        assert streamed.code == "invalid_request"
+        broken = await app.ask(b"{", message_type="echo")
+        assert broken.code == "invalid_request"
+
+
+async def test_a_failing_handler_is_retried_and_then_buried_and_a_rejected_input_at_once(vhost: Vhost) -> None:
+    lanes = {"critical": {"max_attempts": 3}}
+    handlers = registered(fails="async", rejects="async", returns_a_set="async", rejects_too="cpu")
+    async with serving(vhost.amqp_url, lanes=lanes, handlers=handlers), requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        failed = await app.ask({"a": 1}, message_type="fails", message_id="f-1")
+        assert failed.code == "attempts_exhausted"
+        assert failed.json["attempts"] == 3
+        assert "ValueError: no good" in failed.json["detail"]
+        letter = await app.buried("f-1")
+        assert letter.json == {"a": 1}
+        assert letter.properties.message_type == "fails"
+        for name in ("rejects", "rejects_too"):
+            rejected = await app.ask({"a": 1}, message_type=name)
+            assert (rejected.code, rejected.json["status"]) == ("provider_rejected", 422)
+            assert "never any good" in rejected.json["detail"]
+        unsendable = await app.ask({"a": 1}, message_type="returns_a_set")
+        assert unsendable.code == "internal"
+        assert "no JSON" in unsendable.json["detail"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "code"),
+    [
+        ("hangs", "async", "attempts_exhausted"),
+        ("computes", "cpu", "attempts_exhausted"),
+        ("dies", "cpu", "poison"),
+    ],
+)
+async def test_a_handler_that_hangs_eats_its_cpu_or_kills_its_process_is_buried_and_others_are_answered(
+    vhost: Vhost, name: str, kind: str, code: str
+) -> None:
+    lanes = {"normal": {"call_timeout_s": 0.2, "max_attempts": 5}}
+    handlers = registered(**{name: kind, "echo": "async", "doubled": "cpu"})
+    async with serving(vhost.amqp_url, lanes=lanes, handlers=handlers) as worker, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        bad = await app.publish({"a": 1}, message_type=name, key="normal.tests.ask", message_id="bad-1")
+        others = [await app.publish({"n": n}, message_type="echo") for n in range(20)]
+        others += [await app.publish({"n": n}, message_type="doubled") for n in range(5)]
+        for other in others:
+            assert (await app.final(other)).status == "ok"
+        final = await app.final(bad)
+        assert final.code == code
+        assert final.json["attempts"] == (4 if code == "poison" else 5)
+        assert (await app.buried("bad-1")).json == {"a": 1}
+        assert worker.is_well
+
+
+async def test_handlers_that_cannot_be_imported_are_refused_at_start_all_at_once(vhost: Vhost) -> None:
+    handlers = {"a": {"run": "no.such:thing"}, "b": {"run": f"{FUNCTIONS}:absent", "kind": "cpu"}}
+    with pytest.raises(SettingsError) as refused:
+        async with serving(vhost.amqp_url, handlers=handlers):
+            pass
+    assert "handlers.a.run: 'no.such:thing'" in str(refused.value)
+    assert "handlers.b.run" in str(refused.value)
+
+
+async def test_a_handler_is_called_over_http(vhost: Vhost) -> None:
+    async with serving(vhost.amqp_url, handlers=registered(echo="async")) as worker, gate(worker.settings) as url:
+        headers = {"x-lane-type": "echo", "content-type": "application/json"}
+        posted = await call("POST", f"{url}/v1/requests", b'[1, {"stream": true}]', **headers)
+        assert posted.status == 202, posted.body
+        found = await call("GET", f"{url}{posted['status_url']}?wait=20s")
+        assert found["status"] == "completed"
+        assert found["result"] == {"echo": [1, {"stream": True}]}
+        assert (found["model"], found["provider"]) == ("echo", "handler")
+        refused = await call("POST", f"{url}/v1/requests", b"1", **{**headers, "x-lane-type": "other"})
+        assert (refused.status, refused["code"]) == (400, "invalid_request")
+        waiting = await call("POST", f"{url}/v1/messages", b"1", **headers)
+        assert waiting.status == 400

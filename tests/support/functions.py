@@ -1,0 +1,67 @@
+"""Handlers for tests: `[handlers.NAME] run = "tests.support.functions:NAME"`."""
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+from lanekeeper import Rejected
+
+NOT_CALLABLE = 1
+
+
+async def echo(given: Any) -> Any:
+    return {"echo": given}
+
+
+async def fails(given: Any) -> Any:
+    raise ValueError(f"no good: {given}")
+
+
+async def rejects(given: Any) -> Any:
+    raise Rejected("never any good")
+
+
+async def hangs(given: Any) -> Any:
+    try:
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        if given != "stubborn":
+            raise
+        await asyncio.sleep(3600)
+
+
+async def returns_a_set(given: Any) -> Any:
+    return {1, 2}
+
+
+def doubled(given: Any) -> Any:
+    print("a handler may print")
+    return [given, given, os.getpid()]
+
+
+def computes(given: Any) -> Any:
+    while True:
+        pass
+
+
+def dies(given: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exits(given: Any) -> Any:
+    os._exit(3)
+
+
+def rejects_too(given: Any) -> Any:
+    raise Rejected("never any good")
+
+
+def is_large(given: Any) -> Any:
+    return "x" * int(given)
+
+
+def sleeps(given: Any) -> Any:
+    time.sleep(float(given))
+    return os.getpid()
