@@ -14,9 +14,12 @@ skipped; in CI they fail. If there is none at all they run on the broker above.
 import gc
 import json
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 
 import pytest
 import structlog
@@ -25,20 +28,18 @@ from hypothesis import HealthCheck, settings
 from service.private_broker import PrivateBroker, private_broker
 from tests.support import keeper
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
+from tests.support.defaults import DELAY_LEVELS, stores
 from tests.support.engine import Unavailable
 from tests.support.examples import examples
-from tests.support.lanes import DELAY_LEVELS
-from tests.support.memory import use_memory
-from tests.support.stores import stores
 from tests.support.with_broker import private_broker_beside
 from topology import delays
 
 DEFAULT = "default"
 ON_EVERY_VERSION = ("tests/broker/", "tests/journeys/")
-KEEPER = "LANEKEEPER_TESTS_KEEPER"
-"""The environment variable that tells the workers of a session the folder of its keeper."""
 MISSING = "LANEKEEPER_TESTS_MISSING"
 """The environment variable that tells the workers which versions are unavailable, and why: a JSON object."""
+MEMORY = Path("/dev/shm")
+LEAST_BYTES = 2 * 1024**3
 _STACK = pytest.StashKey[ExitStack]()
 
 
@@ -61,11 +62,13 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("any machine")
     # tests log errors by the hundred, and nobody looks at most: rich would colour each line of the source
     structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
-    use_memory()
+    # SQLite waits for the disk at each commit, which took half of its tests' time; a container may have 64 MB only
+    if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= LEAST_BYTES:
+        tempfile.tempdir = str(MEMORY)
     if _in_containers(config) and not hasattr(config, "workerinput"):
         stack = config.stash[_STACK] = ExitStack()
         with _on_screen(config):
-            os.environ[KEEPER] = stack.enter_context(keeper.keeping())
+            os.environ[keeper.FOLDER] = stack.enter_context(keeper.keeping())
         os.environ[MISSING] = json.dumps({each: why for each in keeper.VERSIONS if (why := _missing(each))})
 
 
@@ -109,7 +112,7 @@ def _in_containers(config: pytest.Config) -> bool:
 
 def _missing(version: str) -> str | None:
     try:
-        keeper.ask(os.environ[KEEPER], "image", version)
+        keeper.ask(os.environ[keeper.FOLDER], "image", version)
     except Unavailable as error:
         return str(error)
     return None
@@ -185,11 +188,12 @@ def vhost(broker: RunningBroker) -> Iterator[Vhost]:
         yield made
 
 
-@pytest.fixture
-def few_delay_levels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the marks `all_delay_levels` and `timing`: what this process declares has only the lowest `DELAY_LEVELS`
-    levels of the delay cascade. The processes that a test starts declare all of them."""
-    if not any(map(request.node.get_closest_marker, ("all_delay_levels", "timing"))):
+@pytest.fixture(autouse=True)
+def _few_delay_levels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a broker, and without the marks `all_delay_levels` and `timing`: what this process declares has only the
+    lowest `DELAY_LEVELS` levels of the delay cascade. The processes that a test starts declare all of them."""
+    all_levels = any(map(request.node.get_closest_marker, ("all_delay_levels", "timing")))
+    if request.node.nodeid.startswith(ON_EVERY_VERSION) and not all_levels:
         monkeypatch.setattr(delays, "LEVELS", DELAY_LEVELS)
 
 
@@ -206,6 +210,6 @@ async def own_broker(broker_version: str) -> AsyncIterator[PrivateBroker]:
 
 def _kept(what: str, version: str) -> dict[str, str]:
     try:
-        return keeper.ask(os.environ[KEEPER], what, version)
+        return keeper.ask(os.environ[keeper.FOLDER], what, version)
     except Unavailable as error:
         pytest.fail(str(error))

@@ -8,7 +8,7 @@ from aio_pika.abc import AbstractConnection
 
 from lanekeeper.contract.names import Names
 from tests.support.brokers import Vhost, version_of
-from tests.support.lanes import LANES
+from tests.support.defaults import LANES
 from topology.broker.management import Management, discover
 from topology.declaration import Topology, declare
 

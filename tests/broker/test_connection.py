@@ -1,18 +1,35 @@
-"""The supervised connection: errors are one clear line, and a lost connection is opened again."""
+"""The supervised connection: errors are one clear line, a lost connection is opened again, a cancellation takes effect
+at any moment, and nothing is written to a connection that the broker does not read."""
 
 import asyncio
-from collections.abc import Callable
+import random
+import time
+from collections.abc import Awaitable, Callable
 
 import pytest
+from aiormq.connection import Connection as Underlying
+from structlog.testing import capture_logs
 from yarl import URL
 
+from lanekeeper.amqp import driver
 from lanekeeper.amqp.connection import Connection, depths
-from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable, TopologyMismatch
-from tests.support.brokers import Vhost
-from tests.support.connections import close_connection
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import (
+    AccessRefused,
+    BrokerBlocked,
+    BrokerUnreachable,
+    ConfirmUnknown,
+    TopologyMismatch,
+)
+from lanekeeper.telemetry import signals
+from lanekeeper.telemetry.tracing import Tracing
+from service.private_broker import PrivateBroker
+from tests.support.brokers import Vhost, close_connection, memory_alarm
 from tests.support.waiting import until
 from topology.broker import management
-from topology.broker.consume import Inbox
+from topology.broker.admin import WritingRights
+from topology.broker.consume import Deliveries, Inbox
 
 
 @pytest.mark.every_version
@@ -140,3 +157,120 @@ async def test_the_management_api_is_found_at_the_first_host_that_has_one(
     found = await management.discover(f"{dead},{vhost.amqp_url}")
     assert found is not None
     assert (URL(found.url).host, URL(found.url).port) == (URL(vhost.amqp_url).host, port)
+
+
+TIMES = 150
+WITHIN_S = 0.015
+"""About the time that opening takes; the cancellations happen within it."""
+
+
+async def read_an_inbox(connection: Connection) -> None:
+    async with Inbox(connection, bindings=(("amq.topic", "x"),)) as inbox:
+        async for _ in inbox:
+            pass
+
+
+async def consume(connection: Connection) -> None:
+    async for session in Deliveries(connection, queue="work", prefetch=1).sessions():
+        async for _ in session:
+            pass
+
+
+@pytest.mark.parametrize("work", [read_an_inbox, consume])
+async def test_a_cancellation_at_any_moment_takes_effect(
+    vhost: Vhost, work: Callable[[Connection], Awaitable[None]]
+) -> None:
+    rng = random.Random(work.__name__)
+    async with Connection(vhost.amqp_url, name="test") as connection:
+        await (await connection.channel(confirms=False)).queue_declare("work")
+        for n in range(TIMES):
+            task = asyncio.ensure_future(work(connection))
+            await asyncio.sleep(rng.uniform(0, WITHIN_S))
+            task.cancel()
+            done, _ = await asyncio.wait({task}, timeout=60)
+            assert done, f"the {n}th never ended"
+            assert task.cancelled()
+
+
+async def test_leaving_a_connection_while_it_reconnects_takes_effect_at_once(vhost: Vhost) -> None:
+    rng = random.Random(0)
+    for _ in range(15):
+        async with Connection(vhost.amqp_url, name="test") as connection:
+            await (await connection.underlying()).close()
+            await asyncio.sleep(rng.uniform(0.05, 0.3))
+            leaving = asyncio.get_running_loop().time()
+        assert asyncio.get_running_loop().time() - leaving < 20
+
+
+MESSAGE = Message(body=b"x")
+
+
+def test_the_methods_of_aiormq_that_we_override_still_exist() -> None:
+    for name in ("_Connection__handle_connection_blocked", "_Connection__handle_connection_unblocked"):
+        assert name in vars(Underlying), "aiormq has changed: an alarm would not be noticed"
+        assert name in vars(driver.UnderlyingConnection)
+
+
+@pytest.mark.every_version
+async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(own_broker: PrivateBroker) -> None:
+    async with (
+        Connection(own_broker.amqp_url, name="publish") as connection,
+        Connection(own_broker.amqp_url, name="look") as looking,
+    ):
+        channel = await looking.channel(confirms=False)
+        await channel.queue_declare("some", durable=True, arguments={"x-queue-type": "quorum"})
+        publisher = Publisher(connection, tracing=Tracing())
+        await publisher.publish(MESSAGE, exchange="", routing_key="some")
+
+        async def publish_surely() -> None:
+            await publisher.publish_surely(MESSAGE, exchange="", routing_key="some", within_s=60)
+
+        with capture_logs() as logs:
+            async with memory_alarm(own_broker.amqp_url):
+                # the first was sent before the broker announced the alarm; its outcome is unknown
+                with pytest.raises(ConfirmUnknown, match="low on memory"):
+                    await publisher.publish(MESSAGE, exchange="", routing_key="some", timeout_s=2)
+                alarms = connection.blocked, looking.blocked
+                assert alarms == ("low on memory", None), "who does not publish goes on"
+                began_s = time.monotonic()
+                with pytest.raises(BrokerBlocked, match="memory or disk alarm") as blocked:
+                    await publisher.publish(MESSAGE, exchange="", routing_key="some", timeout_s=0.5)
+                assert time.monotonic() - began_s < 10
+                assert not blocked.value.maybe_published
+                surely = asyncio.create_task(publish_surely())
+                with pytest.raises(BrokerBlocked):
+                    await publisher.publish_surely(
+                        MESSAGE, exchange="", routing_key="some", within_s=30, gives_up_on=(BrokerBlocked,)
+                    )
+                assert not surely.done()
+            ended_s = time.monotonic()
+            await asyncio.wait_for(surely, 60)
+            assert time.monotonic() - ended_s < 20
+            await publisher.publish(MESSAGE, exchange="", routing_key="some")
+        assert connection.blocked is None
+        assert connection.openings == 1, "the connection was kept"
+        told = [each["event"] for each in logs if each["event"] in (signals.BROKER_BLOCKED, signals.BROKER_UNBLOCKED)]
+        assert told == [signals.BROKER_BLOCKED, signals.BROKER_UNBLOCKED]
+
+        async def is_there() -> bool:
+            return (await depths(looking, ["some"]))["some"].ready == 4
+
+        await until(
+            is_there
+        )  # the one before, the one whose outcome is unknown, the one published surely, the one after
+
+
+async def test_a_missing_right_hidden_by_an_alarm_is_found_when_the_alarm_ends(own_broker: PrivateBroker) -> None:
+    async with Connection(own_broker.amqp_url, name="publish") as connection:
+        may = WritingRights(connection, (("", "some"),))
+        may_not = WritingRights(connection, (("", "some"), ("amq.rabbitmq.trace", "x")))
+        async with memory_alarm(own_broker.amqp_url):
+            for each in (may, may_not):
+                with pytest.raises((BrokerUnreachable, BrokerBlocked)):
+                    await each.check()
+                assert each.trouble is not None, "nothing is taken until it is known"
+            runs = [asyncio.create_task(each.run()) for each in (may, may_not)]
+        await until(lambda: may.trouble is None)
+        await until(lambda: "ACCESS_REFUSED" in (may_not.trouble or ""))
+        for run in runs:
+            run.cancel()

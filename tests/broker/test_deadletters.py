@@ -11,8 +11,7 @@ from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerUnreachable, TopologyMismatch
-from tests.support.brokers import Vhost
-from tests.support.connections import close_connection
+from tests.support.brokers import Vhost, close_connection
 from tests.support.waiting import until
 from topology.broker import deadletters
 from topology.broker.deadletters import line_of, message_of_line, scanned

@@ -12,8 +12,7 @@ from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.messages import Message
 from lanekeeper.telemetry.tracing import Tracing
-from tests.support.brokers import Vhost
-from tests.support.connections import close_connection
+from tests.support.brokers import Vhost, close_connection
 from tests.support.waiting import until
 from topology.broker.consume import ChannelLost, Deliveries, Delivery
 

@@ -22,8 +22,7 @@ from lanekeeper.contract.problems import (
     Unroutable,
 )
 from lanekeeper.telemetry.tracing import Tracing
-from tests.support.brokers import Vhost
-from tests.support.connections import close_connection
+from tests.support.brokers import Vhost, close_connection
 from tests.support.waiting import until
 from topology.lanes import MIB
 

@@ -80,7 +80,7 @@ async def test_an_application_with_packages_of_the_same_names_uses_the_client(
         (project / package / "__init__.py").write_text("PROMPT = 'ours'\n")
     (project / "app.py").write_text(SCRIPT)
 
-    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as gateway:
+    async with serving(vhost) as worker, gate(worker) as gateway:
         for url, not_needed in ((vhost.amqp_url, FOR_HTTP), (gateway, FOR_AMQP)):
             script = await asyncio.create_subprocess_exec(python, "app.py", url, cwd=project, stdout=PIPE, stderr=PIPE)
             said, err = await script.communicate()
@@ -135,7 +135,7 @@ async def test_the_examples_with_flask_and_celery(vhost: Vhost, tmp_path: Path) 
         out, _ = await asyncio.wait_for(process.communicate(), 120)
         return out.decode()
 
-    async with serving(vhost.amqp_url):
+    async with serving(vhost):
         assert await said("-c", FLASK) == "{'answer': 'echo: three rivers'} 400 invalid_request echo: once upon\n"
         worker = await asyncio.create_subprocess_exec(
             python, "-m", "celery", "--app", "celery_task", "worker", "--concurrency", "2", "--loglevel", "warning",

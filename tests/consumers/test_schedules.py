@@ -23,11 +23,8 @@ from consumers.state.base import Completion, Fingerprint, Identity
 from consumers.state.sqlite.tables import Tables, Times
 from lanekeeper.contract import names as n
 from tests.support.examples import examples
-from tests.support.schedules.faults import FAULTS
-from tests.support.schedules.operation import Operation
-from tests.support.schedules.schedule import run, with_faults
-from tests.support.schedules.worker import SPEC
-from tests.support.schedules.world import Violation, World, reads_logs
+from tests.support.schedules.worker import SPEC, Operation
+from tests.support.schedules.world import FAULTS, Violation, World, reads_logs, run, with_faults
 from topology.broker.consume import ChannelLost, Delivery
 
 TURNS = 80
@@ -263,7 +260,7 @@ def test_a_part_that_breaks_the_promise_is_found(broken: dict[str, Any], told: s
 def test_acknowledging_first_is_found_even_if_only_replies_are_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tests.support.schedules.promise.Promise.on_settle", lambda *_: None)
+    monkeypatch.setattr("tests.support.schedules.worker.Promise.on_settle", lambda *_: None)
 
     @settings(max_examples=2000, deadline=None, database=None, phases=(Phase.generate,), derandomize=True)
     @given(schedule=st.binary(min_size=2 * TURNS, max_size=2 * TURNS))

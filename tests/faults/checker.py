@@ -1,15 +1,160 @@
-"""Checks a history for broken promises, and measures how well the service worked. A pure function.
+"""Records what applications sent and received, which calls the provider got and which faults were active; checks such a
+history for broken promises, and measures how well the service worked.
 
-The promise (docs/contract.md): what was confirmed ends in exactly one final outcome. A reply may come twice, the
-same; a provider may be called again, but not once an answer is out.
-"""
+A history is append-only; in a file, a line of JSON an event. Times are `time.monotonic()`, which all processes of a
+machine share. `check` is a pure function. The promise (docs/contract.md): what was confirmed ends in exactly one final
+outcome. A reply may come twice, the same; a provider may be called again, but not once an answer is out."""
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
-from tests.faults.history import OK, Asked, Called, Disturbed, Event, Parked, Published, Replied
-from tests.faults.stalls import Stall, longest, stalls_of
+Told = Literal["confirmed", "refused", "returned", "unknown"]
+"""The result of one publish: `refused` by a nack, `returned` as unroutable, `unknown` without a confirm."""
+OK = "ok"
+"""The code of an outcome that is no error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """An application expects an answer, identified by its correlation id."""
+
+    at_s: float
+    question: str
+    """The correlation id."""
+    identity: str
+    """The message id: several questions may share it."""
+    lane: str
+    words: str
+    """Words that an `ok` answer must contain."""
+    expects: tuple[str, ...] = (OK,)
+    """Codes of the correct outcomes."""
+    heard: bool = True
+    """False if no reply is possible: its outcome is fetched at the end."""
+    due_s: float = 0.0
+    """If delayed: not to be answered before this time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """One publish of a request has ended."""
+
+    at_s: float
+    question: str
+    sent_s: float
+    told: Told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replied:
+    """A final reply arrived."""
+
+    at_s: float
+    question: str
+    identity: str
+    """The header `x-lane-request-id`."""
+    code: str
+    """`ok`, or the problem's."""
+    digest: str
+    """Digest of the body: equal answers have equal bytes."""
+    text: str
+    """The beginning of an `ok` answer's text."""
+    replayed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parked:
+    """A dead letter was seen."""
+
+    at_s: float
+    identity: str
+    code: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """The provider was called. `outcome`: `ok`, `client_gone`, `running`, or the fault."""
+
+    at_s: float
+    ended_s: float | None
+    identity: str
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disturbed:
+    """A fault was caused, lasted and was repaired."""
+
+    at_s: float
+    healed_s: float
+    code: str
+    """In the catalogue: `A1`."""
+    title: str
+    against: str
+    in_flight: int
+    """Requests that were confirmed and not answered when it began."""
+
+
+Event = Asked | Published | Replied | Parked | Called | Disturbed
+
+
+class History:
+    """Events in the order in which they were noticed."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def add(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def as_line(event: Event) -> str:
+    return json.dumps({"event": type(event).__name__, **asdict(event)})
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    lane: str
+    began_s: float
+    ended_s: float
+
+    @property
+    def lasted_s(self) -> float:
+        return self.ended_s - self.began_s
+
+    def within(self, from_s: float, until_s: float) -> "Stall | None":
+        """The part of it between these times."""
+        began_s, ended_s = max(self.began_s, from_s), min(self.ended_s, until_s)
+        return Stall(self.lane, began_s, ended_s) if began_s < ended_s else None
+
+
+def stalls_of(owed: Iterable[tuple[str, float, float | None]]) -> dict[str, list[Stall]]:
+    """The stalls of each lane. `owed`: lane, waiting since, answered at (None: never)."""
+    changes: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for lane, since_s, answered_s in owed:
+        if answered_s is None:
+            changes[lane].append((since_s, +1))
+        elif answered_s > since_s:
+            changes[lane] += [(since_s, +1), (answered_s, -1)]
+    return {lane: _pauses(lane, sorted(found)) for lane, found in changes.items()}
+
+
+def _pauses(lane: str, changes: Sequence[tuple[float, int]]) -> list[Stall]:
+    found, owing, since_s = [], 0, 0.0
+    for at_s, change in changes:
+        if change < 0:
+            found.append(Stall(lane, since_s, at_s))
+        if change < 0 or not owing:
+            since_s = at_s
+        owing += change
+    return found
+
+
+def longest(stalls: Sequence[Stall]) -> Stall | None:
+    return max(stalls, key=lambda each: each.lasted_s, default=None)
+
 
 LOST = "lost"
 TWO_OUTCOMES = "two outcomes"

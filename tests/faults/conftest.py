@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.faults.faults import Made
 from tests.faults.ground import Ground, ground
-from tests.faults.trial import Made
 from tests.support.engine import Unavailable
 
 SEED = 11

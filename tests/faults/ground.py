@@ -2,30 +2,260 @@
 
 async with ground("single", folder=…, seed=1, rate=25) as g:
     async with g.load.asking(): …
-    g.verdict()
-"""
+    g.verdict()"""
 
+import asyncio
+import os
 import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, Self
 from urllib.parse import urlsplit, urlunsplit
 
 from service.simulated.app import SimulatedAPI, SimulatedOptions
-from tests.faults.broker import single
-from tests.faults.checker import Verdict, check
-from tests.faults.clients import Load
-from tests.faults.history import Called, Disturbed, History, as_line
-from tests.faults.mix import EVERYTHING, Mix
+from tests.faults.checker import Called, Disturbed, History, Verdict, as_line, check
+from tests.faults.load import EVERYTHING, Load, Mix
+from tests.faults.nodes import Cluster, Node, cluster, single
 from tests.faults.proxy import LOOPBACK, Proxy
-from tests.faults.store import Store, file_store, redis_store
-from tests.faults.workers import Crew, Worker
-from tests.support.cluster import Cluster, cluster
-from tests.support.nodes import Node
-from tests.support.processes import environment
-from tests.support.stores import stores
+from tests.support.defaults import stores
+from tests.support.processes import Running, environment, interpreter
+from tests.support.redis import RedisServer, redis_server
+from tests.support.waiting import until
+
+SIZE_MB = 64
+"""The size of the separate file system for the store's file, if one can be mounted (as root)."""
+
+
+class Store(Protocol):
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def is_a(self) -> frozenset[str]:
+        """The kind of store, for faults that need one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileStore:
+    """An SQLite file that all workers of this machine share."""
+
+    folder: Path
+    is_mounted: bool
+
+    @property
+    def is_a(self) -> frozenset[str]:
+        return frozenset({"file", "mount"} if self.is_mounted else {"file"})
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "store.sqlite3"
+
+    @property
+    def url(self) -> str:
+        return f"sqlite:///{self.path}"
+
+    async def lock(self, lasts_s: float) -> None:
+        """Hold the lock that writers need, from outside. Does nothing if the file does not exist."""
+        with suppress(sqlite3.OperationalError):
+            connection = await asyncio.to_thread(self._locked)
+            try:
+                await asyncio.sleep(lasts_s)
+            finally:
+                connection.close()
+
+    async def fill(self, lasts_s: float) -> None:
+        """Fill its file system."""
+        ballast = self.folder / "ballast"
+        with ballast.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(b"\0" * 65_536)
+        try:
+            await asyncio.sleep(lasts_s)
+        finally:
+            ballast.unlink()
+
+    def delete(self) -> None:
+        """Delete the file while it is open, as an operator might."""
+        for each in self.folder.glob("store.sqlite3*"):
+            each.unlink(missing_ok=True)
+
+    def corrupt(self, rng: random.Random) -> None:
+        """Overwrite the beginning of the file."""
+        with self.path.open("r+b") as file:
+            file.write(rng.randbytes(4096))
+
+    def _locked(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.path, timeout=10, isolation_level=None, check_same_thread=False)
+        connection.execute("BEGIN EXCLUSIVE")
+        return connection
+
+
+@dataclass(frozen=True, slots=True)
+class RedisStore:
+    """A Redis, and the connection to it."""
+
+    server: RedisServer
+    line: Proxy
+
+    @property
+    def is_a(self) -> frozenset[str]:
+        return frozenset({"redis"})
+
+    @property
+    def url(self) -> str:
+        return f"redis://{LOOPBACK}:{self.line.port}/0"
+
+
+@asynccontextmanager
+async def redis_store() -> AsyncIterator[RedisStore]:
+    """A Redis for as long as the block lasts."""
+    with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as server:
+        async with Proxy(LOOPBACK, server.port) as line:
+            yield RedisStore(server, line)
+
+
+@asynccontextmanager
+async def file_store() -> AsyncIterator[FileStore]:
+    """A folder for the store, on a small separate file system if possible."""
+    folder = Path(tempfile.mkdtemp(prefix="lanekeeper-store-"))
+    is_mounted = await _mount("-t", "tmpfs", "-o", f"size={SIZE_MB}m,mode=700", "faults", str(folder))
+    try:
+        yield FileStore(folder, is_mounted)
+    finally:
+        if is_mounted:
+            # Blocking, so that no cancellation interrupts it.
+            subprocess.run(["umount", "--lazy", str(folder)], check=False)  # noqa: ASYNC221
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _mount(*words: str) -> bool:
+    done = await asyncio.to_thread(subprocess.run, ["mount", *words], check=False, capture_output=True)
+    return done.returncode == 0
+
+
+FAILPOINT_EXIT = 86
+"""The exit code of a worker that dies at a failpoint (`consumers/settle.py`)."""
+PAUSE_S = 0.2
+"""The pause before a restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A worker process has ended."""
+
+    at_s: float
+    worker: int
+    code: int
+    told: frozenset[signal.Signals]
+    """The signals that were sent to it."""
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether it ended as it was told to, or at a failpoint; anything else is a crash."""
+        if self.code == 0:
+            return signal.SIGTERM in self.told
+        if self.code == 130:
+            return signal.SIGTERM in self.told  # a second signal, during the grace time of the first
+        return self.code == FAILPOINT_EXIT or -self.code in self.told
+
+
+@dataclass(slots=True)
+class Worker:
+    """One of the workers; each restart makes a new process."""
+
+    number: int
+    environ: dict[str, str]
+    running: Running | None = None
+    told: set[signal.Signals] = field(default_factory=set)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.running is not None and not self.running.has_ended and bool(self.running.told("service.ready"))
+
+    @property
+    def pid(self) -> int:
+        assert self.running is not None
+        return self.running.process.pid
+
+    def send(self, number: signal.Signals) -> None:
+        """Send SIGKILL, SIGTERM, SIGSTOP, SIGCONT or another signal."""
+        self.told.add(number)
+        if self.running is not None and not self.running.has_ended:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    async def ended(self, *, within_s: float = 40) -> None:
+        """Wait until the current process has ended."""
+        if self.running is not None:
+            await asyncio.wait_for(self.running.process.wait(), timeout=within_s)
+
+
+class Crew:
+    """One worker for each of `environs`, until the block ends. `module`: the module that runs them."""
+
+    def __init__(
+        self,
+        environs: Sequence[Mapping[str, str]],
+        *,
+        folder: Path,
+        module: str = "service.cli.main",
+    ) -> None:
+        self.workers = [Worker(number, dict(environ)) for number, environ in enumerate(environs)]
+        self.endings: list[Ending] = []
+        self._folder = folder
+        self._module = module
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def crashes(self) -> list[Ending]:
+        """Endings that were not expected."""
+        return [each for each in self.endings if not each.is_expected]
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [
+            asyncio.create_task(self._keep(each), name=f"keeps worker {each.number}") for each in self.workers
+        ]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for each in self.workers:
+            each.send(signal.SIGCONT)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def ready(self, *, within_s: float = 150) -> None:
+        """Wait until all workers take requests."""
+        await until(lambda: all(each.is_ready for each in self.workers), within_s=within_s)
+
+    async def _keep(self, worker: Worker) -> None:
+        life = 0
+        while True:
+            life += 1
+            worker.told.clear()
+            async with interpreter(
+                "serve", environ=worker.environ, folder=self._folder, module=self._module
+            ) as running:
+                worker.running = running
+                try:
+                    code = await running.process.wait()
+                    self.endings.append(Ending(time.monotonic(), worker.number, code, frozenset(worker.told)))
+                finally:
+                    self._write_down(worker, life, running)
+            await asyncio.sleep(PAUSE_S)
+
+    def _write_down(self, worker: Worker, life: int, running: Running) -> None:
+        (self._folder / f"worker-{worker.number}-{life}.log").write_text("\n".join(map(str, running.events)))
+
 
 WORKERS = 3
 BROKERS = {"single": single, "cluster": cluster}
@@ -144,9 +374,12 @@ async def ground(
         environs = []
         for own in lines:
             urls = [_through(url, line) for url, line in zip(broker.amqp_urls, own, strict=True)]
-            found = environment(",".join(urls), broker.management_url)
-            found["ANTHROPIC_BASE_URL"] = f"http://{LOOPBACK}:{provider_line.port}"
-            environs.append({**found, "LANEKEEPER_STORE_URL": store.url, **SETTINGS, **settings})
+            found = {
+                "LANEKEEPER_MANAGEMENT_URL": broker.management_url,
+                "ANTHROPIC_BASE_URL": f"http://{LOOPBACK}:{provider_line.port}",
+                "LANEKEEPER_STORE_URL": store.url,
+            }
+            environs.append(environment(",".join(urls), **{**found, **SETTINGS, **settings}))
         crew = await stack.enter_async_context(Crew(environs, folder=folder, module=module))
         await crew.ready()
         load = Load(broker.amqp_urls, written, rng=rng, rate=rate, mix=mix, name=f"{on[0]}{seed}")

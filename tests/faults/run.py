@@ -1,11 +1,10 @@
-"""The long run: a load, one fault after the other, and a verdict. `./dev faults`, or
+"""The long run: a load, one fault after the other, and a verdict as a table for docs/reliability.md. `./dev faults`, or
 
     python -m tests.faults.run --minutes 18 --seeds 1,2,3 --on both --rate 25
 
 Each seed has its own schedule, on each kind of broker. At the end the first schedule is run with a deliberately broken
 worker, whose errors must be found. Exits 1 if anything was lost, answered twice with different answers, or answered
-without having been asked, if a worker crashed, or if the broken worker passed.
-"""
+without having been asked, if a worker crashed, or if the broken worker passed."""
 
 import argparse
 import asyncio
@@ -15,17 +14,139 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
-from tests.faults import report
-from tests.faults.faults import FAULTS
-from tests.faults.ground import SETTLED_S, Ground, ground
-from tests.faults.report import Run
-from tests.faults.schedule import Planned, plan
-from tests.faults.trial import inject, judged, judged_with_slots
+from tests.faults.checker import Recovery, Verdict
+from tests.faults.faults import FAULTS, Planned, inject, judged, judged_with_slots, plan
+from tests.faults.ground import SETTLED_S, Ending, Ground, ground
 from tests.support.engine import Unavailable
+
+BEGIN = "<!-- faults: begin (written by `./dev faults --write`) -->"
+END = "<!-- faults: end -->"
+HEAD = (
+    "catalogue",
+    "fault",
+    "injected",
+    "hit work",
+    "confirmed",
+    "lost",
+    "answered twice",
+    "calls repeated",
+    "longest stall",
+    "recovery, median",
+    "longest",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: its kind of broker, seed, duration and result."""
+
+    on: str
+    seed: int
+    minutes: float
+    verdict: Verdict
+    crashes: tuple[Ending, ...]
+    provider_calls: int
+
+    @property
+    def failures(self) -> list[str]:
+        """Everything that is wrong with the run."""
+        crashed = [f"crashed: worker {each.worker} ended by itself with {each.code}" for each in self.crashes]
+        return [*(str(each) for each in self.verdict.violations), *crashed]
+
+
+def table(runs: Sequence[Run]) -> str:
+    """One line for each fault, separately for single broker and cluster, and one for the total; in Markdown."""
+    lines = [_row(HEAD), _row("-" * 3 if n < 2 else "--:" for n in range(len(HEAD)))]
+    for on in dict.fromkeys(run.on for run in runs):
+        found = [each for run in runs if run.on == on for each in run.verdict.recoveries]
+        for code, title in sorted({(each.fault.code, each.fault.title) for each in found}, key=_in_order):
+            of_it = [each for each in found if each.fault.title == title]
+            lines.append(_row((code, title + (" (cluster)" if on == "cluster" else ""), *_figures(of_it))))
+    every = [each for run in runs for each in run.verdict.recoveries]
+    stall_s = max((each.lasted_s for run in runs for each in run.verdict.stalls.values()), default=0.0)
+    lines.append(
+        _row(
+            (
+                "",
+                "**all, calm included**",
+                len(every),
+                sum(each.fault.in_flight > 0 for each in every),
+                sum(run.verdict.confirmed for run in runs),
+                sum(run.verdict.lost for run in runs),
+                sum(run.verdict.answered_twice for run in runs),
+                sum(run.verdict.repeated_calls for run in runs),
+                f"{stall_s:.1f} s",
+                *_recovery(every),
+            )
+        )
+    )
+    return "\n".join(lines)
+
+
+def text(runs: Sequence[Run], *, broken: Run | None) -> str:
+    """The table, how it was made, and how the deliberately broken worker did."""
+    seeds = ", ".join(dict.fromkeys(str(run.seed) for run in runs))
+    where = " and ".join(dict.fromkeys(run.on for run in runs))
+    minutes = sum(run.minutes for run in runs)
+    violations = sum(len(run.failures) for run in runs)
+    calls = sum(run.provider_calls for run in runs)
+    said = [
+        f"{minutes:.0f} minutes under load, seeds {seeds}, {where}: {violations} violations, {calls} provider calls.",
+        "",
+        table(runs),
+    ]
+    if broken is not None:
+        lost, confirmed = broken.verdict.lost, broken.verdict.confirmed
+        said += [
+            "",
+            f"The broken worker, which acknowledges first, on the schedule of seed {broken.seed} "
+            f"({broken.minutes:.0f} minutes): {lost} of {confirmed} confirmed requests lost, and found.",
+        ]
+    return "\n".join(said)
+
+
+def write(path: Path, found: str) -> None:
+    """Write it between the markers in a document. Raises ValueError if there are none."""
+    document = path.read_text()
+    before, begins, rest = document.partition(BEGIN)
+    _, ends, after = rest.partition(END)
+    if not begins or not ends:
+        raise ValueError(f"{path} has no lines {BEGIN} and {END} to write between")
+    path.write_text(f"{before}{BEGIN}\n\n{found}\n\n{END}{after}")
+
+
+def _figures(found: Sequence[Recovery]) -> tuple[object, ...]:
+    stall_s = max((each.stall_s for each in found), default=0.0)
+    return (
+        len(found),
+        sum(each.fault.in_flight > 0 for each in found),
+        sum(each.confirmed for each in found),
+        sum(each.lost for each in found),
+        sum(each.answered_twice for each in found),
+        sum(each.repeated_calls for each in found),
+        f"{stall_s:.1f} s",
+        *_recovery(found),
+    )
+
+
+def _recovery(found: Sequence[Recovery]) -> tuple[str, str]:
+    took = [each.recovered_s for each in found] or [0.0]
+    return f"{median(took):.1f} s", f"{max(took):.1f} s"
+
+
+def _in_order(fault: tuple[str, str]) -> tuple[str, int, str]:
+    code, title = fault
+    return code[0], int(code[1:]), title
+
+
+def _row(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
 
 ENOUGH_CONFIRMED = 15_000
 ENOUGH_FAULTS = 20
@@ -129,10 +250,10 @@ async def everything(given: argparse.Namespace) -> int:
     if not given.without_broken:
         shorter = min(seconds, 60 * BROKEN_MINUTES)
         broken = await one("single", conditions, seed=seeds[0], seconds=shorter, part=(0, len(seeds)), broken=True)
-    found = report.text(runs, broken=broken)
+    found = text(runs, broken=broken)
     print(found)
     if given.write is not None:
-        report.write(given.write, found)
+        write(given.write, found)
     problems = [
         f"{run.on}, seed {run.seed}: {len(run.failures)} violations, {run.failures[0]}" for run in runs if run.failures
     ]

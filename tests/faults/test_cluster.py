@@ -16,14 +16,11 @@ from pathlib import Path
 import pytest
 
 from service.simulated.app import SimulatedAPI
-from tests.faults.checker import Verdict, check
-from tests.faults.clients import Load
-from tests.faults.history import Called, History
-from tests.faults.mix import Mix
-from tests.faults.workers import Crew
-from tests.support.cluster import Cluster, cluster
+from tests.faults.checker import Called, History, Verdict, check
+from tests.faults.ground import Crew
+from tests.faults.load import Load, Mix
+from tests.faults.nodes import Cluster, Node, cluster
 from tests.support.engine import Unavailable
-from tests.support.nodes import Node
 from tests.support.processes import environment, run
 from tests.support.waiting import until
 
@@ -83,12 +80,7 @@ async def at_work(broker: Cluster, nodes: Sequence[Node], folder: Path) -> Async
     history = History()
     async with AsyncExitStack() as stack:
         api = await stack.enter_async_context(SimulatedAPI())
-        environ = environment(
-            ",".join(urls),
-            nodes[0].management_url,
-            ANTHROPIC_BASE_URL=api.base_url,
-            LANEKEEPER_GATEWAY__PORT="0",
-        )
+        environ = environment(",".join(urls), api, LANEKEEPER_MANAGEMENT_URL=nodes[0].management_url)
         crew = await stack.enter_async_context(Crew([environ, environ], folder=folder))
         await crew.ready()
         load = Load(urls, history, rng=random.Random(1), rate=RATE, mix=MIX)
@@ -98,7 +90,7 @@ async def at_work(broker: Cluster, nodes: Sequence[Node], folder: Path) -> Async
 
 async def declared(broker: Cluster, folder: Path) -> Node:
     """Declare everything; returns the leader of the critical lane."""
-    environ = environment(broker.amqp_url, broker.management_url)
+    environ = environment(broker)
     assert (await run("topology", "apply", environ=environ, folder=folder))[0] == 0
     return await broker.leader_of("lane.critical")
 

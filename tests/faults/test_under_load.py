@@ -12,12 +12,10 @@ from functools import partial
 
 import pytest
 
-from tests.faults.checker import LOST, NOT_PARKED, Verdict
-from tests.faults.ground import Ground
-from tests.faults.history import Asked
-from tests.faults.mix import EVERYTHING, Mix
-from tests.faults.store import FileStore
-from tests.faults.trial import Made, broken, fault, inject, judged
+from tests.faults.checker import LOST, NOT_PARKED, Asked, Verdict
+from tests.faults.faults import Made, broken, fault, inject, judged
+from tests.faults.ground import FileStore, Ground
+from tests.faults.load import EVERYTHING, Mix
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(240)

@@ -26,7 +26,7 @@ def one(target: str, *, seconds: int) -> None:
 
     with atheris.instrument_imports(include=["lanekeeper", "topology", "consumers"]):
         from tests.fuzz.targets import TARGETS
-    from tests.support.corpus.requests import REQUESTS
+    from tests.support.malicious import REQUESTS
 
     found = CACHE / "found"
     kept = CACHE / target

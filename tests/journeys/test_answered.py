@@ -33,7 +33,7 @@ WHOLE = {
 
 @pytest.mark.every_version
 async def test_the_answer_is_the_providers_message_with_every_documented_header(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost) as worker, requester(vhost) as app:
         before_s = time.monotonic()
         reply = await app.ask(
             {"prompt": "hello"}, key="critical.tests.ask", message_id="req-1", correlation_id="corr-1"
@@ -67,7 +67,7 @@ async def test_the_answer_is_the_providers_message_with_every_documented_header(
 async def test_a_messages_body_reaches_the_provider_unchanged(vhost: Vhost) -> None:
     """With unknown and beta fields, tools, system prompt, images and thinking."""
     raw = ("  " + json.dumps(WHOLE, ensure_ascii=False, indent=2).replace("1.5", "1.500") + "\n").encode()
-    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost) as worker, requester(vhost) as app:
         reply = await app.ask(raw, headers={"anthropic-beta": "context-1m-2026-08-07,files-api-2026-04-14"})
         assert [block["type"] for block in reply.json["content"]] == ["thinking", "tool_use"]
         assert worker.api.calls[0].body == raw
@@ -87,7 +87,7 @@ async def test_a_given_model_and_max_tokens_are_kept_and_missing_ones_are_the_la
         "normal": ("claude-sonnet-5-5", 1024),
         "batch": ("claude-haiku-4-5", 78),
     }
-    async with serving(vhost.amqp_url, lanes=lanes) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost, lanes=lanes) as worker, requester(vhost) as app:
         for lane, (model, max_tokens) in expected.items():
             body = {"messages": [{"role": "user", "content": "a"}], "x": [0.1, 1e22]}
             filled = await app.ask(body, key=f"{lane}.tests.ask")
@@ -108,13 +108,13 @@ async def test_a_given_model_and_max_tokens_are_kept_and_missing_ones_are_the_la
 
 @pytest.mark.oldest_version
 async def test_a_request_with_direct_reply_to_is_answered(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url), requester(vhost.amqp_url, direct=True) as app:
+    async with serving(vhost), requester(vhost, direct=True) as app:
         ids = [await app.publish({"prompt": f"question {n}"}) for n in range(20)]
         assert [(await app.final(each)).text for each in ids] == [f"echo: question {n}" for n in range(20)]
 
 
 async def test_a_request_with_a_reply_queue_of_the_application_is_answered(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost), requester(vhost) as app:
         for name in ("shop.answers", "lane.reply.shop"):
             await app.channel.queue_declare(name, durable=True)
             await app.publish({"prompt": "hello"}, reply_to=name)
@@ -122,7 +122,7 @@ async def test_a_request_with_a_reply_queue_of_the_application_is_answered(vhost
 
 
 async def test_a_request_without_reply_to_is_worked_on_and_acknowledged(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost) as worker, requester(vhost) as app:
         await app.read_events()
         await app.publish({"prompt": "tell nobody"}, reply_to=None, correlation_id="c", message_id="quiet")
         await until(lambda: app.events_of("quiet") == ["started", "completed"])
@@ -131,6 +131,6 @@ async def test_a_request_without_reply_to_is_worked_on_and_acknowledged(vhost: V
 
 
 async def test_headers_sent_as_strings_are_accepted(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost), requester(vhost) as app:
         headers = {"x-lane-deadline-ms": "60000", "x-lane-stream": "false", "x-lane-no-batch": "true"}
         assert (await app.ask({"prompt": "hello"}, headers=headers)).status == "ok"

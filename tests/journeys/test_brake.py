@@ -10,8 +10,7 @@ import aiohttp
 
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 from tests.journeys.test_gateway import body
-from tests.journeys.test_paused_provider import health
-from tests.journeys.test_providers import chain, status
+from tests.journeys.test_providers import chain, health, status
 from tests.support.brokers import Vhost
 from tests.support.gate import gate
 from tests.support.processes import environment, run
@@ -29,7 +28,7 @@ class Operator:
     """Runs commands of `lanekeeper`."""
 
     def __init__(self, vhost: Vhost, folder: Path) -> None:
-        self._environ, self._folder = environment(vhost.amqp_url, vhost.management_url), folder
+        self._environ, self._folder = environment(vhost), folder
 
     async def does(self, *line: str, code: int = 0) -> str:
         ended, lines = await run(*line, environ=self._environ, folder=self._folder)
@@ -63,9 +62,9 @@ async def test_a_paused_lane_waits_in_its_queue_while_others_go_on_and_then_all_
 ) -> None:
     operator = Operator(vhost, tmp_path)
     async with (
-        serving(vhost.amqp_url, simulated=SLOW, lanes=FEW) as one,
-        serving(vhost.amqp_url, simulated=SLOW, lanes=FEW) as other,
-        requester(vhost.amqp_url) as app,
+        serving(vhost, simulated=SLOW, lanes=FEW) as one,
+        serving(vhost, simulated=SLOW, lanes=FEW) as other,
+        requester(vhost) as app,
     ):
         asked = [await app.publish({"prompt": f"job {n} [[held]]"}, key="batch.crm.enrich") for n in range(150)]
         await until(lambda: one.calls("job") and other.calls("job"))
@@ -99,10 +98,7 @@ async def test_a_paused_lane_waits_in_its_queue_while_others_go_on_and_then_all_
 
 async def test_a_paused_tenant_waits_with_its_attempts_unchanged_and_others_pass(vhost: Vhost, tmp_path: Path) -> None:
     operator = Operator(vhost, tmp_path)
-    async with (
-        serving(vhost.amqp_url, lanes=FEW, speakers=(vhost.user,)) as worker,
-        requester(vhost.amqp_url) as app,
-    ):
+    async with serving(vhost, lanes=FEW, speakers=(vhost.user,)) as worker, requester(vhost) as app:
         await app.read_events()
         await operator.does("pause", "--tenant", "crm", "--why", "a loop")
         key = "batch.jobs.enrich"
@@ -128,7 +124,7 @@ async def test_a_paused_tenant_waits_with_its_attempts_unchanged_and_others_pass
 
 async def test_a_request_whose_deadline_passes_during_a_pause_is_told_so(vhost: Vhost, tmp_path: Path) -> None:
     operator = Operator(vhost, tmp_path)
-    async with serving(vhost.amqp_url, lanes=FEW) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost, lanes=FEW) as worker, requester(vhost) as app:
         await operator.does("pause", "--app", "crm", "--why", "a loop")
         await operator.does("pause", "--lane", "batch")
         soon = {"x-lane-deadline-ms": 1500, "x-lane-sent-ms": time.time_ns() // 1_000_000}
@@ -149,7 +145,7 @@ async def test_a_request_whose_deadline_passes_during_a_pause_is_told_so(vhost: 
 
 async def test_a_pause_with_a_time_ends_by_itself(vhost: Vhost, tmp_path: Path) -> None:
     operator = Operator(vhost, tmp_path)
-    async with serving(vhost.amqp_url, lanes=FEW), requester(vhost.amqp_url) as app:
+    async with serving(vhost, lanes=FEW), requester(vhost) as app:
         for what in ("--lane=batch", f"--model={SONNET}"):
             await operator.does("pause", what, "--for", "4s")
         began_s = time.monotonic()
@@ -164,12 +160,12 @@ async def test_a_pause_with_a_time_ends_by_itself(vhost: Vhost, tmp_path: Path) 
 
 async def test_what_is_paused_before_a_worker_starts_does_not_start(vhost: Vhost, tmp_path: Path) -> None:
     operator = Operator(vhost, tmp_path)
-    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost), requester(vhost) as app:
         await operator.does("pause", "--lane", "batch")
         asked = [await app.publish({"prompt": f"job {n}"}, key="batch.jobs.x") for n in range(20)]
     # no worker runs: the broker keeps what the operator asks for
     await operator.does("pause", "--lane", "normal", code=1)
-    async with serving(vhost.amqp_url, waits=False) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost, waits=False) as worker, requester(vhost) as app:
         asked += [await app.publish({"prompt": f"job {n}"}, key="normal.jobs.x") for n in range(20)]
         await until(lambda: worker.is_well)
         assert await starts_in(1.5, "job", worker) == 0
@@ -183,11 +179,7 @@ async def test_a_paused_model_waits_and_what_a_paused_provider_cannot_get_goes_t
     vhost: Vhost, tmp_path: Path
 ) -> None:
     operator = Operator(vhost, tmp_path)
-    async with (
-        SimulatedAPI() as spare,
-        serving(vhost.amqp_url, **chain(spare)) as worker,
-        requester(vhost.amqp_url) as app,
-    ):
+    async with SimulatedAPI() as spare, serving(vhost, **chain(spare)) as worker, requester(vhost) as app:
         await operator.does("pause", "--provider", "anthropic")
         await until(lambda: worker.parts.brake.pauses)
         assert (await app.ask({"prompt": "elsewhere"})).headers["x-lane-provider"] == "spare"
@@ -202,11 +194,7 @@ async def test_a_paused_model_waits_and_what_a_paused_provider_cannot_get_goes_t
 
 
 async def test_over_http_a_lane_is_paused_and_its_waiting_requests_say_so(vhost: Vhost) -> None:
-    async with (
-        serving(vhost.amqp_url) as worker,
-        gate(worker.settings) as url,
-        aiohttp.ClientSession() as session,
-    ):
+    async with serving(vhost) as worker, gate(worker) as url, aiohttp.ClientSession() as session:
         wanted = {"kind": "lane", "name": "normal", "why": "maintenance"}
         async with session.post(f"{url}/v1/pauses", json=wanted) as got:
             pause = await got.json()
@@ -226,10 +214,7 @@ async def test_over_http_a_lane_is_paused_and_its_waiting_requests_say_so(vhost:
 async def test_only_operators_may_pause(vhost: Vhost, tmp_path: Path) -> None:
     operator = Operator(vhost, tmp_path)
     wanted = {"pause": {"kind": "tenant", "name": "crm"}}
-    async with (
-        serving(vhost.amqp_url, control={"operators": ("ops",)}) as worker,
-        requester(vhost.amqp_url) as app,
-    ):
+    async with serving(vhost, control={"operators": ("ops",)}) as worker, requester(vhost) as app:
         for user in (None, vhost.user):
             assert (await app.control(wanted, key="pause", user_id=user)).code == "forbidden_control"
         await operator.does("pause", "--lane", "batch", code=1)

@@ -1,7 +1,7 @@
-"""The broker dies or closes connections under load: no confirmed request is lost.
+"""The broker dies, closes connections, raises an alarm or loses a queue, under load: no confirmed request is lost, and
+a worker makes no call whose answer it could not send.
 
-Counted by request id. How long recovery took is printed (`pytest -s`).
-"""
+Counted by request id. How long recovery took is printed (`pytest -s`)."""
 
 import asyncio
 import signal
@@ -19,12 +19,10 @@ from lanekeeper import Client, ReplyLost
 from lanekeeper.contract.problems import BrokerUnreachable, ConfirmUnknown
 from service.private_broker import PrivateBroker
 from service.simulated.app import SimulatedOptions
-from tests.support.brokers import Vhost
-from tests.support.held_calls import HeldCalls
-from tests.support.ledger import Ledger
+from tests.support.brokers import Vhost, memory_alarm
 from tests.support.processes import environment, lanekeeper
-from tests.support.requester import requester
-from tests.support.serving import serving
+from tests.support.requester import Ledger, requester
+from tests.support.serving import HeldCalls, serving
 from tests.support.waiting import until
 from topology.broker.admin import apply
 
@@ -57,8 +55,8 @@ async def test_when_the_broker_is_killed_no_request_is_lost_and_the_worker_recov
     own_broker: PrivateBroker,
 ) -> None:
     ledger = Ledger(own_broker.amqp_url)
-    async with serving(own_broker.amqp_url, lanes={"batch": {"slots": 1}}) as own:
-        async with requester(own_broker.amqp_url) as watching, ledger.writing():
+    async with serving(own_broker, lanes={"batch": {"slots": 1}}) as own:
+        async with requester(own_broker) as watching, ledger.writing():
             await watching.read_events()
             await asyncio.sleep(SETTLED_S)
             asked = time.monotonic()
@@ -108,7 +106,7 @@ async def test_a_publish_while_the_broker_is_away_fails_with_an_error_or_succeed
     own_broker: PrivateBroker,
 ) -> None:
     async with (
-        serving(own_broker.amqp_url) as own,
+        serving(own_broker) as own,
         Client(own_broker.amqp_url, publish_within_s=3) as hasty,
         Client(own_broker.amqp_url, publish_within_s=60) as patient,
     ):
@@ -134,16 +132,8 @@ async def test_a_worker_process_reports_not_ready_without_a_broker_and_recovers_
 ) -> None:
     ledger = Ledger(own_broker.amqp_url)
     async with HeldCalls() as api:
-        environ = environment(
-            own_broker.amqp_url,
-            own_broker.management_url,
-            ANTHROPIC_BASE_URL=api.base_url,
-            LANEKEEPER_LANES__BATCH__SLOTS="4",
-        )
-        async with (
-            lanekeeper("serve", "--port", "0", environ=environ, folder=tmp_path) as worker,
-            aiohttp.ClientSession() as http,
-        ):
+        environ = environment(own_broker, api, LANEKEEPER_LANES__BATCH__SLOTS="4")
+        async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker, aiohttp.ClientSession() as http:
             url = await worker.ready()
             await until(lambda: is_status(http, f"{url}/readyz", 200))
             async with ledger.writing():
@@ -177,7 +167,7 @@ async def test_a_worker_process_reports_not_ready_without_a_broker_and_recovers_
 async def test_connections_closed_by_an_administrator_cause_at_most_a_repeated_call(vhost: Vhost) -> None:
     ledger = Ledger(vhost.amqp_url)
     options = SimulatedOptions(latency_ms=1500)
-    async with serving(vhost.amqp_url, simulated=options, lanes={"batch": {"slots": 8}}) as own:
+    async with serving(vhost, simulated=options, lanes={"batch": {"slots": 8}}) as own:
         async with ledger.writing(), ledger.reading():
             closed: set[str] = set()
             for which in ("consume", "publish", "consume"):
@@ -206,7 +196,7 @@ async def test_connections_closed_by_an_administrator_cause_at_most_a_repeated_c
 @pytest.mark.oldest_version
 async def test_a_deleted_queue_makes_the_worker_unready_until_it_is_declared_again(vhost: Vhost) -> None:
     """Its content is lost, which cannot be prevented; but the loss must be reported."""
-    async with serving(vhost.amqp_url, declares=False) as own, requester(vhost.amqp_url) as app:
+    async with serving(vhost, declares=False) as own, requester(vhost) as app:
         await asyncio.to_thread(vhost.api, "DELETE", f"queues/{vhost.quoted}/lane.normal")
         trouble = await until(lambda: "topology apply" in (own.parts.reasons()["queue lane.normal"] or ""))
         assert trouble
@@ -239,3 +229,49 @@ async def asked_of(http: aiohttp.ClientSession, url: str) -> tuple[int, dict[str
 
 async def is_status(http: aiohttp.ClientSession, url: str, status: int) -> bool:
     return (await asked_of(http, url))[0] == status
+
+
+SLOW = {"critical": {"slots": 2, "slots_max": 2}}
+REQUESTS = 20
+"""Forty seconds of work, so that the alarm begins before its end, although `rabbitmqctl` takes ten seconds on a busy
+machine. A broker tells of its alarm only those who publish."""
+
+
+async def test_during_an_alarm_nothing_is_started_and_afterwards_every_request_is_answered_once(
+    own_broker: PrivateBroker,
+) -> None:
+    async with serving(own_broker, lanes=SLOW) as worker, requester(own_broker) as app:
+        for n in range(REQUESTS):
+            await app.publish({"prompt": f"ask {n} [[latency: 4s]]"}, correlation_id=f"{n}")
+        await until(lambda: worker.api.calls)
+        async with memory_alarm(own_broker.amqp_url):
+            await until(lambda: all(pool.is_paused for pool in worker.parts.pools))
+            begun = len(worker.api.calls)
+            await asyncio.sleep(2)
+            assert len(worker.api.calls) == begun < REQUESTS, "a call was made whose answer could not be sent"
+            assert worker.parts.reasons()["publish connection"] == "low on memory"
+        over_s = time.monotonic()
+        await until(lambda: worker.is_well)
+        print(f"all queues consumed {time.monotonic() - over_s:.2f} s after the alarm")
+        for n in range(REQUESTS):
+            assert (await app.final(f"{n}")).status == "ok"
+        assert len(worker.api.calls) == REQUESTS
+
+
+@pytest.mark.oldest_version
+async def test_while_a_worker_cannot_publish_it_takes_no_request_and_reports_why(vhost: Vhost) -> None:
+    async with serving(vhost) as worker, requester(vhost) as app:
+        assert (await app.ask({"prompt": "before"})).status == "ok"
+        rights = f"permissions/{vhost.quoted}/{vhost.user}"
+        vhost.api("DELETE", rights)  # so that it does not reconnect
+        await (await worker.parts.broker.publishing.underlying()).close()
+        await until(lambda: all(pool.is_paused for pool in worker.parts.pools))
+        asked = await app.publish({"prompt": "meanwhile"})
+        await until(lambda: "not into virtual host" in (worker.parts.reasons()["publish connection"] or ""))
+        await asyncio.sleep(0.5)
+        assert not worker.calls("meanwhile")
+
+        vhost.api("PUT", rights, {"configure": ".*", "write": ".*", "read": ".*"})
+        assert (await app.final(asked)).status == "ok"
+        await until(lambda: not any(worker.parts.reasons().values()))
+        assert len(worker.calls("meanwhile")) == 1

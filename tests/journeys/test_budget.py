@@ -13,13 +13,11 @@ import pytest
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 from service.status import look
 from tests.support.brokers import Vhost
-from tests.support.held_calls import HELD
-from tests.support.meeting import meeting
 from tests.support.pictures import picture, png
 from tests.support.processes import environment, lanekeeper
 from tests.support.redis import redis_server
 from tests.support.requester import Requester, requester
-from tests.support.serving import PLENTY, RunningWorker, serving
+from tests.support.serving import HELD, PLENTY, RunningWorker, meeting, serving
 from tests.support.waiting import until
 
 MODEL = "claude-sonnet-5-5"
@@ -51,7 +49,7 @@ async def status_of(running: RunningWorker) -> tuple[str, ...]:
 @pytest.mark.timing
 async def test_a_flood_leaves_critical_its_share_and_the_provider_refuses_no_call(vhost: Vhost) -> None:
     """Initially nothing is known of the provider's limits; they are learned from its answers."""
-    async with meeting(vhost.amqp_url, simulated=TEN_A_SECOND, lanes=WIDE, budget=UNKNOWN) as (running, app, _):
+    async with meeting(vhost, simulated=TEN_A_SECOND, lanes=WIDE, budget=UNKNOWN) as (running, app, _):
         jobs = await flood(app, 200)
         await until(lambda: len(running.calls("job")) > 100)  # the burst is used up: from here on ten a second
         waits = []
@@ -74,7 +72,7 @@ async def test_a_flood_leaves_critical_its_share_and_the_provider_refuses_no_cal
 async def test_the_first_burst_of_a_new_worker_is_not_refused_because_of_the_initial_guess(vhost: Vhost) -> None:
     """The initially assumed limit is 50 requests a minute; the first answer announces a thousand."""
     plenty = SimulatedOptions(requests_per_minute=1000, latency_ms=150)
-    async with serving(vhost.amqp_url, simulated=plenty, budget=UNKNOWN) as running, requester(vhost.amqp_url) as app:
+    async with serving(vhost, simulated=plenty, budget=UNKNOWN) as running, requester(vhost) as app:
         text = "a prompt of a usual length " * 100
         asked = [
             await app.publish(body(f"{n} {text}"), headers={"x-lane-deadline-ms": 30_000}, correlation_id=f"{n}")
@@ -90,8 +88,8 @@ async def test_a_request_that_cannot_be_in_time_is_refused_at_once_with_the_figu
     vhost: Vhost,
 ) -> None:
     async with (
-        serving(vhost.amqp_url, simulated=ONE_A_SECOND, lanes={"normal": {"slots": 128}}, budget=KNOWN) as running,
-        requester(vhost.amqp_url) as app,
+        serving(vhost, simulated=ONE_A_SECOND, lanes={"normal": {"slots": 128}}, budget=KNOWN) as running,
+        requester(vhost) as app,
     ):
         await flood(app, 100, key="normal.tests.flood")  # ninety seconds of work
         await until(lambda: len(running.api.calls) >= 7)
@@ -109,8 +107,8 @@ async def test_when_more_is_asked_than_the_limit_allows_every_call_that_starts_i
     """Twice as many requests as the provider allows, and each answer takes a third of the deadline."""
     busy = SimulatedOptions(requests_per_minute=300, burst_s=2, latency_ms=1000)
     async with (
-        serving(vhost.amqp_url, simulated=busy, budget={**PLENTY, "requests_per_min": 300, "burst_s": 2}) as running,
-        requester(vhost.amqp_url) as app,
+        serving(vhost, simulated=busy, budget={**PLENTY, "requests_per_min": 300, "burst_s": 2}) as running,
+        requester(vhost) as app,
     ):
         assert (await app.ask(body("first"))).status == "ok"
         asked = []
@@ -127,7 +125,7 @@ async def test_when_more_is_asked_than_the_limit_allows_every_call_that_starts_i
 
 
 async def test_the_reason_of_a_wait_is_in_the_event_and_in_the_status(vhost: Vhost) -> None:
-    async with meeting(vhost.amqp_url, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as (running, app, _):
+    async with meeting(vhost, simulated=ONE_A_SECOND, lanes=WIDE, budget=KNOWN) as (running, app, _):
         await app.read_events()
         await flood(app, 60)
         await until(lambda: any(each.json["event"] == "deferred" for each in app.events))
@@ -155,7 +153,7 @@ def look_at(prompt: str) -> dict[str, object]:
 
 
 async def test_three_pictures_in_batch_run_at_once_and_delay_no_critical_chat(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url, **PICTURES) as running, requester(vhost.amqp_url) as app:
+    async with serving(vhost, **PICTURES) as running, requester(vhost) as app:
         assert (await app.ask(body("first"))).status == "ok"  # it tells how much the provider's bucket holds
         looks = [await app.publish(look_at(f"picture {n}"), key="batch.tests.look") for n in range(3)]
         await until(lambda: running.api.running == 3)
@@ -172,10 +170,8 @@ async def test_two_processes_with_one_redis_share_one_budget(vhost: Vhost, tmp_p
     with redis_server(tmp_path) as redis:
         async with SimulatedAPI(TEN_A_SECOND) as api:
             environ = environment(
-                vhost.amqp_url,
-                vhost.management_url,
-                ANTHROPIC_BASE_URL=api.base_url,
-                LANEKEEPER_GATEWAY__PORT="0",
+                vhost,
+                api,
                 LANEKEEPER_LOG_LEVEL="debug",
                 LANEKEEPER_STORE_URL=redis.url,
                 LANEKEEPER_LANES__BATCH__SLOTS="16",
@@ -184,7 +180,7 @@ async def test_two_processes_with_one_redis_share_one_budget(vhost: Vhost, tmp_p
             async with (
                 lanekeeper("serve", environ=environ, folder=tmp_path) as one,
                 lanekeeper("serve", environ=environ, folder=tmp_path) as other,
-                requester(vhost.amqp_url) as app,
+                requester(vhost) as app,
             ):
                 await asyncio.gather(one.ready(), other.ready())
                 jobs = await flood(app, 180)

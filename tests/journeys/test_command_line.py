@@ -18,8 +18,8 @@ from lanekeeper.contract.names import Names
 from service.status import look
 from tests.support import forks, processes
 from tests.support.brokers import Vhost
+from tests.support.defaults import LANES
 from tests.support.forks import Forked
-from tests.support.lanes import LANES
 from tests.support.processes import COMMAND, Running, lanekeeper
 from tests.support.waiting import STARTED_S, until
 
@@ -29,7 +29,7 @@ SLOW = "[[latency: 120s]]"
 
 @pytest.fixture
 def environment(vhost: Vhost) -> dict[str, str]:
-    environ = processes.environment(vhost.amqp_url, vhost.management_url)
+    environ = processes.environment(vhost)
     del environ["ANTHROPIC_API_KEY"]
     return environ
 

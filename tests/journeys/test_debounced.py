@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.brokers import Vhost
-from tests.support.gate import gate
-from tests.support.held_calls import HeldCalls
-from tests.support.http_calls import call, submit
+from tests.support.gate import call, gate, submit
 from tests.support.processes import environment, lanekeeper
 from tests.support.redis import redis_server
 from tests.support.requester import requester
-from tests.support.serving import serving
+from tests.support.serving import HeldCalls, serving
 from tests.support.waiting import until
 
 DELAY_MS = 6_000
@@ -34,9 +32,7 @@ async def api() -> AsyncIterator[HeldCalls]:
 async def test_of_100_concurrent_updates_at_three_workers_exactly_the_last_runs(
     vhost: Vhost, api: HeldCalls, tmp_path: Path, engine: str
 ) -> None:
-    environ = environment(
-        vhost.amqp_url, vhost.management_url, ANTHROPIC_BASE_URL=api.base_url, LANEKEEPER_GATEWAY__PORT="0"
-    )
+    environ = environment(vhost, api)
     async with AsyncExitStack() as stack:
         if engine == "redis":
             environ["LANEKEEPER_STORE_URL"] = stack.enter_context(redis_server(tmp_path)).url
@@ -44,7 +40,7 @@ async def test_of_100_concurrent_updates_at_three_workers_exactly_the_last_runs(
             await stack.enter_async_context(lanekeeper("serve", environ=environ, folder=tmp_path)) for _ in range(3)
         ]
         await asyncio.gather(*(worker.ready() for worker in workers))
-        app = await stack.enter_async_context(requester(vhost.amqp_url))
+        app = await stack.enter_async_context(requester(vhost))
         now_ms = time.time_ns() // 1_000_000
         updates = [(now_ms + at // 4, f"u-{at:03d}") for at in range(100)]
         random.Random(5).shuffle(updates)
@@ -61,7 +57,7 @@ async def test_of_100_concurrent_updates_at_three_workers_exactly_the_last_runs(
 
 
 async def test_an_update_after_the_delay_runs_too_and_keys_of_others_are_left_alone(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost) as worker, requester(vhost) as app:
         await app.read_events()
         delayed = {"x-lane-debounce": "doc-1", "x-lane-delay-ms": 500}
         sent_ms = time.time_ns() // 1_000_000
@@ -86,7 +82,7 @@ async def test_an_update_after_the_delay_runs_too_and_keys_of_others_are_left_al
 
 
 async def test_an_update_over_http_tells_that_it_was_superseded(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
+    async with serving(vhost) as worker, gate(worker) as url:
         sent_ms = time.time_ns() // 1_000_000
         first, second = [
             await submit(

@@ -29,7 +29,7 @@ def left_on(vhost: Vhost) -> list[str]:
 @pytest.mark.timing
 async def test_the_demo_answers_everything_and_its_verdict_says_so(vhost: Vhost, tmp_path: Path) -> None:
     of_the_real_account = {"LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "30"}
-    environ = environment(vhost.amqp_url, vhost.management_url, **QUICK, **of_the_real_account)
+    environ = environment(vhost, **QUICK, **of_the_real_account)
     code, lines = await run("demo", environ=environ, folder=tmp_path, within_s=LONG_S)
     told = " ".join(" ".join(lines).split())
     assert code == 0, told
@@ -59,7 +59,7 @@ async def test_the_demo_fails_if_a_lane_is_broken(vhost: Vhost, tmp_path: Path) 
         "LANEKEEPER_LANES__CRITICAL__MODEL": "claude-no-such-model",
         "LANEKEEPER_PRICES__MODELS": '{"claude-no-such-model": {"input": 1, "output": 5}}',  # no provider has it
     }
-    environ = environment(vhost.amqp_url, vhost.management_url, **QUICK, **broken)
+    environ = environment(vhost, **QUICK, **broken)
     code, lines = await run("demo", environ=environ, folder=tmp_path, within_s=LONG_S)
     told = "\n".join(lines)
     assert code == 1, told
@@ -74,7 +74,7 @@ async def test_the_demo_fails_if_a_lane_is_broken(vhost: Vhost, tmp_path: Path) 
 async def test_an_interrupted_demo_leaves_nothing_on_the_broker(
     vhost: Vhost, tmp_path: Path, number: signal.Signals, moment: str
 ) -> None:
-    environ = environment(vhost.amqp_url, vhost.management_url)
+    environ = environment(vhost)
     async with lanekeeper("demo", environ=environ, folder=tmp_path) as demo:
         if moment == "in the middle":
             await until(lambda: [line for line in demo.lines if "answered" in line] or demo.has_ended, within_s=LONG_S)

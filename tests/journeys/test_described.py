@@ -45,8 +45,8 @@ class AsyncAPI:
 
 async def test_every_message_over_the_websocket_fits_the_document(vhost: Vhost) -> None:
     async with (
-        serving(vhost.amqp_url) as worker,
-        gate(worker.settings) as url,
+        serving(vhost) as worker,
+        gate(worker) as url,
         aiohttp.ClientSession() as session,
         session.ws_connect(f"{url}/v1/ws") as ws,
     ):
@@ -99,11 +99,7 @@ async def fetched(url: str, path: str) -> Any:
 
 async def test_every_message_over_amqp_fits_the_document(vhost: Vhost) -> None:
     lanes = {"critical": {"max_attempts": 2}}
-    async with (
-        serving(vhost.amqp_url, lanes=lanes) as worker,
-        gate(worker.settings) as url,
-        requester(vhost.amqp_url) as app,
-    ):
+    async with serving(vhost, lanes=lanes) as worker, gate(worker) as url, requester(vhost) as app:
         api = AsyncAPI(await fetched(url, "/asyncapi.json"))
         await app.read_events()
         await app.read_dead()
@@ -150,5 +146,5 @@ async def test_every_message_over_amqp_fits_the_document(vhost: Vhost) -> None:
 @pytest.mark.slow
 async def test_made_up_calls_through_the_lanes_are_answered_as_the_document_says(vhost: Vhost) -> None:
     paths = {"/v1/messages", "/v1/requests", "/v1/requests/{id}"}
-    async with serving(vhost.amqp_url, retry={"base_s": 0.05, "cap_s": 0.1}) as worker, gate(worker.settings) as url:
+    async with serving(vhost, retry={"base_s": 0.05, "cap_s": 0.1}) as worker, gate(worker) as url:
         assert await asyncio.to_thread(make_up, url, paths=paths, examples=10) > len(paths)

@@ -15,7 +15,7 @@ from tests.support.waiting import until
 
 
 async def test_each_step_is_an_event_with_lane_application_and_attempt(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost) as worker, requester(vhost) as app:
         await app.read_events()
         before_ms = time.time() * 1000
         headers = {"x-lane-delay-ms": 100}
@@ -53,7 +53,7 @@ async def test_a_request_that_is_cancelled_has_one_event_of_its_end_and_a_repeti
     }[state]
     how: dict[str, Any] = {"key": "normal.tests.x", "message_id": "c", "headers": headers}
     seen_before = {"delayed": "deferred", "running": "started", "between two attempts": "retrying"}
-    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost), requester(vhost) as app:
         await app.read_events()
         if state == "unseen":
             assert (await app.control({"cancel": "c"}, key="cancel")).json["outcome"] == "unseen"
@@ -79,10 +79,8 @@ def ends_of(app: Requester, id: str) -> list[str]:
 async def test_after_a_crash_between_storing_and_acknowledging_the_end_is_told_as_replayed(
     vhost: Vhost, tmp_path: Path
 ) -> None:
-    async with SimulatedAPI() as api, requester(vhost.amqp_url) as app:
-        environ = environment(
-            vhost.amqp_url, vhost.management_url, ANTHROPIC_BASE_URL=api.base_url, LANEKEEPER_GATEWAY__PORT="0"
-        )
+    async with SimulatedAPI() as api, requester(vhost) as app:
+        environ = environment(vhost, api)
         dying = {**environ, "LANEKEEPER_FAILPOINTS": "after_store:1"}
         async with lanekeeper("serve", environ=dying, folder=tmp_path) as worker:
             await worker.ready()
@@ -99,10 +97,10 @@ async def test_after_a_crash_between_storing_and_acknowledging_the_end_is_told_a
 
 async def test_a_worker_that_starts_sends_no_event_about_itself(vhost: Vhost) -> None:
     """Anybody who may read events could read it."""
-    async with requester(vhost.amqp_url) as app:
-        async with serving(vhost.amqp_url):
+    async with requester(vhost) as app:
+        async with serving(vhost):
             await app.read_events()
-        async with serving(vhost.amqp_url):
+        async with serving(vhost):
             await app.ask({"prompt": "a"}, message_id="first")
             await until(lambda: app.events_of("first")[-1:] == ["completed"])
         assert {len(each.routing_key.split(".")) for each in app.events} == {4}
@@ -111,7 +109,7 @@ async def test_a_worker_that_starts_sends_no_event_about_itself(vhost: Vhost) ->
 
 async def test_a_request_with_the_longest_possible_names_does_not_suppress_other_events(vhost: Vhost) -> None:
     """The routing key of its events would be longer than AMQP allows."""
-    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost), requester(vhost) as app:
         await app.read_events()
         await app.publish({"prompt": "a"}, message_id="plain")
         await app.publish({"prompt": "a"}, key="critical." + "🦊" * 61, message_id="x" * 128)

@@ -1,4 +1,6 @@
-"""Tenants share the slots of a lane: no tenant waits behind another's backlog, with one process or three."""
+"""Tenants share the slots of a lane, with one process or three: none waits behind another's backlog. A flood in one
+lane delays no higher lane, inside a lane higher priorities go first, and after trouble a lane has as many slots as
+before."""
 
 import asyncio
 import itertools
@@ -7,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,9 @@ from aiormq.exceptions import DeliveryError
 
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 from tests.support.brokers import Vhost
-from tests.support.held_calls import HeldCalls
-from tests.support.ledger import Ledger
-from tests.support.meeting import meeting
 from tests.support.processes import environment, lanekeeper
-from tests.support.requester import Requester, requester
-from tests.support.serving import serving
+from tests.support.requester import Ledger, Requester, requester
+from tests.support.serving import HeldCalls, meeting, serving
 from tests.support.waiting import until
 
 LATENCY_MS = 500
@@ -73,23 +73,21 @@ async def api() -> AsyncIterator[HeldCalls]:
 @pytest.fixture
 def environ(vhost: Vhost, api: SimulatedAPI) -> dict[str, str]:
     return environment(
-        vhost.amqp_url,
-        vhost.management_url,
-        ANTHROPIC_BASE_URL=api.base_url,
+        vhost,
+        api,
         LANEKEEPER_SPEAKERS=vhost.user,
         LANEKEEPER_LANES__NORMAL__SLOTS="4",
         LANEKEEPER_LANES__NORMAL__SIDE_QUEUES=str(SIDE_QUEUES),
         LANEKEEPER_BUDGET__REQUESTS_PER_MIN="1000000",
         LANEKEEPER_BUDGET__INPUT_TOKENS_PER_MIN="1000000000",
         LANEKEEPER_BUDGET__OUTPUT_TOKENS_PER_MIN="1000000000",
-        LANEKEEPER_GATEWAY__PORT="0",
     )
 
 
 async def test_a_single_request_does_not_wait_behind_another_tenants_backlog(vhost: Vhost) -> None:
     slow = SimulatedOptions(latency_ms=2000)  # most of the backlog is left, even if publishing it takes a minute
-    async with serving(vhost.amqp_url, simulated=slow, lanes=SLOTS, speakers=(vhost.user,)) as own:
-        async with requester(vhost.amqp_url) as app:
+    async with serving(vhost, simulated=slow, lanes=SLOTS, speakers=(vhost.user,)) as own:
+        async with requester(vhost) as app:
             await flood(app, vhost, "large")
             await until(
                 lambda: own.parts.lane_slots[LANE].snapshot()["large"]["set_aside"] > FLOOD / 2, within_s=WITHIN_S
@@ -108,7 +106,7 @@ async def test_a_single_request_does_not_wait_behind_another_tenants_backlog(vho
 async def test_with_n_waiting_tenants_each_gets_at_least_half_of_an_equal_share(
     vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path, processes: int, tenants: int
 ) -> None:
-    async with requester(vhost.amqp_url) as app, asyncio.TaskGroup() as group, asyncio.timeout(170):
+    async with requester(vhost) as app, asyncio.TaskGroup() as group, asyncio.timeout(170):
         workers = [lanekeeper("serve", environ=environ, folder=tmp_path) for _ in range(processes)]
         started = await asyncio.gather(*(worker.__aenter__() for worker in workers))
         asking: list[asyncio.Task[None]] = []
@@ -137,7 +135,7 @@ async def test_with_n_waiting_tenants_each_gets_at_least_half_of_an_equal_share(
 
 async def test_a_tenant_at_its_in_flight_limit_uses_no_further_slot_and_no_attempt_is_counted(vhost: Vhost) -> None:
     fair = {"tenants": {"*": {"in_flight": 1}}}
-    async with meeting(vhost.amqp_url, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as (own, app, _):
+    async with meeting(vhost, simulated=SLOW, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as (own, app, _):
         asked = [await ask(app, vhost, "capped", f"job {each} [[held]]") for each in range(6)]
         await until(lambda: own.parts.lane_slots[LANE].snapshot().get("capped", {}).get("set_aside", 0) >= 4)
         own.api.release()
@@ -160,7 +158,7 @@ async def test_a_tenant_at_its_in_flight_limit_uses_no_further_slot_and_no_attem
 async def test_requests_for_a_full_side_queue_are_refused_and_other_tenants_are_answered(vhost: Vhost) -> None:
     lanes = {LANE: {"slots": 1, "max_length": 5, "side_queues": 2}}
     fair = {"tenants": {"large": {"in_flight": 1}}}
-    async with meeting(vhost.amqp_url, lanes=lanes, speakers=(vhost.user,), fair=fair) as (own, app, _):
+    async with meeting(vhost, lanes=lanes, speakers=(vhost.user,), fair=fair) as (own, app, _):
         asked = [await ask(app, vhost, "large", "first [[held]]")]
         await until(lambda: own.api.running == 1)
         refused: list[str] = []
@@ -182,7 +180,7 @@ async def test_requests_for_a_full_side_queue_are_refused_and_other_tenants_are_
 @pytest.mark.oldest_version
 async def test_expiration_continues_while_a_request_is_set_aside(vhost: Vhost) -> None:
     fair = {"tenants": {"capped": {"in_flight": 1}}}
-    async with meeting(vhost.amqp_url, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as (own, app, _):
+    async with meeting(vhost, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as (own, app, _):
         await ask(app, vhost, "capped", "first [[held]]")
         await until(lambda: own.api.running == 1)
         await ask(app, vhost, "capped", "head")
@@ -201,7 +199,7 @@ async def test_expiration_continues_while_a_request_is_set_aside(vhost: Vhost) -
 @pytest.mark.every_version
 async def test_a_tenants_priorities_apply_also_to_requests_that_were_set_aside(vhost: Vhost) -> None:
     fair = {"tenants": {"capped": {"in_flight": 1}}}
-    async with meeting(vhost.amqp_url, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as (own, app, _):
+    async with meeting(vhost, lanes=SLOTS, speakers=(vhost.user,), fair=fair) as (own, app, _):
         asked = [await ask(app, vhost, "capped", "first [[held]]")]
         await until(lambda: own.api.running == 1)
         asked.append(await ask(app, vhost, "capped", "head"))
@@ -223,7 +221,7 @@ async def test_a_worker_that_is_killed_while_it_sets_requests_aside_loses_none(
     async with (
         lanekeeper("serve", environ=environ, folder=tmp_path) as first,
         lanekeeper("serve", environ=environ, folder=tmp_path) as second,
-        requester(vhost.amqp_url) as app,
+        requester(vhost) as app,
     ):
         await asyncio.gather(first.ready(within_s=READY_S), second.ready(within_s=READY_S))
         async with ledger.writing(), ledger.reading():
@@ -245,3 +243,168 @@ async def test_a_worker_that_is_killed_while_it_sets_requests_aside_loses_none(
             await until(lambda: not ledger.lost, within_s=WITHIN_S)
         ledger.check()
         assert not second.has_ended
+
+
+JOBS = 300
+CHATS = 30
+"""Requests in each of the two higher lanes."""
+CHAT_LATENCY_MS = 300
+BLOCK = "[[latency: 90s]] in the way"
+"""Has the only slot until it is cancelled, when the others have been published."""
+SMALL = {"slots": 1, "side_queues": 0}
+"""One slot, and nothing is set aside, so that the order of calls is the lane's order."""
+
+
+def sent() -> dict[str, int]:
+    return {"x-lane-sent-ms": time.time_ns() // 1_000_000}
+
+
+@pytest.mark.timing
+async def test_higher_lanes_do_not_wait_for_a_flood_in_the_batch_lane(vhost: Vhost) -> None:
+    async with (
+        serving(
+            vhost.amqp_url, simulated=SimulatedOptions(latency_ms=CHAT_LATENCY_MS), lanes={"batch": {"slots": 12}}
+        ) as worker,
+        requester(vhost) as app,
+    ):
+        flood = await asyncio.gather(
+            *(app.publish({"prompt": f"job {n}"}, key="batch.tests.flood", headers=sent()) for n in range(JOBS))
+        )
+        await until(lambda: worker.api.running == 12)
+
+        chats: dict[str, list[str]] = {"critical": [], "normal": []}
+        for n in range(CHATS):
+            for lane, asked in chats.items():
+                asked.append(await app.publish({"prompt": f"{lane} {n}"}, key=f"{lane}.tests.chat", headers=sent()))
+            await asyncio.sleep(0.05)  # a pause as between messages that people type; it waits for nothing
+        waits = {lane: [await wait_of(app, each) for each in asked] for lane, asked in chats.items()}
+        left = sum(not app.finals(each) for each in flood)
+        waits["batch"] = [await wait_of(app, each) for each in flood]
+
+        p95 = {lane: sorted(each)[int(len(each) * 0.95)] for lane, each in waits.items()}
+        for lane, each in waits.items():
+            print(f"{lane}: waited p50 {sorted(each)[len(each) // 2]}, p95 {p95[lane]}, max {max(each)} ms")
+        assert left > JOBS / 4, "the chats were answered among the flood, not after it"
+        assert p95["batch"] > 3000, "the flood was one"
+        assert p95["critical"] < 700, "some of it is the machine, which runs other tests as well"
+        assert p95["normal"] < 1500
+        assert p95["critical"] * 10 < p95["batch"]
+        asked_twice = [
+            prompt for prompt, calls in Counter(call.prompt for call in worker.api.calls).items() if calls > 1
+        ]
+        assert not asked_twice
+        assert {len(app.finals(each)) for each in [*flood, *chats["critical"], *chats["normal"]]} == {1}
+
+
+async def wait_of(app: Requester, asked: str) -> int:
+    """How long a request waited, according to its reply; checks that the reply is to this request."""
+    reply = await app.final(asked)
+    assert reply.status == "ok", reply
+    return int(reply.headers["x-lane-wait-ms"])
+
+
+@pytest.mark.parametrize(("stuck", "free"), [("critical", "batch"), ("batch", "critical")])
+async def test_requests_of_a_stuck_lane_never_use_another_lanes_own_slots(vhost: Vhost, stuck: str, free: str) -> None:
+    """However urgent the stuck lane is, the others continue with their own slots."""
+    lanes = {"critical": {"slots": 2}, "normal": {"slots": 2}, "batch": {"slots": 2}}
+    async with serving(vhost, lanes=lanes) as worker, requester(vhost) as app:
+        held = [
+            await app.publish({"prompt": f"held {n} [[latency: 90s]]"}, key=f"{stuck}.tests.x", message_id=f"held-{n}")
+            for n in range(6)
+        ]
+        await until(lambda: worker.api.running == 2)
+        for n in range(5):
+            assert (await app.ask({"prompt": f"free {n}"}, key=f"{free}.tests.x")).status == "ok"
+        assert len(worker.calls("held")) == 2
+        assert not any(app.finals(each) for each in held)
+        for n in range(6):
+            await app.control({"cancel": f"held-{n}"}, key="cancel")
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize("shuffled", [False, True], ids=["low first", "mixed"])
+async def test_inside_a_lane_higher_priorities_go_first(vhost: Vhost, shuffled: bool) -> None:
+    """Strictly from 4.3 on and before 4.0. From 4.0 to 4.2 there are two classes, and the higher one gets the larger
+    share."""
+    priorities = [n % 10 for n in range(40)] if shuffled else sorted(n % 10 for n in range(40))
+    async with serving(vhost, lanes={"normal": SMALL}) as worker, requester(vhost) as app:
+        await app.publish({"prompt": BLOCK}, key="normal.tests.x", priority=9, message_id="block")
+        await until(lambda: worker.api.running == 1)
+        asked = [
+            await app.publish({"prompt": f"p{priority} n{n:02d}"}, key="normal.tests.x", priority=priority)
+            for n, priority in enumerate(priorities)
+        ]
+        await app.control({"cancel": "block"}, key="cancel")
+        for each in asked:
+            assert (await app.final(each)).status == "ok"
+
+        worked = [call.prompt for call in worker.api.calls][1:]
+        strictly = sorted(worked, key=lambda words: (-int(words[1]), words))
+        if is_strict(vhost.version):
+            assert worked == strictly
+        else:
+            places = {words: place for place, words in enumerate(worked)}
+            high = [place for words, place in places.items() if int(words[1]) > 4]
+            low = [place for words, place in places.items() if int(words[1]) <= 4]
+            assert sum(high) / len(high) < sum(low) / len(low) - 5
+            for of_class in (sorted(high), sorted(low)):
+                in_class = [worked[place] for place in of_class]
+                assert in_class == sorted(in_class, key=lambda words: words[-2:]), "first in, first out in a class"
+
+
+@pytest.mark.every_version
+async def test_a_missing_priority_counts_as_4_or_0(vhost: Vhost) -> None:
+    """4 in a quorum intake, 0 in a classic one: docs/facts.md, section 1."""
+    async with serving(vhost, lanes={"normal": SMALL}) as worker, requester(vhost) as app:
+        await app.publish({"prompt": BLOCK}, key="normal.tests.x", priority=9, message_id="block")
+        await until(lambda: worker.api.running == 1)
+        asked = [await app.publish({"prompt": "unsaid"}, key="normal.tests.x")]
+        asked += [await app.publish({"prompt": f"said {p}"}, key="normal.tests.x", priority=p) for p in (1, 3, 5, 6)]
+        await app.control({"cancel": "block"}, key="cancel")
+        for each in asked:
+            await app.final(each)
+
+        worked = [call.prompt for call in worker.api.calls][1:]
+        if not is_strict(vhost.version):
+            assert worked.index("unsaid") < worked.index("said 1"), "of the lower class, and first in it"
+        elif vhost.version.startswith("3."):
+            assert worked == ["said 6", "said 5", "said 3", "said 1", "unsaid"]
+        else:
+            assert worked == ["said 6", "said 5", "unsaid", "said 3", "said 1"]
+
+
+def is_strict(version: str) -> bool:
+    return not version.startswith(("4.0", "4.1", "4.2"))
+
+
+KEPT_SLOTS = 4
+TENANTS = ("a", "b", "c", "d")
+BACKLOG = 100
+"""At least so many requests wait, however many are answered between two cuts."""
+CUTS = 40
+
+
+async def test_closed_connections_cost_a_lane_no_slots(vhost: Vhost) -> None:
+    lanes = {"batch": {"slots": KEPT_SLOTS, "side_queues": 8}}
+    quick = SimulatedOptions(latency_ms=300)
+    async with meeting(vhost, simulated=quick, lanes=lanes, speakers=(vhost.user,)) as (own, app, _):
+
+        async def ask(tenant: str, prompt: str) -> str:
+            sent_ms = time.time_ns() // 1_000_000
+            headers = {"x-lane-tenant": tenant, "x-lane-sent-ms": sent_ms}
+            return await app.publish({"prompt": prompt}, key="batch.tests.slots", headers=headers, user_id=vhost.user)
+
+        numbers = count()
+        for _ in range(CUTS):
+            while (number := next(numbers)) < len(own.api.calls) + BACKLOG:
+                await ask(TENANTS[number % len(TENANTS)], f"job {number}")
+            before = len(own.api.calls)
+            connection = await own.parts.broker.consuming.underlying()
+            await connection.underlay.close()
+            await until(lambda before=before: len(own.api.calls) >= before + 2 * KEPT_SLOTS)
+        held = [await ask(tenant, "[[held]]") for tenant in TENANTS * 2]
+        await until(lambda: len(own.calls("[[held]]")) == KEPT_SLOTS, within_s=120)
+        own.api.release()
+        for each in held:
+            assert (await app.final(each)).status == "ok"
+        await until(lambda: own.parts.lane_slots["batch"].running == 0, within_s=120)

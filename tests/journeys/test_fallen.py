@@ -53,7 +53,7 @@ async def test_a_request_that_exceeds_the_delivery_limit_is_answered_as_poison_a
     """Workers that die at once cannot count deliveries; then the broker's limit ends the request."""
     if queue == "lane.critical" and vhost.version.startswith("3."):
         pytest.skip("a classic intake has no delivery limit: the due queue counts")
-    async with serving(vhost.amqp_url, works=("normal",)), requester(vhost.amqp_url) as app:
+    async with serving(vhost, works=("normal",)), requester(vhost) as app:
         await app.read_dead()
         due = {"exchange": "lane.delay.00", "headers": {"lane-d00": False, "mine": "kept"}}
         intake = {"headers": {"mine": "kept"}}
@@ -81,7 +81,7 @@ async def test_a_request_that_exceeds_the_delivery_limit_is_answered_as_poison_a
 async def test_a_delayed_message_without_a_delay_bit_is_parked_and_others_end_on_time(vhost: Vhost) -> None:
     """As if an operator had published it by hand. Without an alternate exchange, it would block its wait queue for
     ever."""
-    async with serving(vhost.amqp_url), requester(vhost.amqp_url) as app:
+    async with serving(vhost), requester(vhost) as app:
         await app.read_dead()
         for n in range(10):
             await app.publish(
@@ -118,7 +118,7 @@ async def test_a_delayed_message_without_a_delay_bit_is_parked_and_others_end_on
 
 
 async def test_an_unroutable_request_is_answered_and_parked_or_only_parked_without_reply_to(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost) as worker, requester(vhost) as app:
         await app.read_dead()
         for n, key in enumerate(["express.tests.x", "criticalx.tests", "", "x" * 255, "#"]):
             asked = await app.publish({"prompt": "lost"}, key=key, message_id=f"lost-{n}", mandatory=True)
@@ -138,7 +138,7 @@ async def test_an_unroutable_request_is_answered_and_parked_or_only_parked_witho
 async def test_a_full_lane_refuses_new_requests_and_finishes_accepted_ones(vhost: Vhost) -> None:
     """Requests that return from a delay were accepted before, and are not refused; other lanes are not affected."""
     lanes = {"batch": {"slots": 1, "max_length": 10, "side_queues": 0}}  # what is set aside leaves room in the intake
-    async with serving(vhost.amqp_url, lanes=lanes) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost, lanes=lanes) as worker, requester(vhost) as app:
         delayed = [
             await app.publish({"prompt": f"delayed {n}"}, key="batch.tests.x", headers={"x-lane-delay-ms": 1500})
             for n in range(3)

@@ -1,18 +1,33 @@
-"""Calls by HTTP: the gateway publishes them to the lanes, and a client meets what it would meet at the provider."""
+"""Calls by HTTP: the gateway publishes them to the lanes, and a client meets what it would meet at the provider, also
+if the broker is away, the client goes, or a gateway or a worker is killed or stopped."""
 
 import asyncio
 import json
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+from anthropic import AsyncAnthropic
+from pydantic import SecretStr
 
+from consumers.state.base import Identity
 from service.gateway.access import hash_of
-from tests.support.brokers import Vhost
-from tests.support.connections import close_connection
+from service.gateway.app import ABSENT_WITHIN_S
+from service.simulated.app import SimulatedAPI
+from tests.faults.proxy import Proxy
+from tests.support.brokers import Vhost, close_connection
 from tests.support.gate import gate
-from tests.support.serving import serving
+from tests.support.processes import Running, environment, interpreter, lanekeeper
+from tests.support.requester import requester
+from tests.support.serving import RunningWorker, serving
+from tests.support.waiting import until
 
 CRM, SHOP = "lane-crm", "lane-shop"
 
@@ -46,7 +61,7 @@ def types(found: list[dict[str, Any]]) -> list[str]:
 
 async def test_with_an_idempotency_key_it_goes_on_and_the_next_try_gets_its_answer(vhost: Vhost) -> None:
     said = body("[[latency: 500ms]] once")
-    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
+    async with serving(vhost) as worker, gate(worker) as url:
         call = asyncio.create_task(post(url, said, idempotency_key="k-1"))
         await worker.api.until(lambda: worker.api.running == 1)
         call.cancel()
@@ -62,7 +77,7 @@ async def test_with_an_idempotency_key_it_goes_on_and_the_next_try_gets_its_answ
 
 
 async def test_an_attempt_that_fails_in_the_middle_ends_the_stream_so_that_the_client_tries_again(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
+    async with serving(vhost) as worker, gate(worker) as url:
         found = await events(url, body("[[fault: cut x1]] a longer story in many pieces", stream=True))
 
         assert types(found)[0] == "message_start"
@@ -72,7 +87,7 @@ async def test_an_attempt_that_fails_in_the_middle_ends_the_stream_so_that_the_c
 
 @pytest.mark.parametrize("system", ["short", "l" + 1_500_000 * "o" + "ng"], ids=["small", "large"])
 async def test_a_lost_connection_is_not_noticed_before_the_first_piece(vhost: Vhost, system: str) -> None:
-    async with serving(vhost.amqp_url) as worker, gate(worker.settings, ping_every_s=0.05) as url:
+    async with serving(vhost) as worker, gate(worker, ping_every_s=0.05) as url:
         call = asyncio.create_task(
             events(url, body("[[fault: slow_first_byte delay=15s]] held", stream=True, system=system))
         )
@@ -86,7 +101,7 @@ async def test_a_lost_connection_is_not_noticed_before_the_first_piece(vhost: Vh
 
 
 async def test_a_connection_lost_in_the_middle_ends_the_stream_and_its_call(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
+    async with serving(vhost) as worker, gate(worker) as url:
         said = body(f"[[latency: 60s]] [[tokens: 50]] broken {'off ' * 50}", stream=True)
         async with aiohttp.ClientSession() as session, session.post(url + "/v1/messages", json=said) as got:
             await got.content.readuntil(b"content_block_delta")
@@ -104,7 +119,7 @@ async def test_a_key_tells_whose_the_request_is_and_what_it_may(vhost: Vhost) ->
     }
     said = body("mine", model="claude-haiku-5-5")
     user = urlsplit(vhost.amqp_url).username
-    async with serving(vhost.amqp_url, speakers=(user,)) as worker, gate(worker.settings, keys=keys) as url:
+    async with serving(vhost, speakers=(user,)) as worker, gate(worker, keys=keys) as url:
         _, headers, ours = await post(url, said, x_api_key=CRM, idempotency_key="same")
         assert headers["x-lane-name"] == "batch"
         _, headers, theirs = await post(url, said, authorization=f"Bearer {SHOP}", idempotency_key="same")
@@ -122,9 +137,252 @@ async def test_a_key_tells_whose_the_request_is_and_what_it_may(vhost: Vhost) ->
 
 async def test_without_the_workers_consent_no_call_is_taken_for_a_tenant(vhost: Vhost) -> None:
     keys = {hash_of(CRM): {"tenant": "crm"}}
-    async with serving(vhost.amqp_url) as worker, gate(worker.settings, keys=keys) as url:
+    async with serving(vhost) as worker, gate(worker, keys=keys) as url:
         status, _, problem = await post(url, body(), x_api_key=CRM)
 
         assert status == 500
         assert "LANEKEEPER_SPEAKERS" in problem["error"]["message"]
         assert not worker.api.calls
+
+
+SAID = {"model": "claude-haiku-5-5", "max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}
+
+
+async def answered(session: aiohttp.ClientSession, url: str, **extra: object) -> bool:
+    async with session.post(f"{url}/v1/messages", json={**SAID, **extra}) as got:
+        return got.status == 200
+
+
+async def is_unready(session: aiohttp.ClientSession, url: str) -> bool:
+    async with session.get(f"{url}/readyz") as got:
+        return got.status == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_is_refused_within_seconds_and_the_next_one_succeeds_when_it_is_back(
+    vhost: Vhost, stream: bool
+) -> None:
+    at = urlsplit(vhost.amqp_url)
+    loop = asyncio.get_running_loop()
+    async with (
+        serving(vhost) as worker,
+        Proxy(at.hostname or "", at.port or 5672) as line,
+        aiohttp.ClientSession() as session,
+    ):
+        passed = vhost.amqp_url.replace(f":{at.port}/", f":{line.port}/")
+        settings = worker.settings.model_copy(update={"amqp_url": SecretStr(passed)})
+        async with gate(settings) as url:
+            assert await answered(session, url, stream=stream)
+            await line.refuse()
+            line.reset()
+            await until(lambda: is_unready(session, url))
+            began = loop.time()
+            async with session.post(f"{url}/v1/messages", json={**SAID, "stream": stream}) as got:
+                error = json.loads(await got.read())["error"]
+            took_s = loop.time() - began
+
+            assert (got.status, error["type"]) == (503, "api_error")
+            assert int(got.headers["retry-after"]) > 0
+            assert "x-should-retry" not in got.headers
+            assert took_s < 3 * ABSENT_WITHIN_S  # far below the 30 s that a publisher waits by default
+            assert len(worker.api.calls) == 1
+            await line.mend()
+            await until(lambda: answered(session, url, stream=stream))
+
+
+ONE_SLOT = {"normal": {"slots": 1}}
+SLOW = "[[latency: 60s]]"
+
+
+@asynccontextmanager
+async def stream_of(url: str, prompt: str, **headers: str) -> AsyncIterator[aiohttp.ClientResponse]:
+    """A streamed call that has begun: a ping came. Leaving the block closes its connection."""
+    said = {"model": "claude-haiku-5-5", "max_tokens": 50, "messages": [{"role": "user", "content": prompt}]}
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/messages", json={**said, "stream": True}, headers=named) as got,
+    ):
+        assert got.status == 200
+        yield got
+
+
+async def first_piece(got: aiohttp.ClientResponse) -> None:
+    async for line in got.content:
+        if line.startswith(b"event: content_block_delta"):
+            return
+    raise AssertionError("it ended before its first piece")
+
+
+async def is_cancelled(worker: RunningWorker, id: str) -> bool:
+    """Whether this is its outcome, as it can be fetched."""
+    found = await worker.parts.store.find(Identity("", id))
+    return found is not None and found.completion is not None and found.completion.code == "cancelled"
+
+
+async def test_a_queued_request_is_never_called(vhost: Vhost) -> None:
+    async with (
+        serving(vhost, lanes=ONE_SLOT) as worker,
+        gate(worker, ping_every_s=0.05) as url,
+        requester(vhost) as app,
+    ):
+        await app.read_events()
+        async with stream_of(url, f"{SLOW} ahead"):
+            await until(lambda: worker.calls("ahead"))
+            async with stream_of(url, "queued") as got:
+                id = got.headers["request-id"]
+            await until(lambda: worker.parts.store.find(Identity("", id)))
+        await until(lambda: "cancelled" in app.events_of(id))
+
+        assert not worker.calls("queued")
+
+
+async def test_a_delayed_request_is_never_called(vhost: Vhost) -> None:
+    async with serving(vhost) as worker, gate(worker, ping_every_s=0.05) as url, requester(vhost) as app:
+        await app.read_events()
+        async with stream_of(url, "delayed", x_lane_delay_ms="5000") as got:
+            id = got.headers["request-id"]
+            await until(lambda: worker.parts.store.find(Identity("", id)))
+        await until(lambda: "cancelled" in app.events_of(id))
+
+        assert not worker.calls("delayed")
+
+
+@pytest.mark.parametrize("has_piece", [False, True], ids=["running", "streaming"])
+async def test_a_call_to_the_provider_is_closed(vhost: Vhost, has_piece: bool) -> None:
+    async with serving(vhost) as worker, gate(worker, ping_every_s=0.05) as url, requester(vhost) as app:
+        await app.read_events()
+        latency = "[[latency: 30s]]" if has_piece else SLOW
+        async with stream_of(url, f"{latency} a story of some words, in several pieces, that takes its time") as got:
+            id = got.headers["request-id"]
+            await worker.api.until(lambda: worker.api.running == 1)
+            if has_piece:
+                await first_piece(got)
+        await worker.api.until(lambda: worker.api.running == 0)
+        await until(lambda: "cancelled" in app.events_of(id))
+
+        assert [each.outcome for each in worker.calls("story")] == ["client_gone"]
+
+
+async def test_a_request_between_two_attempts_makes_no_further_one(vhost: Vhost) -> None:
+    async with (
+        serving(vhost, retry={"base_s": 1, "cap_s": 2}) as worker,
+        gate(worker, ping_every_s=0.05) as url,
+        requester(vhost) as app,
+    ):
+        await app.read_events()
+        async with stream_of(url, "failing [[fault: rate_limited retry_after=5]]") as got:
+            id = got.headers["request-id"]
+            await until(lambda: "retrying" in app.events_of(id))
+        await until(lambda: is_cancelled(worker, id))
+        await until(lambda: "cancelled" in app.events_of(id))  # it came due, and its outcome was known
+
+        assert len(worker.calls("failing")) == 1
+
+
+HEADERS = {"Idempotency-Key": "once-and-only", "x-lane-name": "normal"}
+PATIENT = 60
+"""Tries; the SDK waits up to 8 s before each, and a gateway may need a minute to start on a busy machine."""
+
+
+def sdk(url: str, *, max_retries: int = 0) -> AsyncAnthropic:
+    return AsyncAnthropic(base_url=url, api_key="any", max_retries=max_retries)
+
+
+async def asked(client: AsyncAnthropic, prompt: str) -> Any:
+    message = await client.messages.create(
+        model="claude-haiku-5-5",
+        max_tokens=50,
+        messages=[{"role": "user", "content": prompt}],
+        extra_headers=HEADERS,
+    )
+    return message.to_dict()
+
+
+@dataclass
+class Service:
+    """A simulated provider, a worker with a gateway of its own, and a gateway by itself."""
+
+    api: SimulatedAPI
+    worker: Running
+    worker_url: str
+    gateway: Running
+    gateway_url: str
+    start: Callable[..., AbstractAsyncContextManager[Running]]
+    """Starts a further process with the same settings."""
+
+
+@pytest.fixture
+async def service(vhost: Vhost, tmp_path: Path) -> AsyncIterator[Service]:
+    async with SimulatedAPI() as api:
+        environ = environment(vhost, api)
+        start = partial(lanekeeper, environ=environ, folder=tmp_path)
+        async with start("serve") as worker, start("gateway") as gateway:
+            worker_url = await worker.ready()
+            gateway_url = (await gateway.tells("gateway.ready"))["url"]
+            yield Service(api, worker, worker_url, gateway, gateway_url, start)
+
+
+@pytest.mark.slow
+async def test_after_a_killed_gateway_the_sdks_retry_gets_the_answer_of_the_one_call(service: Service) -> None:
+    prompt, api = "[[latency: 2s]] in the middle", service.api
+    async with sdk(service.gateway_url, max_retries=PATIENT) as first, sdk(service.worker_url) as second:
+        call = asyncio.create_task(asked(first, prompt))
+        await api.until(lambda: api.running == 1)
+        service.gateway.send(signal.SIGKILL)
+        await service.gateway.ended()
+        async with service.start("gateway", "--port", service.gateway_url.rpartition(":")[2]):
+            answer = await call
+
+        assert answer == await asked(second, prompt)
+        assert [each.outcome for each in api.calls] == ["ok"]
+
+
+@pytest.mark.slow
+async def test_after_a_killed_worker_the_same_call_is_answered_by_another(service: Service) -> None:
+    """The killed worker's call was paid for: calls to the provider are at least once."""
+    prompt, api = "[[fault: hang x1]] in the middle", service.api
+    async with sdk(service.gateway_url) as client:
+        call = asyncio.create_task(asked(client, prompt))
+        await api.until(lambda: api.running == 1)
+        service.worker.send(signal.SIGKILL)
+        async with service.start("serve"):
+            answer = await call
+
+            assert answer == await asked(client, prompt)
+            assert [each.outcome for each in api.calls] == ["hang", "ok"]
+
+
+BODY = {
+    "model": "claude-sonnet-5-5",
+    "max_tokens": 50,
+    "messages": [{"role": "user", "content": "[[latency: 2s]] to the end"}],
+}
+
+
+@pytest.mark.slow
+async def test_a_gateway_that_is_stopped_answers_what_is_under_way_and_exits_with_0(
+    vhost: Vhost, tmp_path: Path
+) -> None:
+    async with SimulatedAPI() as api, aiohttp.ClientSession() as session:
+        environ = environment(vhost, api)
+        async with (
+            interpreter("serve", environ=environ, folder=tmp_path) as worker,
+            interpreter("gateway", environ=environ, folder=tmp_path) as gateway,
+        ):
+            both = [await worker.ready(), (await gateway.tells("gateway.ready"))["url"]]
+            for url in both:
+                async with session.post(
+                    f"{url}/v1/messages", json={**BODY, "messages": [{"role": "user", "content": "x"}]}
+                ) as got:
+                    assert got.status == 200
+                async with session.get(f"{url}/readyz") as got:
+                    assert (await got.json()) == {"ready": True, "reasons": {}}
+
+            call = asyncio.create_task(session.post(f"{both[1]}/v1/messages", json=BODY))
+            await api.until(lambda: api.running == 1)
+            gateway.send(signal.SIGTERM)
+
+            assert (await call).status == 200
+            assert await gateway.ended() == 0
+            assert gateway.told("service.stopped", orphaned=0)

@@ -1,11 +1,17 @@
-"""Other AMQP clients: pika, and amqp-tools in a shell. They use none of our code."""
+"""Other AMQP clients: pika, amqp-tools in a shell, and the examples of docs/clients.md.
+
+Examples in Python are run. Go, TypeScript and Java are run by hand, as the table in docs/clients.md tells: their tools
+download what they need."""
 
 import asyncio
 import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
+from asyncio.subprocess import PIPE
+from pathlib import Path
 from typing import Any
 
 import pika
@@ -13,7 +19,7 @@ import pytest
 
 from tests.support.brokers import Vhost
 from tests.support.serving import serving
-from tests.support.waiting import until
+from tests.support.waiting import STARTED_S, until
 
 WITHIN_S = 60
 
@@ -78,7 +84,7 @@ async def test_an_application_with_pika_is_answered(vhost: Vhost, reply_to: str)
         ("critical.shop.chat", {"prompt": "never [[fault: invalid]]"}, {}),
         ("critical.shop.chat", {"nonsense": 1}, {}),
     ]
-    async with serving(vhost.amqp_url):
+    async with serving(vhost):
         replies = await asyncio.to_thread(pika_asks, vhost.amqp_url, reply_to, requests)
 
     finals = {name: [each for each in got if "x-lane-status" in each[0].headers] for name, got in replies.items()}
@@ -101,7 +107,7 @@ async def test_an_application_with_pika_is_answered(vhost: Vhost, reply_to: str)
 async def test_a_shell_script_publishes_and_reads_the_answer(vhost: Vhost) -> None:
     """amqp-publish sends no message id, and all headers as strings."""
     install_amqp_tools()
-    async with serving(vhost.amqp_url) as worker:
+    async with serving(vhost) as worker:
         url = ["-u", vhost.amqp_url]
         await shell(["amqp-declare-queue", *url, "-q", "shell.answers"])
         publish = ["amqp-publish", *url, "-e", "lane.requests", "-t", "shell.answers", "-p"]
@@ -139,3 +145,59 @@ async def shell(command: list[str], *, check: bool = True) -> bytes:
         raise
     assert not check or running.returncode == 0, (command[0], error)
     return out
+
+
+HOUSE = Path(__file__).parents[2]
+EXAMPLES = HOUSE / "examples"
+EVERYTHING = (
+    "python/control.py",
+    "python/client.py",
+    "go/main.go",
+    "typescript/lane.ts",
+    "java/src/main/java/lane/Lane.java",
+)
+
+
+async def run(vhost: Vhost, example: str, *line: str) -> tuple[int | None, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(EXAMPLES / "python" / example),
+        *line,
+        stdout=PIPE,
+        stderr=PIPE,
+        env={**os.environ, "AMQP_URL": vhost.amqp_url, "PYTHONPATH": str(HOUSE)},
+    )
+    out, err = await asyncio.wait_for(process.communicate(), timeout=STARTED_S)
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_the_python_examples_send_and_stream(vhost: Vhost) -> None:
+    async with serving(vhost):
+        asked = await asyncio.gather(
+            run(vhost, "ask.py", "three rivers"),
+            run(vhost, "stream.py", "three rivers"),
+            run(vhost, "client.py", "ask", "three rivers"),
+            run(vhost, "client.py", "stream", "three rivers"),
+        )
+
+    assert list(asked) == [(0, "echo: three rivers\n", "")] * 4
+
+
+async def test_the_python_examples_fetch_and_cancel(vhost: Vhost) -> None:
+    async with serving(vhost) as worker:
+        code, out, _ = await run(vhost, "client.py", "publish", "slow [[latency: 110s]]")
+        id = out.strip()
+        await until(lambda: worker.calls("slow"))
+        code, out, _ = await run(vhost, "control.py", "result", id)
+        assert (code, out.strip()) == (0, "running")
+        code, _, err = await run(vhost, "client.py", "result", id)
+        assert (code, "running" in err) == (1, True)
+        code, out, _ = await run(vhost, "control.py", "cancel", id)
+        assert (code, out.strip()) == (0, "told")
+        await until(lambda: worker.calls("slow")[0].outcome == "client_gone")
+        assert await run(vhost, "client.py", "cancel", id) == (0, "ended\n", "")
+
+        code, _, err = await run(vhost, "control.py", "result", id)
+        assert (code, err) == (1, "Cancelled: cancelled by its owner while it ran\n")
+        code, _, err = await run(vhost, "control.py", "result", "no id")
+        assert (code, "can be no request's id" in err) == (1, True)

@@ -1,19 +1,25 @@
-"""Several providers, fallback models and caps: if one provider fails another answers, and no cap is exceeded."""
+"""Several providers, fallback models and caps: if one provider fails another answers, and no cap is exceeded. An
+operator's mistake (a wrong key, an unpaid account, a wrong base URL) costs no request: requests go to the next
+provider, or wait with their attempts unchanged until the mistake is mended, or their time is over."""
 
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
 from consumers.state.base import DAY_S
+from service.gateway.server import Server
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 from service.status import Status, look
+from tests.journeys.test_gateway import body, post
 from tests.support.brokers import Vhost
-from tests.support.meeting import meeting
+from tests.support.gate import gate
+from tests.support.malicious import Answering, Asked, MaliciousProvider, redirect, well
 from tests.support.requester import requester
-from tests.support.serving import PLENTY, RunningWorker, serving
+from tests.support.serving import PLENTY, RunningWorker, meeting, serving
 from tests.support.waiting import until
 
 DOWN = SimulatedOptions(faults={"unavailable": 1.0})
@@ -46,7 +52,7 @@ async def test_while_the_first_provider_is_down_the_second_answers_and_afterward
     vhost: Vhost, spare: SimulatedAPI
 ) -> None:
     with capture_logs() as logs:
-        async with serving(vhost.amqp_url, **chain(spare)) as worker, requester(vhost.amqp_url) as app:
+        async with serving(vhost, **chain(spare)) as worker, requester(vhost) as app:
             assert (await app.ask({"prompt": "before"})).headers["x-lane-provider"] == "anthropic"
             worker.api.configure(DOWN)
             # Until the second provider has reported its limits, its budget is a guess of a few calls at once, and a
@@ -76,7 +82,7 @@ async def test_while_the_first_provider_is_down_the_second_answers_and_afterward
 async def test_while_all_providers_are_down_requests_are_deferred_and_afterwards_all_are_answered(
     vhost: Vhost,
 ) -> None:
-    async with meeting(vhost.amqp_url, lanes={"critical": {"max_attempts": 20}}) as (worker, app, _):
+    async with meeting(vhost, lanes={"critical": {"max_attempts": 20}}) as (worker, app, _):
         await app.read_events()
         worker.api.configure(DOWN)
         asked = [await app.publish({"prompt": f"patient {n}"}) for n in range(40)]
@@ -98,7 +104,7 @@ async def test_while_all_providers_are_down_requests_are_deferred_and_afterwards
 async def test_a_stream_that_breaks_is_started_again_by_another_provider_after_a_restart(
     vhost: Vhost, spare: SimulatedAPI
 ) -> None:
-    async with serving(vhost.amqp_url, **chain(spare)) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost, **chain(spare)) as worker, requester(vhost) as app:
         worker.api.configure(SimulatedOptions(faults={"cut": 1.0}))
         asked = await app.publish({"prompt": "one two three four five"}, headers={"x-lane-stream": True})
         reply = await app.final(asked)
@@ -117,7 +123,7 @@ async def test_a_request_above_its_tenants_cap_is_refused_with_the_figures_or_wa
     caps = {"tenants": {"*": {"requests": 3}}}
     await until(lambda: DAY_S - time.time() % DAY_S > 60, within_s=70)  # the next day, in UTC, begins after the test
     with capture_logs() as logs:
-        async with serving(vhost.amqp_url, caps=caps, budget=PLENTY) as worker, requester(vhost.amqp_url) as app:
+        async with serving(vhost, caps=caps, budget=PLENTY) as worker, requester(vhost) as app:
             await app.read_events()
             for n in range(3):
                 assert (await app.ask({"prompt": f"within {n}"})).status == "ok"
@@ -132,3 +138,142 @@ async def test_a_request_above_its_tenants_cap_is_refused_with_the_figures_or_wa
             assert not worker.calls("tomorrow")
             assert (await status(worker)).spent["lane"]["critical"]["requests"] == 3
     assert [each["percent"] for each in logs if each["event"] == "cap.reached"] == [50, 80, 100]
+
+
+OTHER_KEY = SimulatedOptions(api_key="sk-ant-another")
+PAGE = b"<html>sign in to the proxy</html>"
+
+
+async def health(worker: RunningWorker) -> dict[str, tuple[int, Any]]:
+    parts = worker.parts
+    server = Server(parts.reasons, host="127.0.0.1", port=0, limitations=parts.limitations)
+    found = {}
+    async with server, aiohttp.ClientSession() as session:
+        for path in ("/readyz", "/healthz"):
+            async with session.get(server.url + path) as got:
+                found[path] = got.status, await got.json()
+    return found
+
+
+@pytest.mark.parametrize("fault", ["a wrong key", "billing", "usage_limit", "permission", "html"])
+async def test_requests_wait_with_their_attempts_unchanged_and_are_answered_when_the_mistake_is_mended(
+    vhost: Vhost, fault: str
+) -> None:
+    broken = OTHER_KEY if fault == "a wrong key" else SimulatedOptions(faults={fault: 1.0})
+    with capture_logs() as logs:
+        async with serving(vhost, simulated=broken) as worker, requester(vhost) as app:
+            await app.read_dead()
+            await app.read_events()
+            asked = [await app.publish({"prompt": f"job {n}"}, key="batch.crm.enrich") for n in range(100)]
+            await until(lambda: worker.parts.budgeting.breakers.pauses.reasons())
+
+            assert (await health(worker))["/healthz"][0] == 200, "it must not be restarted for that"
+            code, told = (await health(worker))["/readyz"]
+            assert (code, told["ready"]) == (503, False)
+            assert told["reasons"]["provider anthropic"]
+            assert (await status(worker)).paused[0].startswith("anthropic: paused for ")
+            await until(lambda: [each for each in app.events if each.json["event"] == "paused"])
+
+            worker.api.configure(SimulatedOptions())
+            for each in asked:
+                reply = await app.final(each)
+                assert (reply.status, reply.headers["x-lane-attempt"]) == ("ok", 1)
+            assert app.dead == []
+            assert (await health(worker))["/readyz"] == (200, {"ready": True, "reasons": {}})
+    errors = [each["event"] for each in logs if each["log_level"] == "error"]
+    assert set(errors) == {"provider.paused"}
+    assert len(errors) <= 2
+
+
+async def test_while_a_key_is_refused_few_calls_are_made(vhost: Vhost) -> None:
+    async with serving(vhost, simulated=OTHER_KEY) as worker, requester(vhost) as app:
+        asked = [await app.publish({"prompt": f"job {n}"}, key="batch.crm.enrich") for n in range(50)]
+        for _ in range(10):
+            chat = await app.ask({"prompt": "hello"}, headers={"x-lane-deadline-ms": 1500})
+            assert (chat.code, chat.json["status"], chat.json["attempts"]) == ("provider_unavailable", 503, 0)
+            assert "anthropic: it refuses the service's key" in chat.json["detail"]
+        assert len(worker.api.calls) <= 40, "as many as there are slots, at most"
+        worker.api.configure(SimulatedOptions())
+        for each in asked:
+            assert (await app.final(each)).status == "ok"
+
+
+async def test_the_next_provider_takes_over_at_once(vhost: Vhost, spare: SimulatedAPI) -> None:
+    async with meeting(vhost, simulated=OTHER_KEY, **chain(spare)) as (worker, app, _):
+        for n in range(20):
+            reply = await app.ask({"prompt": f"job {n}"})
+            assert (reply.status, reply.headers["x-lane-provider"]) == ("ok", "spare")
+            assert reply.headers["x-lane-attempt"] == 1
+        assert len(worker.calls("job")) == 0
+        code, told = (await health(worker))["/readyz"]
+        assert (code, told["ready"], list(told["reasons"])) == (200, True, ["provider anthropic"])
+        worker.api.configure(SimulatedOptions())
+        await until(lambda: not worker.parts.budgeting.breakers.pauses.reasons())
+        assert (await app.ask({"prompt": "mended"})).headers["x-lane-provider"] == "anthropic"
+
+
+async def test_over_http_the_services_refused_key_is_a_503_and_not_the_callers_401(vhost: Vhost) -> None:
+    async with serving(vhost, simulated=OTHER_KEY) as worker, gate(worker) as url:
+        code, headers, said = await post(url, body(), x_lane_deadline_ms="2000")
+        assert code == 503
+        assert "refuses the service's key" in said["error"]["message"]
+        assert headers["x-should-retry"] == "false"
+
+
+def _page(status: bytes) -> Answering:
+    def answer(asked: Asked) -> list[bytes]:
+        head = b"HTTP/1.1 %b\r\ncontent-type: text/html\r\ncontent-length: %d\r\n\r\n" % (status, len(PAGE))
+        return [head + PAGE]
+
+    return answer
+
+
+def _not_found(asked: Asked) -> list[bytes]:
+    return [
+        b'HTTP/1.1 404 Not Found\r\ncontent-type: application/json\r\ncontent-length: 22\r\n\r\n{"detail":"Not Found"}'
+    ]
+
+
+WRONG: dict[str, Answering] = {
+    "a path without an API": _not_found,
+    "a proxy's page": _page(b"200 OK"),
+    "a proxy's page of an error": _page(b"502 Bad Gateway"),
+    "a redirect": redirect("/elsewhere", status=301),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+async def test_a_wrong_base_url_costs_no_request(vhost: Vhost, what: str) -> None:
+    is_mended = False
+
+    def answer(asked: Asked) -> Any:
+        return well(asked) if is_mended else WRONG[what](asked)
+
+    async with (
+        MaliciousProvider(answer) as provider,
+        serving(vhost, base_url=provider.base_url) as worker,
+        requester(vhost) as app,
+    ):
+        asked = [await app.publish({"prompt": "x"}, headers={"x-lane-stream": n % 2 == 1}) for n in range(4)]
+        await until(lambda: worker.parts.budgeting.breakers.pauses.reasons() and not calls_under_way(worker))
+        is_mended = True
+        for each in asked:
+            reply = await app.final(each)
+            assert (reply.status, reply.headers["x-lane-attempt"]) == ("ok", 1)
+
+
+def calls_under_way(worker: RunningWorker) -> int:
+    """An answer of before the mistake was mended that is read afterwards would count as an attempt."""
+    known = worker.parts.budgeting.budgets.known()
+    return sum(account.concurrency.running for _, account, _ in known)
+
+
+@pytest.mark.parametrize("url", ["https://{address}", "http://no-such-host.invalid"])
+async def test_where_tls_or_dns_fails_the_request_is_told_so_without_an_address(vhost: Vhost, url: str) -> None:
+    async with SimulatedAPI() as api:
+        base_url = url.format(address=api.base_url.removeprefix("http://")) + "/s3cret"
+        async with serving(vhost, base_url=base_url), requester(vhost) as app:
+            reply = await app.ask({"prompt": "x"}, headers={"x-lane-deadline-ms": 1500})
+    assert (reply.code, reply.json["attempts"]) == ("provider_unavailable", 0)
+    assert b"s3cret" not in reply.body
+    assert b"127.0.0.1" not in reply.body

@@ -15,9 +15,9 @@ import pytest
 
 from service.gateway.server import Server
 from tests.support.brokers import Vhost
+from tests.support.defaults import store_url
 from tests.support.requester import requester
 from tests.support.serving import serving
-from tests.support.stores import store_url
 from tests.support.waiting import until
 
 
@@ -69,8 +69,8 @@ async def test_a_worker_started_without_a_usable_store_waits_and_then_recovers(
     path = Path(unquote(store_url(vhost.amqp_url).removeprefix("sqlite:///")))
     spoil(path)
     async with (
-        serving(vhost.amqp_url, waits=False) as worker,
-        requester(vhost.amqp_url) as app,
+        serving(vhost, waits=False) as worker,
+        requester(vhost) as app,
         Server(worker.parts.reasons, host="127.0.0.1", port=0) as health,
     ):
         await until(lambda: worker.parts.store.trouble)
@@ -90,7 +90,7 @@ async def test_a_worker_started_without_a_usable_store_waits_and_then_recovers(
 
 
 async def test_a_worker_whose_store_is_locked_waits_and_then_recovers(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost) as worker, requester(vhost) as app:
         first = await app.publish({"prompt": "long [[held]]"})
         await until(lambda: worker.api.running == 1)
         path = Path(unquote(store_url(vhost.amqp_url).removeprefix("sqlite:///")))

@@ -14,11 +14,9 @@ import pytest
 from pamqp.commands import Basic
 
 from tests.support.brokers import Vhost
-from tests.support.held_calls import HeldCalls
-from tests.support.ledger import Ledger
 from tests.support.processes import environment, lanekeeper
-from tests.support.requester import requester
-from tests.support.serving import serving
+from tests.support.requester import Ledger, requester
+from tests.support.serving import HeldCalls, serving
 from tests.support.waiting import until
 
 
@@ -30,13 +28,7 @@ async def api() -> AsyncIterator[HeldCalls]:
 
 @pytest.fixture
 def environ(vhost: Vhost, api: HeldCalls) -> dict[str, str]:
-    return environment(
-        vhost.amqp_url,
-        vhost.management_url,
-        ANTHROPIC_BASE_URL=api.base_url,
-        LANEKEEPER_LANES__BATCH__SLOTS="4",
-        LANEKEEPER_GATEWAY__PORT="0",
-    )
+    return environment(vhost, api, LANEKEEPER_LANES__BATCH__SLOTS="4")
 
 
 def prompts(api: HeldCalls, words: str) -> list[str]:
@@ -79,7 +71,7 @@ async def test_a_request_that_kills_its_worker_every_time_is_dead_lettered_and_o
 ) -> None:
     lives: list[int] = []
     async with (
-        requester(vhost.amqp_url) as app,
+        requester(vhost) as app,
         lanekeeper("serve", environ=environ, folder=tmp_path, module="tests.support.reborn") as worker,
     ):
         await worker.ready()
@@ -123,7 +115,7 @@ async def test_a_worker_that_is_stopped_takes_no_more_requests_and_finishes_the_
     ledger = Ledger(vhost.amqp_url)
     async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
         await worker.ready()
-        async with ledger.writing(), ledger.reading(), requester(vhost.amqp_url) as app:
+        async with ledger.writing(), ledger.reading(), requester(vhost) as app:
             for n in range(12):
                 await ledger.ask("batch", f"job {n} [[held]]", id=f"job-{n}")
             await until(lambda: api.running == 4)
@@ -137,7 +129,7 @@ async def test_a_worker_that_is_stopped_takes_no_more_requests_and_finishes_the_
             assert len(api.calls) == 4, "nothing was taken after the signal"
             assert {call.outcome for call in api.calls} == {"ok"}
 
-        async with serving(vhost.amqp_url) as own, ledger.reading():
+        async with serving(vhost) as own, ledger.reading():
             own.api.release()
             await until(lambda: not ledger.lost)
             ledger.check()
@@ -153,7 +145,7 @@ async def test_a_worker_told_to_stop_returns_requests_that_wait_for_the_budget_a
     ledger = Ledger(vhost.amqp_url)
     async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
         await worker.ready()
-        async with ledger.writing(), ledger.reading(), requester(vhost.amqp_url) as app:
+        async with ledger.writing(), ledger.reading(), requester(vhost) as app:
             for n in range(8):
                 await ledger.ask("batch", f"job {n} [[held]]", id=f"job-{n}")
             await until(lambda: api.running == 1)
@@ -171,7 +163,7 @@ async def test_a_worker_told_to_stop_returns_requests_that_wait_for_the_budget_a
             await until(lambda: len(ledger.finals) == 1)
             assert [call.outcome for call in api.calls] == ["ok"], "what ran a call has finished it"
 
-    async with serving(vhost.amqp_url) as own, ledger.reading():
+    async with serving(vhost) as own, ledger.reading():
         own.api.release()
         await until(lambda: not ledger.lost)
         ledger.check()
@@ -184,7 +176,7 @@ async def test_requests_that_do_not_end_within_the_grace_time_are_returned(
 ) -> None:
     """From RabbitMQ 4.3 on this is not counted as a delivery, so stopping a worker never makes a request poison."""
     environ = {**environ, "LANEKEEPER_GRACE_S": "0.3"}
-    async with requester(vhost.amqp_url) as app:
+    async with requester(vhost) as app:
         async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
             await worker.ready()
             asked = await app.publish({"prompt": "long [[fault: hang]]"}, message_id="long-1")
@@ -206,7 +198,7 @@ async def test_requests_that_do_not_end_within_the_grace_time_are_returned(
 async def test_a_second_signal_ends_a_worker_at_once_and_no_request_is_lost(
     vhost: Vhost, api: HeldCalls, environ: dict[str, str], tmp_path: Path
 ) -> None:
-    async with requester(vhost.amqp_url) as app:
+    async with requester(vhost) as app:
         async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
             await worker.ready()
             asked = await app.publish({"prompt": "long [[held]]"})
@@ -217,6 +209,6 @@ async def test_a_second_signal_ends_a_worker_at_once_and_no_request_is_lost(
             worker.send(signal.SIGTERM)
             assert await worker.ended() == 130
             assert time.monotonic() - told < 15, "it did not wait for the call"
-        async with serving(vhost.amqp_url) as own:
+        async with serving(vhost) as own:
             own.api.release()
             assert (await app.final(asked)).status == "ok"

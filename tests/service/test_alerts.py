@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.packages import see_that_it_is_installed
+from tests.support.engine import see_that_it_is_installed
 
 HOUSE = Path(__file__).parents[2]
 RULES = HOUSE / "deploy" / "prometheus" / "rules.yml"

@@ -1,17 +1,21 @@
-"""Brokers for tests, and a virtual host for each test."""
+"""Brokers for tests, a virtual host for each test, and what an administrator does to them."""
 
+import asyncio
 import base64
 import json
 import secrets
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
+import pytest
 from aio_pika.abc import AbstractConnection
+
+from tests.support.waiting import STARTED_S, until
 
 TIMEOUT_S = 30
 MANAGEMENT_PORT = 15672
@@ -61,6 +65,17 @@ class Vhost:
         return unquote(urlsplit(self.amqp_url).password or "guest")
 
 
+class At(Protocol):
+    """A broker, or a virtual host on one."""
+
+    @property
+    def amqp_url(self) -> str: ...
+
+
+def url_of(broker: str | At) -> str:
+    return broker if isinstance(broker, str) else broker.amqp_url
+
+
 @contextmanager
 def fresh_vhost(broker: RunningBroker) -> Iterator[Vhost]:
     """A new virtual host on which the broker's user has all permissions; deleted afterwards with all its contents."""
@@ -103,3 +118,54 @@ def version_of(connection: AbstractConnection) -> str:
     """The broker's version, as it reports it."""
     assert connection.transport is not None
     return str(connection.transport.connection.server_properties["version"])
+
+
+async def close_connection(vhost: Vhost, name: str) -> None:
+    """Make the broker close the connections of that name, as an administrator can."""
+    found: list[str] = []
+
+    async def is_listed() -> bool:
+        every = await asyncio.to_thread(vhost.api, "GET", f"vhosts/{vhost.quoted}/connections")
+        found[:] = [each["name"] for each in every if each.get("client_properties", {}).get("connection_name") == name]
+        return bool(found)
+
+    await until(is_listed, within_s=STARTED_S)  # it may be that of a process that starts
+    for each in found:
+        await asyncio.to_thread(vhost.api, "DELETE", f"connections/{quote(each, safe='')}")
+
+
+NORMAL = "0.6"
+NOTHING = "0.00001"
+
+
+@asynccontextmanager
+async def memory_alarm(amqp_url: str) -> AsyncIterator[None]:
+    """Raise a memory alarm for as long as the block lasts. It affects all publishers, so the broker should be the
+    test's own."""
+    container = await _container(amqp_url)
+    await _set_watermark(container, NOTHING)
+    try:
+        yield
+    finally:
+        await _set_watermark(container, NORMAL)
+
+
+async def _container(amqp_url: str) -> str:
+    try:
+        found = await _output("docker", "ps", f"--filter=publish={urlsplit(amqp_url).port}", "--format={{.ID}}")
+    except FileNotFoundError:
+        found = ""
+    if not found:
+        pytest.skip("the broker is not in a container, where its alarms could be set off")
+    return found
+
+
+async def _set_watermark(container: str, watermark: str) -> None:
+    await _output("docker", "exec", container, "rabbitmqctl", "--quiet", "set_vm_memory_high_watermark", watermark)
+
+
+async def _output(*command: str) -> str:
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    said, _ = await process.communicate()
+    assert process.returncode == 0, command
+    return said.decode().strip()

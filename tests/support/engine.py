@@ -1,7 +1,9 @@
 """Docker for tests: commands that can be interrupted, the engine (the running one, or else one that is started), images
-of RabbitMQ, and the removal of containers whose owner was killed."""
+and containers of RabbitMQ, and the removal of those whose owner was killed; and Debian's packages."""
 
+import fcntl
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -9,16 +11,38 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
-from service.private_broker import ANSWER_S, LOCAL, OFFICIAL, POLL_S, PULL_S
+import pytest
+
+from service.private_broker import (
+    ANSWER_S,
+    ERLANG_ARGUMENTS,
+    LOCAL,
+    LOOPBACK,
+    OFFICIAL,
+    POLL_S,
+    PULL_S,
+    USER,
+    version_if_ready,
+)
+from tests.support.brokers import RunningBroker
 
 DEV = Path(__file__).parents[2] / "dev"
 LABEL = "org.lanekeeper.broker"
 """A label of the containers that tests start: `host:process id` of their owner."""
+READY_S = 60
+DATA = "/var/lib/rabbitmq:size=4g"
+"""In memory: nobody starts these brokers again, and quorum queues would wait for the disk at each declaration."""
+SMALL = "+S 1:1 +SDcpu 1:1 +SDio 1"
+"""One thread of each kind. Most of these brokers' work is to declare queues, which then takes a third less CPU time."""
+ABSENT: Mapping[str, str] = MappingProxyType({})
+GUARD = '"$@" & read _; kill -KILL $!; wait'
+"""In a shell: ends a program when standard input is closed: by us, or because our process has ended."""
 START_S = 60
 STOP_S = 30
 INSTALL_S = 600
@@ -86,6 +110,21 @@ def install(steps: Steps, package: str) -> None:
         raise Unavailable(f"{package} is not installed, and cannot be:\n{said[-1500:]}")
 
 
+def see_that_it_is_installed(program: str) -> None:
+    """Install the Debian package of the same name if the program is missing. If that is impossible, the test is
+    skipped; in CI it fails."""
+    if shutil.which(program) is None:
+        with Path(tempfile.gettempdir(), f"lanekeeper-tests-{program}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # only one process of the test session installs it
+            try:
+                if shutil.which(program) is None:
+                    install(Steps(), program)
+            except Unavailable as error:
+                if os.environ.get("CI") == "true":
+                    pytest.fail(str(error))
+                pytest.skip(f"{error} (apt install {program})")
+
+
 def engine_answers(steps: Steps) -> bool:
     if shutil.which("docker") is None:
         return False
@@ -107,6 +146,61 @@ def find_image(steps: Steps, *, official: str = OFFICIAL, local: str = LOCAL) ->
     return None
 
 
+def image_here(steps: Steps) -> str:
+    """An image of the newest version. Raises Unavailable."""
+    if not engine_answers(steps):
+        raise Unavailable("no Docker engine answers")
+    if found := find_image(steps):
+        return found
+    raise Unavailable(f"{OFFICIAL} is not here and cannot be pulled; tests/support/rabbitmq-image 4.3 makes one")
+
+
+def run_node(
+    steps: Steps, image: str, *, name: str, password: str, options: Sequence[str], environ: Mapping[str, str] = ABSENT
+) -> None:
+    """Start a container with a node of RabbitMQ. Its settings are in a file, so that the password is in no list of
+    processes."""
+    settings = {
+        "RABBITMQ_DEFAULT_USER": USER,
+        "RABBITMQ_DEFAULT_PASS": password,
+        "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": ERLANG_ARGUMENTS,
+        **environ,
+    }
+    with tempfile.NamedTemporaryFile("w", prefix="lanekeeper-node-") as file:
+        file.writelines(f"{setting}={value}\n" for setting, value in settings.items())
+        file.flush()
+        named = (f"--name={name}", f"--hostname={name}", f"--label={LABEL}={owner()}", f"--env-file={file.name}")
+        command = ["docker", "run", "--detach", "--pull=never", *named, *options, image]
+        code, said = steps.run(command, within_s=START_S)
+    if code:
+        raise Unavailable(f"{image} did not start: {said}")
+
+
+def start_rabbitmq(
+    image: str, *, steps: Steps, keep: Callable[[str], object], configuration: Path | None = None
+) -> RunningBroker:
+    """Start a broker that nobody starts again, and wait until it is ready. `keep` gets its name before the start, so
+    that it is always removed."""
+    name, password = f"lanekeeper-{secrets.token_hex(6)}", secrets.token_urlsafe(18)
+    options = [f"--tmpfs={DATA}", f"--publish={LOOPBACK}::5672", f"--publish={LOOPBACK}::15672"]
+    if configuration is not None:
+        options.append(f"--volume={configuration}:/etc/rabbitmq/conf.d/30-lanekeeper.conf:ro")
+    keep(name)
+    few = {"RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": f"{ERLANG_ARGUMENTS} {SMALL}"}
+    run_node(steps, image, name=name, password=password, options=options, environ=few)
+    amqp, management = (
+        steps.run(["docker", "port", name, port], within_s=ANSWER_S)[1].splitlines()[0] for port in ("5672", "15672")
+    )
+    for _ in steps.until(READY_S):
+        if version := version_if_ready(f"http://{management}", password):
+            return RunningBroker(f"amqp://{USER}:{password}@{amqp}/", f"http://{management}", version)
+    raise Unavailable(f"{image} was not ready within {READY_S} s")
+
+
+def remove_node(steps: Steps, name: str) -> None:
+    steps.run(["docker", "rm", "--force", "--volumes", name], within_s=START_S)
+
+
 def owner() -> str:
     """The value of `LABEL` on the containers that this process starts."""
     return f"{socket.gethostname()}:{os.getpid()}"
@@ -124,7 +218,7 @@ def sweep(steps: Steps) -> None:
         identity, _, its_owner = line.partition(" ")
         host, _, process = its_owner.rpartition(":")
         if host == mine and process.isdigit() and not Path("/proc", process).exists():
-            steps.run(["docker", "rm", "--force", "--volumes", identity], within_s=START_S)
+            remove_node(steps, identity)
 
 
 class Engine:

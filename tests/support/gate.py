@@ -1,15 +1,17 @@
-"""A gateway in the test's own process: before the lanes of a worker (`gate`), or without a broker (`Alone`).
+"""A gateway in the test's own process: before the lanes of a worker (`gate`), or without a broker (`Alone`); and an
+application's calls of it.
 
-async with serving(vhost.amqp_url) as worker, gate(worker.settings) as url:
+async with serving(vhost) as worker, gate(worker) as url:
     …                               an HTTP client, or the vendor's own with `base_url=url`
 async with Alone(keys=KEYS) as made:
-    …                               the same with `made.url`
-"""
+    …                               the same with `made.url`"""
 
+import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import aiohttp
 from pydantic import SecretStr
@@ -30,9 +32,14 @@ def opened(settings: Settings) -> FollowedStore:
     return open_store(settings.store, namespace=settings.namespace, spec=settings.store_spec())
 
 
+class HasSettings(Protocol):
+    settings: Settings
+
+
 @asynccontextmanager
-async def gate(settings: Settings, *, port: int = 0, **spec: Any) -> AsyncIterator[str]:
+async def gate(worker: Settings | HasSettings, *, port: int = 0, **spec: Any) -> AsyncIterator[str]:
     """Its URL. `port`: 0 is any free one; `spec`: settings of the gateway."""
+    settings = worker if isinstance(worker, Settings) else worker.settings
     made = settings.model_copy(update={"gateway": GatewaySettings(port=port, **spec)})
     async with client_for(made) as client, opened(made) as store:
         routes = Gateway(made, client, store)
@@ -88,3 +95,75 @@ class Alone:
             assert found["type"] == "error"
             assert got.headers["request-id"] == found["request_id"]
             return got.status, found["error"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back."""
+
+    status: int
+    headers: Any
+    body: Any
+
+    def __getitem__(self, field: str) -> Any:
+        return self.body[field]
+
+
+async def call(method: str, url: str, body: Any = None, **headers: str) -> Answer:
+    """One call; `headers` with `_` for `-`."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    given: dict[str, Any] = {"data" if isinstance(body, bytes) else "json": body}
+    async with aiohttp.ClientSession() as session, session.request(method, url, headers=named, **given) as got:
+        return Answer(got.status, got.headers, await got.json())
+
+
+async def submit(url: str, prompt: str = "hello", *, stream: bool = False, **headers: str) -> Answer:
+    """Submit a request for `prompt`."""
+    body = {"model": "claude-sonnet-5-5", "max_tokens": 50, "messages": [{"role": "user", "content": prompt}]}
+    return await call("POST", f"{url}/v1/requests", {**body, "stream": True} if stream else body, **headers)
+
+
+@dataclass(frozen=True)
+class SentEvent:
+    """One Server-Sent Event."""
+
+    id: int
+    kind: str
+    data: Any
+
+
+class Reader:
+    """Reads a request's events, and keeps the number of the last one."""
+
+    def __init__(self) -> None:
+        self.found: list[SentEvent] = []
+        self.comments = 0
+        self.status = 0
+
+    @property
+    def kinds(self) -> list[str]:
+        return [each.kind for each in self.found]
+
+    @property
+    def text(self) -> str:
+        """The text of the answer so far."""
+        said = [each.data["delta"].get("text", "") for each in self.found if "delta" in each.data]
+        return "".join(said)
+
+    async def read(self, url: str, **headers: str) -> None:
+        """Read to the end of the connection, from the last event on."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        if self.found:
+            named["Last-Event-ID"] = str(self.found[-1].id)
+        async with aiohttp.ClientSession() as session, session.get(url, headers=named) as got:
+            self.status = got.status
+            fields: dict[str, str] = {}
+            async for raw in got.content:
+                line = raw.decode().rstrip("\n")
+                if not line and "data" in fields:
+                    self.found.append(SentEvent(int(fields["id"]), fields["event"], json.loads(fields["data"])))
+                    fields = {}
+                name, _, value = line.partition(": ")
+                if name:
+                    fields[name] = value
+                self.comments += line.startswith(":")

@@ -18,13 +18,24 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from tests.support.brokers import RunningBroker
-from tests.support.descendants import adopt_orphans, kill_all
-from tests.support.engine import Engine, Leaving, Steps, Unavailable, find_image, install, sweep
+from tests.support.engine import (
+    Engine,
+    Leaving,
+    Steps,
+    Unavailable,
+    find_image,
+    install,
+    remove_node,
+    start_rabbitmq,
+    sweep,
+)
+from tests.support.with_broker import adopt_orphans, kill_all
 
 VERSIONS = ("3.10", "4.0", "4.3")
+FOLDER = "LANEKEEPER_TESTS_KEEPER"
+"""The environment variable that tells the workers of a session the folder of its keeper."""
 SOCKET = "keeper"
 BUILD_S = 600
 """Time limit for building one image on a slow machine."""
@@ -76,7 +87,7 @@ class Keeper:
         self._without: dict[str, str] = {}
         """Versions without an image, and the reason; they are not tried again."""
         self._brokers: dict[str, RunningBroker] = {}
-        self._containers: list[Any] = []
+        self._containers: list[str] = []
 
     def answer(self, what: str, version: str) -> dict[str, str]:
         """The image or broker, or `error` with the reason. One at a time, because the machine may be small."""
@@ -92,7 +103,7 @@ class Keeper:
         with self.lock:  # a thread that holds it notices `leaving`, and gives up
             for each in self._containers:
                 with suppress(Exception):
-                    each.stop()
+                    remove_node(Steps(), each)
             self._engine.stop()
         kill_all()
         _unmount_below(self._folder)
@@ -100,8 +111,6 @@ class Keeper:
     def _broker(self, version: str) -> dict[str, str]:
         if version not in self._brokers:
             image = self._image(version)["image"]
-            from tests.support.containers import start_rabbitmq  # slow to import, and not always needed
-
             self._brokers[version] = start_rabbitmq(image, steps=self.steps, keep=self._containers.append)
         started = self._brokers[version]
         return {"amqp_url": started.amqp_url, "management_url": started.management_url, "version": started.version}

@@ -1,7 +1,7 @@
 """Runs `lanekeeper` as a separate process that tests may signal and kill; its log is read while it runs.
 
-environ = environment(vhost.amqp_url, vhost.management_url, ANTHROPIC_BASE_URL=api.base_url)
-async with lanekeeper("serve", "--port", "0", environ=environ, folder=tmp_path) as worker:
+environ = environment(vhost, api)
+async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker:
     await worker.ready()
 """
 
@@ -14,12 +14,12 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tests.support import forks, serving
+from tests.support.brokers import At, url_of
+from tests.support.defaults import ENVIRONMENT, store_url
 from tests.support.forks import HOUSE, Forked
-from tests.support.lanes import ENVIRONMENT
-from tests.support.stores import store_url
 from tests.support.waiting import STARTED_S, until
 
 COMMAND = "service.cli.main"
@@ -27,18 +27,27 @@ QUICK = {"LANEKEEPER_RETRY__BASE_S": "0.05", "LANEKEEPER_RETRY__CAP_S": "0.2"}
 PLENTY = {f"LANEKEEPER_BUDGET__{name.upper()}": f"{each:.0f}" for name, each in serving.PLENTY.items()}
 
 
-def environment(amqp_url: str | None, management_url: str | None = None, **settings: str) -> dict[str, str]:
-    """Our environment with only these settings. It has an API key, so a provider needs only `ANTHROPIC_BASE_URL`."""
+class Provider(Protocol):
+    @property
+    def base_url(self) -> str: ...
+
+
+def environment(broker: str | At | None, provider: Provider | None = None, /, **settings: str) -> dict[str, str]:
+    """Our environment with only these settings: a broker, with its management API unless it is given by its URL; a
+    provider and a key for it; and any free port."""
+    amqp_url = None if broker is None else url_of(broker)
     foreign = ("LANEKEEPER_", "ANTHROPIC_", "OTEL_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    broker = {
+    places = {
         "LANEKEEPER_AMQP_URL": amqp_url,
-        "LANEKEEPER_MANAGEMENT_URL": management_url,
+        "LANEKEEPER_MANAGEMENT_URL": getattr(broker, "management_url", None),
         "LANEKEEPER_STORE_URL": store_url(amqp_url),
+        "LANEKEEPER_GATEWAY__PORT": "0",
+        "ANTHROPIC_BASE_URL": getattr(provider, "base_url", None),
+        "ANTHROPIC_API_KEY": "sk-ant-simulated",
     }
-    given = {name: value for name, value in broker.items() if value is not None}
-    key = {"ANTHROPIC_API_KEY": "sk-ant-simulated"}
-    return {**kept, "PYTHONPATH": str(HOUSE), **key, **QUICK, **PLENTY, **ENVIRONMENT, **given, **settings}
+    given = {name: value for name, value in places.items() if value is not None}
+    return {**kept, "PYTHONPATH": str(HOUSE), **QUICK, **PLENTY, **ENVIRONMENT, **given, **settings}
 
 
 class Running:

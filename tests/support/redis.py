@@ -8,12 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from service.private_broker import LOOPBACK, free_ports
-from tests.support.packages import see_that_it_is_installed
+from tests.support.engine import GUARD, see_that_it_is_installed
 
 SERVER = "redis-server"
 START_S = 60
-GUARD = 'redis-server "$@" & read _; kill -KILL $!; wait'
-"""Ends the server when standard input is closed: by `kill`, or because our process has ended."""
 
 
 class RedisServer:
@@ -28,7 +26,7 @@ class RedisServer:
     def start(self) -> None:
         command = ["--port", str(self.port), "--bind", LOOPBACK, "--save", "", "--appendonly", "no"]
         self._guard = subprocess.Popen(
-            ["sh", "-c", GUARD, "guard", *command, "--dir", str(self._folder)],
+            ["sh", "-c", GUARD, "guard", SERVER, *command, "--dir", str(self._folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -1,11 +1,19 @@
-"""An application that uses Lanekeeper over plain AMQP: it shares only the contract and the codec of AMQP with our code.
+"""Applications that use Lanekeeper over plain AMQP: they share only the contract and the codec of AMQP with our code.
 
     async with requester(url) as app:
         reply = await app.ask({"prompt": "hello"}, key="critical.tests.ask")
         assert reply.status == "ok"
 
-`publish_raw` sends raw frames, such as no client library would send.
-"""
+`publish_raw` sends raw frames, such as no client library would send. A `Ledger` counts confirmed requests and their
+outcomes by request id, across any number of crashes:
+
+ledger = Ledger(url)
+async with ledger.writing():            publishes with confirms; replies go to a durable queue
+    await ledger.ask("batch", "prompt", id="a-1")
+…                                       the broker dies and is started again
+async with ledger.reading():
+    await until(lambda: not ledger.lost)
+ledger.check()"""
 
 import asyncio
 import json
@@ -13,12 +21,12 @@ import struct
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import aiormq
-from aiormq.abc import ChannelFrame, DeliveredMessage
+from aiormq.abc import AbstractChannel, ChannelFrame, DeliveredMessage
 from aiormq.channel import Channel
 from pamqp import encode
 from pamqp.commands import Basic
@@ -26,6 +34,7 @@ from yarl import URL
 
 from lanekeeper.amqp.driver import UnderlyingConnection
 from lanekeeper.amqp.wire import write_table
+from tests.support.brokers import At, url_of
 from tests.support.waiting import STARTED_S, until
 
 FINAL_S = STARTED_S
@@ -259,11 +268,11 @@ def raw_properties(**given: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def requester(url: str, *, direct: bool = False) -> AsyncIterator[Requester]:
+async def requester(broker: str | At, *, direct: bool = False) -> AsyncIterator[Requester]:
     """An application with its own reply queue, named by the broker, or with direct reply-to (`direct`)."""
     # some tests send values that pamqp cannot write; no worker writes headers with pamqp
     encode.METHODS["table"] = write_table
-    named = URL(f"{url}?heartbeat=30&name=requester")
+    named = URL(f"{url_of(broker)}?heartbeat=30&name=requester")
     connection = UnderlyingConnection(named, context=None, on_alarm=lambda _: None)
     await connection.connect()
     try:
@@ -277,3 +286,124 @@ async def requester(url: str, *, direct: bool = False) -> AsyncIterator[Requeste
         yield app
     finally:
         await connection.close(timeout=5)
+
+
+REPLY_QUEUE = "lane.reply.ledger"
+
+
+class Ledger:
+    """The confirmed requests, and the final replies to each."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._channel: AbstractChannel | None = None
+        self.confirmed: dict[str, str] = {}
+        """Prompts by id."""
+        self.finals: dict[str, list[Got]] = defaultdict(list)
+        """In order of arrival. Delivery is at-least-once, so an id may have several."""
+
+    @property
+    def lost(self) -> set[str]:
+        """Ids of confirmed requests without any outcome so far."""
+        return self.confirmed.keys() - self.finals.keys()
+
+    @property
+    def repeated(self) -> int:
+        """How many replies came in addition to the first of each request."""
+        return sum(len(each) - 1 for each in self.finals.values())
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        """Open a connection for publishing, and declare the reply queue."""
+        async with self._connection() as connection:
+            self._channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
+            await self._channel.queue_declare(REPLY_QUEUE, durable=True, arguments={"x-queue-type": "quorum"})
+            yield
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """Open a connection that reads the replies."""
+        async with self._connection() as connection:
+            channel = await connection.channel()
+            await channel.basic_consume(REPLY_QUEUE, self._keep, no_ack=True)
+            yield
+
+    async def ask(self, lane: str, prompt: str, *, id: str, headers: Mapping[str, Any] | None = None) -> None:
+        """Publish one request; it is counted once the broker has confirmed it."""
+        assert self._channel is not None
+        await self._channel.basic_publish(
+            json.dumps({"prompt": prompt}).encode(),
+            exchange="lane.requests",
+            routing_key=f"{lane}.tests.ledger",
+            properties=Basic.Properties(
+                message_id=id,
+                correlation_id=id,
+                reply_to=REPLY_QUEUE,
+                delivery_mode=2,
+                priority=4,
+                headers=dict(headers or {}),
+            ),
+            mandatory=True,
+            timeout=60,
+        )
+        self.confirmed[id] = prompt
+
+    def check(self, *, errors: Mapping[str, str] | None = None) -> None:
+        """Check that each request has exactly one kind of outcome, and that no answer belongs to another request.
+
+        `errors`: the codes of the requests that end in an error; all others must be `ok`.
+        """
+        assert not self.lost, f"{len(self.lost)} lost: {sorted(self.lost)[:10]}"
+        assert not self.finals.keys() - self.confirmed.keys(), "an outcome for a request that was never made"
+        for id, finals in self.finals.items():
+            kinds = {final.code if final.status == "error" else "ok" for final in finals}
+            assert kinds == {(errors or {}).get(id, "ok")}, (id, finals)
+            for final in finals:
+                assert final.properties.correlation_id == id
+                assert final.status == "error" or self.confirmed[id] in final.text
+
+    async def _keep(self, delivered: DeliveredMessage) -> None:
+        got = Got.of(delivered)
+        if got.status is not None:
+            self.finals[str(got.headers["x-lane-request-id"])].append(got)
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[aiormq.abc.AbstractConnection]:
+        connection = await aiormq.connect(f"{self._url}?heartbeat=30&name=ledger")
+        try:
+            yield connection
+        finally:
+            with suppress(Exception):  # the broker may be gone
+                await connection.close(timeout=5)
+
+
+def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The Message that these events make."""
+    message: dict[str, Any] = {}
+    arguments: dict[int, str] = {}
+    for event in events:
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+            case "content_block_start":
+                message["content"].append(dict(event["content_block"]))
+            case "content_block_delta":
+                block, delta = message["content"][event["index"]], event["delta"]
+                match delta["type"]:
+                    case "text_delta":
+                        block["text"] += delta["text"]
+                    case "thinking_delta":
+                        block["thinking"] += delta["thinking"]
+                    case "signature_delta":
+                        block["signature"] = delta["signature"]
+                    case "citations_delta":
+                        block["citations"].append(delta["citation"])
+                    case "input_json_delta":
+                        arguments[event["index"]] = arguments.get(event["index"], "") + delta["partial_json"]
+            case "content_block_stop":
+                if event["index"] in arguments:
+                    message["content"][event["index"]]["input"] = json.loads(arguments[event["index"]])
+            case "message_delta":
+                message.update(event["delta"])
+                message["usage"].update(event["usage"])
+    return message

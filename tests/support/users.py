@@ -16,7 +16,7 @@ from yarl import URL
 
 from lanekeeper.contract.names import Names
 from tests.support.brokers import Vhost
-from tests.support.lanes import LANES
+from tests.support.defaults import LANES
 from topology.broker.management import Management, discover
 from topology.declaration import Topology, declare
 from topology.export import User, definitions, hash_password

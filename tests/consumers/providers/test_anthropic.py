@@ -26,7 +26,7 @@ from consumers.limits.base import NOTHING, Amounts, Underway
 from consumers.providers.anthropic import AnthropicProvider, Dialect, bound_error_body, set_stream
 from consumers.providers.registry import Answer
 from service.simulated.app import SimulatedAPI
-from tests.support.corpus.answers import MESSAGE as FIELDS
+from tests.support.malicious import MESSAGE as FIELDS
 from tests.support.waiting import until
 
 from .conftest import KEY, Answering, AskedFor, Handler

@@ -14,8 +14,7 @@ from consumers.failures import AccountError, RateLimitedError, RejectedError, Tr
 from consumers.providers import cloud
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.cloud import bedrock, foundry, vertex
-from tests.support.corpus.answers import redirect
-from tests.support.malicious_provider import MaliciousProvider
+from tests.support.malicious import MaliciousProvider, redirect
 
 from .conftest import AskedFor
 from .test_anthropic import MESSAGE, Received

@@ -8,9 +8,7 @@ import pytest
 from consumers.failures import AnswerTooLargeError, ProviderError, TransientError
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.registry import Answer
-from tests.support.corpus.answers import ANSWERS
-from tests.support.malicious_provider import MaliciousProvider, malicious_provider
-from tests.support.stalls import Stalls
+from tests.support.malicious import ANSWERS, MaliciousProvider, Stalls, malicious_provider
 
 from .conftest import KEY, AskedFor
 

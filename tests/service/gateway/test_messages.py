@@ -8,7 +8,7 @@ import pytest
 from lanekeeper import Part
 from service.gateway.messages import Forwarding, events_of, type_of
 from service.gateway.problems import ApiError
-from tests.support.stream import put_together
+from tests.support.requester import put_together
 
 START: dict[str, Any] = {"type": "message_start", "message": {"id": "m", "content": [], "usage": {}}}
 BLOCK: dict[str, Any] = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}

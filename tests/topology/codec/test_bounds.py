@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
-from tests.support.corpus.requests import REQUESTS, Nasty
+from tests.support.malicious import REQUESTS, Nasty
 from topology.codec import bounds, decoding
 from topology.codec.bounds import Measure, excess
 from topology.lanes import CRITICAL

@@ -1,1 +1,0 @@
-"""Malicious requests and answers, each with a name, for tests and fuzzing."""
