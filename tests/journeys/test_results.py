@@ -75,6 +75,8 @@ async def test_fetching_a_running_request_waits_as_long_as_requested(vhost: Vhos
 async def test_a_request_between_two_attempts_is_reported_as_waiting(vhost: Vhost) -> None:
     pause_s = 60
     async with serving(vhost) as worker, Client(vhost.amqp_url) as client:
+        retried = await client.request({"prompt": "at once [[fault: overloaded x1]]"}, key="normal.tests.x")
+        assert (await client.result(retried.request_id)).attempt == 2
         prompt = f"again [[fault: rate_limited retry_after={pause_s} x1]]"
         began = datetime.now(UTC)
         await client.publish({"prompt": prompt}, key="normal.tests.x", message_id="w-1")
@@ -90,9 +92,6 @@ async def test_a_request_between_two_attempts_is_reported_as_waiting(vhost: Vhos
         assert pause_s <= (waiting.due_at - began).total_seconds()
         assert (waiting.due_at - datetime.now(UTC)).total_seconds() < 1.1 * pause_s, "at most a tenth is added"
         assert await client.cancel("w-1") == "recorded"
-
-        retried = await client.request({"prompt": "again [[fault: overloaded x1]]"}, key="normal.tests.x")
-        assert (await client.result(retried.request_id)).attempt == 2
 
 
 @pytest.mark.parametrize("lane", ["critical", "batch"])
