@@ -7,8 +7,7 @@ import pytest
 
 from lanekeeper.contract.problems import SettingsError
 from tests.support.brokers import Vhost
-from tests.support.gate import gate
-from tests.support.http_calls import call
+from tests.support.gate import call, gate
 from tests.support.requester import requester
 from tests.support.serving import serving
 
@@ -20,8 +19,8 @@ def registered(**kinds: str) -> dict[str, Any]:
 
 
 async def test_a_handler_answers_like_a_model_and_a_repeated_id_is_answered_from_the_store(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url, handlers=registered(echo="async", doubled="cpu")) as worker:
-        async with requester(vhost.amqp_url) as app:
+    async with serving(vhost, handlers=registered(echo="async", doubled="cpu")) as worker:
+        async with requester(vhost) as app:
             reply = await app.ask({"any": ["JSON"]}, message_type="echo", message_id="h-1")
             assert (reply.status, reply.json) == ("ok", {"echo": {"any": ["JSON"]}})
             assert reply.headers["x-lane-provider"] == "handler"
@@ -38,7 +37,7 @@ async def test_a_handler_answers_like_a_model_and_a_repeated_id_is_answered_from
 
 
 async def test_a_type_without_a_handler_is_refused_by_name_and_so_is_a_stream(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url, handlers=registered(echo="async")), requester(vhost.amqp_url) as app:
+    async with serving(vhost, handlers=registered(echo="async")), requester(vhost) as app:
         unknown = await app.ask({"a": 1}, message_type="ecko")
         assert unknown.code == "invalid_request"
         assert "'ecko'" in unknown.json["detail"]
@@ -52,7 +51,7 @@ async def test_a_type_without_a_handler_is_refused_by_name_and_so_is_a_stream(vh
 async def test_a_failing_handler_is_retried_and_then_buried_and_a_rejected_input_at_once(vhost: Vhost) -> None:
     lanes = {"critical": {"max_attempts": 3}}
     handlers = registered(fails="async", rejects="async", returns_a_set="async", rejects_too="cpu")
-    async with serving(vhost.amqp_url, lanes=lanes, handlers=handlers), requester(vhost.amqp_url) as app:
+    async with serving(vhost, lanes=lanes, handlers=handlers), requester(vhost) as app:
         await app.read_dead()
         failed = await app.ask({"a": 1}, message_type="fails", message_id="f-1")
         assert failed.code == "attempts_exhausted"
@@ -83,7 +82,7 @@ async def test_a_handler_that_hangs_eats_its_cpu_or_kills_its_process_is_buried_
 ) -> None:
     lanes = {"normal": {"call_timeout_s": 0.2, "max_attempts": 5}}
     handlers = registered(**{name: kind, "echo": "async", "doubled": "cpu"})
-    async with serving(vhost.amqp_url, lanes=lanes, handlers=handlers) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost, lanes=lanes, handlers=handlers) as worker, requester(vhost) as app:
         await app.read_dead()
         bad = await app.publish({"a": 1}, message_type=name, key="normal.tests.ask", message_id="bad-1")
         others = [await app.publish({"n": n}, message_type="echo") for n in range(20)]
@@ -100,14 +99,14 @@ async def test_a_handler_that_hangs_eats_its_cpu_or_kills_its_process_is_buried_
 async def test_handlers_that_cannot_be_imported_are_refused_at_start_all_at_once(vhost: Vhost) -> None:
     handlers = {"a": {"run": "no.such:thing"}, "b": {"run": f"{FUNCTIONS}:absent", "kind": "cpu"}}
     with pytest.raises(SettingsError) as refused:
-        async with serving(vhost.amqp_url, handlers=handlers):
+        async with serving(vhost, handlers=handlers):
             pass
     assert "handlers.a.run: 'no.such:thing'" in str(refused.value)
     assert "handlers.b.run" in str(refused.value)
 
 
 async def test_a_handler_is_called_over_http(vhost: Vhost) -> None:
-    async with serving(vhost.amqp_url, handlers=registered(echo="async")) as worker, gate(worker.settings) as url:
+    async with serving(vhost, handlers=registered(echo="async")) as worker, gate(worker) as url:
         headers = {"x-lane-type": "echo", "content-type": "application/json"}
         posted = await call("POST", f"{url}/v1/requests", b'[1, {"stream": true}]', **headers)
         assert posted.status == 202, posted.body
