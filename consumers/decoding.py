@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 from consumers.job import Chain, Decoded, Job
 from topology.codec import bounds, decoding
-from topology.lanes import LaneSpec, urgency
+from topology.lanes import LaneSpec
 
 T = TypeVar("T")
 AT_ONCE_S: Final = 0.01
@@ -46,7 +46,7 @@ class Decoding:
         self._handlers = handlers
 
     async def decode(self, job: Job, lane: LaneSpec) -> Decoded:
-        rank = (urgency(lane.name), decoding.weight(job.message))
+        rank = (lane.rank, decoding.weight(job.message))
         if rank[1] <= bounds.SMALL_BYTES:
             return await self._parsing.run(partial(self._decode, job, lane), rank=rank)
         raw = await self._parsing.run(partial(decoding.unpacked, job.message), rank=rank)
@@ -55,7 +55,7 @@ class Decoding:
     async def decode_body(self, raw: bytes, job: Job, lane: LaneSpec) -> Decoded:
         """Like `decode`, but with `raw` in place of the message's body: the body after decompression, or the body that
         was fetched from outside the broker. Raises RequestProblem if the request is invalid or too large."""
-        rank = (urgency(lane.name), len(raw))
+        rank = (lane.rank, len(raw))
         if (excess := await self._parsing.excess(raw, max_values=self._max_values, rank=rank)) is not None:
             raise decoding.too_large(excess)
         return await self._parsing.run(partial(self._decode, job, lane, raw), rank=rank)
@@ -78,8 +78,8 @@ class Decoding:
 
 class Parsing:
     """Runs the steps in which this process parses large JSON bodies, one step at a time, with pauses between them for
-    the event loop. If several steps wait, the one with the lowest `rank` runs first: the urgency of the lane (0: the
-    most urgent), then the size of the body in bytes."""
+    the event loop. If several steps wait, the one with the lowest `rank` runs first: the rank of the lane,
+    then the size of the body in bytes."""
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

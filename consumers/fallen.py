@@ -27,10 +27,6 @@ class Fallen:
     ) -> None:
         self._lanes = {lane.name: lane for lane in lanes}
         self._lane_by_intake = {names.intake(lane.name): lane for lane in lanes}
-        self._lane_by_workers_queue = {names.due(lane.name): lane for lane in lanes}
-        self._lane_by_workers_queue |= {
-            names.side(lane.name, number): lane for lane in lanes for number in range(lane.side_queues)
-        }
         self._names = names
         self._now_ms = now_ms
         self._speakers = speakers
@@ -43,8 +39,9 @@ class Fallen:
         # the header x-death of a message that was not dead-lettered may be written by its publisher
         death = _death(message) if message.exchange == self._names.fallen else {}
         queue = str(death.get("queue"))
-        source = Source.DELAY if queue in self._lane_by_workers_queue else source_of(message, self._names)
-        lane = self._lane_by_intake.get(queue) or self._lane_by_workers_queue.get(queue)
+        # by the queue's name, because other processes may have lanes that this one does not know
+        source = Source.DELAY if self._names.lane_behind(queue) else source_of(message, self._names)
+        lane = self._lane_by_intake.get(queue) or self._lanes.get(self._names.lane_behind(queue) or "")
         if lane is None and source is not Source.REQUESTER:
             lane = self._lanes.get(message.routing_key.split(".", 1)[0])
         job = Job(delivery, lane=lane, source=source, taken_ms=self._now_ms(), speakers=self._speakers)
@@ -54,7 +51,7 @@ class Fallen:
 
     async def handle(self, job: Job) -> Outcome:
         message = job.message
-        if message.exchange == self._names.requests:
+        if message.exchange in (self._names.requests, self._names.due_exchange):  # the latter: its lane was removed
             known = ", ".join(sorted(self._lanes))
             return ended(
                 "unroutable", f"no lane for routing key {message.routing_key[:120]!r}: it begins with one of {known}"

@@ -217,17 +217,32 @@ def merge(
     """Combine the workers' answers to the status question and the queues' lengths (`found`, by queue) into one
     status."""
     tenants = _sums(answers, "tenants")
+    others = {name: None for answer in answers for name in answer.get("lanes", ())}  # workers may know further lanes
+    for lane in lanes:
+        others.pop(lane.name, None)
     return Status(
-        lanes=tuple(
-            _lane(
-                lane.name,
-                [answer["lanes"][lane.name] for answer in answers if lane.name in answer.get("lanes", ())],
-                intake=found.get(names.intake(lane.name)),
-                due=found.get(names.due(lane.name)),
-                aside=sum(found[queue].ready for queue in _sides(lane, names) if queue in found)
-                + sum(figures["in_hand"] for figures in tenants.get(lane.name, {}).values()),
-            )
-            for lane in lanes
+        lanes=(
+            *(
+                _lane(
+                    lane.name,
+                    [answer["lanes"][lane.name] for answer in answers if lane.name in answer.get("lanes", ())],
+                    intake=found.get(names.intake(lane.name)),
+                    due=found.get(names.due(lane.name)),
+                    aside=sum(found[queue].ready for queue in _sides(lane, names) if queue in found)
+                    + sum(figures["in_hand"] for figures in tenants.get(lane.name, {}).values()),
+                )
+                for lane in lanes
+            ),
+            *(
+                _lane(
+                    name,
+                    [answer["lanes"][name] for answer in answers if name in answer.get("lanes", ())],
+                    intake=None,
+                    due=None,
+                    aside=0,
+                )
+                for name in others
+            ),
         ),
         workers=tuple(sorted(str(answer.get("worker", "?")) for answer in answers)),
         accounts=_accounts(answers),

@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 from lanekeeper.contract.names import CONTROL_KEYS, Names
 from topology.declaration import QUORUM, Arguments, Queue, Topology
-from topology.lanes import BATCH, MIB, NORMAL
+from topology.lanes import MIB
 
 Role = Literal["application", "client", "worker", "operator", "deployer"]
 
@@ -64,8 +64,8 @@ class User:
     name: str
     role: Role
     password_hash: str = field(repr=False)
-    lanes: tuple[str, ...] = (NORMAL.name, BATCH.name)
-    """For an application or client. The lane `critical` must be named to be allowed."""
+    lanes: tuple[str, ...] = ()
+    """For an application or client."""
     connections: int = 200
     """For an application or client: each takes some 100 kB of the broker's memory. An operator can change the limits by
     `rabbitmqctl set_user_limits`; the next import of definitions sets them again."""

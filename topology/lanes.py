@@ -4,6 +4,8 @@ queue (retried and delayed requests), and slots in each worker; a worker runs on
 No other file has code for a particular lane: what differs by lane is a field of `LaneSpec`.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MIB = 1024 * 1024
@@ -15,6 +17,8 @@ class LaneSpec:
     """The settings of one lane."""
 
     name: str
+    rank: int
+    """Lanes are ordered by it everywhere, the most urgent (the lowest rank) first; no two lanes share one."""
     slots: int
     """Slots for the intake in one process; also the prefetch of its consumer on this queue."""
     slots_min: int | None = None
@@ -60,6 +64,7 @@ class LaneSpec:
 
 CRITICAL = LaneSpec(
     name="critical",
+    rank=10,
     slots=16,
     target_wait_s=1,  # a person waits for the answer
     call_timeout_s=60,
@@ -71,6 +76,7 @@ CRITICAL = LaneSpec(
 )
 NORMAL = LaneSpec(
     name="normal",
+    rank=20,
     slots=8,
     target_wait_s=10,
     call_timeout_s=120,
@@ -82,6 +88,7 @@ NORMAL = LaneSpec(
 )
 BATCH = LaneSpec(
     name="batch",
+    rank=30,
     slots=4,
     target_wait_s=60,  # people wait for the whole batch, not for one request
     call_timeout_s=300,
@@ -93,11 +100,20 @@ BATCH = LaneSpec(
 )
 
 DEFAULT_LANES: tuple[LaneSpec, ...] = (CRITICAL, NORMAL, BATCH)
+MOST_LANES = 16
+NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
+RESERVED = frozenset(
+    {"requests", "due", "delay", "dead", "fallen", "events", "control", "side", "reply", "webhooks", "tickets"}
+)
+"""No lane may have these names: our other exchanges and queues have them."""
 
 
-def urgency(lane: str) -> int:
-    """A lane's rank by urgency: 0 is the most urgent of the default lanes. Lanes with other names come after these."""
-    return _RANKS.get(lane, len(_RANKS))
+def nearest(lanes: Sequence[LaneSpec], rank: int) -> LaneSpec:
+    """The lane whose rank is nearest; of two, the less urgent one. A new lane is like the default lane that this
+    finds."""
+    return min(lanes, key=lambda lane: (abs(lane.rank - rank), -lane.rank))
 
 
-_RANKS = {lane.name: rank for rank, lane in enumerate(DEFAULT_LANES)}
+def usual(lanes: Sequence[LaneSpec]) -> LaneSpec:
+    """The lane of HTTP calls that name none: `normal`, or where there is none, the nearest one."""
+    return nearest(lanes, NORMAL.rank)

@@ -60,7 +60,8 @@ class Difference:
             case "missing":
                 return f"{self.what} {self.name} is missing"
             case "extra":
-                return f"{self.what} {self.name} is on the broker, but not declared"
+                text = f"{self.what} {self.name} is on the broker, but not declared"
+                return text if self.remedy is None else f"{text}; a former lane's goes with: {self.remedy}"
             case "differs":
                 found, wanted = _value_text(self.found), _value_text(self.wanted)
                 text = f"{self.what} {self.name}: {self.field} is {found}, declared is {wanted}"
@@ -81,7 +82,9 @@ def compare(declared: Topology, found: Topology) -> list[Difference]:
             differences += _compare_members(actual, declared.namespace, found.nodes)
     for (what, identity), thing in existing.items():
         if (what, identity) not in wanted and _concerns_us(thing, names):
-            differences.append(Difference("extra", what, _name(thing)))
+            lane = names.lane_behind(_name(thing))
+            remedy = f"lanekeeper topology apply --remove-lane {lane}" if lane else None
+            differences.append(Difference("extra", what, _name(thing), remedy=remedy))
     return differences
 
 

@@ -84,6 +84,7 @@ class Account:
     def __init__(self, name: str, spec: BudgetSpec, *, now_s: float) -> None:
         self.name = name
         self.lanes = tuple(spec.shares)
+        self.ranks = tuple(spec.ranks.get(lane, number) for number, lane in enumerate(self.lanes))
         self.shares = tuple(spec.shares.values())
         caps = spec.caps(name)
         self._adaptive = Adaptive(spec.start, caps, now_s=now_s)

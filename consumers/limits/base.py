@@ -2,7 +2,7 @@
 what a response says about limits."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from lanekeeper.contract.problems import LanekeeperError
-from topology.lanes import BATCH, CRITICAL, NORMAL
+from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL, LaneSpec, nearest
 
 
 class Amounts(NamedTuple):
@@ -51,6 +51,18 @@ NO_CAPS = AccountCaps()
 DEFAULT_SHARES: Mapping[str, float] = MappingProxyType({CRITICAL.name: 0.30, NORMAL.name: 0.20, BATCH.name: 0.05})
 
 
+def shares_of(lanes: Sequence[LaneSpec], given: Mapping[str, float]) -> dict[str, float]:
+    """Each lane's share, the most urgent lane first: the one in `given`, else that of the default lane with the nearest
+    rank. The latter are lowered if they would be more together than those of the default lanes."""
+    default = {
+        lane.name: DEFAULT_SHARES.get(lane.name) or DEFAULT_SHARES[nearest(DEFAULT_LANES, lane.rank).name]
+        for lane in lanes
+        if lane.name not in given
+    }
+    factor = min(1.0, sum(DEFAULT_SHARES.values()) / max(sum(default.values()), 1e-9))
+    return {lane.name: given.get(lane.name) or factor * default[lane.name] for lane in lanes}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetSpec:
     """The settings of the budget of provider calls. The defaults suit any account, because its limits are learned from
@@ -59,6 +71,8 @@ class BudgetSpec:
     shares: Mapping[str, float] = field(default_factory=lambda: DEFAULT_SHARES)
     """Each lane's share of every token bucket, above 0 and up to 1, the most urgent lane first: this part of what flows
     into the bucket is saved for the lane alone, so that it always gets some budget."""
+    ranks: Mapping[str, int] = field(default_factory=lambda: {lane.name: lane.rank for lane in DEFAULT_LANES})
+    """Each lane's rank: processes that share an account may know different lanes."""
     burst_s: float = 60.0
     """The largest size of a bucket, in seconds' worth of its limit (up to 60). Up to this, the size is what the
     provider's own bucket is proven to hold (`Bursts`)."""

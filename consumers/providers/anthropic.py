@@ -51,7 +51,6 @@ from consumers.providers.streams import (
 )
 from topology.codec import bounds
 from topology.codec.decoding import Request, unpublished
-from topology.lanes import urgency
 
 MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
 """A request with more `max_tokens` than this is always streamed, because Anthropic's client assumes a rate of output at
@@ -136,7 +135,7 @@ class AnthropicProvider:
         self, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None = None
     ) -> Answer:
         streamed = parts is not None or request.max_tokens > MAX_TOKENS_AT_ONCE
-        urgent = urgency(request.lane)
+        urgent = request.rank
         set_field = partial(set_stream, request.body, streamed, is_stated=request.states_stream)
         asked = await self._parsing.run(set_field, rank=(urgent, len(request.body)))
         headers: dict[str, str] = {}

@@ -33,6 +33,12 @@ class Names:
     def side_prefix(self) -> str:
         return f"{self.namespace}.side."
 
+    def lane_behind(self, queue: str) -> str | None:
+        """The lane of a due or side queue, to which only workers publish; None for any other queue."""
+        lane, _, rest = queue.removeprefix(f"{self.namespace}.").partition(".")
+        is_ours = queue.startswith(f"{self.namespace}.") and (rest == "due" or rest.startswith("side."))
+        return lane if is_ours else None
+
     @property
     def due_exchange(self) -> str:
         """Internal: gets delayed messages at the end of their delay."""

@@ -24,7 +24,7 @@ ANSWERED_WITHIN_S = 5.0
 
 @options.taking
 def of_name(
-    lane: Annotated[options.LaneName | None, typer.Option("--lane", help="A lane: no request of it starts.")] = None,
+    lane: Annotated[str | None, typer.Option("--lane", metavar="LANE", help="A lane: no request of it starts.")] = None,
     tenant: Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="A tenant, in all lanes.")] = None,
     app: Annotated[
         str | None, typer.Option("--app", metavar="APP", help="An application: the second word of its routing keys.")
@@ -72,6 +72,7 @@ def pause(
     fields = {"kind": kind, "name": name, "who": who or f"{getpass.getuser()}@{platform.node()}", "why": why}
     if until is not None:
         fields["until"] = until.isoformat()
+    options.lane_names(settings, [name] if kind == "lane" else [])
     _print(run(_ask(settings, n.PAUSE_KEY, fields, kept="it is paused")), json=json)
 
 

@@ -1,9 +1,8 @@
 """Declares options that several commands have, and reads their values: settings, durations, times, lanes."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from enum import StrEnum
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -14,14 +13,6 @@ import typer
 if TYPE_CHECKING:
     from service.config.loading import ChangedKeys
     from service.config.settings import Settings
-
-
-class LaneName(StrEnum):
-    """The lanes that the option `--lane` accepts."""
-
-    CRITICAL = "critical"
-    NORMAL = "normal"
-    BATCH = "batch"
 
 
 Config = Annotated[
@@ -81,6 +72,15 @@ def taking(make: Callable[..., object]) -> Callable[[Callable[..., None]], Calla
 def with_settings(config: Config = None, sets: Set = None) -> "Settings":
     """The settings. Raises SettingsError, typer.BadParameter."""
     return settings_of(config, sets)
+
+
+def lane_names(settings: "Settings", named: Sequence[str]) -> Sequence[str]:
+    """The lanes that the option `--lane` names, if they exist. Raises typer.BadParameter."""
+    known = [lane.name for lane in settings.lane_specs()]
+    for name in named:
+        if name not in known:
+            raise typer.BadParameter(f"no lane {name!r}; there are {', '.join(known)}", param_hint="--lane")
+    return named
 
 
 def changed_keys_of(config: Path | None, sets: list[str] | None, **sections: Mapping[str, Any]) -> "ChangedKeys":

@@ -13,7 +13,6 @@ import typer
 
 from lanekeeper.contract.problems import AccessRefused
 from service.cli import options
-from service.cli.options import LaneName
 from service.cli.process import BAD_USE, FAILED, SERVICE_NAME, printable, run, tell
 
 if TYPE_CHECKING:
@@ -41,7 +40,9 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="The request's id: its mes
 def send(
     settings: "Settings",
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to ask; `-` reads standard input.")],
-    lane: Annotated[LaneName, typer.Option("--lane", help="How urgent it is.")] = LaneName.CRITICAL,
+    lane: Annotated[
+        str | None, typer.Option("--lane", metavar="LANE", help="How urgent it is; default: the most urgent one.")
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
     delay: Annotated[
         float | None, typer.Option("--delay", parser=options.seconds, metavar="DURATION", help="Start not before: 10s.")
@@ -88,7 +89,7 @@ def send(
         prompt = _read_stdin()
     body = _given(prompt=prompt, system=system, model=model, max_tokens=max_tokens)
     how = _given(priority=priority, message_id=id, tenant=tenant, deadline_s=deadline, delay_s=delay, at=at)
-    key = key or DEFAULT_KEY.format(lane=lane)
+    key = key or DEFAULT_KEY.format(lane=options.lane_names(settings, [lane or settings.lane_specs()[0].name])[0])
     with _traced(settings) as tracing:
         run(_send(settings, tracing, body, key=key, how=cast("Options", how), wait=wait, stream=stream, json=json))
 

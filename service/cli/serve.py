@@ -13,7 +13,6 @@ import typer
 
 from lanekeeper import __version__
 from service.cli import options
-from service.cli.options import LaneName
 from service.cli.process import run_with_telemetry, stop_signals
 
 if TYPE_CHECKING:
@@ -51,7 +50,8 @@ def serve(
 
 def consume(
     lanes: Annotated[
-        list[LaneName] | None, typer.Option("--lane", help="Consume only this lane; can be repeated. Default: all.")
+        list[str] | None,
+        typer.Option("--lane", metavar="LANE", help="Consume only this lane; can be repeated. Default: all."),
     ] = None,
     simulate: Simulate = False,
     host: Host = None,
@@ -67,14 +67,15 @@ def consume(
     Example:  lanekeeper consume --lane critical --lane normal --port 8081
     """
     settings = options.settings_of(config, sets, for_calls=not simulate, gateway={"host": host, "port": port})
-    run_with_telemetry(settings, partial(_serve, settings, lanes=lanes or (), new_keys=None, simulate=simulate))
+    consumed = options.lane_names(settings, lanes or ())
+    run_with_telemetry(settings, partial(_serve, settings, lanes=consumed, new_keys=None, simulate=simulate))
 
 
 async def _serve(
     settings: "Settings",
     traces: "TracerProvider | None",
     *,
-    lanes: Sequence[LaneName],
+    lanes: Sequence[str],
     new_keys: "ChangedKeys | None",
     simulate: bool,
 ) -> None:
@@ -234,9 +235,11 @@ keys = typer.Typer(no_args_is_help=True, help="Keys of the gateway.")
 def new_key(
     tenant: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant of the requests made with the key.")],
     lanes: Annotated[
-        list[LaneName] | None,
+        list[str] | None,
         typer.Option(
-            "--lane", help="A lane that calls may name; can be repeated, the first is the default. Default: all."
+            "--lane",
+            metavar="LANE",
+            help="A lane that calls may name; can be repeated, the first is the default. Default: all.",
         ),
     ] = None,
     models: Annotated[

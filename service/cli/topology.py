@@ -4,7 +4,7 @@ the broker, and declare them."""
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -90,9 +90,17 @@ def apply(
     passwords: Annotated[
         Path | None, typer.Option("--passwords", metavar="FILE", help="Lines NAME:PASSWORD, one for each --user.")
     ] = None,
+    remove_lanes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--remove-lane", metavar="LANE", help="Delete the queues of a lane that the settings do not have."
+        ),
+    ] = None,
 ) -> None:
     """Declare what is missing on the broker. Nothing that exists is changed or deleted, and the command can be
     repeated.
+
+    With --remove-lane it deletes a former lane's queues, if they hold nothing and nobody consumes them.
 
     With --user it also creates users with their rights, their reply queues and the policies, the same that `export
     --user` prints. All of these are created through the management API, which requires a user with the tag
@@ -104,7 +112,13 @@ def apply(
 
       lanekeeper topology apply --user worker:worker --passwords passwords.txt
     """
-    run(_apply(settings, _users(users or [], passwords, makes_passwords=False)))
+    for lane in remove_lanes or ():
+        if lane in settings.lanes and settings.lanes[lane].enabled:
+            raise typer.BadParameter(f"{lane} is in the settings; take it out there first", param_hint="--remove-lane")
+    made = _users(users or [], passwords, settings, makes_passwords=False)
+    run(_apply(settings, made))
+    if remove_lanes:
+        run(_remove(settings, remove_lanes))
 
 
 @app.command()
@@ -145,7 +159,7 @@ def export(
     from topology.export import APPLICATIONS, definitions
 
     declared = _declared(settings, version)
-    accounts = [] if no_users else _users(users or DEFAULT_USERS, passwords, makes_passwords=True)
+    accounts = [] if no_users else _users(users or DEFAULT_USERS, passwords, settings, makes_passwords=True)
     if not settings.needs_user_id and any(user.role in APPLICATIONS for user in accounts):
         tell(
             "requests without user_id share one tenant, whoever publishes them: have workers refuse them, "
@@ -219,6 +233,19 @@ async def _apply(settings: "Settings", users: "list[User]") -> None:
         print(f"users: {', '.join(f'{user.name} ({user.role})' for user in users)}")
 
 
+async def _remove(settings: "Settings", lanes: Sequence[str]) -> None:
+    from service.worker.assembly import management_of
+    from topology.broker.admin import remove_lane
+
+    async with connected(settings, "topology") as connection:
+        management = await management_of(settings, connection)
+        if management is None:
+            raise BrokerError("--remove-lane needs the management API: set LANEKEEPER_MANAGEMENT_URL")
+        for lane in lanes:
+            await remove_lane(lane, connection, management, names=settings.names())
+            print(f"lane {lane} is removed; what comes back to it from a delay is answered unroutable, and parked")
+
+
 def _end(found: "Verification") -> None:
     """End `plan` or `verify`: print what could not be checked, and exit with code 1 if there are differences."""
     if found.note is not None:
@@ -227,31 +254,34 @@ def _end(found: "Verification") -> None:
         raise typer.Exit(FAILED)
 
 
-def _users(given: Sequence[str], passwords: Path | None, *, makes_passwords: bool) -> "list[User]":
-    """The users of options NAME:ROLE[:LANE,LANE…], with the passwords in the file. A password that is not there is made
+def _users(
+    given: Sequence[str], passwords: Path | None, settings: "Settings", *, makes_passwords: bool
+) -> "list[User]":
+    """The users of options NAME:ROLE[:LANE,LANE…] (`*`: all lanes; none: the usual lane and those that are less
+    urgent), with the passwords in the file. A password that is not there is made
     and told if `makes_passwords`; `apply` makes none, so that repeating it changes none. Raises typer.BadParameter."""
     from topology.export import SALT_BYTES, Role, User, hash_password
-    from topology.lanes import DEFAULT_LANES
+    from topology.lanes import usual
 
     known = {} if passwords is None else _passwords(passwords)
     missing = [name for user in given if (name := user.partition(":")[0]) not in known]
     if missing and not makes_passwords:
         raise typer.BadParameter(f"a line NAME:PASSWORD is missing for {', '.join(missing)}", param_hint="--passwords")
     roles: dict[str, Role] = {role: role for role in get_args(Role)}
-    all_lanes = sorted(lane.name for lane in DEFAULT_LANES)
+    all_lanes = [lane.name for lane in settings.lane_specs()]
+    usual_lanes = all_lanes[all_lanes.index(usual(settings.lane_specs()).name) :]
     users = []
     for text in given:
         name, role, lanes, *_ = *text.split(":", 2), "", ""
         if role not in roles:
             raise typer.BadParameter(f"{text!r}: the role is one of {', '.join(roles)}", param_hint="--user")
-        chosen = tuple(lanes.split(",")) if lanes else ()
+        chosen = tuple(all_lanes if lanes == "*" else lanes.split(",") if lanes else usual_lanes)
         if not set(chosen) <= set(all_lanes):
             raise typer.BadParameter(f"{text!r}: the lanes are {', '.join(all_lanes)}", param_hint="--user")
         password = known.get(name) or secrets.token_urlsafe(24)
         try:
             hashed = hash_password(password, salt=secrets.token_bytes(SALT_BYTES))
-            user = User(name, roles[role], hashed)
-            users.append(replace(user, lanes=chosen) if chosen else user)
+            users.append(User(name, roles[role], hashed, lanes=chosen))
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--user") from None
         if name in missing:

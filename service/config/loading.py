@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 from urllib.parse import urlsplit
@@ -29,6 +30,7 @@ from service.config.flows import wrong_names
 from service.config.settings import (
     ANTHROPIC_URL,
     FIRST,
+    MOST_RANK,
     PREFIX,
     GatewayKey,
     LimitsSettings,
@@ -37,7 +39,7 @@ from service.config.settings import (
 )
 from service.config.value_types import ALLOWED, Disagreement, Section, is_provider_name, mask, mask_url
 from service.telemetry import redaction
-from topology.lanes import DEFAULT_LANES
+from topology.lanes import DEFAULT_LANES, MOST_LANES, NAME, RESERVED
 
 Place = tuple[str, ...]
 """The path of a setting in the nested settings, such as ("lanes", "critical", "slots")."""
@@ -82,7 +84,7 @@ def field_name(name: str) -> str:
 def pattern(place: Place) -> Place:
     """A setting's path with `*` in place of a name that the user chooses, as in the keys of `SETTINGS`: ("providers",
     "*", "kind") for ("providers", "eu", "kind")."""
-    return (place[0], ANY, *place[2:]) if len(place) > 1 and (place[0], ANY) in _GROUPS else place
+    return tuple(ANY if (*place[:depth], ANY) in _GROUPS else step for depth, step in enumerate(place))
 
 
 def is_setting(place: Place) -> bool:
@@ -98,7 +100,7 @@ def is_group(place: Place) -> bool:
 def variable(place: Place) -> str:
     """The environment variable of the setting with this path: `LANEKEEPER_LANES__BATCH__SLOTS` for ("lanes", "batch",
     "slots")."""
-    return SETTINGS[pattern(place)].alias or PREFIX + "__".join(place).upper()
+    return SETTINGS[pattern(place)].alias or PREFIX + "__".join(place).upper().replace("-", "_")
 
 
 def place_of(name: str) -> Place | None:
@@ -108,7 +110,11 @@ def place_of(name: str) -> Place | None:
 
 
 def _as_place(name: str) -> Place:
-    return tuple(name.upper().removeprefix(PREFIX).lower().split("__"))
+    place = tuple(name.upper().removeprefix(PREFIX).lower().split("__"))
+    # the name of a lane may contain -, that of an environment variable may not
+    return tuple(
+        step.replace("_", "-") if depth and place[depth - 1] == "lanes" else step for depth, step in enumerate(place)
+    )
 
 
 def unknown_variable(name: str) -> str:
@@ -116,14 +122,14 @@ def unknown_variable(name: str) -> str:
     place = _as_place(name)
     if (later := _later(place)) is not None:
         return later
-    if place in _GROUPS:
-        inside = next(setting for setting in SETTINGS if setting[: len(place)] == place)
-        return f"is a group of settings; set one of them, such as {variable(inside)}"
+    if is_group(place):
+        inside = next(setting[len(place) :] for setting in SETTINGS if setting[: len(place)] == pattern(place))
+        return f"is a group of settings; set one of them, such as {variable((*place, *inside))}"
     # A setting whose path contains `*` is a candidate only if the variable has a name at that position.
     candidates = [
-        (setting[0], place[1], *setting[2:]) if ANY in setting else setting
+        tuple(place[depth] if step == ANY else step for depth, step in enumerate(setting))
         for setting in SETTINGS
-        if len(place) > 1 or ANY not in setting
+        if ANY not in setting[len(place) :]
     ]
     return _no_setting(
         name.upper().removeprefix(PREFIX), {known.removeprefix(PREFIX): known for known in map(variable, candidates)}
@@ -273,6 +279,7 @@ def contradictions(settings: Settings) -> Iterator[Disagreement]:
     """All contradictions between settings that are each valid by themselves."""
     for place, section in _sections(settings):
         yield from (disagreement.under(place) for disagreement in section.disagreements())
+    yield from _lanes(settings)
     yield from _speakers(settings)
     yield from _provider_names(settings.providers)
     yield from wrong_names("handlers", settings.handlers)
@@ -297,10 +304,49 @@ def _sections(node: BaseModel, place: Place = ()) -> Iterator[tuple[Place, Secti
     for name, value in node:
         if isinstance(value, Section):
             yield from _sections(value, (*place, name))
-    if isinstance(node, Settings):
-        for table in ("providers", "handlers"):
-            for name, section in getattr(node, table).items():
-                yield from _sections(section, (table, name))
+        elif isinstance(value, dict):
+            for key, section in value.items():
+                if isinstance(section, Section):
+                    yield from _sections(section, (*place, name, key))
+
+
+def _lanes(settings: Settings) -> Iterator[Disagreement]:
+    """Find lanes that cannot be beside each other, and settings for lanes that do not exist."""
+    lanes = settings.lane_specs()
+    at = {lane.name: ("lanes", lane.name) for lane in lanes}
+    if not lanes or len(lanes) > MOST_LANES:
+        yield Disagreement(f"{len(lanes)} lanes are enabled, allowed are 1 to {MOST_LANES}", at=(("lanes",),))
+    for lane, after in pairwise(lanes):
+        if lane.rank == after.rank:
+            yield Disagreement(
+                f"the lanes {lane.name} and {after.name} have one rank, {lane.rank}; give each its own",
+                at=tuple((*at[each.name], "rank") for each in (lane, after)),
+            )
+    for name in settings.lanes.keys() - {lane.name for lane in DEFAULT_LANES}:
+        if NAME.fullmatch(name) is None or name in RESERVED:
+            yield Disagreement(
+                f"{name[:80]!r} is no name for a lane: a to z, 0 to 9 and -, up to 32, a letter first, and none of "
+                f"{', '.join(sorted(RESERVED))}",
+                at=(("lanes", name),),
+            )
+    there = f"there are {', '.join(at)}"
+    for group, table in (("budget", settings.budget.lanes), ("caps", settings.caps.lanes)):
+        for name in table.keys() - settings.lanes.keys():
+            yield Disagreement(
+                f"no lane {name[:80]!r}; {there}", at=((group, "lanes", name),), by=(("lanes", name, "rank"),)
+            )
+    for key in settings.gateway.keys.values():
+        for name in key.lanes or ():
+            if name not in at:
+                text = f"the key of {key.tenant} names the lane {name[:80]!r}; {there}"
+                yield Disagreement(text, at=(("gateway", "keys"),), by=(("lanes", name),))
+    shares = settings.budget_spec().shares
+    if (total := sum(shares.values())) > 1 + 1e-9:
+        listed = ", ".join(f"{lane} {share * 100:.4g} %" for lane, share in shares.items())
+        yield Disagreement(
+            f"the shares are {total * 100:.4g} % together ({listed}), allowed are 100 %",
+            at=tuple(("budget", "lanes", lane, "share") for lane in shares),
+        )
 
 
 def _speakers(settings: Settings) -> Iterator[Disagreement]:
@@ -388,21 +434,28 @@ def effective(settings: Settings, found: Mapping[Place, str]) -> Iterator[Effect
     that a source has set; the others have their defaults."""
     for pattern in SETTINGS:
         for place in _places(settings, pattern):
-            value = settings.shown_store if place == ("store_url",) else plain(_value(settings, place))
-            yield Effective(".".join(place), variable(place), value, found.get(place, DEFAULT))
+            yield Effective(".".join(place), variable(place), _shown_value(settings, place), found.get(place, DEFAULT))
 
 
 def _places(settings: Settings, pattern: Place) -> Iterator[Place]:
-    if ANY in pattern:
-        yield from ((pattern[0], name, *pattern[2:]) for name in getattr(settings, pattern[0]))
-    else:
+    if ANY not in pattern:
         yield pattern
+        return
+    at = pattern.index(ANY)
+    for name in settings.lanes if pattern[at - 1] == "lanes" else getattr(settings, pattern[0]):
+        yield (*pattern[:at], name, *pattern[at + 1 :])
 
 
-def _value(node: Any, place: Place) -> Any:
+def _shown_value(settings: Settings, place: Place) -> Any:
+    match place:
+        case ("store_url",):
+            return settings.shown_store
+        case ("budget", "lanes", lane, "share"):
+            return settings.budget_spec().shares.get(lane)
+    node: Any = settings
     for step in place:
-        node = node[step] if isinstance(node, Mapping) else getattr(node, step)
-    return node
+        node = node.get(step) if isinstance(node, Mapping) else getattr(node, step, None)
+    return plain(node)
 
 
 def plain(value: Any) -> Any:
@@ -449,14 +502,13 @@ def simulating(settings: Settings, *urls: str) -> Settings:
 def with_provider(settings: Settings, url: str, *, key: str) -> Settings:
     """A copy of the settings in which all lanes use a single provider: an API like Anthropic's at `url`, called with
     the API key `key`."""
-    lanes = settings.lanes
-    unnamed = {lane.name: getattr(lanes, lane.name).model_copy(update={"providers": None}) for lane in DEFAULT_LANES}
+    unnamed = {name: lane.model_copy(update={"providers": None}) for name, lane in settings.lanes.items()}
     return settings.model_copy(
         update={
             "anthropic_base_url": SecretStr(url),
             "anthropic_api_key": SecretStr(key),
             "providers": {},
-            "lanes": lanes.model_copy(update=unnamed),
+            "lanes": unnamed,
         }
     )
 
@@ -595,13 +647,25 @@ class _Given:
         lines = [
             *self.problems,
             *wrong.values(),
-            *of_disagreements(disagreements, self.found, wrong=wrong.keys()),
+            *of_disagreements([*self._undeclared_lanes(), *disagreements], self.found, wrong=wrong.keys()),
             *self._keys_sent_elsewhere(),
         ]
         if lines:
             count = "wrong setting: " if len(lines) == 1 else f"{len(lines)} wrong settings:\n  "
             raise SettingsError(count + "\n  ".join(lines))
         return settings
+
+    def _undeclared_lanes(self) -> Iterator[Disagreement]:
+        known = [lane.name for lane in DEFAULT_LANES]
+        known += [place[1] for place in self.found if place[0] == "lanes" and place[2] == "rank"]
+        for name in dict.fromkeys(place[1] for place in self.found if place[0] == "lanes"):
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                meant = f", did you mean {near[0]}?" if near else ";"
+                yield Disagreement(
+                    f"no such lane{meant} a lane is declared by its rank, {variable(('lanes', name, 'rank'))}",
+                    at=(("lanes", name),),
+                )
 
     def _keys_sent_elsewhere(self) -> Iterator[str]:
         """The `.env` of whatever folder a command is run in may not say where a key that another source has set is
@@ -640,7 +704,7 @@ class _Given:
                 group = group.setdefault(step, {})
             if place not in omitted:
                 group[place[-1]] = found.value
-        for lane in nested.get("lanes", {}).values():
-            if "slots" in lane:  # a lane whose slots are set gets no more of them, unless `slots_max` is set as well
-                lane.setdefault("slots_max", lane["slots"])
+        own = nested.get("lanes", {}).keys() - {lane.name for lane in DEFAULT_LANES}
+        for number, name in enumerate(own):  # with a rank, what else is wrong of a lane is found too
+            nested["lanes"][name].setdefault("rank", MOST_RANK - number)
         return nested

@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from consumers.flows.handlers import HandlerSpec
 from consumers.housekeeping import DeadSpec
 from consumers.job import ATTEMPT_WITHIN_S
-from consumers.limits.base import DEFAULT_SHARES, LEAST_LIMITS, AccountCaps, BudgetSpec
+from consumers.limits.base import LEAST_LIMITS, AccountCaps, BudgetSpec, shares_of
 from consumers.providers.routes import ProviderModels, RoutesSpec
 from consumers.rate_limit import INVALID_PER_HOUR
 from consumers.replies import MAX_WAITING, ReplyRule
@@ -62,21 +62,28 @@ from service.config.value_types import (
     wrong,
 )
 from topology.codec.bounds import ANSWER_BYTES, VALUES
-from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, GIB, MIB, NORMAL, LaneSpec
+from topology.lanes import DEFAULT_LANES, GIB, MIB, NORMAL, LaneSpec, nearest
 
 YEAR_S = 365 * 86_400
 """The highest value, in seconds, that most settings of a duration may have: a year."""
+MOST_RANK = 1_000_000
 
 
 class LaneSettings(Section):
-    """The settings of one lane. The defaults are in `topology/lanes.py`."""
+    """The settings of one lane. The defaults are in `topology/lanes.py`; a lane of one's own has those of the default
+    lane with the nearest rank."""
 
+    enabled: bool = True
+    """`false`: there is no such lane. Example: false"""
+    rank: Number[int] = Field(ge=1, le=MOST_RANK)
+    """The order of urgency: the lowest is served first. No two lanes may share one. With a new name, it
+    declares a lane. Example: 5"""
     slots: Number[int] = Field(ge=1, le=10_000)
     """How many requests of the lane's intake one process works on at the same time. If it is set, `slots_max` is the
     same by default."""
     slots_min: Number[int] | None = Field(default=None, ge=0, le=10_000)
-    """How many idle slots the lane keeps for itself and never lends. None: one eighth of `slots`, and at least one; for
-    the lane `critical`, two. Example: 4"""
+    """How many idle slots the lane keeps for itself and never lends. None: one eighth of `slots`, and at least one.
+    Example: 4"""
     slots_max: Number[int] | None = Field(default=None, ge=1, le=10_000)
     """The most slots that the lane may have, with those that are lent and added. None: eight times the default of
     `slots`, or `slots` if that is set. Example: 64"""
@@ -127,23 +134,38 @@ class LaneSettings(Section):
                 at=(("slots_max",), ("slots",)),
             )
 
-    @classmethod
-    def of(cls, spec: LaneSpec) -> "LaneSettings":
-        fields = {name: getattr(spec, name) for name in cls.model_fields if name not in ("models", "providers")}
-        return cls(**fields, models=None if spec.models is None else tuple(sorted(spec.models)))
-
     def spec(self, name: str) -> LaneSpec:
-        values = self.model_dump(exclude={"providers", "models"})
+        values = self.model_dump(exclude={"enabled", "providers", "models"})
         return LaneSpec(name=name, **values, models=None if self.models is None else frozenset(self.models))
 
 
-class LanesSettings(Section):
-    """The settings of the three lanes. Each lane is a field, not an entry of a table, so that one value of one lane can
-    be set while its other values keep their defaults."""
+def _defaults_of(spec: LaneSpec) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in LaneSettings.model_fields if hasattr(spec, name)}
 
-    critical: LaneSettings = LaneSettings.of(CRITICAL)
-    normal: LaneSettings = LaneSettings.of(NORMAL)
-    batch: LaneSettings = LaneSettings.of(BATCH)
+
+_DEFAULT_LANES = {spec.name: _defaults_of(spec) for spec in DEFAULT_LANES}
+
+
+def _with_defaults(given: Any) -> Any:
+    """Add the default lanes, and to each lane the values that are not given."""
+    if not isinstance(given, Mapping):
+        return given
+    return {name: _lane(name, given.get(name, {})) for name in {**_DEFAULT_LANES, **given}}
+
+
+def _lane(name: str, given: Any) -> Any:
+    if not isinstance(given, Mapping):
+        return given
+    defaults = _DEFAULT_LANES.get(name)
+    if defaults is None:
+        try:
+            like = nearest(DEFAULT_LANES, int(given["rank"]))
+        except (KeyError, TypeError, ValueError):
+            like = NORMAL
+        defaults = {value: default for value, default in _defaults_of(like).items() if value != "rank"}
+    # a lane whose slots are set gets no more of them, unless `slots_max` is set as well
+    most = {"slots_max": given["slots"]} if "slots" in given else {}
+    return {**defaults, **most, **given}
 
 
 class TlsSettings(Section):
@@ -336,7 +358,6 @@ class BodiesSettings(Section):
         return [BodyStore(url) for url in self.allow if not url.startswith(WEB)]
 
 
-LANES = tuple(lane.name for lane in DEFAULT_LANES)
 KEYS_AT_MOST = 1000
 """How many API keys the gateway's settings may have at most."""
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -353,10 +374,8 @@ class GatewayKey:
     tenant: str | None
     """The tenant to which the caller's requests belong. None: they belong to no tenant, which is only possible if no
     keys are set."""
-    lanes: tuple[str, ...] = LANES
-    """The lanes that calls may name."""
-    default_lane: str = NORMAL.name
-    """The lane of calls that name none: the first that the key lists, or `normal` if it lists none."""
+    lanes: tuple[str, ...] | None = None
+    """The lanes that calls may name; the first is that of calls that name none. None: all."""
     models: tuple[str, ...] | None = None
     """The models that calls may name. None: all."""
     expires_at: float | None = None
@@ -378,9 +397,6 @@ def _key(value: Mapping[str, Any]) -> GatewayKey:
     given: dict[str, Any] = {"tenant": read_tenant(value["tenant"])}
     if "lanes" in value:
         given["lanes"] = not_empty(tuple(words(value["lanes"])))
-        given["default_lane"] = given["lanes"][0]
-        if not set(given["lanes"]) <= set(LANES):
-            raise ValueError
     if "models" in value:
         given["models"] = read_models(value["models"])
     if "expires" in value:
@@ -404,10 +420,10 @@ KeyTable = Annotated[
     each_of(
         _hash,
         _key,
-        f"for each key's SHA-256 (`lanekeeper key new` prints it) a table: tenant, and perhaps lanes (of "
-        f"{', '.join(LANES)}; the first is the default; without a list all, and `normal` is the default), models, "
-        "expires (a time with its zone, such as 2027-01-31T18:00:00Z), and operator (no, look or act: whether it may "
-        "see or change what all tenants' requests do); in the environment as JSON",
+        "for each key's SHA-256 (`lanekeeper key new` prints it) a table: tenant, and perhaps lanes (the first is the "
+        "default; without a list all), models, expires (a time with its zone, such as 2027-01-31T18:00:00Z), and "
+        "operator (no, look or act: whether it may see or change what all tenants' requests do); in the environment "
+        "as JSON",
     ),
     Field(max_length=KEYS_AT_MOST),
 ]
@@ -564,31 +580,10 @@ class CapSettings(Section):
 class LaneBudgetSettings(Section):
     """One lane's share of the providers' budgets, that is, of what the providers' limits allow in a minute."""
 
-    share: Number[float] = Field(gt=0, le=1)
+    share: Number[float] | None = Field(default=None, gt=0, le=1)
     """The share of each provider's budget (what its limits allow in a minute) that is reserved for this lane. The rest
-    goes to the most urgent request that waits."""
-
-
-class LaneBudgetsSettings(Section):
-    """For each lane, the share of the providers' budgets (what their limits allow in a minute) that is reserved for
-    it."""
-
-    critical: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[CRITICAL.name])
-    normal: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[NORMAL.name])
-    batch: LaneBudgetSettings = LaneBudgetSettings(share=DEFAULT_SHARES[BATCH.name])
-
-    def shares(self) -> dict[str, float]:
-        """The lanes' shares by name, the most urgent lane first."""
-        return {lane: budget["share"] for lane, budget in self.model_dump().items()}
-
-    def disagreements(self) -> Iterator[Disagreement]:
-        shares = self.shares()
-        if (total := sum(shares.values())) > 1 + 1e-9:
-            listed = ", ".join(f"{lane} {share * 100:g} %" for lane, share in shares.items())
-            yield Disagreement(
-                f"the shares are {total * 100:g} % together ({listed}), allowed are 100 %",
-                at=tuple((lane, "share") for lane in shares),
-            )
+    goes to the most urgent request that waits. None: by the lane's rank, like 0.3, 0.2 and 0.05 of the default lanes.
+    Example: 0.1"""
 
 
 class BudgetSettings(LimitsSettings):
@@ -596,30 +591,12 @@ class BudgetSettings(LimitsSettings):
     The four limits here apply to the first provider; other providers have their own settings. Limits that a provider
     sends in its headers always hold as well."""
 
-    lanes: LaneBudgetsSettings = LaneBudgetsSettings()
+    lanes: dict[str, LaneBudgetSettings] = {}
     burst_s: Number[float] = Field(default=BudgetSpec().burst_s, gt=0, le=60)
     """What a provider's limits allow and is not used accumulates for at most this many seconds."""
     overflow_s: Number[float] | None = Field(default=None, gt=0, le=3600)
     """A request that would wait longer than this for a provider's limits goes to the next provider, if the wait there
     is shorter. None: the lane's `target_wait_s`. Example: 5"""
-
-    def spec(self, others: Mapping[str, ProviderSettings]) -> BudgetSpec:
-        """Convert these settings to the `BudgetSpec` that workers use: the lanes' shares, and the limits of all
-        providers' accounts."""
-        return BudgetSpec(
-            shares=self.lanes.shares(),
-            burst_s=self.burst_s,
-            overflow_s=self.overflow_s,
-            accounts={FIRST: self.limits(), **{name: other.limits() for name, other in others.items()}},
-        )
-
-
-class LaneCapsSettings(Section):
-    """For each lane, the limits for what it may use in one day (UTC)."""
-
-    critical: CapSettings = CapSettings()
-    normal: CapSettings = CapSettings()
-    batch: CapSettings = CapSettings()
 
 
 class FairSettings(Section):
@@ -634,13 +611,13 @@ class FairSettings(Section):
 class CapsSettings(Section):
     """Limits for what lanes and tenants may use in one day (UTC)."""
 
-    lanes: LaneCapsSettings = LaneCapsSettings()
+    lanes: dict[str, CapSettings] = {}
     tenants: CapTable = Field(default_factory=dict)
     """What each tenant may use in a day (UTC). `*`: each tenant that is not listed. Example: {"*": {"usd": 5}, "crm":
     {"requests": 10000}}"""
 
     def spec(self) -> CapsSpec:
-        return CapsSpec(lanes={name: Cap(**cap) for name, cap in self.lanes.model_dump().items()}, tenants=self.tenants)
+        return CapsSpec(lanes={name: Cap(**dict(cap)) for name, cap in self.lanes.items()}, tenants=self.tenants)
 
 
 _PORTS = {"amqp": 5672, "amqps": 5671}
@@ -682,8 +659,6 @@ class Settings(BaseSettings):
         frozen=True,
         populate_by_name=True,
         hide_input_in_errors=True,
-        # If only some fields of a lane are set, the others keep that lane's defaults.
-        nested_model_default_partial_update=True,
     )
 
     amqp_url: AmqpUrl = SecretStr("amqp://guest:guest@localhost:5672/")
@@ -707,7 +682,9 @@ class Settings(BaseSettings):
     handlers: dict[str, HandlerSettings] = {}
     metrics: MetricsSettings = MetricsSettings()
     budget: BudgetSettings = BudgetSettings()
-    lanes: LanesSettings = LanesSettings()
+    lanes: Annotated[dict[str, LaneSettings], BeforeValidator(_with_defaults)] = Field(
+        default={}, validate_default=True
+    )
     gateway: GatewaySettings = GatewaySettings()
     tls: TlsSettings = TlsSettings()
     reply_to: ReplySettings = ReplySettings()
@@ -772,12 +749,20 @@ class Settings(BaseSettings):
 
     def budget_spec(self) -> BudgetSpec:
         """The limits for calls to the providers (their accounts' budgets), and how the lanes share them."""
-        return self.budget.spec(self.providers)
+        budget, lanes = self.budget, self.lane_specs()
+        shares = {name: lane.share for name, lane in budget.lanes.items() if lane.share is not None}
+        return BudgetSpec(
+            shares=shares_of(lanes, shares),
+            ranks={lane.name: lane.rank for lane in lanes},
+            burst_s=budget.burst_s,
+            overflow_s=budget.overflow_s,
+            accounts={FIRST: budget.limits(), **{name: other.limits() for name, other in self.providers.items()}},
+        )
 
     def routes_spec(self) -> RoutesSpec:
         """Which provider is called for which model. The first provider (that of ANTHROPIC_API_KEY) is included if it
         has a key, if a lane names it, or if there is no other."""
-        orders = {lane.name: section.providers for lane in DEFAULT_LANES if (section := self._lane(lane)).providers}
+        orders = {lane.name: self.lanes[lane.name].providers for lane in self.lane_specs()}
         is_wanted = any(FIRST in (names or ()) for names in orders.values())
         first = [ProviderModels(name=FIRST)] if self.api_key or is_wanted or not self.providers else []
         return RoutesSpec(
@@ -791,12 +776,10 @@ class Settings(BaseSettings):
             tenants=self.models.tenants,
         )
 
-    def _lane(self, lane: LaneSpec) -> LaneSettings:
-        section: LaneSettings = getattr(self.lanes, lane.name)
-        return section
-
     def lane_specs(self) -> tuple[LaneSpec, ...]:
-        return tuple(self._lane(lane).spec(lane.name) for lane in DEFAULT_LANES)
+        """The lanes, the most urgent first."""
+        found = (section.spec(name) for name, section in self.lanes.items() if section.enabled)
+        return tuple(sorted(found, key=lambda lane: lane.rank))
 
     def names(self) -> Names:
         return Names(self.namespace)

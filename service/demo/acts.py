@@ -144,7 +144,7 @@ async def unbroken(settings: Settings, client: Client, api: SimulatedAPI, *, fol
     ):
         asking = [asyncio.create_task(ask(number)) for number in range(JOBS)]
         with suppress(TimeoutError):  # until more calls run than the first worker can make
-            first_makes = min(settings.lanes.batch.slots, JOBS // 2)
+            first_makes = min(settings.lanes[BATCH.name].slots, JOBS // 2)
             await api.until(lambda: api.running > first_makes, timeout_s=5.0)
         second.kill()
         finals = await asyncio.gather(*asking)
@@ -191,6 +191,8 @@ async def _beside(
         "gateway.keys": "{}",
         "log_format": "json",
     }
+    for name, lane in settings.lanes.items():
+        sets |= {f"lanes.{name}.enabled": json.dumps(lane.enabled), f"lanes.{name}.rank": str(lane.rank)}
     words = [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "service.cli.main", *line, "--config", str(config), *words),
@@ -320,7 +322,7 @@ async def budget(settings: Settings) -> tuple[Spending, Spending]:
         gated, ungated = [await stack.enter_async_context(SimulatedAPI(ACCOUNT)) for _ in range(2)]
         settings = simulating(settings, gated.base_url)
         settings = settings.model_copy(update={"budget": BudgetSettings(burst_s=BURST_S)})
-        model = settings.lanes.batch.model  # one model for both lanes, so that they share an account
+        model = settings.lanes[BATCH.name].model  # one model for both lanes, so that they share an account
         provider = AnthropicProvider.at(ungated.base_url, api_key="simulated", traceparent=lambda: None)
         stack.push_async_callback(provider.aclose)
         parts, client = await stack.enter_async_context(working(settings))

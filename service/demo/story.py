@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lanekeeper.amqp.connection import Connection
 from service.config.loading import simulating, with_broker, with_store
-from service.config.settings import BudgetSettings, CapsSettings, LanesSettings, Settings
+from service.config.settings import BudgetSettings, CapsSettings, LaneSettings, Settings
 from service.demo import acts
 from service.demo.acts import SENT, Score, Scores, Spending, share_ms
 from service.private_broker import private_broker
@@ -22,7 +22,7 @@ from service.side_tasks import beside
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 from topology.broker.admin import remove
 from topology.declaration import declare
-from topology.lanes import BATCH, CRITICAL
+from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES
 
 BATCH_SLOTS = 12
 LATENCY_MS = 300
@@ -125,11 +125,21 @@ async def _remove_topology_at_end(stack: AsyncExitStack, settings: Settings) -> 
 
 
 def _for_demo(settings: Settings) -> Settings:
-    """The user's settings without limits or caps of a real provider, with short pauses before retries, and with twelve
-    slots for the batch lane, unless the user has set its slots."""
+    """The user's settings with the default lanes, without limits or caps of a real provider, with short pauses before
+    retries, and with twelve slots for the batch lane, unless the user has set its slots."""
+    ranks = {lane.name: lane.rank for lane in DEFAULT_LANES}
+    settings = settings.model_copy(
+        update={
+            "lanes": {
+                name: lane.model_copy(update={"enabled": name in ranks, "rank": ranks.get(name, lane.rank)})
+                for name, lane in settings.lanes.items()
+            }
+        }
+    )
+    has_slots = settings.lanes[BATCH.name].slots_max is not None
     return settings.model_copy(
         update={
-            "lanes": settings.lanes if settings.lanes.batch.slots_max else _with_batch_slots(settings, BATCH_SLOTS),
+            "lanes": settings.lanes if has_slots else _with_batch_slots(settings, BATCH_SLOTS),
             "retry": settings.retry.model_copy(update={"base_s": 0.2, "span_s": 6.0}),
             "budget": BudgetSettings(),
             "caps": CapsSettings(),
@@ -137,9 +147,9 @@ def _for_demo(settings: Settings) -> Settings:
     )
 
 
-def _with_batch_slots(settings: Settings, slots: int) -> LanesSettings:
-    batch = settings.lanes.batch.model_copy(update={"slots": slots, "slots_max": slots})
-    return settings.lanes.model_copy(update={"batch": batch})
+def _with_batch_slots(settings: Settings, slots: int) -> dict[str, LaneSettings]:
+    batch = settings.lanes[BATCH.name].model_copy(update={"slots": slots, "slots_max": slots})
+    return {**settings.lanes, BATCH.name: batch}
 
 
 # ---- what is shown, in 80 columns ------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from multidict import MultiMapping
 from lanekeeper.contract.problems import RequestProblem, invalid_request
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
-from service.config.settings import LANES, GatewayKey
+from service.config.settings import GatewayKey
 from service.gateway.problems import ApiError, api_error_of
+from topology.lanes import LaneSpec, usual
 
 PREFIX = "lane-"
 _LONGEST = 256
@@ -190,16 +191,16 @@ def only_value(headers: MultiMapping[str], name: str) -> str | None:
     return values.pop() if values else None
 
 
-def lane_of(caller: GatewayKey, named: str | None) -> str:
-    """The lane for a call: `named`, else the caller's default. Raises ApiError 403 if the key does not allow it, and
-    RequestProblem if there is no such lane."""
+def lane_of(caller: GatewayKey, named: str | None, lanes: Mapping[str, LaneSpec]) -> LaneSpec:
+    """The lane for a call: `named`, else the first of the key's, else the usual one. Raises ApiError 403 if the key
+    does not allow it, and RequestProblem if there is no such lane."""
     if named is None:
-        return caller.default_lane
-    if named in caller.lanes:
-        return named
-    if named in LANES:
-        raise ApiError(403, f"header x-lane-name: found {named!r}, this key allows {', '.join(caller.lanes)}")
-    allowed = ", ".join(caller.lanes)
+        return usual(tuple(lanes.values())) if caller.lanes is None else lanes[caller.lanes[0]]
+    allowed = ", ".join(caller.lanes or lanes)
+    if named in (caller.lanes or lanes):
+        return lanes[named]
+    if named in lanes:
+        raise ApiError(403, f"header x-lane-name: found {named!r}, this key allows {allowed}")
     raise invalid_request(f"header x-lane-name: found {named[:40]!r}, allowed is one of {allowed}")
 
 

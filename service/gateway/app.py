@@ -210,6 +210,7 @@ def document(name: str, settings: Settings) -> dict[str, Any]:
 
     text = files("service.gateway").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     text = text.replace(": lane.", f": {settings.namespace}.")
+    text = text.replace("[batch, critical, normal]", f"[{', '.join(lane.name for lane in settings.lane_specs())}]")
     found: dict[str, Any] = yaml.load(text, Loader=yaml.CSafeLoader)  # seven times as fast as `safe_load`
     found["info"]["version"] = __version__
     return found
@@ -288,9 +289,7 @@ class SameStore:
     async def _is_another(self, caller: GatewayKey) -> bool:
         id = uuid.uuid4().hex
         identity, at_ms = identity_of(id, caller), now_ms()
-        unpublished = Submission(
-            body_hash=b"", lane=caller.lanes[0], submitted_ms=at_ms, due_ms=None, deadline_ms=at_ms
-        )
+        unpublished = Submission(body_hash=b"", lane="", submitted_ms=at_ms, due_ms=None, deadline_ms=at_ms)
         keep_until_ms = at_ms + int(1000 * ASK_EVERY_S)
         await self._store.follow(
             identity, unpublished, first_entry=NewEntry(QUEUED, b"{}"), keep_until_ms=keep_until_ms

@@ -133,7 +133,7 @@ class CallReader:
     ) -> CheckedCall:
         """Check one call. `task`: the third word of the routing key; `MESSAGES` if the caller waits for the answer.
         Raises ApiError, RequestProblem."""
-        lane = self.lanes[lane_of(caller, only_value(call_headers, n.LANE_NAME))]
+        lane = lane_of(caller, only_value(call_headers, n.LANE_NAME), self.lanes)
         headers: dict[str, str | int | bool] = {**_headers(call_headers)}
         handler = None if task == MESSAGES else only_value(call_headers, n.TYPE)
         if handler is not None:

@@ -52,7 +52,7 @@ def shown(status: Status, caller: GatewayKey) -> dict[str, Any]:
         return {**rest, "lanes": lanes}
     lanes = []
     for lane in status.lanes:
-        if lane.lane in caller.lanes:
+        if caller.lanes is None or lane.lane in caller.lanes:
             tenants = status.tenants.get(lane.lane, {})
             own = {name: figures for name, figures in tenants.items() if name == caller.tenant}
             lanes.append(_lane(asdict(lane), status, own))

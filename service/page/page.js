@@ -161,7 +161,7 @@ function card(name, n) {
     el("div", { class: "rate" }, part("div", "rate", { class: "big" }), part("small", "done")),
     el("div", { class: "waits" }, part("table", "waits")),
     el("div", {}, part("button", "brake", { class: "small" })));
-  made.root.style.setProperty("--c", `var(--lane${Math.min(n, 5)})`);
+  made.root.style.setProperty("--c", `var(--lane${n % 6})`);
   made.brake.addEventListener("click", () => (made.pause ? release(made.pause) : brake({ kind: "lane", name })));
   return made;
 }
@@ -217,9 +217,9 @@ function chart(found) {
     plot = new uPlot({
       width, height: 210, cursor: { y: false }, scales: { y: { distr: 3, range: (_, low, high) => [Math.min(0.001, low ?? 0.001), Math.max(10, (high ?? 10) * 2)] } },
       axes: [axis, { ...axis, size: 60, filter: (_, at) => at, splits: (_, n, low, high) => [0.001, 0.01, 0.1, 1, 10, 60, 600, 3600, 36000, 360000].filter((s) => s >= low && s <= high), values: (_, at) => at.map((s) => ms(1000 * s)) }],
-      series: [{}, ...names.map((name, n) => ({ label: name, stroke: colour(`--lane${Math.min(n, 5)}`), width: 2, dash: DASHES[n % DASHES.length], spanGaps: true, points: { show: false } }))],
+      series: [{}, ...names.map((name, n) => ({ label: name, stroke: colour(`--lane${n % 6}`), width: 2, dash: DASHES[n % DASHES.length], spanGaps: true, points: { show: false } }))],
     }, data, $("plot"));
-    $("legend").replaceChildren("95 of 100 waited less than: ", ...names.map((name, n) => { const b = el("b", {}, `${["━", "╌", "┈", "╍"][n % 4]} ${name}`); b.style.color = `var(--lane${Math.min(n, 5)})`; return b; }));
+    $("legend").replaceChildren("95 of 100 waited less than: ", ...names.map((name, n) => { const b = el("b", {}, `${["━", "╌", "┈", "╍"][n % 4]} ${name}`); b.style.color = `var(--lane${n % 6})`; return b; }));
   } else plot?.setData(data);
   shade.remove();
 }

@@ -42,7 +42,13 @@ def test_each_setting_has_its_source_and_a_later_source_wins(
         "lanes.normal.slots": (3, "option"),
     }
     assert found["lanes.critical.slots"]["variable"] == "LANEKEEPER_LANES__CRITICAL__SLOTS"
-    assert found.keys() == {".".join(place) for place in SETTINGS if "*" not in place}
+    assert found["budget.lanes.batch.share"]["value"] == 0.05, "by its rank"
+    assert found.keys() == {
+        ".".join(place).replace("*", lane)
+        for place in SETTINGS
+        for lane in ("critical", "normal", "batch")
+        if place[0] != "providers"
+    }
 
 
 def test_keys_and_passwords_are_hidden(

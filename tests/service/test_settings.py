@@ -130,14 +130,16 @@ def test_an_unknown_variable_is_refused_with_the_most_similar_name(name: str, me
 
 def test_an_unknown_toml_key_is_refused_with_the_most_similar_name() -> None:
     assert "namspace in given.toml: no such setting; did you mean namespace?" in wrong("namspace = 'x'")
-    assert "lanes.urgent in given.toml: no such setting" in wrong("[lanes.urgent]\nslots = 1")
+    assert "lanes.urgent.slots in given.toml: no such lane; a lane is declared by its rank, " in wrong(
+        "[lanes.urgent]\nslots = 1"
+    )
     assert "lanes.batch.slot in given.toml: no such setting; did you mean slots?" in wrong("[lanes.batch]\nslot = 1")
 
 
 def test_a_value_in_place_of_a_table_is_refused_even_if_a_variable_overrides_it() -> None:
     told = wrong("lanes = 4", env={"LANEKEEPER_LANES__CRITICAL__SLOTS": "3"})
 
-    assert told == "wrong setting: lanes in given.toml: found 4, allowed is a table with critical, normal, batch"
+    assert told == "wrong setting: lanes in given.toml: found 4, allowed is a table with a table for each name"
 
 
 def test_a_setting_of_a_later_version_in_the_environment_is_refused() -> None:

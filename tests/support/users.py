@@ -38,7 +38,7 @@ class Broker:
         mark = secrets.token_hex(4)  # users belong to the whole broker, which other tests share
         self.app = f"support-{mark}"
         self.users = {
-            "application": User(self.app, "application", HASH),
+            "application": User(self.app, "application", HASH, lanes=("normal", "batch")),
             "pager": User(f"pager-{mark}", "application", HASH, lanes=("critical",)),
             "client": User(f"client-{mark}", "client", HASH, lanes=("critical",)),
             "worker": User(f"worker-{mark}", "worker", HASH),

@@ -122,7 +122,7 @@ def test_a_role_may_do_what_it_needs_and_no_more(
     ("user", "allowed", "refused"),
     [
         (
-            User("support", "application", HASH),
+            User("support", "application", HASH, lanes=("normal", "batch")),
             ["normal.support.chat", "batch.support.chat"],
             [
                 "critical.support.chat",

@@ -1,5 +1,6 @@
 """Declares a topology on a broker over AMQP, compares the broker with it, once or again and again (`TopologyWatch`),
-removes it, and checks permissions. Only `remove` deletes anything; nothing changes an existing object."""
+removes it, and checks permissions. Only `remove` and `remove_lane` delete anything; nothing changes an existing
+object."""
 
 import asyncio
 import random
@@ -19,7 +20,7 @@ from aiormq.exceptions import (
     ChannelPreconditionFailed,
 )
 
-from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.driver import RPC_TIMEOUT_S, asks_to_stop, border, close
 from lanekeeper.amqp.publisher import CONFIRM_TIMEOUT_S
 from lanekeeper.contract.names import Names
@@ -398,6 +399,59 @@ async def check_write_rights(connection: Connection, routes: Iterable[tuple[str,
         raise
     finally:
         await close(channel)
+
+
+SETTLED_S = 1.0
+"""After a lane is unbound, what was published before has arrived in its queues."""
+
+
+async def remove_lane(lane: str, connection: Connection, management: Management, *, names: Names) -> None:
+    """Delete the queues of a lane that no process has any more. Raises TopologyMismatch, and leaves the lane as it was,
+    if a queue still holds messages or has consumers."""
+    queues = [
+        queue
+        for queue in await management.messages()
+        if queue == names.intake(lane) or names.lane_behind(queue) == lane
+    ]
+    await _require_unused(lane, queues, connection, management)
+    key = names.lane_pattern(lane)
+    bindings = [
+        (exchange, queue)
+        for exchange, queue in ((names.requests, names.intake(lane)), (names.due_exchange, names.due(lane)))
+        if queue in queues
+    ]
+    channel = await connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
+    with border("removing a lane"):
+        for exchange, queue in bindings:
+            await channel.queue_unbind(queue, exchange, key, timeout=RPC_TIMEOUT_S)
+    await asyncio.sleep(SETTLED_S)
+    try:
+        await _require_unused(lane, queues, connection, management)
+        with border("removing a lane"):
+            for queue in queues:
+                await channel.queue_delete(queue, timeout=RPC_TIMEOUT_S)
+    except BaseException:
+        with suppress(BrokerError), border("binding again"):
+            for exchange, queue in bindings:
+                await channel.queue_bind(queue, exchange, key, timeout=RPC_TIMEOUT_S)
+        raise
+    finally:
+        await close(channel)
+
+
+async def _require_unused(lane: str, queues: list[str], connection: Connection, management: Management) -> None:
+    held = await management.messages()
+    for queue, depth in (await depths(connection, queues)).items():
+        if depth.consumers:
+            raise TopologyMismatch(
+                f"lane {lane} is still consumed from {queue} ({depth.consumers} consumers): take the lane out of the "
+                "settings of all workers, restart them one by one, and try again"
+            )
+        if count := max(depth.ready, held.get(queue, 0)):
+            raise TopologyMismatch(
+                f"lane {lane} cannot be removed: {queue} holds {count} messages. Stop publishing to it, let a worker "
+                f"that still has the lane finish them (lanekeeper consume --lane {lane}), stop it, and try again"
+            )
 
 
 async def remove(topology: Topology, connection: Connection) -> None:

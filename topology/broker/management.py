@@ -6,6 +6,7 @@ API; to the latter over TLS if the AMQP connection uses TLS. They are never sent
 
 import json
 import ssl
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,12 @@ class Management:
     async def bindings(self) -> tuple[Binding, ...]:
         found = await self._get(f"bindings/{self._vhost}")
         return tuple(_binding(binding) for binding in found if binding["source"])
+
+    async def messages(self) -> Mapping[str, int]:
+        """How many messages each queue holds, with those that were delivered and are not acknowledged yet: as of some
+        seconds ago."""
+        found = await self._get(f"queues/{self._vhost}", columns="name,messages")
+        return {queue["name"]: queue.get("messages", 0) for queue in found}
 
     async def import_definitions(self, definitions: dict[str, Any]) -> None:
         await self._call("POST", "definitions", body=definitions)

@@ -50,6 +50,8 @@ class Request:
 
     id: str
     lane: str
+    rank: int = 0
+    """The lane's."""
     body: bytes
     """The JSON for the provider: as published, with missing fields added."""
     model: str
@@ -183,6 +185,7 @@ def decode(
     return Request(
         id=request_id,
         lane=lane.name,
+        rank=lane.rank,
         body=content.body,
         model=content.model,
         max_tokens=content.max_tokens,

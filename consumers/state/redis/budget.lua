@@ -2,10 +2,10 @@
 -- step. It decides like consumers/limits does within a process (bucket.py, lines.py, account.py);
 -- tests/consumers/state/test_same_grants.py checks that both make the same grants.
 --
--- An account is stored as one string. It has the levels of the three token buckets, what each lane has saved of them
--- (`parts`), what was learned about the limits, and, for each process, the first waiting request (waiter) of each lane,
+-- An account is stored as one string. It has the levels of the three token buckets, its lanes with what each has saved
+-- of the buckets (`parts`), what was learned about the limits, and, for each process, the first waiting request (waiter) of each lane,
 -- so that requests of all processes are granted in their order. The waiters of a process that has run no step for a
--- while are removed.
+-- while are removed. Processes may know different lanes: an account has all that were used within an hour, by rank.
 
 -- The arithmetic of the three buckets, like consumers/limits/bucket.py, which explains it. `d` is the number of a
 -- bucket, `l` the number of a lane (1 is the most urgent).
@@ -93,7 +93,6 @@ end
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 local asked = cjson.decode(ARGV[1])
-shares, lanes = asked.shares, #asked.shares
 local raw, account, is_forgotten = redis.call('GET', KEYS[1]), nil, false
 if raw then
   local is_unpacked, found = pcall(cmsgpack.unpack, raw)
@@ -102,17 +101,36 @@ if raw then
 end
 if not account then
   account = {
-    form = asked.form, at = now, levels = {}, parts = {}, waiting = {},
+    form = asked.form, at = now, levels = {}, lanes = {}, waiting = {},
     version = asked.version, learned = ARGV[2], stopped_until = asked.stopped_until,
     limits = asked.limits, bursts = asked.bursts, most = asked.most, guessed = asked.guessed,
   }
-  for d = 1, 3 do
-    account.levels[d] = asked.bursts[d]
-    account.parts[d] = {}
-    for l = 1, lanes do account.parts[d][l] = shares[l] * account.levels[d] end
+  for d = 1, 3 do account.levels[d] = asked.bursts[d] end
+  for i, name in ipairs(asked.lanes) do
+    account.lanes[i] = {name = name, saved = {}}
+    for d = 1, 3 do account.lanes[i].saved[d] = asked.shares[i] * account.levels[d] end
   end
 end
-levels, parts = account.levels, account.parts
+-- `number_of`: for each lane of the process that runs this step, its number among all lanes
+local found, number_of, names = {}, {}, {}
+for _, lane in ipairs(account.lanes) do found[lane.name] = lane end
+for i, name in ipairs(asked.lanes) do
+  local lane = found[name] or {name = name, saved = {0, 0, 0}}
+  lane.rank, lane.share, lane.used, found[name] = asked.ranks[i], asked.shares[i], now, lane
+end
+account.lanes = {}
+for _, lane in pairs(found) do
+  if lane.used > now - 3600 then account.lanes[#account.lanes + 1] = lane end
+end
+table.sort(account.lanes, function(x, y) return x.rank < y.rank or x.rank == y.rank and x.name < y.name end)
+lanes, shares, levels, parts = #account.lanes, {}, account.levels, {{}, {}, {}}
+for l, lane in ipairs(account.lanes) do
+  names[l], shares[l] = lane.name, lane.share
+  for d = 1, 3 do parts[d][l] = lane.saved[d] end
+  for i, name in ipairs(asked.lanes) do
+    if name == lane.name then number_of[i] = l end
+  end
+end
 if now < account.at - 1 then  -- the clock was set back, so that stored times would lie far in the future
   account.stopped_until, account.waiting = account.stopped_until - (account.at - now), {}
 end
@@ -131,7 +149,7 @@ local gone = {}
 local function first_of(l)
   local first, of = nil, nil
   for process, its in pairs(waiting) do
-    local found = its.heads[tostring(l)]
+    local found = its.heads[names[l]]
     if found and process ~= asked.process and not gone[process .. l] and
       (not first or found.arrived < first.arrived) then
       first, of = found, process
@@ -177,7 +195,7 @@ end
 size()
 local before = waiting[asked.process]
 for l = 1, lanes do
-  own[l][1] = before and before.heads[tostring(l)]
+  own[l][1] = before and before.heads[names[l]]
 end
 want()
 local passed = math.max(0, now - account.at)
@@ -211,7 +229,7 @@ if asked.changed and not is_news then
 end
 for _, back in ipairs(asked.back) do
   for d = 1, 3 do
-    local l, over, from_part = back.lane, back.over[d], back.own[d]
+    local l, over, from_part = number_of[back.lane], back.over[d], back.own[d]
     if over > 0 then
       levels[d] = math.min(burst[d], levels[d] + over)
       parts[d][l] = math.max(parts[d][l], math.min(caps[d][l], parts[d][l] + math.min(over, from_part)))
@@ -227,7 +245,7 @@ end
 -- Decide which waiters get their budget in this step.
 for l = 1, lanes do own[l] = {} end
 for i, waiter in ipairs(asked.waiters) do
-  local line = own[waiter.lane]
+  local line = own[number_of[waiter.lane]]
   line[#line + 1] = {index = i, arrived = now - waiter.age, amounts = waiter.amounts}
 end
 
@@ -245,10 +263,11 @@ local function take(l, first, process)
     own_left = own_left - 1
   end
 end
-local order = {}  -- by rank; when concurrency is the bottleneck, lanes due for a call go first
+local order, due = {}, {}  -- by rank; when concurrency is the bottleneck, lanes due for a call go first
+for i, is_due in ipairs(asked.turns) do due[number_of[i]] = is_due end
 for _, is_due in ipairs({true, false}) do
   for l = 1, lanes do
-    if asked.turns[l] == is_due then order[#order + 1] = l end
+    if (due[l] or false) == is_due then order[#order + 1] = l end
   end
 end
 local function grant_next()
@@ -279,24 +298,28 @@ local heads, any = {}, false
 for l = 1, lanes do
   local mine = own_first(l)
   if mine then
-    heads[tostring(l)] = {arrived = mine.arrived, amounts = mine.amounts}
+    heads[names[l]] = {arrived = mine.arrived, amounts = mine.amounts}
     any = true
   end
 end
-waiting[asked.process] = any and {expires = now + asked.expires_s, heads = heads, sums = asked.sums} or nil
-local elsewhere = {}
-for l = 1, lanes do elsewhere[l] = {0, 0, 0} end
-for process, its in pairs(waiting) do
-  if process ~= asked.process then
-    for l = 1, lanes do
-      for d = 1, 3 do elsewhere[l][d] = elsewhere[l][d] + its.sums[l][d] end
+local sums, elsewhere, own_parts = {}, {}, {{}, {}, {}}
+for i, name in ipairs(asked.lanes) do
+  sums[name], elsewhere[i] = asked.sums[i], {0, 0, 0}
+  for process, its in pairs(waiting) do
+    for d = 1, 3 do
+      if process ~= asked.process and its.sums[name] then elsewhere[i][d] = elsewhere[i][d] + its.sums[name][d] end
     end
   end
+  for d = 1, 3 do own_parts[d][i] = parts[d][number_of[i]] end
+end
+waiting[asked.process] = any and {expires = now + asked.expires_s, heads = heads, sums = sums} or nil
+for l, lane in ipairs(account.lanes) do
+  for d = 1, 3 do lane.saved[d] = parts[d][l] end
 end
 redis.call('SET', KEYS[1], cmsgpack.pack(account), 'PX', 3600000)
 return {
   string.format('%.6f', now),
-  cjson.encode({granted = granted, look_in = look_in, levels = levels, parts = parts, elsewhere = elsewhere,
+  cjson.encode({granted = granted, look_in = look_in, levels = levels, parts = own_parts, elsewhere = elsewhere,
     version = account.version, is_forgotten = is_forgotten}),
   is_news and account.learned or '',
 }

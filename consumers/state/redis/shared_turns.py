@@ -24,7 +24,7 @@ from consumers.state.base import StoreUnavailable
 from consumers.state.redis.client import BUDGET, QUOTED_CHARS, RedisClient
 from lanekeeper.telemetry import logs, signals
 
-FORM: Final = 2
+FORM: Final = 3
 """The version of the format in which the script stores an account. It is part of the Redis key, so processes with
 different versions of the format do not share an account. While both versions run, each group of processes assumes that
 it has the whole budget, until 429s lower the limits of both groups."""
@@ -110,6 +110,8 @@ def argument(
     """Returns what the script is asked, before it is turned into JSON."""
     return {
         "limits": account.per_minute(),
+        "lanes": account.lanes,
+        "ranks": account.ranks,
         "shares": account.shares,
         "bursts": [bucket.burst for bucket in account.buckets],
         "most": [bucket.most for bucket in account.buckets],

@@ -31,8 +31,8 @@ AN_HOUR_LATER = Script(
     """
 local account = cmsgpack.unpack(redis.call('GET', KEYS[1]))
 account.at, account.stopped_until = account.at + 3600, account.stopped_until + 3600
-account.waiting['dead'] = {expires = account.at + 2, heads = {['1'] = {arrived = account.at, amounts = {10, 1, 1}}},
-  sums = {{10, 1, 1}, {0, 0, 0}, {0, 0, 0}}}
+account.waiting['dead'] = {expires = account.at + 2, heads = {critical = {arrived = account.at, amounts = {10, 1, 1}}},
+  sums = {critical = {10, 1, 1}}}
 return redis.call('SET', KEYS[1], cmsgpack.pack(account))
 """
 )
@@ -231,6 +231,31 @@ async def test_a_clock_that_is_set_back_stops_no_request(opened: Opened, redis: 
     await ask(budgets, "batch")
 
     assert now_s() - began_s < 2
+
+
+async def test_processes_with_different_lanes_share_one_budget(opened: Opened) -> None:
+    """In one, `vip` is the most urgent lane; the other does not know it. The rank decides between their requests."""
+    vip = {"vip": 0.1, "critical": 0.3, "batch": 0.05}
+    with_vip = opened(requests=120, shares=vip, ranks={"vip": 5, "critical": 10, "batch": 30})
+    without = opened(requests=120)
+    await empty(without)
+    order: list[str] = []
+
+    async def one(budgets: Shared, lane: str) -> None:
+        await ask(budgets, lane)
+        order.append(lane)
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(one(without, "batch"))
+        await asyncio.sleep(0.1)
+        for _ in range(3):
+            group.create_task(one(with_vip, "vip"))
+
+    assert [lane for lane in order[:5] if lane == "vip"] == ["vip"] * 3
+    bucket = without.turns(ACCOUNT).account.buckets[0]
+    assert len(bucket.savings) == len(with_vip.turns(ACCOUNT).account.buckets[0].savings) == 3
+    assert sum(max(0.0, saved) for saved in bucket.savings) <= max(0.0, bucket.level) + 1e-6
 
 
 async def test_what_two_processes_learn_at_the_same_time_is_both_kept(opened: Opened) -> None:

@@ -18,6 +18,7 @@ from service.config.loading import ChangedKeys, load_settings
 from service.config.settings import GatewayKey, GatewaySettings, OperatorRight
 from service.gateway.access import Access, hash_of, is_loopback, lane_of, require_operator
 from service.gateway.problems import ApiError
+from topology.lanes import DEFAULT_LANES
 
 HASH = hash_of("lane-a")
 
@@ -206,5 +207,6 @@ def test_a_wrong_bearer_key_is_refused_whatever_x_api_key_is() -> None:
     [({"tenant": "t"}, "normal"), ({"tenant": "t", "lanes": "batch,normal"}, "batch"), (None, "normal")],
 )
 def test_without_a_named_lane_it_is_the_keys_first_or_else_normal(key: dict[str, str] | None, lane: str) -> None:
+    lanes = {lane.name: lane for lane in DEFAULT_LANES}
     keys = {} if key is None else GatewaySettings(keys={"0" * 64: key}).keys  # type: ignore[dict-item]
-    assert lane_of(next(iter(keys.values()), GatewayKey(tenant=None)), None) == lane
+    assert lane_of(next(iter(keys.values()), GatewayKey(tenant=None)), None, lanes).name == lane
