@@ -51,7 +51,9 @@ class Fallen:
 
     async def handle(self, job: Job) -> Outcome:
         message = job.message
-        if message.exchange in (self._names.requests, self._names.due_exchange):  # the latter: its lane was removed
+        # back from a delay, and its lane was removed meanwhile
+        is_removed = job.source is Source.DELAY and job.lane is None and message.exchange != self._names.fallen
+        if message.exchange == self._names.requests or is_removed:
             known = ", ".join(sorted(self._lanes))
             return ended(
                 "unroutable", f"no lane for routing key {message.routing_key[:120]!r}: it begins with one of {known}"

@@ -400,7 +400,10 @@ def _models(settings: Settings) -> Iterator[Disagreement]:
 def _output_limits(settings: Settings) -> Iterator[Disagreement]:
     """Find limits on output tokens a minute that are too low for one answer of the lane with the highest
     `max_tokens`."""
-    longest = max(settings.lane_specs(), key=lambda lane: lane.max_tokens)
+    lanes = settings.lane_specs()
+    if not lanes:
+        return
+    longest = max(lanes, key=lambda lane: lane.max_tokens)
     for provider, cap in settings.budget_spec().accounts.items():
         if cap.output_tokens is not None and cap.output_tokens < longest.max_tokens:
             section = ("budget",) if provider == FIRST else ("providers", provider)
@@ -434,7 +437,7 @@ def effective(settings: Settings, found: Mapping[Place, str]) -> Iterator[Effect
     that a source has set; the others have their defaults."""
     for pattern in SETTINGS:
         for place in _places(settings, pattern):
-            yield Effective(".".join(place), variable(place), _shown_value(settings, place), found.get(place, DEFAULT))
+            yield Effective(".".join(place), variable(place), shown(settings, place), found.get(place, DEFAULT))
 
 
 def _places(settings: Settings, pattern: Place) -> Iterator[Place]:
@@ -446,7 +449,8 @@ def _places(settings: Settings, pattern: Place) -> Iterator[Place]:
         yield (*pattern[:at], name, *pattern[at + 1 :])
 
 
-def _shown_value(settings: Settings, place: Place) -> Any:
+def shown(settings: Settings, place: Place) -> Any:
+    """A setting's value in effect, in a form that JSON can express, with its secrets hidden."""
     match place:
         case ("store_url",):
             return settings.shown_store

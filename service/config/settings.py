@@ -591,7 +591,7 @@ class BudgetSettings(LimitsSettings):
     The four limits here apply to the first provider; other providers have their own settings. Limits that a provider
     sends in its headers always hold as well."""
 
-    lanes: dict[str, LaneBudgetSettings] = {}
+    lanes: dict[str, LaneBudgetSettings] = Field(default_factory=dict)
     burst_s: Number[float] = Field(default=BudgetSpec().burst_s, gt=0, le=60)
     """What a provider's limits allow and is not used accumulates for at most this many seconds."""
     overflow_s: Number[float] | None = Field(default=None, gt=0, le=3600)
@@ -611,7 +611,7 @@ class FairSettings(Section):
 class CapsSettings(Section):
     """Limits for what lanes and tenants may use in one day (UTC)."""
 
-    lanes: dict[str, CapSettings] = {}
+    lanes: dict[str, CapSettings] = Field(default_factory=dict)
     tenants: CapTable = Field(default_factory=dict)
     """What each tenant may use in a day (UTC). `*`: each tenant that is not listed. Example: {"*": {"usd": 5}, "crm":
     {"requests": 10000}}"""

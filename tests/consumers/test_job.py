@@ -210,7 +210,10 @@ def death(queue: str, reason: str, **more: Any) -> dict[str, Any]:
         ("lane.requests", "urgent.a.b", death("lane.critical", "expired"), Buried, "unroutable", "urgent"),  # forged
         ("lane.fallen", "critical.a.b", death("lane.critical", "rejected"), Buried, "internal", "rejected"),
         ("lane.fallen", "critical.a.b", {}, Buried, "internal", "None"),
-        ("lane.due", "urgent.a.b", {}, Buried, "internal", "lane.due"),
+        ("lane.due", "urgent.a.b", {}, Buried, "unroutable", "urgent"),  # of a lane that was removed
+        ("lane.delay.03", "urgent.a.b", {}, Buried, "unroutable", "urgent"),
+        ("lane.due", "critical.a.b", {}, Buried, "internal", "lane.due"),
+        ("lane.fallen", "vip.a.b", death("lane.vip.due", "delivery_limit"), Buried, "poison", "lane.vip.due"),
         ("lane.delay.03", "critical.a.b", {}, Buried, "internal", "lane.delay.03"),
         ("lane.delay.03", "critical.a.b", death("lane.critical", "expired"), Buried, "internal", "lane.delay.03"),
         ("lane.fallen", "critical.a.b", {"x-death": "rubbish"}, Buried, "internal", "None"),

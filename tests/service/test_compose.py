@@ -83,7 +83,7 @@ def test_only_the_service_that_makes_users_has_the_administrators_password(file:
     text = (HOUSE / file).read_text()
     topology = part(file, "  topology:")
 
-    assert "topology apply --user worker:worker --user cli:client:critical,normal,batch" in topology
+    assert "topology apply --user worker:worker --user cli:client:*" in topology
     assert re.findall("restart:|ports:", topology) == []  # that service ends
     assert text.count("amqp://lanekeeper:${") == topology.count("amqp://lanekeeper:${") == 1
     assert "amqp://cli:${CLI_PASSWORD}@" in part(file, "  cli:")
@@ -114,7 +114,7 @@ def test_the_gateways_user_is_made_where_it_has_a_password(password: str, tmp_pa
 
     command, *lines = done.stdout.splitlines()
     assert lines == ["worker:works", "cli:asks", *(["gateway:calls"] if password else [])]
-    assert ("--user gateway:client:critical,normal,batch" in command) == bool(password)
+    assert ("--user gateway:client:*" in command) == bool(password)
     assert command.endswith("--passwords /dev/stdin")
 
 

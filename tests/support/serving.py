@@ -159,12 +159,6 @@ class RunningWorker:
         return [loss.result() for loss in self._losses if loss.done()]
 
 
-def _lane(few: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
-    """A lane's settings, as `load_settings` makes them: if `slots` is set, the lane does not grow."""
-    fixed = {"slots_max": told["slots"]} if "slots" in told else {}
-    return {**few, **fixed, **told}
-
-
 @asynccontextmanager
 async def serving(
     broker: str | At,
@@ -193,7 +187,10 @@ async def serving(
             "amqp_url": SecretStr(url),
             "anthropic_api_key": SecretStr("sk-ant-simulated"),
             "anthropic_base_url": SecretStr(base_url or api.base_url),
-            "lanes": {name: _lane(few, (lanes or {}).get(name, {})) for name, few in SETTINGS.items()},
+            "lanes": {
+                name: {**SETTINGS.get(name, {}), **(lanes or {}).get(name, {})}
+                for name in {**SETTINGS, **(lanes or {})}
+            },
             "retry": QUICK if retry is None else retry,
             "budget": budget,
             "store_url": SecretStr(store_url(url)),

@@ -15,7 +15,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from service.cli.status import value_text
-from service.config.loading import ANY, SETTINGS, Place, allowed_values, is_section, plain, variable
+from service.config.loading import ANY, SETTINGS, Place, allowed_values, is_section, plain, shown, variable
 from service.config.settings import Settings
 from topology.lanes import DEFAULT_LANES
 
@@ -70,25 +70,19 @@ class Entry:
 
 @cache
 def entries() -> list[Entry]:
-    """All settings; those of the lanes appear only once."""
+    """All settings; those of the lanes appear once, with the defaults of the default lanes."""
     defaults = Settings()
-    found: dict[Place, Entry] = {}
-    lanes = {lane.name for lane in DEFAULT_LANES}
+    found = []
     for place in SETTINGS:
-        shared = tuple(LANE if step in lanes else step for step in place)
         kind, field, default = _declared(place, defaults)
-        if shared in found:
-            before = found[shared]
-            found[shared] = Entry(
-                shared, before.variable, field, before.text, before.example, (*before.defaults, default)
-            )
-            continue
         text, example = _documented(kind, place[-1])
-        name = variable(place).replace(ANY, "<NAME>")
-        for lane in lanes:
-            name = name.replace(f"__{lane.upper()}__", f"__{LANE}__")
-        found[shared] = Entry(shared, name, field, text, example or _said(default), (default,))
-    return list(found.values())
+        shared, values = place, (default,)
+        if ANY in place and (at := place.index(ANY)) and place[at - 1] == "lanes":
+            shared = (*place[:at], LANE, *place[at + 1 :])
+            values = tuple(shown(defaults, (*place[:at], lane.name, *place[at + 1 :])) for lane in DEFAULT_LANES)
+        name = variable(place).replace(ANY, LANE if LANE in shared else "<NAME>")
+        found.append(Entry(shared, name, field, text, example or _said(values[0]), values))
+    return found
 
 
 def tables() -> str:
