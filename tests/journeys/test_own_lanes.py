@@ -13,11 +13,9 @@ import pytest
 from service.status import look
 from tests.support import forks
 from tests.support.brokers import Vhost
-from tests.support.held_calls import HeldCalls
-from tests.support.ledger import Ledger
 from tests.support.processes import COMMAND, environment, lanekeeper
-from tests.support.requester import requester
-from tests.support.serving import serving
+from tests.support.requester import Ledger, requester
+from tests.support.serving import HeldCalls, serving
 from tests.support.waiting import STARTED_S, until
 
 OFF = {"enabled": False}
@@ -41,7 +39,7 @@ async def test_every_lane_answers_and_all_are_in_the_order_of_their_ranks(
     vhost: Vhost, lanes: Mapping[str, Mapping[str, Any]]
 ) -> None:
     few = {name: {"side_queues": 1, **lane} for name, lane in lanes.items()}
-    async with serving(vhost.amqp_url, lanes=few) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost, lanes=few) as worker, requester(vhost.amqp_url) as app:
         specs = worker.settings.lane_specs()
         for spec in specs:
             answer = await app.ask({"prompt": f"in {spec.name}"}, key=f"{spec.name}.tests.ask")
@@ -60,7 +58,7 @@ async def test_a_lane_of_ones_own_goes_first_by_its_rank(vhost: Vhost) -> None:
     """The provider allows one call at a time; what came first is of the lane that is least urgent."""
     lanes = {"gold": {"rank": 5, "side_queues": 1}}
     budget = {"concurrency": 1, "requests_per_min": 1e6, "input_tokens_per_min": 1e9, "output_tokens_per_min": 1e9}
-    async with serving(vhost.amqp_url, lanes=lanes, budget=budget) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost, lanes=lanes, budget=budget) as worker, requester(vhost.amqp_url) as app:
         first = await app.publish({"prompt": "first [[held]]"}, key="batch.tests.ask")
         await until(lambda: worker.api.running == 1)
         asked = []
@@ -107,9 +105,7 @@ async def command(environ: Mapping[str, str], folder: Path, *line: str) -> tuple
 async def test_lanes_are_added_under_load_and_removed_again_with_nothing_lost(vhost: Vhost, tmp_path: Path) -> None:
     ledger = Ledger(vhost.amqp_url)
     async with HeldCalls() as api:
-        old = environment(
-            vhost.amqp_url, vhost.management_url, ANTHROPIC_BASE_URL=api.base_url, LANEKEEPER_GATEWAY__PORT="0"
-        )
+        old = environment(vhost, api)
         new = {**old, **own("gold", 5), **own("free", 25)}
         async with lanekeeper("serve", environ=old, folder=tmp_path) as first, ledger.writing(), ledger.reading():
             await first.ready()
@@ -161,17 +157,17 @@ async def removed(environ: Mapping[str, str], folder: Path, lane: str) -> bool:
 
 
 async def test_what_comes_back_to_a_removed_lane_is_answered_and_parked(vhost: Vhost, tmp_path: Path) -> None:
-    old = environment(vhost.amqp_url, vhost.management_url)
+    old = environment(vhost)
     lanes = {"gold": {"rank": 5, "side_queues": 1}}
     async with requester(vhost.amqp_url) as app:
-        async with serving(vhost.amqp_url, lanes=lanes) as worker:
+        async with serving(vhost, lanes=lanes) as worker:
             delay = {"x-lane-delay-ms": 20_000}
             asked = await app.publish({"prompt": "x"}, key="gold.tests.ask", headers=delay, message_id="g-1")
             await until(lambda: app.holds(0, "lane.gold"))
             await until(lambda: not worker.parts.pools[0].jobs)
         await app.read_dead()
         await until(lambda: removed(old, tmp_path, "gold"), within_s=15)
-        async with serving(vhost.amqp_url):
+        async with serving(vhost):
             reply = await app.final(asked, within_s=40)
             assert reply.code == "unroutable", reply.json
             assert (await app.buried("g-1")).routing_key == "gold.tests.ask"
@@ -179,14 +175,7 @@ async def test_what_comes_back_to_a_removed_lane_is_answered_and_parked(vhost: V
 
 async def test_a_call_over_http_without_a_lane_goes_to_the_nearest_to_normal(vhost: Vhost, tmp_path: Path) -> None:
     async with HeldCalls() as api:
-        environ = environment(
-            vhost.amqp_url,
-            vhost.management_url,
-            ANTHROPIC_BASE_URL=api.base_url,
-            LANEKEEPER_GATEWAY__PORT="0",
-            LANEKEEPER_LANES__NORMAL__ENABLED="false",
-            **own("standard", 18),
-        )
+        environ = environment(vhost, api, LANEKEEPER_LANES__NORMAL__ENABLED="false", **own("standard", 18))
         async with lanekeeper("serve", environ=environ, folder=tmp_path) as service:
             url = (await service.ready()).removesuffix("/healthz")
             body = {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
