@@ -359,18 +359,6 @@ async def test_while_a_breaker_is_open_the_other_provider_is_called_at_once(prov
     assert "event: breaker" in two.bench.log
 
 
-async def test_while_all_breakers_are_open_no_call_is_made(providers: Open, stays_open: None) -> None:
-    two = await providers(failing("server_error"))
-    for each in range(FAILURES):
-        await two.ask("hello", BOTH[0], id=str(each))
-
-    outcome = await two.ask("hello", BOTH[0])
-
-    assert isinstance(outcome, Deferred)
-    assert outcome.reason == "breaker"
-    assert two.calls == (FAILURES, 0)
-
-
 async def test_a_failure_that_opens_the_last_breaker_is_no_attempt_however_soon_the_breaker_is_probed(
     providers: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

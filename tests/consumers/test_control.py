@@ -125,14 +125,6 @@ async def test_status_questions_in_the_control_queue_are_ignored(bench: Bench) -
     assert bench.log == ["ack"]
 
 
-@pytest.mark.parametrize(("user", "said"), [("shop", None), ("shop", "shop"), ("gateway", "shop")])
-async def test_the_tenant_of_a_control_message_is_the_user_or_the_one_a_speaker_names(
-    bench: Bench, user: str, said: str | None
-) -> None:
-    await read(bench, {"cancel": "m-1", "tenant": said}, user_id=user)
-    assert await bench.store.find(Identity("shop", "m-1")) is not None
-
-
 async def test_a_cancellation_that_cannot_be_recorded_goes_back_to_the_queue(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,13 +196,6 @@ async def brakes(bench: Bench, kind: str, body: Any, *, user: str | None = "ops"
     delivery = await read(bench, body, kind=kind, user_id=user)
     assert delivery.log[-1] == "ack"
     return told(bench)
-
-
-@pytest.mark.parametrize("user", [None, "crm", "gateway"])
-@pytest.mark.parametrize("kind", ["pause", "resume", "pauses"])
-async def test_only_operators_use_the_brake(bench: Bench, kind: str, user: str | None) -> None:
-    refused = await brakes(bench, kind, {"pause": {"kind": "tenant", "name": "crm"}}, user=user)
-    assert (refused["code"], refused["status"]) == ("forbidden_control", 403)
 
 
 @pytest.mark.parametrize(

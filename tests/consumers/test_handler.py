@@ -193,11 +193,6 @@ async def test_a_failure_that_may_have_been_paid_counts_although_the_provider_is
     assert code(await handle(bench, job, FakeProvider(error), breakers=Down())) == "attempts_exhausted"
 
 
-async def test_attempts_are_counted_over_all_deliveries(bench: Bench) -> None:
-    job = bench.job(exchange="lane.due", headers={n.ATTEMPT: CRITICAL.max_attempts - 1, n.FIRST_SEEN_MS: NOW_MS})
-    assert code(await handle(bench, job, FakeProvider(TransientError("x")))) == "attempts_exhausted"
-
-
 async def test_a_timeout_error_that_is_not_the_deadlines_is_an_internal_error(bench: Bench) -> None:
     with pytest.raises(TimeoutError):
         await handle(bench, bench.job(), FakeProvider(TimeoutError()))

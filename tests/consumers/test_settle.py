@@ -20,7 +20,6 @@ from lanekeeper.contract.problems import (
     BrokerUnreachable,
     ConfirmUnknown,
     RequestProblem,
-    Unroutable,
 )
 from tests.support.jobs import BODY, NOW_MS, Bench, decoded, read
 from tests.support.virtual_time import virtually
@@ -86,12 +85,6 @@ async def test_if_a_publish_fails_nothing_is_acknowledged_and_no_event_is_sent(
     assert [step for step in bench.log if not step.startswith("failed")] in (["nack"], ["stored", "nack"])
 
 
-async def test_a_reply_whose_queue_is_gone_counts_as_sent(bench: Bench) -> None:
-    bench.publisher.failing = {"": Unroutable("gone")}
-    assert await bench.settler.settle(bench.job(), ANSWERED)
-    assert bench.log == ["stored", "failed: reply", "ack", "event: completed"]
-
-
 async def test_no_event_is_sent_if_the_channel_is_lost_before_the_acknowledgement(bench: Bench) -> None:
     delivery = bench.delivery()
     delivery.is_lost = True
@@ -118,14 +111,6 @@ async def test_a_dead_lettered_request_with_a_forbidden_reply_address_is_parked_
     assert bench.to("lane.dead").headers[n.DEAD_CODE] == "provider_rejected"
 
 
-async def test_an_answer_too_large_for_the_broker_ends_the_request_before_it_is_stored(bench: Bench) -> None:
-    bench.publisher.largest = 10
-    assert isinstance(await bench.settler.settle(bench.job(), ANSWERED), Buried)
-    assert bench.log == ["stored", "confirmed: lane.dead", "confirmed: reply", "ack", "event: failed", "event: dead"]
-    assert bench.to("lane.dead").headers[n.DEAD_CODE] == "answer_too_large"
-    assert json.loads(bench.to("").body)["code"] == "answer_too_large"
-
-
 async def test_a_stored_answer_that_the_broker_no_longer_accepts_is_answered_as_too_large(bench: Bench) -> None:
     await bench.settler.settle(bench.job(), ANSWERED)
     bench.publisher.sent.clear()
@@ -139,11 +124,6 @@ async def test_a_dead_letter_too_large_for_the_broker_is_parked_without_its_body
     bench.publisher.too_large = {BODY}
     await bench.settler.settle(bench.job(), BURIED)
     assert bench.to("lane.dead").body == b""
-
-
-async def test_a_request_without_reply_to_is_acknowledged_without_a_reply(bench: Bench) -> None:
-    assert await bench.settler.settle(bench.job(reply_to=None), ANSWERED)
-    assert bench.log == ["stored", "ack", "event: completed"]
 
 
 # the stored outcome is the one that is sent
@@ -356,14 +336,6 @@ async def test_a_delivery_that_a_stopping_worker_returns_is_nacked_unless_its_ch
     delivery.is_lost = True
     await bench.settler.nack(delivery)
     assert bench.log == ["nack"]
-
-
-async def test_a_requeued_delivery_is_returned_after_a_moment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "RETURN_AFTER_S", 60)
-    putting = asyncio.create_task(bench.settler.reject_later(bench.delivery()))
-    await asyncio.sleep(0.01)
-    assert bench.log == []
-    putting.cancel()
 
 
 class SlowBodies(BodyStore):

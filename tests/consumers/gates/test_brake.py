@@ -14,7 +14,7 @@ from consumers.providers.breakers import Breakers
 from consumers.state.base import Found, Identity, Pause
 from lanekeeper.contract import names as n
 from tests.support.completions import answered
-from tests.support.jobs import NOW_MS, Bench, decoded, read, routes_of
+from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.pauses import HeldPauses, a_pause
 
 PAUSE = a_pause("app", "shop", since_ms=NOW_MS)
@@ -115,15 +115,3 @@ async def test_a_late_request_is_told_why_it_waited_before_what_is_wrong_with_pr
     assert found.problem.code == "deadline_exceeded"
     assert "; provider one was paused by an operator at 20" in found.problem.detail
     assert "too dear" not in found.problem.brief
-
-
-async def test_a_paused_route_is_not_called_and_another_is() -> None:
-    one, two = routes_of("one", "two").of("critical", "", "claude-x").routes
-    world = World(a_pause("provider", "one"))
-    await world.brake.read()
-    breakers = Breakers(brake=world.brake)
-    assert breakers.usable([one, two]) == [two]
-    assert await breakers.enter(one, 0.0, request="m") is None
-    assert await breakers.enter(two, 0.0, request="m")
-    assert breakers.hindrance([one, two]) is None
-    assert "provider one was paused by an operator" in (breakers.hindrance([one]) or "")
