@@ -38,7 +38,7 @@ from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
 from lanekeeper.contract.names import BODY
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
-from topology.codec.decoding import Request, app_of
+from topology.codec.decoding import Request
 
 LEAST_WAIT_MS = 200
 """The shortest deferral of a request that runs elsewhere, or for which no provider may be called."""
@@ -99,7 +99,7 @@ def exceeded(job: Job, decoded: Decoded, breakers: Breakers, *, now_ms: int) -> 
     pause = breakers.brake.during(
         lane=job.lane_name,
         tenant=job.identity.tenant,
-        app=app_of(job.routing_key),
+        app=job.app,
         routes=decoded.chain.routes,
         from_ms=decoded.request.start_ms,
         to_ms=decoded.request.deadline_ms,
@@ -196,8 +196,7 @@ class BrakeGate:
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
         if not self.brake.pauses:
             return None
-        app = app_of(job.routing_key)
-        pause = self.brake.of_request(tenant=job.identity.tenant, app=app, routes=decoded.chain.routes)
+        pause = self.brake.of_request(tenant=job.identity.tenant, app=job.app, routes=decoded.chain.routes)
         if pause is None:
             return None
         now_ms, deadline_ms = self.now_ms(), decoded.request.deadline_ms

@@ -24,7 +24,7 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem, invalid_request
 from lanekeeper.telemetry import tracing
 from topology.broker.consume import Delivery
-from topology.codec.decoding import Published, Request, published
+from topology.codec.decoding import Published, Request, app_of, published
 from topology.codec.headers import read_hop, read_replay
 from topology.lanes import LaneSpec
 
@@ -213,7 +213,7 @@ class Job:
             # a message in a side queue that was not delivered before has no claim; only its original may have one
             redelivered=self.delivery.redelivered if self.source is Source.SIDE else self.redelivered,
             nonce=(b"s" if self.source is Source.SIDE else b"q") + os.urandom(7),
-            dead_at_ms=moment_ms(self.hop.dead_at),
+            dead_at_ms=None if self.hop.dead_at is None else moment_ms(self.hop.dead_at),
         )
 
     @property
@@ -227,6 +227,10 @@ class Job:
     @property
     def routing_key(self) -> str:
         return self.message.routing_key
+
+    @property
+    def app(self) -> str:
+        return app_of(self.routing_key)
 
     @property
     def attempts(self) -> int:

@@ -50,7 +50,7 @@ class Lifecycle:
             event,
             id=_ascii(job.id, ID_LENGTH),
             lane=job.lane_name,
-            app=_ascii(app_of(job.routing_key), APP_LENGTH),
+            app=_ascii(job.app, APP_LENGTH),
             attempt=job.attempts,
             **detail,
         )
@@ -72,7 +72,7 @@ class Lifecycle:
             case Refused(problem) | Buried(problem):
                 self.publish(job, "failed", code=problem.code, status=problem.status)
                 self.failures.append({"at_ms": self._now_ms(), "id": _ascii(job.id, ID_LENGTH), "lane": job.lane_name})
-                self.failures[-1] |= {"code": problem.code, "app": _ascii(app_of(job.routing_key), APP_LENGTH)}
+                self.failures[-1] |= {"code": problem.code, "app": _ascii(job.app, APP_LENGTH)}
                 self.failures[-1]["trace"] = job.trace_id
                 if isinstance(outcome, Buried):
                     log.info(signals.REQUEST_BURIED, code=problem.code, reason=problem.brief)
@@ -128,7 +128,7 @@ def record(tracing: Tracing, job: Job, outcome: Outcome, *, taken_ns: int) -> No
     record_request(
         job.span,
         lane=job.lane_name,
-        app=app_of(job.routing_key),
+        app=job.app,
         attempt=job.attempts,
         wait_ms=job.wait_ms,
         redelivered=job.delivery.redelivered,

@@ -223,8 +223,7 @@ class Pool:
                 if span.is_recording():
                     record(self._tracing, job, settled or outcome, taken_ns=taken_ns)
         finally:
-            self._activity.worked[self.queue].add(max(0, time.time_ns() - taken_ns) / 1e9)
-            self._activity.running -= 1
+            self._activity.end(self.queue, took_s=max(0, time.time_ns() - taken_ns) / 1e9)
             self.jobs.discard(job)
 
     async def _settle(self, job: Job, outcome: Outcome) -> Outcome | None:

@@ -43,8 +43,8 @@ from consumers.providers.streams import (
     EventSplitter,
     FrameSplitter,
     StreamedMessage,
+    from_json,
     parse_event,
-    parse_message,
     pieces,
     read_answer,
     to_json,
@@ -94,9 +94,8 @@ class AnthropicProvider:
     """Calls Claude at Anthropic, and at every cloud for which Anthropic's SDK has a client.
 
     `client`: one of the SDK's asynchronous clients. `secret`: the API key, which is removed from error texts.
-    `traceparent`: returns the value of the HTTP header `traceparent` for the current span. `max_values`: how many JSON
-    keys and values an answer may have at most. `http`: the HTTP client that `client` uses, given only if the API key
-    does not change.
+    `max_values`: how many JSON keys and values an answer may have at most. `http`: the HTTP client that `client` uses,
+    given only if the API key does not change.
     """
 
     def __init__(
@@ -106,7 +105,6 @@ class AnthropicProvider:
         name: str,
         secret: str,
         dialect: Dialect = ANTHROPIC,
-        traceparent: Callable[[], str | None] = lambda: None,
         max_answer_bytes: int = bounds.ANSWER_BYTES,
         max_values: int = bounds.VALUES,
         parsing: Parsing | None = None,
@@ -118,7 +116,6 @@ class AnthropicProvider:
         self._first: tuple[httpx2.URL, httpx2.Headers, dict[str, Any]] | None = None
         self._key = secret
         self._dialect = dialect
-        self._traceparent = traceparent
         self._max_answer_bytes = max_answer_bytes
         self._max_values = max_values
         self._parsing = parsing or Parsing()
@@ -132,7 +129,13 @@ class AnthropicProvider:
         return cls(client, name=name, secret=api_key, http=options["http_client"], **more)
 
     async def stream(
-        self, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None = None
+        self,
+        request: Request,
+        *,
+        timeout_s: float,
+        parts: OnEvent | None,
+        underway: Underway | None = None,
+        traceparent: str | None = None,
     ) -> Answer:
         streamed = parts is not None or request.max_tokens > MAX_TOKENS_AT_ONCE
         urgent = request.rank
@@ -142,7 +145,7 @@ class AnthropicProvider:
         rate = None
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                response = await self._send(asked, beta=request.beta)
+                response = await self._send(asked, beta=request.beta, traceparent=traceparent)
                 headers = plain(response.headers)  # each look-up in httpx2's own type decodes all headers
                 rate = read_rate(headers, now_s=time.time())
                 try:
@@ -204,12 +207,9 @@ class AnthropicProvider:
     async def aclose(self) -> None:
         await self._client.close()
 
-    async def _send(self, body: bytes, *, beta: str | None) -> httpx2.Response:
-        headers: dict[str, str] = {}
-        if (traceparent := self._traceparent()) is not None:
-            headers["traceparent"] = traceparent
-        if beta is not None:
-            headers["anthropic-beta"] = beta
+    async def _send(self, body: bytes, *, beta: str | None, traceparent: str | None) -> httpx2.Response:
+        given_headers = {"traceparent": traceparent, "anthropic-beta": beta}
+        headers = {name: value for name, value in given_headers.items() if value is not None}
         try:
             with border(secret=self._key):
                 if self._first is not None:
@@ -321,6 +321,17 @@ def _refuse_html(status: int, headers: Mapping[str, str]) -> None:
     if is_html(headers.get("content-type", "")):
         broken = TransientError("the answer is a page of HTML", type="broken_answer")
         raise html_instead(broken.detail, otherwise=broken, status=status, type=broken.type)
+
+
+def parse_message(body: bytes, content_type: str) -> dict[str, Any]:
+    """The JSON object of an answer that was not streamed, or an empty dict. Raises `TransientError` if the body is not
+    JSON."""
+    try:
+        message = from_json(body)
+    except ValueError as error:
+        kind = content_type[:50] or "no content type"
+        raise TransientError(f"the answer ({kind}, {len(body)} bytes) is not JSON", type="broken_answer") from error
+    return message if isinstance(message, dict) else {}
 
 
 async def _slices(body_pieces: AsyncIterable[bytes], most: int) -> AsyncGenerator[bytes, None]:

@@ -80,10 +80,16 @@ class Provider(Protocol):
     name: str
 
     async def stream(
-        self, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None = None
+        self,
+        request: Request,
+        *,
+        timeout_s: float,
+        parts: OnEvent | None,
+        underway: Underway | None = None,
+        traceparent: str | None = None,
     ) -> Answer:
         """Make one call. The answer is streamed if `parts` is given, or if it may take longer than ten minutes. What a
-        streamed call has used so far is reported in `underway`.
+        streamed call has used so far is reported in `underway`. `traceparent`: sent as the header of this name.
 
         `timeout_s` is the time limit of the whole call or, if the answer is streamed, of the time to the first token;
         `request.call_s` bounds every pause after it. Raises `ProviderError`; cancelling the call closes its socket.
@@ -150,6 +156,7 @@ class Registry:
                     timeout_s=timeout_s,
                     parts=None if parts is None else noting,
                     underway=underway,
+                    traceparent=self._tracing.traceparent(),
                 )
                 outcome = "answered"
             except ProviderError as error:

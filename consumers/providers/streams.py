@@ -52,17 +52,6 @@ def _no_constant(name: str) -> None:
     raise ValueError(name)
 
 
-def parse_message(body: bytes, content_type: str) -> dict[str, Any]:
-    """The JSON object of an answer that was not streamed, or an empty dict. Raises `TransientError` if the body is not
-    JSON."""
-    try:
-        message = from_json(body)
-    except ValueError as error:
-        kind = content_type[:50] or "no content type"
-        raise TransientError(f"the answer ({kind}, {len(body)} bytes) is not JSON", type="broken_answer") from error
-    return message if isinstance(message, dict) else {}
-
-
 def read_answer(
     message: dict[str, Any], body: bytes, *, provider: str, request_id: str | None, rate: RateHeaders | None = None
 ) -> Answer:

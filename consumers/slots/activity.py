@@ -68,6 +68,10 @@ class LaneActivity:
         """When the request was published that was delivered last, by queue; those that come back from a delay apart."""
         self._ended_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
 
+    def end(self, queue: str, *, took_s: float) -> None:
+        self.running -= 1
+        self.worked[queue].add(took_s)
+
     def record(
         self,
         outcome: Outcome,

@@ -1,7 +1,7 @@
 """Creates every part of a worker process, connects the parts, and closes them in reverse order: `assemble`."""
 
 import random
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -188,16 +188,14 @@ async def _checked_rights(connection: Connection, names: Names) -> WritingRights
     return rights
 
 
-def open_providers(
-    settings: Settings, *, traceparent: Callable[[], str | None], parsing: Parsing
-) -> tuple[AnthropicProvider, ...]:
+def open_providers(settings: Settings, *, parsing: Parsing) -> tuple[AnthropicProvider, ...]:
     """Create the clients of all providers to which requests can be routed, in the order in which they are called.
     Raises SettingsError, which names all missing settings."""
     found: list[AnthropicProvider] = []
     problems: list[str] = []
     for provider in settings.routes_spec().providers:
         try:
-            found.append(open_provider(settings, provider.name, traceparent=traceparent, parsing=parsing))
+            found.append(open_provider(settings, provider.name, parsing=parsing))
         except SettingsError as wrong:
             problems.append(str(wrong))
     if problems:
@@ -209,12 +207,10 @@ def open_provider(
     settings: Settings,
     name: str,
     *,
-    traceparent: Callable[[], str | None] = lambda: None,
     parsing: Parsing | None = None,
 ) -> AnthropicProvider:
     """Create the client of one configured provider. Raises SettingsError if a setting is missing."""
     common: dict[str, Any] = {
-        "traceparent": traceparent,
         "parsing": parsing,
         "max_answer_bytes": settings.answer_bytes,
         "max_values": settings.json_values,
@@ -571,7 +567,7 @@ async def assemble(
         tracing = Tracing(traces, broker=lambda: publishing.endpoint)
         parsing = Parsing()
         # Before the connections are opened, so that missing settings are reported even if the broker is unreachable.
-        providers = open_providers(settings, traceparent=tracing.traceparent, parsing=parsing)
+        providers = open_providers(settings, parsing=parsing)
         for provider in providers:
             stack.push_async_callback(provider.aclose)
         handlers = await open_handlers(settings, stack)

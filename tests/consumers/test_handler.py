@@ -36,7 +36,7 @@ class FakeProvider:
         self.asked: list[tuple[Request, float]] = []
 
     async def stream(
-        self, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None = None
+        self, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None = None, **_: Any
     ) -> Answer:
         self.asked.append((request, timeout_s))
         for event in (b'{"type":"a"}', b'{"type":"b"}') if parts else ():

@@ -19,14 +19,13 @@ from pamqp.header import ContentHeader
 from consumers.control import _id_of, read_command
 from consumers.failures import ProviderError
 from consumers.limits.base import read_rate
-from consumers.providers.anthropic import set_stream
+from consumers.providers.anthropic import parse_message, set_stream
 from consumers.providers.errors import classify, from_event, read_retry_after_s
 from consumers.providers.streams import (
     EventSplitter,
     FrameSplitter,
     StreamedMessage,
     parse_event,
-    parse_message,
     read_answer,
     to_json,
 )

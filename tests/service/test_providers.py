@@ -8,9 +8,7 @@ AWS = {"LANEKEEPER_PROVIDERS__AWS__KIND": "bedrock", "LANEKEEPER_PROVIDERS__AWS_
 
 
 def opened(env: dict[str, str]) -> list[str]:
-    return [
-        each.name for each in open_providers(load_settings(environ=env), traceparent=lambda: None, parsing=Parsing())
-    ]
+    return [each.name for each in open_providers(load_settings(environ=env), parsing=Parsing())]
 
 
 def test_each_provider_is_made_according_to_its_kind() -> None:

@@ -409,7 +409,7 @@ class Provider:
         """How long calls take, by the id of the request; others take `takes_s`."""
 
     async def stream(
-        self, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None = None
+        self, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None = None, **_: Any
     ) -> Answer:
         self.calls += 1
         if underway is not None and self.used is not None:

@@ -92,10 +92,9 @@ def test_the_body_gets_the_right_stream_field_and_is_otherwise_unchanged(
 
 async def test_the_only_headers_are_key_version_beta_and_traceparent(api: SimulatedAPI, asked: AskedFor) -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    parents: list[str | None] = [parent, None]
-    provider = AnthropicProvider.at(api.base_url, api_key=KEY, traceparent=lambda: parents.pop(0))
+    provider = AnthropicProvider.at(api.base_url, api_key=KEY)
 
-    await provider.stream(asked(beta="one-2026-01-01,two"), timeout_s=60, parts=None)
+    await provider.stream(asked(beta="one-2026-01-01,two"), timeout_s=60, parts=None, traceparent=parent)
     await provider.stream(asked(), timeout_s=60, parts=None)
     await provider.aclose()
 

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from consumers.failures import AnswerTooLargeError, ProviderError, TransientError
+from consumers.providers.anthropic import parse_message
 from consumers.providers.streams import (
     MOST_TOKENS,
     EventSplitter,
     FrameSplitter,
     StreamedMessage,
     parse_event,
-    parse_message,
     read_answer,
     to_json,
 )

@@ -501,7 +501,7 @@ class ProviderEdge(Provider):
 
     @override
     async def stream(
-        self, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None = None
+        self, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None = None, **_: Any
     ) -> Answer:
         body = b'{"answer":%d}' % self._world.promise.on_call(DELIVERY.get(), self._edge.owner, request)
 
