@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from math import ceil, comb, inf
 from typing import Final
 
+from cachetools import FIFOCache
+
 ROUND_S = 1.0
 """How often the limit of calls may change, at full seconds of the clock, so that all processes change it at the same
 time. If a refusal (529) takes about as long or longer, a round is two, four, eight … times as long."""
@@ -77,7 +79,7 @@ class Sample:
     """How many of them began so long before this round that their refusals had arrived."""
     _before: float = 0.0
     refused: float = 0.0
-    requests: dict[str, None] = field(default_factory=dict)
+    requests: FIFOCache[str, None] = field(default_factory=lambda: FIFOCache(REMEMBERED))
 
     @property
     def is_bad(self) -> bool:
@@ -91,7 +93,8 @@ class Sample:
     def add(self, other: "Sample") -> None:
         self.begun, self._before = self.begun + other.begun, self._before + other.begun
         self.ripe, self.refused = self.ripe + other.begun, self.refused + other.refused
-        self.requests = dict.fromkeys(list(other.requests | self.requests)[-REMEMBERED:])
+        latest, self.requests = self.requests, FIFOCache(REMEMBERED)
+        self.requests.update(dict.fromkeys((*other.requests, *latest)))
 
     def refuse(self, request: str) -> None:
         if request in self.requests:
@@ -99,8 +102,6 @@ class Sample:
         self.refused += 1
         if request:
             self.requests[request] = None
-            if len(self.requests) > REMEMBERED:
-                del self.requests[next(iter(self.requests))]
 
 
 def by_chance(low: Sample, high: Sample) -> float:

@@ -6,6 +6,8 @@ The estimated amount is reserved before the call and corrected after it, so esti
 
 from typing import NamedTuple, TypeVar
 
+from cachetools import FIFOCache
+
 KINDS = 4096
 """For how many kinds of requests estimates are kept; the kind for which no call has ended for the longest time is
 removed first."""
@@ -51,9 +53,9 @@ class Estimates:
     def __init__(self, *, first_output_tokens: float, first_bytes_per_token: float) -> None:
         self._first_output = first_output_tokens
         self._first_ratio = 1 / first_bytes_per_token
-        self._outputs: dict[UsageClass, _Average] = {}
-        self._runs: dict[UsageClass, _Average] = {}
-        self._tokens_per_byte: dict[str, _Average] = {}
+        self._outputs: FIFOCache[UsageClass, _Average] = FIFOCache(KINDS)
+        self._runs: FIFOCache[UsageClass, _Average] = FIFOCache(KINDS)
+        self._tokens_per_byte: FIFOCache[str, _Average] = FIFOCache(KINDS)
 
     def input_tokens(self, model: str, text_bytes: int, media_tokens: int = 0) -> float:
         known = self._tokens_per_byte.get(model)
@@ -87,11 +89,9 @@ class Estimates:
             _learn_value(self._tokens_per_byte, kind.model, part * input_tokens / text_bytes)
 
 
-def _learn_value(averages: dict[Key, _Average], key: Key, value: float) -> None:
+def _learn_value(averages: FIFOCache[Key, _Average], key: Key, value: float) -> None:
     if (known := averages.pop(key, None)) is None:
         known = _Average(value)
     else:
         known.add(value)
     averages[key] = known  # now the last
-    if len(averages) > KINDS:
-        del averages[next(iter(averages))]

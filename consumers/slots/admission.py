@@ -16,6 +16,8 @@ import asyncio
 from hashlib import blake2b
 from typing import Final, Protocol
 
+from cachetools import TTLCache
+
 from consumers.clock import NowMs
 from consumers.job import HIGHEST_PRIORITY, Job, side_priority
 from consumers.outcomes import Deferred, Outcome, ended
@@ -32,6 +34,7 @@ from topology.lanes import LaneSpec
 PLACE_KEPT_S: Final = 1.0
 """For how long after a tenant's last request was published to a side queue that queue stays assigned to the tenant. By
 then this process usually holds the queue's first message, which shows to which tenant the queue belongs."""
+PLACES: Final = 10_000
 FULL_FOR_S: Final = 1.0
 LATER_MS: Final = 1000
 """For how long a request is deferred if it must be set aside, and its side queue is full or does not exist."""
@@ -133,10 +136,11 @@ class SideQueues:
         self._now_ms = now_ms
         self._numbers = {names.side(lane.name, number): number for number in range(lane.side_queues)}
         self._tenants: dict[int, str] = {}
-        self._places: dict[str, tuple[int, float]] = {}
-        """For each tenant: the number of the side queue that is assigned to it, and when it was last assigned."""
-        self._full_until_s: dict[int, float] = {}
-        """For each side queue that refused a message because it was full: until when nothing is published to it."""
+        now_s = asyncio.get_running_loop().time
+        self._places: TTLCache[str, int] = TTLCache(PLACES, PLACE_KEPT_S, timer=now_s)
+        """For each tenant: the number of the side queue that is assigned to it."""
+        self._full: TTLCache[int, bool] = TTLCache(lane.side_queues, FULL_FOR_S, timer=now_s)
+        """The side queues that have refused a message because they were full."""
 
     def has(self, tenant: str) -> bool:
         return self._number_of(tenant) is not None
@@ -150,7 +154,7 @@ class SideQueues:
         with its channel. So the queue's next message may be fetched."""
         number = self._numbers[job.delivery.queue]
         if self._tenants.pop(number, None) is not None:
-            self._keep(job.identity.tenant, number)
+            self._places[job.identity.tenant] = number
         self._heads.pass_on(job.delivery.queue)
 
     def head_unread(self, queue: str) -> None:
@@ -160,21 +164,21 @@ class SideQueues:
         """Publish a request to a side queue, and wait for the confirm. Return None if the broker has confirmed it; if
         the queue is full, the outcome with which the request is settled instead. Raises BrokerError."""
         number = self._place(job.identity.tenant)
-        if asyncio.get_running_loop().time() < self._full_until_s.get(number, 0):
-            return self._full(job)
-        self._keep(job.identity.tenant, number)
+        if number in self._full:
+            return self._refuse(job)
+        self._places[job.identity.tenant] = number
         message = set_aside(job, now_ms=self._now_ms(), names=self._names)
         try:
             await self._publisher.publish_surely(
                 message, exchange=self._names.side_exchange(number), routing_key=job.routing_key, refused_within_s=0
             )
         except PublishRefused:
-            self._full_until_s[number] = asyncio.get_running_loop().time() + FULL_FOR_S
-            return self._full(job)
+            self._full[number] = True
+            return self._refuse(job)
         self._heads.publish_seen(self._names.side(self._lane.name, number))
         return None
 
-    def _full(self, job: Job) -> Outcome:
+    def _refuse(self, job: Job) -> Outcome:
         if job.hop.is_fresh and not job.trusted:
             return ended(
                 "too_many_waiting",
@@ -189,8 +193,7 @@ class SideQueues:
         name; else the shortest queue."""
         if (known := self._number_of(tenant)) is not None:
             return known
-        now_s = asyncio.get_running_loop().time()
-        assigned = {number for number, at_s in self._places.values() if at_s + PLACE_KEPT_S > now_s}
+        assigned = set(self._places.values())
         waiting = {number: self._heads.ready_in(queue) for queue, number in self._numbers.items()}
         preferred = sorted(waiting, key=lambda number: blake2b(f"{number} {tenant}".encode(), digest_size=8).digest())
 
@@ -205,15 +208,7 @@ class SideQueues:
         for number, owner in self._tenants.items():
             if owner == tenant:
                 return number
-        number, at_s = self._places.get(tenant, (0, -PLACE_KEPT_S))
-        return number if at_s + PLACE_KEPT_S > asyncio.get_running_loop().time() else None
-
-    def _keep(self, tenant: str, number: int) -> None:
-        now_s = asyncio.get_running_loop().time()
-        self._places.pop(tenant, None)
-        self._places[tenant] = number, now_s
-        while self._places[oldest := next(iter(self._places))][1] + PLACE_KEPT_S <= now_s:
-            del self._places[oldest]
+        return self._places.get(tenant)
 
 
 def may_move(job: Job, names: Names) -> bool:
