@@ -18,7 +18,7 @@ from consumers.lifecycle import record
 from consumers.outcomes import Outcome, ended
 from consumers.settle import Settler
 from consumers.slots.activity import LaneActivity
-from consumers.slots.admission import Admitter, QueueAdmitter
+from consumers.slots.admission import QueueAdmitter
 from consumers.slots.lane_slots import Admission, LaneSlots
 from consumers.state.base import Pause, StoreUnavailable
 from lanekeeper.contract.problems import BrokerError
@@ -44,7 +44,7 @@ class Pool:
         settler: Settler,
         activity: LaneActivity,
         tracing: Tracing,
-        admitter: Admitter | None = None,
+        admitter: QueueAdmitter | None = None,
         slots: int | None = None,
         brake: Callable[[], Pause | None] = lambda: None,
     ) -> None:

@@ -45,11 +45,7 @@ class LaneActivity:
         """How many slots the lane's two queues have in addition to the configured ones (`scaling.py`)."""
         self.slots_limit: str | None = None
         self.running = 0
-        self.answered = 0
-        self.failed = 0
-        self.retried = 0
-        self.dropped = 0
-        self.replayed = 0
+        self.answered = self.failed = self.retried = self.dropped = self.replayed = 0
         self.ended = 0
         self.deferred_for: Counter[str] = Counter()
         self._delayed: dict[str, Counter[int]] = {}

@@ -14,9 +14,10 @@ requests is then lost.
 
 import asyncio
 from hashlib import blake2b
-from typing import Final, Protocol
+from typing import Final
 
 from cachetools import TTLCache
+from typing_extensions import override
 
 from consumers.clock import NowMs
 from consumers.job import HIGHEST_PRIORITY, Job, side_priority
@@ -40,23 +41,6 @@ LATER_MS: Final = 1000
 """For how long a request is deferred if it must be set aside, and its side queue is full or does not exist."""
 
 
-class Admitter(Protocol):
-    """Lets a delivery wait until it gets a slot of its lane, that is, the right to be worked on."""
-
-    async def admit(self, job: Job) -> Admission:
-        """Wait until the request holds a slot, or must leave this process, because its tenant exceeds its share or the
-        wait takes too long."""
-
-    def leave(self, job: Job) -> None: ...
-
-    def unread(self, queue: str) -> None:
-        """Note that the last delivery of this queue could not be read, so that `admit` will not be called for it."""
-
-    async def set_aside(self, job: Job) -> Outcome | None:
-        """Move the request to a side queue of its lane. Return None if it was moved; if the lane has no side queues, or
-        this one is full, the outcome with which the request is settled instead. Raises BrokerError."""
-
-
 class QueueAdmitter:
     """Lets deliveries of a lane's intake or due queue wait for a slot. `names`: None if no request has to wait."""
 
@@ -68,6 +52,8 @@ class QueueAdmitter:
         self._names = names
 
     async def admit(self, job: Job) -> Admission:
+        """Wait until the request holds a slot, or must leave this process, because its tenant exceeds its share or the
+        wait takes too long."""
         tenant = job.identity.tenant
         if self._slots.begin(tenant):
             return Admission.BEGIN
@@ -80,9 +66,11 @@ class QueueAdmitter:
         self._slots.end(job.identity.tenant)
 
     def unread(self, queue: str) -> None:
-        """Does nothing: when this delivery is settled, the broker sends the next one by itself."""
+        """The last delivery of this queue could not be read, so that `admit` will not be called for it."""
 
     async def set_aside(self, job: Job) -> Outcome | None:
+        """Move the request to a side queue. Return None if it was moved; if there is none, or it is full, the outcome
+        with which the request is settled instead. Raises BrokerError."""
         if self._side_queues is None:
             return Deferred(delay_ms=LATER_MS, reason="slots", redelivered=job.redelivered)
         outcome = await self._side_queues.put(job)
@@ -91,33 +79,32 @@ class QueueAdmitter:
         return outcome
 
 
-class SideQueueAdmitter:
+class SideQueueAdmitter(QueueAdmitter):
     """Lets the first message (the head) of each side queue of a lane wait for a slot of the lane's intake queue,
     because side queues have no slots of their own."""
 
     def __init__(self, slots: QueueSlots, side_queues: "SideQueues") -> None:
-        self._slots = slots
-        self._side_queues = side_queues
+        super().__init__(slots)
+        self._sides = side_queues
 
+    @override
     async def admit(self, job: Job) -> Admission:
         tenant = job.identity.tenant
-        self._side_queues.head_arrived(job)
+        self._sides.head_arrived(job)
         try:
             if self._slots.begin(tenant):
                 return Admission.BEGIN
             return await self._slots.wait(tenant, rank=_rank(job), movable=True, is_head=True)
         finally:
-            self._side_queues.head_left(job)
+            self._sides.head_left(job)
 
-    def leave(self, job: Job) -> None:
-        self._slots.end(job.identity.tenant)
-
+    @override
     def unread(self, queue: str) -> None:
-        self._side_queues.head_unread(queue)
+        self._sides.head_unread(queue)
 
+    @override
     async def set_aside(self, job: Job) -> Outcome | None:
-        """To the end of its side queue, so that a process with a free slot can take it."""
-        return await self._side_queues.put(job)
+        return await self._sides.put(job)  # to the end, so that a process with a free slot can take it
 
 
 def _rank(job: Job) -> int:

@@ -46,7 +46,7 @@ from consumers.rate_limit import Parking
 from consumers.replies import Replies, ReplyRetries, ReplySender
 from consumers.settle import Failpoints, Settler
 from consumers.slots.activity import LaneActivity
-from consumers.slots.admission import Admitter, QueueAdmitter, SideQueueAdmitter, SideQueues
+from consumers.slots.admission import QueueAdmitter, SideQueueAdmitter, SideQueues
 from consumers.slots.lane_slots import LaneSlots, QueueSlots, TenantShare
 from consumers.slots.pausing import Pausing, Watchdog
 from consumers.slots.scaling import SCOUT_PREFETCH, QueueLoad, ScaledQueue, Scaling
@@ -442,7 +442,7 @@ class Pools:
             source = source_of(delivery.message, names)
             return Job(delivery, lane=lane, source=source, taken_ms=now_ms(), speakers=self.speakers)
 
-        def pool(deliveries: Deliveries, admitter: Admitter, slots: int) -> Pool:
+        def pool(deliveries: Deliveries, admitter: QueueAdmitter, slots: int) -> Pool:
             return Pool(
                 deliveries,
                 job_of=job_of,

@@ -150,6 +150,8 @@ _ENTRIES: Final = "SELECT number, kind, body FROM entry WHERE followed = ? AND n
 ENTRIES_IN_A_LOOK: Final = 5000
 KEPT_AFTER_MS = 86_400_000
 """How long what was used in a period is kept after its end, in case the calendar time is set back into it."""
+_USED_IN: Final = "SELECT used FROM allowance WHERE name = ? AND period_s = ? AND period = ?"
+_SET_USED: Final = "INSERT OR REPLACE INTO allowance VALUES (?, ?, ?, ?, ?)"
 _EXPIRED_ALLOWANCES: Final = (
     "DELETE FROM allowance WHERE (name, period_s, period) IN "
     f"(SELECT name, period_s, period FROM allowance WHERE ends_ms < ? LIMIT {STEP_ROWS})"
@@ -447,17 +449,16 @@ class Tables:
     # ---- counters and pauses -----------------------------------------------------------------------------------------
 
     def take(self, at: Times, name: str, amount: float, *, limit: float, period_s: int) -> base.Taken:
-        period, used = self._used_now(at, name, period_s)
-        granted = used + amount <= limit
-        if granted:
+        period, ends_ms, used = self._used_now(at, name, period_s)
+        if granted := used + amount <= limit:
             used += amount
-            self._set_used(name, period, used, period_s)
-        return base.Taken(granted=granted, used=used, resets_in_s=((period + 1) * period_s * 1000 - at.today) / 1000)
+            self._execute(_SET_USED, (name, period_s, period, ends_ms, used))
+        return base.Taken(granted=granted, used=used, resets_in_s=(ends_ms - at.today) / 1000)
 
     def give_back(self, at: Times, name: str, amount: float, *, period_s: int) -> None:
-        period, used = self._used_now(at, name, period_s)
-        # Not below 0: the amount may have been taken in the period before.
-        self._set_used(name, period, max(0.0, used - amount), period_s)
+        period, ends_ms, used = self._used_now(at, name, period_s)
+        # not below 0: the amount may have been taken in the period before
+        self._execute(_SET_USED, (name, period_s, period, ends_ms, max(0.0, used - amount)))
 
     def hold(self, at: Times, name: str, owner: str, *, for_s: float) -> bool:
         held = self._execute(
@@ -471,20 +472,11 @@ class Tables:
     def let_go(self, _: Times, name: str, owner: str) -> None:
         self._execute("UPDATE lease SET lease_ms = 0 WHERE name = ? AND owner = ?", (name, owner))
 
-    def _used_now(self, at: Times, name: str, period_s: int) -> tuple[int, float]:
-        """The number of the allowance's current period (such as today), and the amount used in it."""
+    def _used_now(self, at: Times, name: str, period_s: int) -> tuple[int, int, float]:
+        """The number of the allowance's current period (such as today), its end, and the amount used in it."""
         period = at.today // (period_s * 1000)
-        found = self._execute(
-            "SELECT used FROM allowance WHERE name = ? AND period_s = ? AND period = ?", (name, period_s, period)
-        ).fetchone()
-        return period, 0.0 if found is None else float(found[0])
-
-    def _set_used(self, name: str, period: int, used: float, period_s: int) -> None:
-        self._execute(
-            "INSERT INTO allowance VALUES (?, ?, ?, ?, ?) "
-            "ON CONFLICT (name, period_s, period) DO UPDATE SET used = excluded.used",
-            (name, period_s, period, (period + 1) * period_s * 1000, used),
-        )
+        found = self._execute(_USED_IN, (name, period_s, period)).fetchone()
+        return period, (period + 1) * period_s * 1000, 0.0 if found is None else float(found[0])
 
     def reserve(
         self, at: Times, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int

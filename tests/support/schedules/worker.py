@@ -36,7 +36,7 @@ from consumers.rate_limit import Parking
 from consumers.replies import Replies, ReplyRetries, ReplyRule, ReplySender
 from consumers.settle import Failpoints, Settler
 from consumers.slots.activity import LaneActivity
-from consumers.slots.admission import Admitter, QueueAdmitter, SideQueueAdmitter, SideQueues
+from consumers.slots.admission import QueueAdmitter, SideQueueAdmitter, SideQueues
 from consumers.slots.lane_slots import LaneSlots
 from consumers.state.base import (
     ClaimAnswer,
@@ -723,7 +723,7 @@ class Worker:
         *,
         job_of: Callable[[Delivery], Job],
         handle: Any,
-        admitter: Admitter | None = None,
+        admitter: QueueAdmitter | None = None,
         heads: Heads | None = None,
     ) -> Pool:
         return Pool(
