@@ -14,8 +14,8 @@ from consumers.claiming import Claiming
 from consumers.clock import NowMs, now_ms
 from consumers.decoding import Decoding
 from consumers.job import Attempted, Decoded, Interruptible, Job, Reserved, Route
-from consumers.limits.accounts import Budgets
 from consumers.limits.base import Amounts, BudgetSpec, Wait, WaitTooLong
+from consumers.limits.budgets import Budgets
 from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.outcomes import (
     LATER_MS,

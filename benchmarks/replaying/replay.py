@@ -1,7 +1,7 @@
 """START HERE: replays one scenario in virtual time against the real `Account`. Pure.
 
 A heap of events replaces the clock. This file replaces the parts of a worker around the account: estimates, the timer
-of `Accounts`, retries and the breaker. All requests that have arrived wait at the gate. There are no deadlines, so no
+of `Budgets`, retries and the breaker. All requests that have arrived wait at the gate. There are no deadlines, so no
 request is refused and all waits are measured.
 
 Several processes can share the account, each with its own estimates. Their steps reach the account as late as they
@@ -19,8 +19,8 @@ from benchmarks.replaying.load import Ask, Stand, job, load
 from benchmarks.replaying.result import Result
 from benchmarks.replaying.scenarios import LANES, Scenario
 from consumers.limits.account import Account, Waiter
-from consumers.limits.accounts import LATE_S
 from consumers.limits.base import NO_FEEDBACK, Amounts, Feedback, Kind, Reservation
+from consumers.limits.budgets import LATE_S
 
 STEP_S = (0.0005, 0.0020)
 """The delay of a step at an account that several processes share."""

@@ -33,8 +33,8 @@ from consumers.handler import Handler
 from consumers.housekeeping import DeadLetters
 from consumers.job import Job, source_of
 from consumers.lifecycle import Lifecycle
-from consumers.limits.accounts import Budgets, own_accounts
 from consumers.limits.base import BudgetSpec
+from consumers.limits.budgets import Budgets, own_budgets
 from consumers.limits.estimates import Estimates
 from consumers.pool import Pool
 from consumers.providers.anthropic import AnthropicProvider
@@ -331,15 +331,15 @@ def _budgets(settings: Settings, spec: BudgetSpec, stack: AsyncExitStack) -> Bud
     """The providers' budgets. If the store is in Redis, all processes that use this store share the budgets; otherwise
     the budgets belong to this process alone."""
     if not settings.store.startswith(("redis://", "rediss://")):
-        return own_accounts(spec)
+        return own_budgets(spec)
 
     # Imported here, because these modules take 4 MiB of memory, which a worker with a SQLite store can save.
     from consumers.state.redis.client import RedisClient
-    from consumers.state.redis.shared_turns import shared_accounts
+    from consumers.state.redis.shared_turns import shared_budgets
 
     client = RedisClient(settings.store)
     stack.push_async_callback(client.aclose)
-    shared = shared_accounts(client, namespace=settings.namespace, spec=spec)
+    shared = shared_budgets(client, namespace=settings.namespace, spec=spec)
     stack.push_async_callback(shared.aclose)
     return shared
 

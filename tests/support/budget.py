@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from consumers.limits.accounts import Budgets, own_accounts
 from consumers.limits.base import NOTHING, AccountCaps, Amounts, BudgetSpec, Feedback, Kind, read_rate
+from consumers.limits.budgets import Budgets, own_budgets
 from service.simulated.buckets import Limits
 from service.simulated.faults import Refusal
 
@@ -155,4 +155,4 @@ class Traffic:
 
 def traffic(**given: Any) -> Traffic:
     """Traffic on an account whose limits are known from the start."""
-    return Traffic(own_accounts(spec()), **given)
+    return Traffic(own_budgets(spec()), **given)

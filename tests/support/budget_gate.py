@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 from consumers.gates import BudgetGate
 from consumers.job import Chain, Job, Route
-from consumers.limits.accounts import own_accounts
 from consumers.limits.base import AccountCaps, BudgetSpec, Wait
+from consumers.limits.budgets import own_budgets
 from consumers.limits.estimates import Estimates
 from consumers.outcomes import Answered, Outcome
 from consumers.providers.breakers import Breakers
@@ -31,7 +31,7 @@ class Ground:
         self._began_s = self.loop.time()
         caps = AccountCaps(requests=60, input_tokens=60_000, output_tokens=60_000)
         self.spec = BudgetSpec(accounts={"one/m": caps, "two/m2": caps})
-        self.budgets = own_accounts(self.spec)
+        self.budgets = own_budgets(self.spec)
         self.routes = routes or (ONE,)
         self.told: list[tuple[str, Wait]] = []
         self.gate = BudgetGate(

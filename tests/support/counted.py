@@ -20,8 +20,8 @@ from consumers.claiming import Claiming
 from consumers.failures import OverloadedError, RateLimitedError, TransientError
 from consumers.gates import BudgetGate, CapsGate, ClaimGate, Gate, await_route, refuse_if_late
 from consumers.job import Job
-from consumers.limits.accounts import own_accounts
 from consumers.limits.base import AccountCaps, Amounts, BudgetSpec, Underway
+from consumers.limits.budgets import own_budgets
 from consumers.limits.estimates import Estimates
 from consumers.pool import Pool
 from consumers.providers import breakers as breaking
@@ -436,7 +436,7 @@ class Ground:
         self.provider = Provider()
         limits = AccountCaps(requests=6000, input_tokens=600_000, output_tokens=600_000, concurrency=concurrency)
         spec = BudgetSpec(accounts={"anthropic": limits})
-        self.budgets = own_accounts(spec)
+        self.budgets = own_budgets(spec)
         self.breakers = Breakers(rng=random.Random(1))
         self.store = _SlowAllowances()
         self.spending = Spending(self.store, CapsSpec(lanes={"critical": Cap(requests=capped, usd=1)}))

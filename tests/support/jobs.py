@@ -20,8 +20,8 @@ from consumers.gates import BudgetGate, Gate
 from consumers.handler import Handler
 from consumers.job import Chain, Decoded, Job, source_of
 from consumers.lifecycle import Lifecycle
-from consumers.limits.accounts import own_accounts
 from consumers.limits.base import BudgetSpec
+from consumers.limits.budgets import own_budgets
 from consumers.limits.estimates import Estimates
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
@@ -220,7 +220,7 @@ def attempts(
         breakers=breakers,
         budget_gate=budget_gate
         or BudgetGate(
-            own_accounts(spec),
+            own_budgets(spec),
             breakers,
             Estimates(first_output_tokens=5, first_bytes_per_token=3.5),
             spec=spec,

@@ -12,7 +12,7 @@ import time
 from consumers.limits import learned
 from consumers.limits.base import Amounts, BucketHeaders, Feedback, Kind, RateHeaders
 from consumers.state.redis.client import RedisClient
-from consumers.state.redis.shared_turns import shared_accounts
+from consumers.state.redis.shared_turns import shared_budgets
 from tests.support.budget import ACCOUNT, spec
 
 LANES = ("critical", "normal", "batch", "batch")
@@ -24,7 +24,7 @@ async def main(url: str, namespace: str, seconds: float, version: str = "") -> N
     if version:
         learned.VERSION = int(version)  # type: ignore[misc]
     client = RedisClient(url)
-    budgets = shared_accounts(client, namespace=namespace, spec=spec(requests=PER_MINUTE, burst_s=BURST_S))
+    budgets = shared_budgets(client, namespace=namespace, spec=spec(requests=PER_MINUTE, burst_s=BURST_S))
     granted: list[tuple[float, str]] = []
 
     async def worker(lane: str) -> None:

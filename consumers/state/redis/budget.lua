@@ -1,5 +1,5 @@
 -- Grants waiting requests the budget of an account that several processes share. One run of this script is called a
--- step. It decides like consumers/limits does within a process (bucket.py, lines.py, account.py);
+-- step. It decides like consumers/limits does within a process (bucket.py, account.py);
 -- tests/consumers/state/test_same_grants.py checks that both make the same grants.
 --
 -- An account is stored as one string. It has the levels of the three token buckets, its lanes with what each has saved

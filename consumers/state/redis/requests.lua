@@ -62,7 +62,7 @@ local function restart_entries(keep_ms)
 end
 
 -- The functions of the Redis store that claim, complete and cancel requests. Each decides like the method of the same
--- name in consumers/state/sqlite/requests.py, which is easier to read.
+-- name in consumers/state/sqlite/tables.py, which is easier to read.
 function run.claim(lease_ms, keep_ms, cancelled_ms, hash, mark, redelivered, dead_at, nonce)
   local row, attempts, deaths = read(request), 0, 0
   if row and not row.noted and not runs_again(row, dead_at) then
@@ -205,7 +205,7 @@ function run.find()
 end
 
 -- The functions that keep the progress of requests that clients follow. They decide like
--- consumers/state/sqlite/following.py.
+-- consumers/state/sqlite/tables.py.
 --
 -- The submission of a request is the hash `followed`. Its entries (steps and events) are the stream `entries`, with the
 -- ids `0-<number>`.

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 from consumers.limits import forecast, learned
 from consumers.limits.account import Account, Waiter
-from consumers.limits.accounts import LATE_S, Accounts, learn, refuse, refuse_hopeless
 from consumers.limits.base import Amounts, BudgetSpec, Feedback, Reservation
+from consumers.limits.budgets import LATE_S, Budgets, learn, refuse, refuse_hopeless
 from consumers.state.base import StoreUnavailable
 from consumers.state.redis.client import BUDGET, QUOTED_CHARS, RedisClient
 from lanekeeper.telemetry import logs, signals
@@ -129,16 +129,16 @@ def argument(
     }
 
 
-def shared_accounts(
+def shared_budgets(
     client: RedisClient, *, namespace: str, spec: BudgetSpec, clock: Callable[[], float] = time.time
-) -> "Accounts[SharedTurns]":
-    """The budgets of processes that share a Redis. The caller closes `client`, after `Accounts.aclose`."""
+) -> "Budgets":
+    """The budgets of processes that share a Redis. The caller closes `client`, after `Budgets.aclose`."""
 
     def open_turns(name: str) -> SharedTurns:
         key = f"{namespace}:budget:{FORM}:{name}"
         return SharedTurns(client, key, Account(name, spec, now_s=clock()), clock=clock)
 
-    return Accounts(spec, open_turns)
+    return Budgets(spec, open_turns)
 
 
 class SharedTurns:

@@ -1,5 +1,5 @@
 -- The functions of the Redis store that see who keeps how much, and remove what a tenant has beyond its share, like
--- consumers/state/sqlite/store.py. (Keys expire by themselves.)
+-- consumers/state/sqlite/tables.py. (Keys expire by themselves.)
 local FIELDS = {'status', 'cancelling', 'lease', 'hash', 'noted', 'headers'}
 local UNSEEN_BYTES = 130  -- of the member of a tenant's `unseen`
 local function kind_of(key)

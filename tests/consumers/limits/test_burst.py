@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consumers.limits.account import Account, Waiter
-from consumers.limits.accounts import own_accounts
 from consumers.limits.base import NOTHING, Amounts, BucketHeaders, BudgetSpec, Feedback, Kind, RateHeaders
+from consumers.limits.budgets import own_budgets
 from consumers.limits.learned import Bursts
 from service.simulated.buckets import Bucket
 from tests.support.budget import ACCOUNT, Tokens, Traffic
@@ -32,7 +32,7 @@ def contest(rng: random.Random) -> int:
 
 def unknown(burst_s: float, **given: Any) -> Traffic:
     """An account of which nothing is known; its bucket holds this many seconds."""
-    return Traffic(own_accounts(BudgetSpec()), burst_s=burst_s, travel_s=TRAVEL_S, **given)
+    return Traffic(own_budgets(BudgetSpec()), burst_s=burst_s, travel_s=TRAVEL_S, **given)
 
 
 def told(remaining: float, *, limit: float = 60) -> RateHeaders:

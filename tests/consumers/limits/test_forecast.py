@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from consumers.limits import forecast
 from consumers.limits.account import Account, Waiter
-from consumers.limits.accounts import own_accounts
 from consumers.limits.base import NOTHING, AccountCaps, Amounts, BudgetSpec, Feedback, Kind
+from consumers.limits.budgets import own_budgets
 from tests.support.examples import examples
 from tests.support.virtual_time import virtually
 
@@ -103,7 +103,7 @@ def test_for_each_call_before_it_a_request_waits_one_call_longer() -> None:
 
 def test_a_large_request_of_the_top_lane_is_not_refused_if_it_may_use_other_lanes_reserves() -> None:
     async def story() -> None:
-        budgets = own_accounts(SPEC)
+        budgets = own_budgets(SPEC)
         filler = await budgets.reserve("a", lane="critical", amounts=tokens(400), until=None)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -190,7 +190,7 @@ def test_the_learned_concurrency_after_an_overload_refuses_no_request() -> None:
 
 def test_a_lane_saves_for_a_request_only_from_its_arrival_on() -> None:
     async def story() -> None:
-        budgets = own_accounts(SPEC)
+        budgets = own_budgets(SPEC)
         loop = asyncio.get_running_loop()
         full = await budgets.reserve("a", lane="critical", amounts=tokens(1_000), until=None)
         budgets.settle(full, full.amounts)

@@ -9,7 +9,6 @@ import pytest
 import uvloop
 
 from consumers.limits.account import Account
-from consumers.limits.accounts import MOST_ACCOUNTS, own_accounts
 from consumers.limits.base import (
     Amounts,
     BudgetSpec,
@@ -21,6 +20,7 @@ from consumers.limits.base import (
     WaitTooLong,
 )
 from consumers.limits.bucket import ROUNDING
+from consumers.limits.budgets import MOST_ACCOUNTS, OwnTurns, own_budgets
 from tests.support.budget import ACCOUNT, Tokens, Traffic, spec, traffic
 from tests.support.virtual_time import virtually
 
@@ -32,8 +32,32 @@ class Bench:
 
     def __init__(self, **given: Any) -> None:
         self.loop = asyncio.get_running_loop()
-        self.budgets = own_accounts(spec(**given))
+        self.budgets = own_budgets(spec(**given))
         self.order: list[str] = []
+        self.began_s = self.loop.time()
+
+    @property
+    def turns(self) -> OwnTurns:
+        turns = self.budgets.turns(ACCOUNT)
+        assert isinstance(turns, OwnTurns)
+        return turns
+
+    @property
+    def passed_s(self) -> float:
+        return self.loop.time() - self.began_s
+
+    async def line_up(self) -> asyncio.Task[Reservation]:
+        """A critical request that stands in line when this returns."""
+        waiting = len(self.account.lines)
+        asked = self.ask("critical")
+        await asyncio.sleep(0)
+        assert len(self.account.lines) == waiting + 1
+        return asked
+
+    def fill(self, requests: float) -> None:
+        for bucket, per_request in zip(self.account.buckets, (1, 700, 2e5), strict=True):
+            bucket.level = requests * per_request
+            bucket.savings = [requests * per_request, 0.0, 0.0]
 
     def empty(self) -> None:
         """The lanes' parts too."""
@@ -231,6 +255,81 @@ def test_after_many_overloads_no_more_calls_run_for_a_while_and_each_end_wakes_t
     story(tell)
 
 
+def test_what_was_granted_to_a_cancelled_request_goes_to_the_next_at_once() -> None:
+    async def tell(on: Bench) -> None:
+        first, second = await on.line_up(), await on.line_up()
+        on.fill(1.1)
+        first.cancel()
+        on.turns.step()  # before the cancelled task has run
+        await second
+
+        assert on.passed_s == 0
+        assert on.account.concurrency.running == 1
+
+    story(tell)
+
+
+def test_what_was_granted_to_the_last_in_line_that_was_cancelled_is_there_again() -> None:
+    async def tell(on: Bench) -> None:
+        asked = await on.line_up()
+        on.fill(2.0)
+        asked.cancel()
+        on.turns.step()
+
+        assert on.account.buckets[0].level == 2.0
+        assert on.turns.is_idle
+
+    story(tell)
+
+
+def test_a_request_whose_time_is_up_is_not_granted_what_comes_back_at_that_moment() -> None:
+    async def tell(on: Bench) -> None:
+        until = on.loop.time() + 5
+        asked = asyncio.ensure_future(on.budgets.reserve(ACCOUNT, lane="critical", amounts=ONE, until=until))
+        await asyncio.sleep(0)
+        on.account.held_until_s = until + 5
+
+        def come_back() -> None:
+            on.account.held_until_s = until
+            on.fill(2.0)
+            on.turns.step()
+
+        on.loop.call_at(until, come_back)  # after the timer of the wait, before its task runs
+        with pytest.raises(WaitTooLong):
+            await asked
+
+        assert on.turns.is_idle
+
+    story(tell)
+
+
+def test_a_request_that_was_cancelled_is_not_granted_what_redis_has_granted_meanwhile() -> None:
+    async def tell(on: Bench) -> None:
+        asked = await on.line_up()
+        waiter = on.account.lines.heads[0]
+        assert waiter is not None
+        asked.cancel()
+
+        assert not on.account.begin(waiter, from_savings=ONE, now_s=on.loop.time())
+        assert on.account.concurrency.running == 0
+
+    story(tell)
+
+
+def test_the_wake_up_moves_when_the_request_may_go_later() -> None:
+    async def tell(on: Bench) -> None:
+        asked = await on.line_up()
+        on.turns.learn(Feedback(kind=Kind.RATE_LIMITED, retry_after_s=30.0))
+        await asyncio.sleep(29)
+        assert on.turns.wake_ups == 0
+        await asked
+
+        assert on.turns.wake_ups == 1
+        assert on.passed_s == pytest.approx(30.0, abs=0.01)
+
+    story(tell)
+
+
 @pytest.mark.slow
 def test_a_turn_less_than_a_millisecond_away_is_granted_on_uvloop_too() -> None:
     """What is to happen within half a millisecond is no timer there, and cannot tell when it will."""
@@ -265,7 +364,7 @@ def test_a_request_leaves_the_line_if_on_wait_raises() -> None:
 
 def test_the_budgets_of_256_unused_accounts_are_kept() -> None:
     async def told() -> None:
-        budgets = own_accounts(BudgetSpec())
+        budgets = own_budgets(BudgetSpec())
         for number in range(MOST_ACCOUNTS):
             budgets.turns(f"account-{number}")
         before = len(budgets)
@@ -306,23 +405,23 @@ def test_batch_uses_the_free_budget_and_critical_hardly_waits(tokens: Tokens, bu
 
 def test_a_waiting_request_is_woken_once_and_does_not_poll() -> None:
     async def story() -> None:
-        budgets = own_accounts(spec())
-        on = Traffic(budgets)
+        bench = Bench()
+        on = Traffic(bench.budgets)
         on.slots("batch", 100, small)
         await on.run(FIVE_MINUTES_S)
 
         assert len(on.waits_s["batch"]) >= 290
-        assert budgets.turns(ACCOUNT).wake_ups <= 2 * len(on.waits_s["batch"])
+        assert bench.turns.wake_ups <= 2 * len(on.waits_s["batch"])
 
     virtually(story())
 
 
 def test_an_account_without_waiting_requests_is_not_looked_at() -> None:
     async def story() -> None:
-        budgets = own_accounts(spec())
-        await budgets.reserve(ACCOUNT, lane="batch", amounts=Amounts(1, 1, 1), until=None)
+        bench = Bench()
+        await bench.ask("batch")
         await asyncio.sleep(3600)
 
-        assert budgets.turns(ACCOUNT).wake_ups == 0
+        assert bench.turns.wake_ups == 0
 
     virtually(story())

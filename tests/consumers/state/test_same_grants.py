@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from consumers.limits.account import Account, Waiter
-from consumers.limits.accounts import OwnTurns, Turns
 from consumers.limits.base import (
     DEFAULT_SHARES,
     NOTHING,
@@ -34,6 +33,7 @@ from consumers.limits.base import (
     RateHeaders,
     Reservation,
 )
+from consumers.limits.budgets import OwnTurns, Turns
 from consumers.state.redis import shared_turns
 from consumers.state.redis.client import BUDGET, RedisClient, Script
 from consumers.state.redis.shared_turns import SharedTurns

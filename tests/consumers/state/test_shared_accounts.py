@@ -14,11 +14,11 @@ import pytest
 from typing_extensions import override
 
 from consumers.limits.account import Waiter
-from consumers.limits.accounts import Accounts
 from consumers.limits.base import Amounts, BucketHeaders, Feedback, Kind, RateHeaders, Reservation
+from consumers.limits.budgets import Budgets
 from consumers.state.base import StoreUnavailable
 from consumers.state.redis.client import RedisClient, Script
-from consumers.state.redis.shared_turns import FORGOTTEN_AFTER_S, FORM, SharedTurns, shared_accounts
+from consumers.state.redis.shared_turns import FORGOTTEN_AFTER_S, FORM, shared_budgets
 from service.simulated.buckets import Bucket
 from tests.support.budget import ACCOUNT, spec
 from tests.support.redis import RedisServer
@@ -37,7 +37,7 @@ return redis.call('SET', KEYS[1], cmsgpack.pack(account))
 """
 )
 """State as if written by a clock that was an hour ahead, with a waiter that has died since."""
-Shared = Accounts[SharedTurns]
+Shared = Budgets
 Opened = Callable[..., Shared]
 
 
@@ -77,7 +77,7 @@ async def opened(redis: RedisServer, namespace: str) -> AsyncIterator[Opened]:
             client = client or RedisClient(redis.url)
             wanted: dict[str, Any] = {"requests": 600, "burst_s": 1.0, **given}
             of = spec(**wanted)
-            budgets = shared_accounts(client, namespace=namespace, spec=of, clock=clock)
+            budgets = shared_budgets(client, namespace=namespace, spec=of, clock=clock)
             stack.push_async_callback(client.aclose)
             stack.push_async_callback(budgets.aclose)
             return budgets

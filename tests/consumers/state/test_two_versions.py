@@ -10,10 +10,10 @@ from structlog.testing import capture_logs
 
 from consumers.limits import learned
 from consumers.limits.account import Account
-from consumers.limits.accounts import Accounts
 from consumers.limits.base import Amounts, BucketHeaders, Feedback, Kind, RateHeaders
+from consumers.limits.budgets import Budgets
 from consumers.state.redis.client import RedisClient, Script
-from consumers.state.redis.shared_turns import FORM, SharedTurns, shared_accounts
+from consumers.state.redis.shared_turns import FORM, shared_budgets
 from lanekeeper.telemetry import signals
 from tests.support.budget import ACCOUNT, spec
 from tests.support.redis import RedisServer
@@ -48,13 +48,13 @@ async def client(redis: RedisServer) -> AsyncIterator[RedisClient]:
 
 
 @pytest.fixture
-async def ours(client: RedisClient, namespace: str) -> AsyncIterator[Accounts[SharedTurns]]:
-    budgets = shared_accounts(client, namespace=namespace, spec=spec(requests=600, burst_s=1.0))
+async def ours(client: RedisClient, namespace: str) -> AsyncIterator[Budgets]:
+    budgets = shared_budgets(client, namespace=namespace, spec=spec(requests=600, burst_s=1.0))
     yield budgets
     await budgets.aclose()
 
 
-async def one_of_each_lane(budgets: Accounts[SharedTurns]) -> None:
+async def one_of_each_lane(budgets: Budgets) -> None:
     async with asyncio.timeout(60):
         for lane in LANES:
             budgets.settle(await budgets.reserve(ACCOUNT, lane=lane, amounts=ONE, until=None), ONE)
@@ -79,7 +79,7 @@ def unreadable(logs: list[dict[str, object]]) -> int:
     ],
 )
 async def test_what_another_version_has_learned_is_ignored_and_logged_once(
-    ours: Accounts[SharedTurns], client: RedisClient, namespace: str, text: str
+    ours: Budgets, client: RedisClient, namespace: str, text: str
 ) -> None:
     ours.learn(ACCOUNT, answered(300))
     await one_of_each_lane(ours)
@@ -104,7 +104,7 @@ async def test_what_another_version_has_learned_is_ignored_and_logged_once(
     ],
 )
 async def test_an_account_stored_in_another_format_starts_again_and_that_is_logged(
-    ours: Accounts[SharedTurns], client: RedisClient, namespace: str, kept: object
+    ours: Budgets, client: RedisClient, namespace: str, kept: object
 ) -> None:
     await one_of_each_lane(ours)
     await client.run(KEPT_ELSEWHERE, [f"{namespace}:budget:{FORM}:{ACCOUNT}"], json.dumps(kept))
@@ -115,7 +115,7 @@ async def test_an_account_stored_in_another_format_starts_again_and_that_is_logg
     assert unreadable(logs) == 1  # type: ignore[arg-type]
 
 
-async def test_a_damaged_account_starts_again(ours: Accounts[SharedTurns], client: RedisClient, namespace: str) -> None:
+async def test_a_damaged_account_starts_again(ours: Budgets, client: RedisClient, namespace: str) -> None:
     await one_of_each_lane(ours)
     await client.run(KEPT_AS_IS, [f"{namespace}:budget:{FORM}:{ACCOUNT}"], "\xff\x00 no account")
 

@@ -9,7 +9,7 @@ has the account for itself decides by itself (`OwnTurns`). Processes that share 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from math import inf
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Final, Protocol
 
 from consumers.limits import forecast
 from consumers.limits.account import Account, Waiter
@@ -64,17 +64,14 @@ class Turns(Protocol):
         waits for the budget any more."""
 
 
-AnyTurns = TypeVar("AnyTurns", bound=Turns)
-
-
-class Accounts(Generic[AnyTurns]):
+class Budgets:
     """The budgets of the providers' accounts that this process calls, by name. `open_turns` creates the `Turns` object
     of an account. Times are those of the event loop's clock."""
 
-    def __init__(self, spec: BudgetSpec, open_turns: Callable[[str], AnyTurns]) -> None:
+    def __init__(self, spec: BudgetSpec, open_turns: Callable[[str], Turns]) -> None:
         self._open_turns = open_turns
         self._ranks = {name: rank for rank, name in enumerate(spec.shares)}
-        self._known: dict[str, AnyTurns] = {}
+        self._known: dict[str, Turns] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -82,7 +79,7 @@ class Accounts(Generic[AnyTurns]):
     def __contains__(self, name: str) -> bool:
         return name in self._known
 
-    def turns(self, name: str) -> AnyTurns:
+    def turns(self, name: str) -> Turns:
         if (turns := self._known.get(name)) is None:
             # requests can name any number of models, each with an account of its own
             if len(self._known) >= MOST_ACCOUNTS:
@@ -192,16 +189,13 @@ class Accounts(Generic[AnyTurns]):
         for turns in list(self._known.values()):
             await turns.aclose()
 
-    def _current_turns(self, name: str) -> AnyTurns:
+    def _current_turns(self, name: str) -> Turns:
         """The `Turns` object for a new request. Low limits that no response has confirmed for minutes are discarded
         first, because they could block the request."""
         turns = self.turns(name)
         if turns.account.is_stale(turns.now_s()):
             turns.learn(NO_FEEDBACK)
         return turns
-
-
-Budgets = Accounts[Any]
 
 
 def _give_back(turns: Turns, waiter: Waiter) -> None:
@@ -216,9 +210,9 @@ def _leave(turns: Turns, waiter: Waiter) -> None:
         turns.step()
 
 
-def own_accounts(spec: BudgetSpec) -> "Accounts[OwnTurns]":
+def own_budgets(spec: BudgetSpec) -> Budgets:
     """The budgets of all accounts for a process that shares them with no other process."""
-    return Accounts(spec, lambda name: OwnTurns(name, spec))
+    return Budgets(spec, lambda name: OwnTurns(name, spec))
 
 
 class OwnTurns:
