@@ -27,11 +27,8 @@ from service.config.settings import GatewayKey, Settings
 from service.gateway.access import Access, is_loopback
 from service.gateway.answers import StoredAnswers
 from service.gateway.calls import BODIES_BYTES, Bodies, CallReader
-from service.gateway.deadletters import DeadLetterPaths
-from service.gateway.lanes import LanePaths
-from service.gateway.lookups import LookupPaths
-from service.gateway.messages import Messages
-from service.gateway.pauses import PausePaths
+from service.gateway.messages import LookupPaths, Messages
+from service.gateway.operators import OperatorPaths
 from service.gateway.problems import ApiError, refused
 from service.gateway.requests import Poller, RequestPaths, SubmittedRequests, identity_of
 from service.gateway.server import Connection, Handler, descriptors
@@ -117,10 +114,8 @@ class Gateway:
         self._sockets = Sockets(requests, call_reader, self._shares, answers, ping_every_s=ping_s)
         self._lookups = LookupPaths(settings, bodies, self._access)
         connection = None if client.amqp is None else client.amqp.connection
-        self._lanes = LanePaths(connection, settings.lane_specs(), names=settings.names())
-        self._live = Live(self._lanes.status, self._poller, jaeger_url=settings.traces_page)
-        self._pauses = PausePaths(store, bodies, [lane.name for lane in settings.lane_specs()])
-        self._dead_letters = DeadLetterPaths(settings, bodies)
+        self._operators = OperatorPaths(settings, store, bodies, connection=connection)
+        self._live = Live(self._operators.status, self._poller, jaeger_url=settings.traces_page)
 
     def reasons(self) -> Mapping[str, str | None]:
         return {
@@ -143,13 +138,9 @@ class Gateway:
         handlers: dict[tuple[str, str], _CallHandler] = {
             ("POST", "/v1/messages"): partial(self._for_tenant, self._messages.answer),
             **{at: partial(self._in_store, handle) for at, handle in in_store.items()},
-            ("GET", "/v1/lanes"): self._lanes.get,
             ("GET", "/v1/live"): self._live.follow,
             **self._lookups.handlers(),
-            ("GET", "/v1/pauses"): self._pauses.get,
-            ("POST", "/v1/pauses"): self._pauses.post,
-            ("DELETE", "/v1/pauses/{id}"): self._pauses.delete,
-            **self._dead_letters.handlers(),
+            **self._operators.handlers(),
         }
         return {
             **{at: partial(self._admitted, handle) for at, handle in handlers.items()},

@@ -101,6 +101,14 @@ def request_id_of(headers: MultiMapping[str]) -> str:
     return chosen
 
 
+def limit_of(query: Mapping[str, str], default: int, least: int, most: int) -> int:
+    """The parameter `limit`. Raises ApiError."""
+    limit = query.get("limit", str(default))
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 4 and least <= int(limit) <= most):
+        raise ApiError(400, f"limit: allowed is a whole number from {least} to {most}")
+    return int(limit)
+
+
 def submitted_id_of(headers: MultiMapping[str]) -> str:
     """Like `request_id_of`, for a request whose status gets a URL path that ends in its id: HTTP clients change a path
     that ends in `.` or `..`."""

@@ -1,31 +1,46 @@
-"""`POST /v1/messages`: one call, from its body to the last byte of its answer.
+"""Anthropic's own paths. `POST /v1/messages`: one call, from its body to the last byte of its answer.
 
 A streamed answer is the provider's events, unchanged and in their order. The first events (`message_start`, the start
 of a block) are held back until the first piece of the answer's content comes, so that the client does not notice an
 attempt that fails before that. After that, a failed attempt ends the stream with an `error` event, because events that
 a client has read cannot be withdrawn. `message_stop` is held back until a worker has stored the request's outcome.
+
+`POST /v1/messages/count_tokens` and `GET /v1/models` are passed to the provider without a lane: they change nothing and
+cost no tokens. The provider limits them separately from Messages, and so does the gateway, by the setting
+`lookups_per_min`. If there are keys of several tenants, each tenant may use at most half of that limit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterator
+import re
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+import jiter
 from aiohttp import web
 
+from consumers.failures import TIMEOUT, AccountError, ProviderError
+from consumers.providers.anthropic import Found, Lookups
+from consumers.rate_limit import RateLimit
 from lanekeeper import Client, Final
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import LanekeeperError, ReplyLost
 from lanekeeper.replies import Part
-from service.config.settings import GatewayKey
+from service.config.settings import GatewayKey, Settings
+from service.gateway.access import Access, require_allowed_model
 from service.gateway.answers import StoredAnswers, event_stream, send_pieces
-from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, request_id_of
-from service.gateway.problems import ABOUT_REQUEST, ApiError, api_error_of
+from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, limit_of, request_id_of
+from service.gateway.problems import ABOUT_REQUEST, ApiError, api_error_of, refused
+from service.gateway.shares import SharedLimit
 from service.side_tasks import beside
+from topology.codec import bounds
+from topology.codec.decoding import too_large
+from topology.codec.headers import read as read_headers
 
 REPLY_HEADERS_SENT = (n.LANE_NAME, n.MODEL, n.PROVIDER, n.ATTEMPT, n.WAIT_MS, n.RUN_MS, n.WAIT_FROM, n.REPLAYED)
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
@@ -36,6 +51,18 @@ _HELD_BYTES = 64 * 1024
 """How much of a stream is held back at most before the content of the answer begins."""
 _TYPE = b'{"type":"'
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
+COUNT_TOKENS = "/v1/messages/count_tokens"
+MODELS = "/v1/models"
+MODEL = "/v1/models/{id}"
+AT_A_TIME = 32
+"""Without a limit, one tenant could take all connections to the provider. A low one is enough: each call is answered in
+less than a second."""
+PAGE = 20
+PAGE_AT_MOST = 1000
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
+_PASSED = frozenset({"request-id", "retry-after", "x-should-retry"})
+_ALL = ""
+"""In place of a tenant's name: the calls of all tenants together, and those of callers without a tenant."""
 
 
 @dataclass(slots=True)
@@ -238,3 +265,157 @@ def _split_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, 
 
 def _new_event(kind: str, **fields: Any) -> bytes:
     return _event(kind, json.dumps({"type": kind, **fields}).encode())
+
+
+# ---- count_tokens and models -----------------------------------------------------------------------------------------
+
+
+class LookupPaths:
+    """Handles `count_tokens` and `models`. Answers 501 if the settings of this process contain no provider's key."""
+
+    def __init__(self, settings: Settings, bodies: Bodies, access: Access) -> None:
+        spec = settings.gateway
+        per_s = spec.lookups_per_min / 60
+        self._bodies = bodies
+        self._access = access
+        self._values = settings.json_values
+        self._tenant_models = settings.models.tenants
+        self._provider = _provider_of(settings)
+        self._limit = RateLimit(per_s=per_s, at_once=max(1.0, spec.lookups_per_min))
+        self._tenant_limit = RateLimit(per_s=per_s / 2, at_once=max(1.0, spec.lookups_per_min / 2))
+        self._places = SharedLimit(AT_A_TIME, "calls for tokens and models")
+
+    def handlers(self) -> Mapping[tuple[str, str], Callable[[web.Request, GatewayKey], Awaitable[web.Response]]]:
+        return {("POST", COUNT_TOKENS): self._count_tokens, ("GET", MODELS): self._models, ("GET", MODEL): self._model}
+
+    async def aclose(self) -> None:
+        if self._provider is not None:
+            await self._provider.aclose()
+
+    async def _count_tokens(self, request: web.Request, caller: GatewayKey) -> web.Response:
+        allowed = self._allowed(caller)
+
+        def check(body: bytes) -> None:
+            if (excess := bounds.excess(body, max_values=self._values)) is not None:
+                raise too_large(excess)
+            if allowed is not None:
+                require_allowed_model(allowed, _model_in(body))
+
+        async with self._bodies.in_memory(request, caller, check=check) as body:
+            return _response(await self._call_provider(request, caller, body=body))
+
+    async def _models(self, request: web.Request, caller: GatewayKey) -> web.Response:
+        allowed = self._allowed(caller)
+        if allowed is None:
+            return _response(await self._call_provider(request, caller))
+        limit = limit_of(request.query, PAGE, 1, PAGE_AT_MOST)
+        found = await self._call_provider(request, caller, query={"limit": str(PAGE_AT_MOST)})
+        body = page_of(found.body, allowed, request.query, limit) if found.status == 200 else None
+        return _response(found, body=body)
+
+    async def _model(self, request: web.Request, caller: GatewayKey) -> web.Response:
+        id, allowed = request.match_info["id"], self._allowed(caller)
+        if _ID.fullmatch(id) is None or (allowed is not None and id not in allowed):
+            raise ApiError(404, f"model: {id[:100]}")
+        return _response(await self._call_provider(request, caller))
+
+    def _allowed(self, caller: GatewayKey) -> list[str] | None:
+        """The models that the caller's key and its tenant's setting both allow; None: all."""
+        of_tenant = self._tenant_models.get(caller.tenant or "")
+        both = [frozenset(models) for models in (caller.models, of_tenant) if models is not None]
+        return sorted(frozenset.intersection(*both)) if both else None
+
+    async def _call_provider(
+        self,
+        request: web.Request,
+        caller: GatewayKey,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+    ) -> Found:
+        if self._provider is None:
+            raise ApiError(
+                501,
+                "this gateway has no key of a provider of kind anthropic, which answers this itself: set "
+                "ANTHROPIC_API_KEY for it too (Messages need none here: workers have theirs)",
+                headers={"x-should-retry": "false"},
+            )
+        beta = read_headers({n.ANTHROPIC_BETA: request.headers.get(n.ANTHROPIC_BETA)}).beta
+        with self._places.taken(caller.tenant):
+            self._count(caller)
+            try:
+                return await self._provider.call(request.path, body=body, query=query or request.query, beta=beta)
+            except ProviderError as error:
+                raise _failed(error) from error
+
+    def _count(self, caller: GatewayKey) -> None:
+        is_within = not self._access.has_several_tenants or self._tenant_limit.take(caller.tenant or _ALL)
+        if not is_within or not self._limit.take(_ALL):
+            raise refused("too many calls for tokens and models (LANEKEEPER_GATEWAY__LOOKUPS_PER_MIN)", status=429)
+
+
+def _provider_of(settings: Settings) -> Lookups | None:
+    """The first provider that has a key, is of kind `anthropic`, and uses Anthropic's names of models."""
+    if settings.api_key is not None:
+        return Lookups(settings.provider_url, api_key=settings.api_key)
+    for _, provider in sorted(settings.providers.items()):
+        if (
+            provider.kind == "anthropic"
+            and provider.models is None
+            and provider.api_key is not None
+            and provider.base_url is not None
+        ):
+            return Lookups(provider.base_url.get_secret_value(), api_key=provider.api_key.get_secret_value())
+    return None
+
+
+def _model_in(body: bytes) -> str:
+    """Raises ApiError if there is no model, or if a JSON key occurs twice: the gateway and the provider could then read
+    different models."""
+    try:
+        found = jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="none")
+    except ValueError:
+        raise ApiError(400, "body: not a JSON object in UTF-8, or a key is there twice") from None
+    model = found.get("model") if isinstance(found, dict) else None
+    if not isinstance(model, str):
+        raise ApiError(400, "model: a string is required")
+    return model
+
+
+def _failed(error: ProviderError) -> ApiError:
+    if error.type == TIMEOUT:
+        return ApiError(504, error.detail)
+    if isinstance(error, AccountError) and error.otherwise is None:  # not the caller's 401, 402 or wrong address
+        return ApiError(503, f"the provider cannot be called: {error.reason}", headers={"x-should-retry": "false"})
+    return ApiError(error.status if error.status >= 400 else 502, error.detail)
+
+
+def _response(found: Found, *, body: bytes | None = None) -> web.Response:
+    headers = {name: value for name, value in found.headers.items() if name in _PASSED}
+    headers.setdefault("request-id", uuid.uuid4().hex)
+    headers["content-type"] = "application/json"
+    headers["cache-control"] = "no-store"  # it depends on the key
+    return web.Response(status=found.status, body=found.body if body is None else body, headers=headers)
+
+
+def page_of(body: bytes, allowed: Collection[str], query: Mapping[str, str], limit: int) -> bytes:
+    """One page of the provider's whole list (`body`), with only the models in `allowed`, as Anthropic pages it. Raises
+    ApiError if the list cannot be read."""
+    models = [model for model in _models(body) if model["id"] in allowed]
+    ids, after, before = [model["id"] for model in models], query.get("after_id"), query.get("before_id")
+    start = ids.index(after) + 1 if after in ids else 0
+    page = models[start : ids.index(before) if before in ids else None]
+    has_more = len(page) > limit
+    page = page[-limit:] if before is not None and after is None else page[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return json.dumps({"data": page, "has_more": has_more, "first_id": first, "last_id": last}).encode()
+
+
+def _models(body: bytes) -> list[dict[str, Any]]:
+    try:
+        models = json.loads(body)["data"]
+        if all(isinstance(model["id"], str) for model in models):
+            return list(models)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise ApiError(502, "the provider's list of models cannot be read")

@@ -19,7 +19,7 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused
 from lanekeeper.telemetry.figures import SECONDS, Histogram
 from service.config.settings import GatewayKey
-from service.gateway.lanes import shown
+from service.gateway.operators import shown
 from service.metrics import COUNTERS, GAUGES, HISTOGRAMS, UNITS, Metrics
 from service.samples import Sample
 from service.side_tasks import beside

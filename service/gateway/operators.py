@@ -1,0 +1,251 @@
+"""What operators see and do: `/v1/lanes` (each key sees its own part), `/v1/pauses` (docs/brake.md) and `/v1/dead`
+(docs/dead-letters.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any, Final
+
+from aiohttp import web
+from cachetools import LRUCache
+
+from consumers.brake import read_pause, too_many
+from consumers.clock import now_ms
+from consumers.state.base import StoredPauses
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.contract.problems import AccessRefused, invalid_request
+from lanekeeper.telemetry import signals
+from lanekeeper.telemetry.logs import logger
+from service.config.settings import GatewayKey, Settings
+from service.deadletters import PAGE, PAGE_AT_MOST, Change, DeadLetters, Filter, ReplayRefused, position, whole
+from service.gateway.access import require_operator
+from service.gateway.calls import Bodies, limit_of
+from service.gateway.problems import ApiError, answer
+from service.status import Status, look
+
+FRESH_S: Final = 2.0
+"""Calls within this time get the same figures, because each question is answered by all workers."""
+REPLAYED_WITHIN_S: Final = 20.0
+"""A replay ends after this long, and tells how many letters are left: proxies end calls that take longer."""
+LISTS_AT_MOST: Final = 32
+FILTERS: Final = {
+    "id": "ids", "ids": "ids", "code": "codes", "lane": "lanes", "app": "apps", "tenant": "tenants", "cause": "causes",
+}  # fmt: skip
+REPLAY_FIELDS: Final = (FILTERS.keys() - {"id"}) | {"since", "edit", "to_lane", "model", "rate", "dry_run"}
+log = logger()
+
+
+class OperatorPaths:
+    """The handlers; all of them raise ApiError, LanekeeperError. `connection`: the gateway's own to the broker. Each
+    call about dead letters has another one, so that what it holds returns when it fails."""
+
+    def __init__(
+        self, settings: Settings, store: StoredPauses, bodies: Bodies, *, connection: Connection | None
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._bodies = bodies
+        self._connection = connection
+        self._looking = asyncio.Lock()
+        self._status: tuple[float, Status] | None = None
+        self._listing = asyncio.Lock()
+        self._lists: LRUCache[str, tuple[float, dict[str, Any]]] = LRUCache(LISTS_AT_MOST)
+        """By query: until when it is shown again, because a scan of a long queue hides it for seconds."""
+
+    def handlers(self) -> Mapping[tuple[str, str], Callable[[web.Request, GatewayKey], Awaitable[web.StreamResponse]]]:
+        return {
+            ("GET", "/v1/lanes"): self._lanes,
+            ("GET", "/v1/pauses"): self._pauses,
+            ("POST", "/v1/pauses"): self._pause,
+            ("DELETE", "/v1/pauses/{id}"): self._resume,
+            ("GET", "/v1/dead"): self._list,
+            ("GET", "/v1/dead/{id}"): self._show,
+            ("POST", "/v1/dead/replay"): self._replay,
+            ("DELETE", "/v1/dead/{id}"): self._drop,
+        }
+
+    async def status(self) -> Status:
+        now_s = asyncio.get_running_loop().time
+        async with self._looking:
+            if self._status is None or now_s() - self._status[0] >= FRESH_S:
+                assert self._connection is not None
+                lanes, names = self._settings.lane_specs(), self._settings.names()
+                self._status = now_s(), await look(self._connection, lanes=lanes, names=names)
+            return self._status[1]
+
+    async def _lanes(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        return answer(shown(await self.status(), caller))
+
+    async def _pauses(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        require_operator(caller, acts=False)
+        return answer({"pauses": [pause.as_json() for pause in await self._store.pauses()]})
+
+    async def _pause(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        require_operator(caller, acts=True)
+        fields = await self._object_in(request, caller)
+        fields["who"] = fields.get("who") or caller.tenant or "gateway"
+        lanes = [lane.name for lane in self._settings.lane_specs()]
+        pause = read_pause(fields, now_ms=now_ms(), lanes=lanes, providers=None)
+        if not await self._store.pause(pause):
+            raise too_many()
+        log.info(signals.BRAKE_ASKED, command="pause", user=caller.tenant, pauses=[pause.as_json()])
+        return answer(pause.as_json())
+
+    async def _resume(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        require_operator(caller, acts=True)
+        if (pause := await self._store.resume(request.match_info["id"])) is None:
+            raise ApiError(404, "nothing is paused under this id")
+        log.info(signals.BRAKE_ASKED, command="resume", user=caller.tenant, pauses=[pause.as_json()])
+        return answer(pause.as_json())
+
+    async def _list(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        require_operator(caller, acts=False)
+        query, after = request.query, request.query.get("after")
+        wanted, limit = _filter({name: query.getall(name) for name in query}), limit_of(query, PAGE, 0, PAGE_AT_MOST)
+        try:
+            begin = None if after is None else position(after)
+        except ValueError:
+            raise ApiError(400, "after: allowed is `next` of another page") from None
+        async with self._listing:
+            until_s, found = self._lists.get(request.query_string, (0.0, {}))
+            if until_s < (began_s := time.monotonic()):
+                async with self._letters() as letters:
+                    overview = await letters.overview(wanted, limit=limit, after=begin)
+                found = overview.as_json(jaeger_url=self._settings.traces_page)
+                ended_s = time.monotonic()
+                self._lists[request.query_string] = (ended_s + max(FRESH_S, 10 * (ended_s - began_s)), found)
+        return answer(found)
+
+    async def _show(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        require_operator(caller, acts=False)
+        async with self._letters() as letters:
+            letter = await letters.find(_named(request))
+        if letter is None:
+            raise _unknown(request)
+        return answer(whole(letter, jaeger_url=self._settings.traces_page))
+
+    async def _drop(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        require_operator(caller, acts=True)
+        async with self._letters() as letters:
+            dropped = await letters.drop(_named(request))
+        self._lists.clear()
+        if not dropped:
+            raise _unknown(request)
+        return answer({"dropped": dropped})
+
+    async def _replay(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        require_operator(caller, acts=True)
+        asked = await self._object_in(request, caller)
+        if unknown := sorted(asked.keys() - REPLAY_FIELDS):
+            raise ApiError(400, f"body: unknown field {unknown[0][:40]!r}; known: {', '.join(sorted(REPLAY_FIELDS))}")
+        wanted, rate = _filter(asked), asked.get("rate")
+        if wanted.is_empty:
+            raise ApiError(400, "name the dead letters: ids, cause, code, lane, app, tenant, since")
+        if not (rate is None or (type(rate) in (int, float) and 0.001 <= rate <= 100_000)):
+            raise ApiError(400, "rate: allowed is a number from 0.001 to 100000, of requests a second")
+        if type(dry_run := asked.get("dry_run", False)) is not bool:
+            raise ApiError(400, "dry_run: allowed are true and false")
+        names = {name: asked.get(name) for name in ("to_lane", "model")}
+        for name, value in names.items():
+            if not (value is None or isinstance(value, str)):
+                raise ApiError(400, f"{name}: allowed is a name")
+        try:
+            change = Change(patch=asked.get("edit"), **names)
+        except ReplayRefused as error:
+            raise ApiError(400, f"edit: {error}") from error
+        async with self._letters() as letters:
+            done = await letters.replay(wanted, change, rate_per_s=rate, dry_run=dry_run, within_s=REPLAYED_WITHIN_S)
+        self._lists.clear()
+        return answer(done.as_json(), status=422 if done.refusals else 200)
+
+    async def _object_in(self, request: web.Request, caller: GatewayKey) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        async with self._bodies.in_memory(request, caller, check=lambda body: fields.update(_object(body))):
+            return fields
+
+    @asynccontextmanager
+    async def _letters(self) -> AsyncIterator[DeadLetters]:
+        settings = self._settings
+        try:
+            async with Connection(
+                settings.broker_url, name="lanekeeper: dead letters", ssl_context=settings.ssl_context()
+            ) as connection:
+                yield DeadLetters(settings, connection)
+        except AccessRefused as error:
+            raise ApiError(
+                503,
+                "the gateway's user of the broker may not read or replay dead letters: it needs the rights of the "
+                "exported role `operator`",
+                headers={"x-should-retry": "false"},
+            ) from error
+
+
+def shown(status: Status, caller: GatewayKey) -> dict[str, Any]:
+    """The part of a status that this caller may see: the lanes that its key allows, and of tenants only its own. An
+    operator sees all."""
+    sees_all = caller.operator != "no"
+    lanes = []
+    for lane in status.lanes:
+        if sees_all or caller.lanes is None or lane.lane in caller.lanes:
+            begins = f"{lane.lane}: "
+            tenants = status.tenants.get(lane.lane, {})
+            lanes.append(
+                {
+                    **asdict(lane),
+                    "spent": status.spent.get("lane", {}).get(lane.lane),
+                    "waits_for": [line.removeprefix(begins) for line in status.waiting if line.startswith(begins)],
+                    "tenants": {name: tenants[name] for name in tenants if sees_all or name == caller.tenant},
+                }
+            )
+    if sees_all:
+        return {**asdict(status), "lanes": lanes}
+    return {"lanes": lanes, "accounts": status.accounts, "paused": status.paused, "breakers": status.breakers}
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise invalid_request("body: a JSON object is required")
+    return found
+
+
+def _filter(asked: Mapping[str, Any]) -> Filter:
+    """Each field is a text, or a list of texts."""
+    found: dict[str, Any] = {}
+    for name, field in FILTERS.items():
+        if (given := asked.get(name)) is not None:
+            values = given if isinstance(given, list) else [given]
+            if not values or not all(isinstance(value, str) for value in values):
+                raise ApiError(400, f"{name}: allowed is a text, or a list of texts that is not empty")
+            found[field] = frozenset(values)
+    return Filter(since_ms=_since_ms(asked.get("since")), **found)
+
+
+def _since_ms(given: object) -> int:
+    if given is None:
+        return 0
+    try:
+        when = datetime.fromisoformat(str(given[0] if isinstance(given, list) else given))
+        if when.tzinfo is not None:
+            return int(1000 * when.timestamp())
+    except (ValueError, IndexError, OverflowError):
+        pass
+    raise ApiError(400, "since: allowed is a time with its zone, such as 2026-11-21T18:00:00Z")
+
+
+def _named(request: web.Request) -> Filter:
+    tenants = frozenset(request.query.getall("tenant", ()))
+    return Filter(ids=frozenset({request.match_info["id"]}), tenants=tenants)
+
+
+def _unknown(request: web.Request) -> ApiError:
+    return ApiError(404, f"no dead letter has the id {request.match_info['id'][:128]!r}")
