@@ -89,8 +89,7 @@ async def _serve(
     from service.config.loading import simulating
     from service.gateway.app import Gateway, client_for
     from service.gateway.server import CannotListen, Server
-    from service.metrics import measuring
-    from service.samples import of_client, of_http
+    from service.metrics import measuring, of_client, of_http
     from service.side_tasks import end
     from service.simulated.app import SimulatedAPI
     from service.telemetry.exporters import resource_of
@@ -185,8 +184,7 @@ async def _gateway(settings: "Settings", new_keys: "ChangedKeys", traces: "Trace
     from service.cli.process import SERVICE_NAME
     from service.gateway.app import Gateway, client_for
     from service.gateway.server import Server
-    from service.metrics import measuring
-    from service.samples import of_client, of_http, of_store
+    from service.metrics import measuring, of_client, of_http, of_store
     from service.telemetry.exporters import resource_of
 
     log = logger()

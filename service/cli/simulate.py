@@ -23,7 +23,7 @@ def demo(settings: "Settings") -> None:
 
     It starts its own broker and simulated providers, and stops them at the end. The exit code is 0 only if every
     request was answered right and every act kept its promise."""
-    from service.demo.story import tell_story
+    from service.demo import tell_story
     from service.telemetry import logs
 
     with logs.configured(service="lanekeeper demo", level="error", format="console"):  # the table shows everything else

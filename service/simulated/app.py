@@ -4,20 +4,24 @@
 import asyncio
 import itertools
 import json
+import socket
+import struct
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from aiohttp import web
 
-from service.simulated import messages, sending
+from service.simulated import messages
 from service.simulated.buckets import Limits
-from service.simulated.faults import ERROR_TYPES, Fault, Faults, Refusal, invalid
+from service.simulated.faults import ERROR_TYPES, Fault, Faults, Refusal, error_body, event, invalid
 
 BODY_KEPT_BYTES = 16 * 1024
 TEXT_KEPT = 200
+_FOREVER_S = 10 * 365 * 86_400.0
+_HTML = b"<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gateway</h1></body></html>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +234,8 @@ class SimulatedAPI:
         return call
 
     def _notify(self) -> None:
-        for event in self._waiting:
-            event.set()
+        for changed in self._waiting:
+            changed.set()
 
     async def _answer(
         self, request: web.BaseRequest, asked: messages.Asked, fault: Fault | None, request_id: str
@@ -242,7 +246,7 @@ class SimulatedAPI:
         limits.enter(asked.estimated_tokens)
         headers = self._headers(request_id, asked.model)
         if fault is not None and fault.name == "html":
-            return sending.html(headers)
+            return html(headers)
         output = messages.answer(asked, output_tokens=self.options.output_tokens)
         id = f"msg_{request_id[4:]}"
         try:
@@ -250,13 +254,13 @@ class SimulatedAPI:
             if asked.stream:
                 events = messages.events(asked, output, id=id, deltas=self.options.stream_deltas)
                 pause_s = duration_s / len(events)
-                return await sending.send_stream(
+                return await send_stream(
                     request, events, headers=headers, pause_s=pause_s, fault=fault, request_id=request_id
                 )
             if duration_s > 0:
                 await asyncio.sleep(duration_s)
             body = json.dumps(messages.message(asked, output, id=id)).encode()
-            return await sending.send_message(request, body, headers=headers, fault=fault)
+            return await send_message(request, body, headers=headers, fault=fault)
         finally:
             limits.settle(input_tokens=asked.input_tokens - asked.estimated_tokens, output_tokens=output.tokens)
             self._models[asked.model] += 1
@@ -310,11 +314,11 @@ async def _before_answering(request: web.BaseRequest, asked: messages.Asked, fau
         raise refusal
     match fault.name:
         case "hang":
-            await sending.hang()
+            await hang()
         case "slow_first_byte":
             await asyncio.sleep(fault.delay_s)
         case "reset" if fault.at == "start" or (fault.at is None and not asked.stream):
-            await sending.reset(request)
+            await reset(request)
         case "error_mid_stream" if not asked.stream:
             status = next((status for status, type in ERROR_TYPES.items() if type == fault.type), 500)
             raise Refusal(status, f"{fault.type} instead of an answer", outcome=fault.name)
@@ -322,3 +326,121 @@ async def _before_answering(request: web.BaseRequest, asked: messages.Asked, fau
 
 def _json(content: dict[str, Any], headers: dict[str, str]) -> web.Response:
     return web.Response(body=json.dumps(content).encode(), headers={**headers, "content-type": "application/json"})
+
+
+# ---- sending an answer, whole, slowly, or with a fault ---------------------------------------------------------------
+
+
+def html(headers: Mapping[str, str]) -> web.Response:
+    """502 with HTML, as a proxy sends it that cannot reach the API."""
+    return web.Response(status=502, body=_HTML, headers={**headers, "content-type": "text/html"})
+
+
+async def send_message(
+    request: web.BaseRequest, message: bytes, *, headers: Mapping[str, str], fault: Fault | None
+) -> web.StreamResponse:
+    """Send an answer (`message`: its JSON) as one body."""
+    headers = {**headers, "content-type": "application/json"}
+    match fault.name if fault else "":
+        case "broken_json":
+            message = message[: len(message) // 2]
+        case "not_a_message":
+            message = b'{"ok": true}'
+        case "unfinished":
+            message = json.dumps({**json.loads(message), "stop_reason": None}).encode()
+        case "cut":
+            return await _send(request, [message[: len(message) // 2]], headers=headers, fault=None)
+        case "stall" | "drip" | "truncated" | "reset":
+            half = len(message) // 2
+            headers["content-length"] = str(len(message))
+            return await _send(request, [message[:half], message[half:]], headers=headers, fault=fault)
+    return web.Response(body=message, headers=headers)
+
+
+async def send_stream(
+    request: web.BaseRequest,
+    events: Sequence[bytes],
+    *,
+    headers: Mapping[str, str],
+    pause_s: float,
+    fault: Fault | None,
+    request_id: str,
+) -> web.StreamResponse:
+    """Send an answer as a stream of events, with a pause of `pause_s` seconds before each."""
+    headers = {**headers, "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+    events = list(events)
+    half = max(1, len(events) // 2)
+    match fault.name if fault else "":
+        case "broken_json":
+            events[half] = b'event: content_block_delta\ndata: {"type": "content_block_delta", \n\n'
+        case "not_a_message":
+            events = [event("ping"), b'data: {"ok": true}\n\n']
+        case "unfinished":
+            del events[-2]
+        case "error_mid_stream" if fault is not None:
+            error = error_body(fault.type, f"{fault.type} in the middle", request_id=request_id)
+            events[half:] = [b"event: error\ndata: %b\n\n" % error]
+        case "cut":
+            del events[half:]
+    return await _send(request, events, headers=headers, fault=fault, pause_s=pause_s)
+
+
+async def reset(request: web.BaseRequest) -> NoReturn:
+    """End a client's connection with a TCP reset."""
+    if request.transport is not None:
+        connection: socket.socket = request.transport.get_extra_info("socket")
+        # With a linger time of zero, closing the socket sends RST.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        request.transport.abort()
+    _break_off()
+
+
+async def hang() -> NoReturn:
+    """Send nothing until the client has disconnected."""
+    await asyncio.sleep(_FOREVER_S)
+    _break_off()
+
+
+async def _send(
+    request: web.BaseRequest,
+    chunks: Sequence[bytes],
+    *,
+    headers: Mapping[str, str],
+    fault: Fault | None,
+    pause_s: float = 0.0,
+) -> web.StreamResponse:
+    name = fault.name if fault else ""
+    delay_s = fault.delay_s if fault else 0.0
+    response = web.StreamResponse(headers=headers)
+    if "content-length" not in headers:
+        response.enable_chunked_encoding()
+    await response.prepare(request)
+    if not pause_s and name not in ("stall", "drip", "truncated", "reset"):
+        await response.write(b"".join(chunks))
+        await response.write_eof()
+        return response
+    half = max(1, len(chunks) // 2)
+    for nth, chunk in enumerate(chunks):
+        if pause_s:
+            await asyncio.sleep(pause_s)
+        if nth == half:
+            match name:
+                case "stall":
+                    await asyncio.sleep(delay_s)
+                case "truncated":
+                    _break_off()
+                case "reset":
+                    await reset(request)
+        if name == "drip":
+            for at in range(len(chunk)):
+                await response.write(chunk[at : at + 1])
+                await asyncio.sleep(delay_s)
+        else:
+            await response.write(chunk)
+    await response.write_eof()
+    return response
+
+
+def _break_off() -> NoReturn:
+    # When a handler is cancelled, aiohttp's server closes the connection at once.
+    raise asyncio.CancelledError

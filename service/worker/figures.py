@@ -13,7 +13,7 @@ from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError
-from service.samples import Sample, of_connection, of_publishes, of_store
+from service.metrics import Sample, of_connection, of_publishes, of_store
 from service.status import packed
 from topology.lanes import LaneSpec
 

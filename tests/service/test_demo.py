@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from service.demo.acts import Outage, Spending
+from service.demo import Outage, Spending
 
 SPENT = Spending(waits_ms=[10] * 20, answered=75, refused=0, calls=75, used=0.94)
 UNGATED = Spending(used=1.02)

@@ -20,8 +20,7 @@ from lanekeeper.contract.problems import AccessRefused
 from lanekeeper.telemetry.figures import SECONDS, Histogram
 from service.config.settings import GatewayKey
 from service.gateway.operators import shown
-from service.metrics import COUNTERS, GAUGES, HISTOGRAMS, UNITS, Metrics
-from service.samples import Sample
+from service.metrics import COUNTERS, GAUGES, HISTOGRAMS, UNITS, Metrics, Sample
 from service.side_tasks import beside
 from service.status import SKETCH_BYTES, merge, merged, packed, quantiles, unpacked
 from service.worker import figures
