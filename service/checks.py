@@ -41,7 +41,6 @@ from topology.declaration import RECOMMENDED, Broker, declare, is_before
 
 log = logger()
 CALL_WITHIN_S = 10.0
-"""How many seconds `lanekeeper check` waits for the answer of a provider."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +90,6 @@ async def _provider(settings: Settings, name: str, models: list[str]) -> Finding
 
 
 async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) -> str | None:
-    """Call a provider's model for an answer of one token. Returns why the call failed; None if it worked, or if the
-    error is temporary."""
     name = provider.name
     try:
         async with asyncio.timeout(CALL_WITHIN_S):
@@ -119,7 +116,6 @@ async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) 
 
 
 def _shown(settings: Settings, name: str) -> str:
-    """A provider's address as error messages show it, without secrets."""
     if name == FIRST:
         return settings.provider
     section = settings.providers[name]
@@ -140,7 +136,6 @@ def _address_setting(settings: Settings, name: str) -> str:
 
 
 REPLY_WITHIN_S = 5.0
-"""How many seconds `lanekeeper check` waits for the reply that it sends to its own queue as a test."""
 SINCE = (3, 12)
 STAMP_SETTING = "message_interceptors.incoming.set_header_timestamp.overwrite = false"
 WITHOUT = f"the wait and the deadline of a request without {SENT_MS} count from its first delivery"
@@ -179,7 +174,6 @@ def _clock(version: str, *, has_timestamp: bool) -> str:
 
 
 STORE_WITHIN_S: Final = 15.0
-"""How many seconds `lanekeeper check` waits for the store of bodies."""
 CONTENT: Final = b"lanekeeper check"
 STORE_SETTING: Final = "LANEKEEPER_BODIES__URL"
 
@@ -215,11 +209,7 @@ async def bodies(settings: Settings) -> Finding:
 
 
 SHOWN = 5
-"""The maximum number of queues, exchanges and bindings that `lanekeeper check` names as missing or different on the
-broker."""
 NOTE = 300
-"""The maximum length, in characters, of the note in which `lanekeeper check` says what it could not compare on the
-broker."""
 
 
 async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[Finding]:
@@ -286,8 +276,6 @@ async def _may_write(connection: Connection, exchange: str, key: str) -> bool:
 
 
 async def _is_simulated(settings: Settings, connection: Connection) -> bool:
-    """Ask the running workers whether they use a simulated provider. False if none runs, or if one uses a real
-    provider."""
     try:
         answers = await gather(connection, names=settings.names())
     except BrokerError:
@@ -323,7 +311,6 @@ async def _topology(settings: Settings, connection: Connection) -> Finding:
 
 
 async def _store(settings: Settings) -> Finding:
-    """Check that the store can be opened and written. A missing SQLite file is created, as a worker would do."""
     try:
         async with open_store(
             settings.store, namespace=settings.namespace, spec=settings.store_spec(), former=settings.former_store
@@ -459,7 +446,6 @@ async def _of_broker(settings: Settings, broker: Connection) -> AsyncIterator[Fi
 
 
 def _plain_to(url: str) -> str | None:
-    """The host to which a URL leads without TLS; None if the URL uses TLS, or the host is this machine."""
     parts = urlsplit(url)
     host = parts.hostname or "localhost"
     return host if parts.scheme in PLAIN and not is_loopback(host) else None

@@ -37,7 +37,6 @@ PAGE: Final = 20
 PAGE_AT_MOST: Final = 200
 GROUPS: Final = 500
 OTHERS: Final = "others"
-"""The group of all causes beyond the first `GROUPS`."""
 REFUSED_SHOWN: Final = 20
 HELD: Final = 1000
 HELD_BYTES: Final = 32 * MIB
@@ -48,7 +47,6 @@ publishes in this time or in that of so many scans: meanwhile others do not see 
 PUBLISHED_WITHIN_S: Final = 30.0
 TRIES: Final = 5
 AGAIN_AFTER_S: Final = 0.5
-"""Letters that others hold for a moment are looked for again so often, with this pause."""
 log = logger()
 
 
@@ -93,7 +91,6 @@ class Change:
     model: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises ReplayRefused."""
         if self.patch is not None and not isinstance(self.patch, dict):
             raise ReplayRefused(
                 "the edit has to be a JSON object (a JSON Merge Patch), because a request's body is one"
@@ -158,7 +155,6 @@ class Group:
     code: str
     error: str
     example: str = ""
-    """The id of the newest."""
     count: int = 0
     relapses: int = 0
     oldest_ms: int = 2**63
@@ -257,8 +253,6 @@ class Replay:
 
 @dataclass(slots=True)
 class _Each:
-    """Reads a scan by a function, and keeps nothing."""
-
     call: Callable[[DeadLetter], None]
     wanted: Filter
     is_enough: bool = False
@@ -272,8 +266,6 @@ class _Each:
 
 @dataclass(slots=True)
 class _Batch:
-    """Reads a scan, and holds letters with one of the `keys`."""
-
     keys: set[int]
     most: int
     held: list[tuple[int, DeadLetter]] = field(default_factory=list)
@@ -324,7 +316,6 @@ class DeadLetters:
         return found[0] if found else None
 
     async def export(self, wanted: Filter, write: Callable[[bytes], object]) -> int:
-        """Write each letter as a line of JSON; it stays in the queue."""
         numbers = count()
         # a scan that has to give way begins again, and what it has written cannot be taken back
         keys: set[int] = set()
@@ -486,7 +477,6 @@ class DeadLetters:
 
 
 def _edited(body: bytes, patch: dict[str, Any]) -> bytes:
-    """Raises ReplayRefused."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):

@@ -227,7 +227,6 @@ class Score:
 
 
 Scores = dict[str, Score]
-"""By lane."""
 
 
 async def flood(client: Client, scores: Scores, *, lane: str | None = None) -> float:
@@ -392,7 +391,6 @@ async def by_sdk(settings: Settings, client: Client, api: SimulatedAPI, *, folde
 
 
 async def _first_token_ms(sdk: AsyncAnthropic, lane: str, number: int) -> int | None:
-    """None if the answer is not right."""
     loop = asyncio.get_running_loop()
     began_s, first_s, answer = loop.time(), None, ""
     text = f"call {number} of the SDK, and some words to stream"
@@ -488,7 +486,6 @@ async def budget(settings: Settings) -> tuple[Spending, Spending]:
 
 
 async def _spend(asking: Callable[[str, str], Awaitable[object]], api: SimulatedAPI) -> Spending:
-    """Send the load with `asking` for `WINDOW_S` seconds; requests without an answer by then are abandoned."""
     found, clock, rng = Spending(), asyncio.get_running_loop().time, random.Random(1)
 
     async def ask(lane: str, number: int, text: str = TEXT) -> None:
@@ -534,7 +531,6 @@ def _counts(api: SimulatedAPI) -> Counter[str]:
 UP = SimulatedOptions(latency_ms=300)
 DOWN = SimulatedOptions(faults={"unavailable": 1.0})
 CALLS_MOST = 1.5
-"""How often the providers may be called for each answer, on average. An outage causes calls beyond one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,10 +540,8 @@ class Outage:
     asked: int
     answered: int
     elsewhere: int
-    """How many the second provider answered."""
     calls: int
     breaker: tuple[str, ...]
-    """The states of the first provider's circuit breaker, as they were logged."""
 
     @property
     def text(self) -> str:
@@ -610,7 +604,6 @@ async def outage(settings: Settings) -> Outage:
 
 
 async def _watch(console: Console, scores: Scores) -> None:
-    """Show what happens in the lanes: on a terminal in a table that is redrawn, else in new lines."""
     if not console.is_terminal:
         while True:
             await asyncio.sleep(LINE_EVERY_S)

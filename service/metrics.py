@@ -35,7 +35,6 @@ from lanekeeper.telemetry.figures import Histogram, Timings
 
 Labels = Mapping[str, str]
 Sample = tuple[str, Labels, float | Histogram]
-"""A metric's name, labels and value."""
 Source = Callable[[], Iterable[Sample]]
 GAUGES: Final = {
     "lanekeeper.lane.waiting": "Requests in the lane's queues",
@@ -113,7 +112,6 @@ SWITCHED_AFTER_S: Final = 0.002
 """For so long the event loop may wait for the thread that writes the answer, 30 ms for 16 lanes; Python's default is
 5 ms."""
 SAMPLED_EVERY_S: Final = 10.0
-"""How old the figures are, at most, that are sent over OTLP."""
 
 
 class Metrics:
@@ -144,13 +142,11 @@ class Metrics:
         self._sources.append(source)
 
     async def run(self) -> None:
-        """Keep the figures fresh that are sent over OTLP, until cancelled."""
         while self._sends:
             self._sample()
             await asyncio.sleep(SAMPLED_EVERY_S)
 
     async def scrape(self) -> tuple[bytes, str]:
-        """What `/metrics` answers, and its content type."""
         now_s = asyncio.get_running_loop().time
         async with self._scraping:
             at_s, text = self._scraped

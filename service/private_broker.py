@@ -78,9 +78,7 @@ class PrivateBroker:
     """A RabbitMQ that was started for a block of code, and is removed at the end of the block."""
 
     amqp_url: str
-    """The AMQP URL with user and password; the virtual host is `/`."""
     management_url: str
-    """The management API's URL without credentials, which are those of `amqp_url`."""
     version: str
 
     def __init__(self) -> None:
@@ -139,7 +137,6 @@ class PrivateBroker:
             await asyncio.sleep(POLL_S)
 
     async def start(self) -> None:
-        """Start the broker again after `kill`, and wait until it is ready. Raises BrokerUnreachable."""
         self._order("start")
         await self._ready()
 
@@ -161,7 +158,6 @@ class PrivateBroker:
             self.owner.stdin.write(f"{line}\n".encode())
 
     async def _ready(self) -> None:
-        """Raises _Ended or, if it is too slow, BrokerUnreachable, each with the end of the log."""
         assert self.owner is not None
         with suppress(TimeoutError):
             async with asyncio.timeout(READY_S):

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 CANCEL_AGAIN_S = 2.0
-"""The seconds after which a task that has not ended is cancelled again."""
 
 
 @asynccontextmanager

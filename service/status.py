@@ -37,18 +37,13 @@ from topology import delays
 from topology.lanes import LaneSpec
 
 QUIET_S = 0.3
-"""If no further worker has answered a status question for this many seconds, all workers are assumed to have
-answered."""
 LONGEST_S = 2.0
-"""How many seconds `lanekeeper status` waits at most for the workers' answers."""
 ADDED = (
     "running", "due_slots", "extra_slots", "waits_since_delivery", "answered", "failed", "retried", "buried",
     "throughput_per_min",
 )  # fmt: skip
-"""The names of the numbers that each worker reports for a lane, and that are added up over all workers."""
 SHARES: Final = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 SKETCH_BYTES: Final = 64 * 1024
-"""More than the sketch of any waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +61,6 @@ class LaneStatus:
     consumers that workers add if requests wait for a slot (docs/fairness.md). None if the user may not read the queues'
     lengths."""
     workers: int
-    """How many worker processes consume the lane and have answered."""
     running: int | None
     slots: int | None
     """How many requests of the lane's intake queue (new requests) all workers together can work on at the same time.
@@ -84,21 +78,14 @@ class LaneStatus:
     """How long the attempts of the last 5 minutes (`5m`) and of the last hour (`1h`) had waited: `p50`, `p95` and `p99`
     over all workers together, at most 2 % off, and how many attempts they were (`count`)."""
     run_ms: Mapping[str, Mapping[str, int | None]] | None
-    """The same of the attempts' own times."""
     waits_since_delivery: int | None
-    """How many attempts of the last hour were of requests that did not say when they were published, so that their
-    waits were measured from their first delivery."""
     answered: int | None
     failed: int | None
     buried: int | None
-    """How many of the failed ones became dead letters."""
     retried: int | None
     throughput_per_min: int | None
     deferred_for: Mapping[str, int] | None
-    """How often requests were deferred (sent back to the broker to wait), by reason: scheduled, breaker, tenant, …"""
     delayed: int | None
-    """How many requests wait in the broker's delay queues, of those that the answering workers have put there. Not in
-    `depth`."""
     delayed_for: Mapping[str, Mapping[str, int]] | None
     """The same by reason (`retry`, or those of `deferred_for`): `count`, and in how many seconds the last of them is
     due (`last_in_s`)."""
@@ -114,16 +101,9 @@ class Status:
     """For each account (a provider with a class of models) and each of its limits (`rpm`, `itpm`, `otpm`,
     `concurrency`): what it allows (`limit`), what is `left` of it, and what is `used`."""
     waiting: tuple[str, ...] = ()
-    """How many requests wait until a provider's limits allow their calls: one line of text for each combination of
-    lane, limit and account (a provider with a class of models)."""
     paused: tuple[str, ...] = ()
-    """One line of text for each provider that is not called because it can answer nobody: what is wrong with it."""
     pauses: tuple[Mapping[str, str | None], ...] = ()
-    """What operators have paused: `id`, `kind` (lane, tenant, app, model or provider), `name`, `since`, `until`, `who`,
-    `why`."""
     breakers: tuple[str, ...] = ()
-    """One line of text for each provider and model that is not called at present, or only by a trial call, because its
-    circuit breaker is not closed."""
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """What lanes and tenants have used since the workers started. The keys are "lane" or "tenant", then the name of a
     lane or tenant, then `requests`, `tokens` or `usd` (dollars)."""
@@ -133,10 +113,7 @@ class Status:
     many were `set_aside` (moved to a side queue, so that other tenants do not wait behind them)."""
     prices_as_of: str | None = None
     in_delays: int | None = None
-    """How many requests wait in the broker's delay queues, of all lanes, whoever has put them there. None if the user
-    may not read the queues' lengths."""
     dead: int | None = None
-    """How many dead letters are in `lane.dead`. None if the user may not read the queue's length."""
     undelivered: int = 0
     """How many replies, since the workers started, were given up because their queue was full for a minute. The results
     can still be fetched by the requests' ids."""
@@ -149,9 +126,7 @@ class Status:
     that could not be answered. `displaced`: cancellations of ids that no worker had seen, which the store deleted
     because their tenant sent newer ones and had too many."""
     failures: tuple[Mapping[str, Any], ...] = ()
-    """The last requests that failed for good, newest first: `at_ms`, `id`, `lane`, `app`, `code`."""
     simulated: tuple[str, ...] = ()
-    """The workers whose provider is simulated, so that calls cost nothing."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -292,8 +267,6 @@ def _accounts(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[
 
 
 def _sums(answers: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
-    """Add up the tables of numbers that the workers' answers have under the name `what`. The tables may be nested; the
-    numbers with the same path in them are added up."""
     total: dict[str, Any] = {}
     for answer in answers:
         _add(total, answer.get(what, {}))

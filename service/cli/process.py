@@ -81,9 +81,7 @@ class Stop:
     def __init__(self, task: "asyncio.Task[object]") -> None:
         self._task = task
         self.event = asyncio.Event()
-        """Set when the orderly stop begins."""
         self.armed = False
-        """Set by the process when it has begun its work."""
 
     def __call__(self) -> None:
         if self.armed and not self.event.is_set():

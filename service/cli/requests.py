@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 DEFAULT_KEY = "{lane}.cli.send"
 QUIET_S = 2.0
-"""After this many seconds without an answer, `lanekeeper send` checks whether the lane has a worker. Most answers come
-sooner."""
 CANCELLED: dict["Cancelled", str] = {
     "recorded": "{id} is cancelled: it ends so wherever it waits",
     "told": "{id} is running: its worker has been told to stop",
@@ -198,7 +196,6 @@ def result(
 
 @asynccontextmanager
 async def _client_of(settings: "Settings", *, tracing: "Tracing | None" = None) -> "AsyncIterator[Client]":
-    """A client for one command. Raises BrokerUnreachable, AccessRefused."""
     from lanekeeper import Client
     from service.telemetry import logs
 
@@ -232,7 +229,6 @@ def _problem_told(settings: "Settings") -> Iterator[None]:
 
 
 async def _cancel_interrupted(client: "Client", id: str, *, tenant: str | None) -> None:
-    """After Ctrl-C: cancel the request, and tell the outcome. A second Ctrl-C ends the command at once."""
     from lanekeeper import LanekeeperError, NoReply
 
     tell(f"cancelling {id}; Ctrl-C again leaves it running")

@@ -79,7 +79,6 @@ async def _serve(
     new_keys: "ChangedKeys | None",
     simulate: bool,
 ) -> None:
-    """Run a worker; with `new_keys` (the command `serve`) also all other parts."""
     declares = new_keys is not None
     from lanekeeper.telemetry import signals
     from lanekeeper.telemetry.logs import logger

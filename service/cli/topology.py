@@ -181,7 +181,6 @@ def diagram(settings: "Settings") -> None:
 
 
 def _declared(settings: "Settings", version: str | None) -> "Topology":
-    """The topology for the given version of RabbitMQ. None: for the version that the broker reports."""
     from topology.declaration import declare
 
     if version is None:
@@ -247,7 +246,6 @@ async def _remove(settings: "Settings", lanes: Sequence[str]) -> None:
 
 
 def _end(found: "Verification") -> None:
-    """End `plan` or `verify`: print what could not be checked, and exit with code 1 if there are differences."""
     if found.note is not None:
         tell(found.note)
     if found.differences:

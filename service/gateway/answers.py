@@ -35,10 +35,8 @@ from service.gateway.shares import ParsingTime, SharedLimit
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 WRITE_WITHIN_S = 30.0
 AT_ONCE: Final = 64
-"""How many large answers may be in temporary files at a time. If each has 32 MiB, they take 2 GiB together."""
 IN_MEMORY_AT_ONCE: Final = 4
 FETCHED_WITHIN_S: Final = 60.0
-"""The time limit for waiting until one more fits, and then again for fetching it from its store."""
 PIECE_BYTES: Final = 128 * 1024
 T = TypeVar("T")
 log = logs.logger()
@@ -92,7 +90,6 @@ class Writing:
         return self.response.prepared
 
     async def write(self, data: bytes) -> None:
-        """Raises ConnectionError if the client has disconnected, or reads nothing."""
         if not data:
             return
         async with self._drain.limited(), self._write_lock:
@@ -197,8 +194,6 @@ class StoredAnswers:
     async def converted(
         self, kept: BodyAddress, tenant: str | None, make: Callable[[bytes], Iterable[bytes]]
     ) -> AsyncIterator[StoredAnswer]:
-        """What `make`, called in a thread, makes of the answer, in a temporary file that exists inside this block only.
-        Raises the errors of `fetched`."""
         async with self._filed(tenant) as file:
             async with self.in_memory(kept, tenant) as body:
                 await self._parsing.run(tenant, math.inf, lambda: file.writelines(make(body)))

@@ -40,14 +40,11 @@ from topology.codec.decoding import PACKED_BYTES
 
 _ROUTING_KEY_WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ABSENT_WITHIN_S = 5.0
-"""How long a call waits for the gateway's connection to the broker: one that was lost is usually open again by then."""
 KEYS_EVERY_S: Final = 2.0
 IDLE_CONNECTIONS: Final = 1000
 _CallHandler = Callable[[web.Request, GatewayKey], Awaitable[web.StreamResponse]]
 ASK_EVERY_S: Final = 60.0
-"""How long `SameStore` waits between two checks, and how long the store keeps its test request at most."""
 ANYBODY = "gateway"
-"""The application in routing keys, if the name of the gateway's AMQP user is not allowed there."""
 log = logger()
 
 
@@ -232,7 +229,6 @@ class SpeakerCheck:
         self._is_accepted = False
 
     async def check(self, tenant: str | None) -> None:
-        """Raises ApiError if the workers do not accept requests of this tenant from the gateway, or cannot be asked."""
         if self._is_accepted or tenant is None or tenant == self._user:
             return
         try:

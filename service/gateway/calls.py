@@ -48,7 +48,6 @@ if the call itself sets a timeout; the second is Python's timeout of the call or
 TIMEOUT_MS = 600_000
 """The deadline of a call of `/v1/messages` if its caller names none: the default timeout of Anthropic's SDKs."""
 LONGEST_S = 1e9
-"""A longer timeout counts as this one: the lane's limit is far below."""
 IDEMPOTENCY_KEY = "Idempotency-Key"
 PREFIX = "x-lane-"
 _FORWARDED = (n.TRACEPARENT, n.TRACESTATE, n.BAGGAGE, n.ANTHROPIC_BETA)
@@ -62,7 +61,6 @@ REFUSED_HEADERS = {
 _ACCEPTED = (n.PUBLIC | {n.LANE_NAME, n.TYPE}) - REFUSED_HEADERS.keys()
 BODY_WITHIN_S: Final = 30.0
 LEAST_BYTES_PER_S: Final = 256 * 1024
-"""The lowest accepted rate of a large body: the time that its part above `over_bytes` takes is added."""
 HELD_BYTES: Final = 128 * 1024
 BODIES_BYTES: Final = 256 * 1024 * 1024
 FILED_BYTES: Final = 2 * 1024 * 1024 * 1024
@@ -78,7 +76,6 @@ class CheckedCall:
     key: str
     stream: bool
     timeout_s: float
-    """Workers answer earlier, because the request's deadline is shorter."""
     options: Options
     request: Request
     sha256: str | None = None
@@ -181,8 +178,6 @@ class CallReader:
 
 
 def _headers(call_headers: MultiMapping[str]) -> dict[str, str]:
-    """The headers of a call that become headers of the AMQP message. Raises RequestProblem for one that calls may not
-    have, or that has several values."""
     found: dict[str, str] = {}
     for name in dict.fromkeys(map(str.lower, call_headers)):
         if name in REFUSED_HEADERS:
@@ -206,7 +201,6 @@ def _timeout_ms(headers: MultiMapping[str]) -> int:
 
 
 def _streams(body: bytes) -> bool:
-    """Whether the body has `"stream": true`. Errors in it are reported later, by `decode`."""
     if b'"stream"' not in body and b"\\u" not in body:
         return False
     try:
@@ -304,7 +298,6 @@ class Bodies:
     async def _received(
         self, request: web.BaseRequest, caller: GatewayKey, stack: ExitStack, memory: Taken, files: Taken
     ) -> bytes | BinaryIO:
-        """Receive a whole body, as it was sent: a large one as an unnamed file, which `stack` closes."""
         announced = request.content_length
         most = self._most_bytes if announced is None else announced
         file: BinaryIO | None = None
@@ -340,7 +333,6 @@ def _send_100(request: web.BaseRequest) -> None:
 
 @asynccontextmanager
 async def _arriving(within_s: float) -> AsyncIterator[None]:
-    """Raises ApiError if reading a body takes longer, or if it does not come as its headers say."""
     try:
         async with asyncio.timeout(within_s):
             yield
@@ -351,8 +343,6 @@ async def _arriving(within_s: float) -> AsyncIterator[None]:
 
 
 def _packed(request: web.BaseRequest, *, most_bytes: int) -> str | None:
-    """How a body is packed; None: it is not. Raises ApiError if this is unknown, or if the body is announced as too
-    large."""
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding not in ENCODINGS:
         raise ApiError(415, f"header content-encoding: allowed are {', '.join(ENCODINGS)}")

@@ -48,7 +48,6 @@ _FIRST = frozenset({"message_start", "content_block_start", "ping"})
 _LAST = "message_stop"
 _LOST = "parts of the answer were lost"
 _HELD_BYTES = 64 * 1024
-"""How much of a stream is held back at most before the content of the answer begins."""
 _TYPE = b'{"type":"'
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 COUNT_TOKENS = "/v1/messages/count_tokens"
@@ -62,7 +61,6 @@ PAGE_AT_MOST = 1000
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _PASSED = frozenset({"request-id", "retry-after", "x-should-retry"})
 _ALL = ""
-"""In place of a tenant's name: the calls of all tenants together, and those of callers without a tenant."""
 
 
 @dataclass(slots=True)
@@ -195,7 +193,6 @@ class Forwarding:
         return None
 
     def lost(self) -> None:
-        """The parts will come again from the first. Raises ApiError if something was written."""
         self._start_over(_LOST)
         self._next_seq = 0
 
@@ -244,7 +241,6 @@ def events_of(message: dict[str, Any]) -> Iterator[bytes]:
 
 
 def _split_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a block's `content_block_start` event contains, and the deltas that follow: none for an unknown type."""
     kind = block.get("type")
     if kind in ("tool_use", "server_tool_use"):
         piece = json.dumps(block.get("input", {}), ensure_ascii=False)
@@ -320,7 +316,6 @@ class LookupPaths:
         return _response(await self._call_provider(request, caller))
 
     def _allowed(self, caller: GatewayKey) -> list[str] | None:
-        """The models that the caller's key and its tenant's setting both allow; None: all."""
         of_tenant = self._tenant_models.get(caller.tenant or "")
         both = [frozenset(models) for models in (caller.models, of_tenant) if models is not None]
         return sorted(frozenset.intersection(*both)) if both else None
@@ -355,7 +350,6 @@ class LookupPaths:
 
 
 def _provider_of(settings: Settings) -> Lookups | None:
-    """The first provider that has a key, is of kind `anthropic`, and uses Anthropic's names of models."""
     if settings.api_key is not None:
         return Lookups(settings.provider_url, api_key=settings.api_key)
     for _, provider in sorted(settings.providers.items()):

@@ -59,13 +59,9 @@ TYPES: Mapping[int, str] = {
     529: "overloaded_error",
 }
 AGAIN_AFTER_S = 2
-"""The usual `retry-after`: a full lane, or a broker that restarts, seldom accepts requests sooner."""
 _TRIED_ALREADY = frozenset({"attempts_exhausted", "deadline_exceeded", "provider_unavailable"})
-"""The codes of errors after which a client should not repeat the call, because workers have retried it already."""
 _BY_PROVIDER = _TRIED_ALREADY | {"provider_rejected"}
-"""The codes of errors whose detail may tell with which error the provider answered the last call."""
 _PASSING = frozenset({429, 529})
-"""The provider's statuses with which a call is answered if all its attempts ended so."""
 _TOLD = re.compile(
     r"(^|^all \d+ attempts failed; the last: |^attempt \d+ failed \(|; attempt \d+: )"
     r"(?P<status>\d{3}) (?P<type>[a-z_]{1,60}): (?P<message>.*?)"

@@ -54,10 +54,8 @@ from service.gateway.shares import SharedLimit
 from service.side_tasks import beside
 
 WAIT_AT_MOST_S: Final = 60.0
-"""The highest value of `?wait=`: proxies and clients seldom keep a call open for longer."""
 LAST_EVENT_ID: Final = "Last-Event-ID"
 BEGIN: Final = b"retry: 1000\n\n"
-"""The first bytes of each event stream: browsers wait 1000 ms before they connect again."""
 HEARTBEAT: Final = b": waiting\n\n"
 LARGEST_NUMBER = 1 << 53
 KEPT_AFTER_MS = 86_400_000
@@ -66,7 +64,6 @@ WAITING = frozenset({"queued", "delayed", "retrying"})
 EVERY_S = 0.05
 AGAIN_S = 0.5
 FAULTS_AT_MOST = 3
-"""After so many unexpected errors in a row, all clients that follow requests are answered with an error."""
 AGE_S = 1.0
 ESTIMATED_WITHIN_S = 0.5
 PACE_AGE_S = 60.0
@@ -157,7 +154,6 @@ def _no_events_yet(id: str) -> web.Response:
 
 
 def _wait_s(text: str | None) -> float:
-    """Read `?wait=`: `20s`, `500ms`, `1m`; without a unit, seconds."""
     if text is None:
         return 0.0
     found = _WAIT.fullmatch(text)
@@ -207,7 +203,6 @@ class SubmittedRequests:
             raise
 
     async def known(self, id: str, caller: GatewayKey) -> Known:
-        """Raises ApiError 404 if the caller's tenant has no such request, and StoreUnavailable."""
         if not is_request_id(id):
             raise _unknown(id)
         identity = identity_of(id, caller)
@@ -217,7 +212,6 @@ class SubmittedRequests:
         return Known(id, found, submission)
 
     async def status(self, id: str, caller: GatewayKey, *, wait_s: float) -> bytes | LargeStatus:
-        """The status of a request, after waiting for its end for up to `wait_s`. Raises ApiError, StoreUnavailable."""
         known = await self.known(id, caller)
         if wait_s and known.found.completion is None:
             async with self.poller.following(caller):
@@ -233,7 +227,6 @@ class SubmittedRequests:
         return status_of(known, now_ms=now_ms(), place=place, pause=pause)
 
     async def _pause_of(self, lane: str, caller: GatewayKey) -> Pause | None:
-        """The pause of the lane or tenant of a waiting request. (Its application and model are not known here.)"""
         with suppress(StoreUnavailable):
             for pause in await self._store.pauses():
                 if (pause.kind, pause.name) in (("lane", lane), ("tenant", caller.tenant)):
@@ -259,7 +252,6 @@ class SubmittedRequests:
             return
 
     async def cancel(self, id: str, caller: GatewayKey) -> str:
-        """Returns one of the words of `Cancelled` (lanekeeper/errors.py). Raises ApiError, LanekeeperError."""
         known = await self.known(id, caller)
         if known.found.completion is not None:
             return "ended"
@@ -299,8 +291,6 @@ class SubmittedRequests:
             raise
 
     async def _is_seen(self, identity: Identity) -> bool:
-        """Whether a worker has received the request. If not, it waits in a queue, or a gateway has stored its
-        submission and died before it published the request."""
         found = await self._store.find(identity)
         return found is not None and (found.running or found.attempts > 0 or found.completion is not None)
 
@@ -427,7 +417,6 @@ class Poller:
         self._waiters: set[_Waiter] = set()
         self._task: asyncio.Task[None] | None = None
         self.closing = asyncio.Event()
-        """Set when the process stops: clients continue at another gateway."""
 
     @property
     def followers(self) -> int:

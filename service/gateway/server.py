@@ -45,17 +45,11 @@ class Paths(Protocol):
     """What a `Server` serves besides health: the `Gateway` (`app.py`)."""
 
     @property
-    def connections(self) -> int:
-        """How many connections may be open at the same time."""
-        ...
+    def connections(self) -> int: ...
 
-    def handlers(self) -> Mapping[tuple[str, str], Handler]:
-        """By method and path."""
-        ...
+    def handlers(self) -> Mapping[tuple[str, str], Handler]: ...
 
-    async def run(self) -> None:
-        """What goes on beside the calls, until it is cancelled."""
-        ...
+    async def run(self) -> None: ...
 
     async def drained(self) -> None:
         """Refuse new calls, and return when the last one in progress has been answered."""
@@ -90,7 +84,6 @@ class Server:
         self._paths = paths
         self._scrape = scrape
         self.times: defaultdict[tuple[str, str, int], Histogram] = defaultdict(Histogram)
-        """How long calls took, by method, path as it is routed, and status."""
         app = web.Application(client_max_size=PACKED_BYTES, middlewares=[self._timed, answer_errors])
         app.on_response_prepare.append(note_beginning)
         app.router.add_get("/healthz", self._healthz, expect_handler=_send_no_100)
@@ -115,7 +108,6 @@ class Server:
         return f"http://{host}:{self.port}"
 
     async def __aenter__(self) -> Self:
-        """Raises CannotListen."""
         await self._runner.setup()
         try:
             loop = asyncio.get_running_loop()
@@ -252,7 +244,6 @@ class Connection(web.RequestHandler):
         self._is_deaf = False
         self._parsed_s = 0.0
         self.before_parser: Callable[[WebSocketReader], Any] | None = None
-        """Makes what gets a WebSocket's bytes in place of aiohttp's parser."""
 
     def admit(self) -> None:
         self._is_admitted = True
@@ -289,7 +280,6 @@ class Connection(web.RequestHandler):
         self._parsed_s += time.thread_time() - began_s
 
     def parsed_s(self) -> float:
-        """The seconds of CPU that it took to parse what has arrived since this was last asked."""
         took_s, self._parsed_s = self._parsed_s, 0.0
         return took_s
 

@@ -15,11 +15,8 @@ from service.gateway.problems import refused, stopping
 
 T = TypeVar("T")
 INLINE_BYTES: Final = 64 * 1024
-"""A body up to this size is parsed at once, in the event loop, if its tenant has parsed little lately."""
 AT_ONCE_S: Final = 0.02
-"""How many seconds of CPU a tenant's bodies may take to be parsed in the event loop; further ones wait for a thread."""
 INLINE_SHARE: Final = 0.2
-"""The part of the time for which a tenant's bodies may be parsed in the event loop, and at which it is forgotten."""
 REMEMBERED_S: Final = 5.0
 PARSED_WITHIN_S: Final = 30.0
 TENANTS_KEPT: Final = 10_000
@@ -49,7 +46,6 @@ class SharedLimit:
 
     @asynccontextmanager
     async def taken_soon(self, tenant: str | None, *, within_s: float) -> "AsyncIterator[Taken]":
-        """Like `taken` with one place, but wait until there is one. Raises ApiError if there is none in time."""
         try:
             async with asyncio.timeout(within_s):
                 while not self.fits(tenant, 1):

@@ -50,7 +50,6 @@ from topology.codec import bounds
 from topology.codec.decoding import PACKED_BYTES
 
 AT_ONCE: Final = 16
-"""How many messages of one connection are processed at a time; a further one is read when one of them is done."""
 FOLLOWED_AT_MOST: Final = 100
 MESSAGE_BYTES: Final = PACKED_BYTES + 16 * 1024
 LONGEST_REF: Final = 128
@@ -65,12 +64,9 @@ FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "cancel": frozenset({"type", "ref", "id"}),
 }
 LEAST_BYTES_PER_S: Final = 256 * 1024
-"""The lowest accepted rate at which a client reads a large text: the time for it is added to `WRITE_WITHIN_S`."""
 CLOSE_WITHIN_S: Final = 5.0
 FRAMES_AT_ONCE: Final = 50
-"""How many frames of one WebSocket are read before other tasks may run."""
 FRAME_S: Final = 0.0001
-"""How many seconds of CPU a frame counts for, beside what its message takes to be parsed."""
 
 
 @dataclass(slots=True)
@@ -85,7 +81,6 @@ class Sockets:
     ping_every_s: float
 
     async def get(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        """Serve one connection until it ends. Raises ApiError if it is not accepted."""
         ws = BoundedSocket(request, heartbeat_s=self.ping_every_s, message_bytes=MESSAGE_BYTES)
         if not ws.can_prepare(request).ok:
             raise ApiError(426, "this path is a WebSocket's", headers={"upgrade": "websocket"})
@@ -108,8 +103,6 @@ class Sockets:
 
 
 class _Socket:
-    """One connection: carries out the client's messages, and sends the entries of the requests that it follows."""
-
     def __init__(self, ws: BoundedSocket, caller: GatewayKey, of: Sockets) -> None:
         self._ws = ws
         self._caller = caller
@@ -322,7 +315,6 @@ class BoundedSocket(web.WebSocketResponse):
         self._protocol = request.protocol
         self.memory: Taken
         self.sizes: deque[int] = deque()
-        """How many bytes the messages take that were received and not read yet."""
         self._drain = Drain(request)
         self._write_lock = asyncio.Lock()
         self._out: AbstractStreamWriter
@@ -341,7 +333,6 @@ class BoundedSocket(web.WebSocketResponse):
         self.memory.change(self.memory.amount - size)
 
     def fail(self, error: WebSocketError) -> None:
-        """Let the reading of messages end with this error."""
         assert self._reader is not None
         self._reader.set_exception(error)
 
@@ -386,7 +377,6 @@ class _Frames:
         self._going_on: asyncio.TimerHandle | None = None
         self._head = bytearray()
         self._left = 0
-        """How many bytes of the present frame's payload are still to come."""
         self._is_control = False
         self._is_last = True
         self._size = 0
@@ -406,7 +396,6 @@ class _Frames:
         self._parser.feed_eof()
 
     def _go_on(self) -> None:
-        """Read what has arrived, or as much as the tenant may send at present, and the rest later."""
         was_held, self._going_on = self._going_on is not None, None
         while self._came and not self._has_failed:
             if pause_s := self._used.pause_s(self._tenant):
@@ -461,7 +450,6 @@ class _Frames:
 
 
 def _head_bytes(head: bytearray) -> int:
-    """How long a frame's head is, by its beginning. Raises WebSocketError if it has no mask."""
     if len(head) < 2:
         return 2
     if not head[1] & 0x80:

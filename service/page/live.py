@@ -20,7 +20,6 @@ from service.gateway.requests import Poller
 from service.status import Status
 
 Look = Callable[[], Awaitable[Status]]
-"""Finds the status of all lanes. Raises LanekeeperError."""
 
 FILES: Final = {
     "index.html": "text/html",
@@ -39,9 +38,7 @@ HEADERS: Final = {
 }
 EVERY_S: Final = 2.0
 UNSEEN_EVERY_S: Final = 15.0
-"""The seconds between two snapshots while nobody looks: they fill the chart's last hour."""
 UNSEEN_S: Final = 3600.0
-"""After so long without a viewer, no more snapshots are taken."""
 POINT_EVERY_MS: Final = 15_000
 POINTS: Final = 240
 LOOK_WITHIN_S: Final = 5.0
@@ -72,7 +69,6 @@ class Live:
         return {("GET", "/"): _serves("index.html", "text/html"), **named}
 
     async def run(self) -> None:
-        """Take snapshots until cancelled."""
         while True:
             if not self._viewers and asyncio.get_running_loop().time() - self._seen_s >= UNSEEN_S:
                 await self._woken.wait()
@@ -95,7 +91,6 @@ class Live:
         self._tell()
 
     async def follow(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        """`GET /v1/live`. Raises ApiError: 403 without the operator right to look, 503 with too many viewers."""
         require_operator(caller, acts=False)
         if self._viewers >= VIEWERS:
             raise ApiError(503, f"{VIEWERS} pages follow this process already: look at another one, or close some")

@@ -29,17 +29,11 @@ class SimulatedOptions:
     """Latency, limits and faults of a simulated API. With the defaults, it answers every call at once."""
 
     api_key: str | None = None
-    """The only API key that is accepted. None: any key is accepted, but a call without a key is refused."""
     models: frozenset[str] = frozenset()
-    """Model names that are accepted in addition to the known ones."""
     latency_ms: float = 0.0
-    """The least time that an answer takes; in a stream it is spread evenly over the events."""
     tokens_per_s: float | None = None
-    """The speed of the output; the time is added to the latency. None: output takes no time."""
     output_tokens: int | None = None
-    """The length of every answer: an echo of the prompt, then filler words. None: only the echo."""
     stream_deltas: int = 8
-    """The number of pieces into which a content block is cut in a stream, if the block is long enough."""
     requests_per_minute: int = 1_000_000
     input_tokens_per_minute: int = 1_000_000_000
     output_tokens_per_minute: int = 1_000_000_000
@@ -48,13 +42,9 @@ class SimulatedOptions:
     """The size of a limit's token bucket, as the number of seconds in which it is filled. With 1, a limit of 60 a
     minute is enforced as 1 a second, which Anthropic may do as well."""
     faults: Mapping[str, float] = field(default_factory=dict)
-    """Random faults: each as in a prompt's marker (`faults.py`), and the share of calls that it hits, 0 to 1."""
     seed: int = 0
-    """With the same seed, the same calls in the same order get the same faults."""
     keep_calls: int = 2_000
-    """How many of the latest calls `SimulatedAPI.calls` keeps."""
     max_body_bytes: int = 32 * 1024 * 1024
-    """A call with a larger body is answered with 413, as Anthropic does."""
 
 
 @dataclass(slots=True)
@@ -62,21 +52,16 @@ class Call:
     """The record of one call to `POST /v1/messages`."""
 
     started_s: float
-    """When the call arrived, by `time.monotonic()`."""
     headers: Mapping[str, str]
     body: bytes = b""
-    """Empty if it was larger than `BODY_KEPT_BYTES`."""
     model: str = ""
     stream: bool = False
     prompt: str = ""
-    """The first `TEXT_KEPT` characters of the last user message."""
     request_id: str = ""
     outcome: str = "running"
-    """`running` until the call ends, then `ok` or a short name for its error."""
     status: int = 0
     ended_s: float | None = None
     concurrency: int = 0
-    """How many calls were running when this call started, including itself."""
 
 
 class SimulatedAPI:
@@ -88,7 +73,6 @@ class SimulatedAPI:
         self.port = port
         self.configure(options or SimulatedOptions())
         self.running = 0
-        """The number of calls that have not ended yet."""
         self._latest: deque[Call] = deque(maxlen=self.options.keep_calls)
         self._outcomes: Counter[str] = Counter()
         self._models: Counter[str] = Counter()
@@ -119,11 +103,9 @@ class SimulatedAPI:
 
     @property
     def calls(self) -> Sequence[Call]:
-        """The latest calls that the API has received, oldest first."""
         return self._latest
 
     def stats(self) -> dict[str, Any]:
-        """Counts of all calls: the JSON answer of `GET /simulated/stats`."""
         return {
             "calls": self._total,
             "running": self.running,
@@ -156,7 +138,6 @@ class SimulatedAPI:
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Refuse connections and end the running calls. `start` begins again on the same port."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -309,7 +290,6 @@ async def _body(request: web.BaseRequest) -> bytes:
 
 
 async def _before_answering(request: web.BaseRequest, asked: messages.Asked, fault: Fault) -> None:
-    """Carry out a fault that acts before the first byte of the answer."""
     if (refusal := fault.refusal()) is not None:
         raise refusal
     match fault.name:

@@ -75,7 +75,6 @@ class Limits:
         self.input_tokens.take(input_tokens)
 
     def settle(self, *, input_tokens: int, output_tokens: int) -> None:
-        """Correct the buckets when a call ends. `input_tokens`: the actual number minus the estimate."""
         self.input_tokens.take(input_tokens)
         self.output_tokens.take(output_tokens)
 

@@ -66,7 +66,6 @@ BROKEN: Final[Mapping[str, str]] = {
     "not_a_message": "200 with JSON that is no Message",
     "unfinished": "a whole Message (or stream) without a stop_reason",
 }
-"""Faults that are no error answers, but spoil the transfer or the answer itself."""
 
 _RETRY_AFTER: Final[Mapping[str, str]] = {"rate_limited": "1", "acceleration": "1"}
 _DELAYS_S: Final[Mapping[str, float]] = {"slow_first_byte": 10.0, "stall": 3600.0, "drip": 1.0}
@@ -123,7 +122,6 @@ class Fault:
     at: str | None = None
 
     def refusal(self) -> Refusal | None:
-        """The HTTP error that this fault answers; None if the fault breaks the transfer or the answer instead."""
         if self.name not in REFUSED:
             return None
         status, message = REFUSED[self.name]

@@ -64,9 +64,7 @@ class Asked:
     max_tokens: int
     stream: bool
     prompt: str
-    """The text of the last user message, including a tool's result."""
     tool: dict[str, Any] | None
-    """The tool that the simulated model calls; None if the request has none, or already contains its result."""
     thinking: bool
     input_tokens: int
     estimated_tokens: int
@@ -135,7 +133,6 @@ def _last_user_message(messages: Any) -> dict[str, Any]:
 
 
 def _text(content: Any) -> tuple[str, bool]:
-    """The text in a message's content, and whether it contains a tool's result."""
     if isinstance(content, str):
         return content, False
     texts: list[str] = []

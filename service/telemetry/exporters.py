@@ -20,7 +20,6 @@ from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
 
 FLUSH_S: Final = 2.5
-"""When the process ends, sending the last trace spans may take this many seconds."""
 log = logger()
 
 

@@ -23,9 +23,7 @@ from service.telemetry import redaction
 
 Format = Literal["auto", "json", "console"]
 _FRAMES: Final = 12
-"""How many stack frames of each exception are logged."""
 _SELDOM_S: Final = 60.0
-"""The shortest time, in seconds, between two log events about trace spans that could not be sent."""
 
 
 @contextmanager
@@ -115,8 +113,6 @@ def explained(error: BaseException, *, with_content: bool = False) -> list[str]:
 
 
 def _text_of(error: BaseException, *, with_content: bool) -> str:
-    """The error's text with `: ` before it, for a log line; an empty string if the text may quote a prompt or an
-    answer, and `with_content` is false."""
     if with_content:
         return f": {error}"
     if (brief := getattr(error, "brief", None)) is not None:

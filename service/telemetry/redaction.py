@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any, Final
 
 GONE: Final = "…"
-"""The text that stands in logs in place of removed text."""
 _SECRETS: Final = re.compile(
     r"sk-ant-[A-Za-z0-9_\-]+"
     r"|(?P<bearer>\bbearer\s+)[^\s\"',;]+"
@@ -23,9 +22,7 @@ _SECRET_NAME: Final = re.compile(r"api[-_]?key|authorization|passw|secret|(^|[-_
 _CONTENT_NAMES: Final = frozenset({"answer", "body", "content", "messages", "prompt"})
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _LONGEST: Final = 2000
-"""A value in a log event is cut after this many characters."""
 _DEEPEST: Final = 6
-"""How many levels deep the values of a log event may be nested; what is nested deeper is removed."""
 
 
 def text(value: str) -> str:
